@@ -4,7 +4,7 @@ import torch
 
 from primeblocks.fp8 import Quantized, Tile, measure_error, quantize
 from primeblocks.fp8.adapters.numba import NumbaQuantizer
-from primeblocks.fp8.formats import scales_of, tiled
+from primeblocks.fp8.quantize import scales_of, tiled
 
 from .harness import compare, copy_bandwidth, main
 from .peers import restart_where

@@ -70,7 +70,7 @@ nitpick_ignore_regex = [
     ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
     (
         "py:class",
-        r"Configure|Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Limit|Load|LoRARequest|Make|NamedTensors|"
+        r"Configure|Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Load|LoRARequest|Make|NamedTensors|"
         r"PreTrainedTokenizerBase|Publish|Route|StepResult|Tensors|Train",
     ),
 ]

@@ -112,10 +112,11 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         config,
         max_requests=MAX_IN_FLIGHT * GROUP,
         max_off_policy_steps=options.max_off_policy_steps,
+        use_exact=options.exact,
     )
     history, probes, receipts, sync_seconds = [], [], [], []
     async with await VllmEngine.start(arguments, timeout_s=TIMEOUT_S) as engine:
-        rollouts = Rollouts(engine, router_shape(config))
+        rollouts = Rollouts(engine, None if options.exact else router_shape(config))
         await weightsync_vllm.attach(
             engine.llm, trainer.sync_plan, trainer.transport, timeout_s=TIMEOUT_S
         )
@@ -190,6 +191,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         "kv_store_tokens": pages.tokens,
         "dropped": sum(record["dropped"] for record in history),
         "fp8": options.fp8,
+        "exact": options.exact,
         "loss": options.loss,
         "loop_seconds": loop_seconds,
         "seconds": time.monotonic() - start,
@@ -218,11 +220,17 @@ def main() -> None:
         type=Path,
         help="save the run here, and go on from what is here; several nodes have to share it",
     )
-    parser.add_argument(
+    one_of = parser.add_mutually_exclusive_group()
+    one_of.add_argument(
         "--fp8",
         action="store_true",
         help="FP8 attention projections and experts in the trainer; the engine gets their rounded "
         "values in bfloat16, for vLLM 0.32 cannot run FP8 weights on a CPU",
+    )
+    one_of.add_argument(
+        "--exact",
+        action="store_true",
+        help="float32 and one order of additions on both sides: the mismatch is 0, and it is slow",
     )
     options = parser.parse_args()
     # torchrun ends the other ranks with SIGTERM: leave as after an error, cleaning up on the way.
@@ -236,7 +244,14 @@ def main() -> None:
     checkpoint = Path(folder.name) / "checkpoint"
     checkpoint_on_all(checkpoint, partial(tiny_models.save, "qwen3_moe", seed=SEED, **MODEL))
     transport = transport_between_ranks()
-    trainer = Trainer(checkpoint, device, transport, use_fp8=options.fp8, loss=options.loss)
+    trainer = Trainer(
+        checkpoint,
+        device,
+        transport,
+        use_fp8=options.fp8,
+        use_exact=options.exact,
+        loss=options.loss,
+    )
     if trainer.rank == 0:
         asyncio.run(drive(trainer, checkpoint, options))
     else:

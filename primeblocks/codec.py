@@ -17,7 +17,6 @@ from .errors import CorruptionError, UnsupportedError
 __all__ = [
     "digest",
     "from_json",
-    "lift",
     "lower",
     "pack",
     "to_json",
@@ -30,7 +29,6 @@ _DIGEST_BYTES = 8
 _LENGTH_BYTES = 8
 _SCALARS = frozenset({type(None), bool, int, float, str})
 _NUMBERS = frozenset("biufc")  # dtype.kind: bool, integers, floating, complex
-Buffer = bytes | bytearray
 _SEQUENCES = {"list": list, "tuple": tuple}
 
 
@@ -89,7 +87,14 @@ def unpack(payload: bytes, *, name: str) -> Any:
     if len(body) < _LENGTH_BYTES or digest(name, body) != view[:_DIGEST_BYTES]:
         raise CorruptionError(f"{name}: {len(view)} bytes do not match their checksum")
     start = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
-    return lift(bytes(body[_LENGTH_BYTES:start]), _Slices(body[start:]).read)
+    left = body[start:]
+
+    def read(count: int) -> memoryview:
+        nonlocal left
+        taken, left = left[:count], left[count:]
+        return taken
+
+    return _lift(from_json(bytes(body[_LENGTH_BYTES:start])), read)
 
 
 def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
@@ -103,15 +108,6 @@ def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
         return _dump(_lower(value, buffers, name), name), buffers
     except RecursionError as error:
         raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
-
-
-def lift(header: bytes, read: Callable[[int, type[Buffer]], Buffer]) -> Any:
-    """Return the value that was lowered. An array that could not be written to still cannot.
-
-    Args:
-        read: returns the next bytes, so many, as `bytes` or as a `bytearray` of the caller's own.
-    """
-    return _lift(from_json(header), read)
 
 
 def _dump(value: Any, name: str) -> bytes:
@@ -187,32 +183,25 @@ def _lower_numbers(value: Any, buffers: list[bytes | memoryview], name: str) -> 
     return {kind: [little.dtype.str, list(little.shape)]}
 
 
-def _lift(value: Any, read: Callable[[int, type[Buffer]], Buffer]) -> Any:
-    """Undo `_lower`, reading buffers in the order in which they were added."""
+def _lift(value: Any, read: Callable[[int], memoryview]) -> Any:
+    """Undo `_lower`, reading buffers in the order in which they were added. Copies each of them.
+
+    An array that could not be written to still cannot.
+    """
     if not isinstance(value, dict):
         return value
     ((kind, held),) = value.items()
     if kind == "bytes":
-        return read(held, bytes)
+        return bytes(read(held))
     if kind == "number":
         dtype = np.dtype(held)
-        return np.frombuffer(read(dtype.itemsize, bytes), dtype)[0]
+        return np.frombuffer(bytes(read(dtype.itemsize)), dtype)[0]
     if kind in {"array", "constant"}:
         dtype = np.dtype(held[0])
-        raw = read(dtype.itemsize * prod(held[1]), bytearray if kind == "array" else bytes)
+        own = bytearray if kind == "array" else bytes
+        raw = own(read(dtype.itemsize * prod(held[1])))
         return np.frombuffer(raw, dtype).reshape(held[1])
     if kind == "dict":
         return {key: _lift(each, read) for key, each in held.items()}
     values = [_lift(each, read) for each in held]
     return Aligned(*values) if kind == "aligned" else _SEQUENCES[kind](values)
-
-
-class _Slices:
-    """Copies a buffer, a slice after the other."""
-
-    def __init__(self, left: memoryview) -> None:
-        self._left = left
-
-    def read(self, count: int, kind: type[Buffer]) -> Buffer:
-        taken, self._left = self._left[:count], self._left[count:]
-        return kind(taken)

@@ -7,8 +7,9 @@ ranks are normal, and gradients flow. A wait is bounded by the timeout of the pr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,16 +29,16 @@ from .errors import (
 )
 
 __all__ = [
-    "Carried",
-    "agree",
+    "Call",
+    "agreed",
     "all_gather_rows",
     "all_to_all_rows",
+    "check_alike",
     "check_group",
     "check_tensors",
     "facts_of",
     "outside_graphs",
     "reduce_scatter_rows",
-    "settle",
 ]
 
 # Messages between ranks that differ have one size, whatever they say.
@@ -58,7 +59,7 @@ def all_to_all_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send consecutive runs of rows to each rank; return what arrived, ordered by sender.
+    """Send consecutive rows to each rank, and return the received ones, ordered by sender.
 
     Any dtype; zero rows are fine. Differentiable: gradients return the way the rows came.
     Collective, and so is its backward: either all ranks run it or none does.
@@ -121,7 +122,7 @@ def reduce_scatter_rows(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_group(group: object) -> None:
-    """Refuse what is no process group, and one without this rank. Local.
+    """Refuse anything but a process group that includes this rank. Local.
 
     Raises:
         PlanError: with what to pass.
@@ -139,7 +140,7 @@ def check_group(group: object) -> None:
 
 
 def check_tensors(**operands: object) -> None:
-    """Refuse what is no tensor. Local.
+    """Refuse anything but tensors. Local.
 
     Raises:
         ShapeError: by name.
@@ -149,8 +150,26 @@ def check_tensors(**operands: object) -> None:
             raise ShapeError(f"{name} must be a tensor; got {_shown(x)}.")
 
 
+def check_alike(**operands: Tensor) -> None:
+    """Refuse operands of several dtypes or devices, and numbers that are not floating. Local.
+
+    Raises:
+        ShapeError: by name.
+    """
+    *names, last = operands
+    named = f"{', '.join(names)} and {last}"
+    dtypes, devices = (
+        [getattr(x, what) for x in operands.values()] for what in ("dtype", "device")
+    )
+    if len({*dtypes}) > 1 or not dtypes[0].is_floating_point:
+        shown = ", ".join(map(str, dtypes))
+        raise ShapeError(f"{named} need one floating dtype; got {shown}. Cast them.")
+    if len({*devices}) > 1:
+        raise ShapeError(f"{named} need one device; got {', '.join(map(str, devices))}. Move them.")
+
+
 def facts_of(name: str, x: Tensor) -> dict[str, object]:
-    """Facts for `agree` about a tensor whose rows may differ in number between ranks. Local.
+    """Facts for `agreed` about a tensor whose rows may differ in number between ranks. Local.
 
     Whether it wants a gradient is one: a backward that one rank does not run would leave the
     others waiting.
@@ -169,105 +188,91 @@ def _shown(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def settle(
-    call: str,
-    look: Callable[[], Mapping[str, object]],
-    *operands: object,
-    group: dist.ProcessGroup,
-    check: bool,
-    carry: Callable[[], Carried] | None = None,
-) -> list[list[int]]:
-    """Look at this rank's arguments, then agree with the others. Collective if `check`, or local.
-
-    Args:
-        look: raises a UsageError, or CapacityError, at what is wrong here, and returns what must be
-            equal on all ranks.
-        operands: the first tensor tells where the backend takes tensors.
-        carry: called where `check` is on and nothing was wrong here.
-
-    Returns:
-        As `agree`; nothing without `check`.
-
-    Raises:
-        UsageError, CapacityError: what `look` raised.
-        RankError, PlanError: as `agree`.
-    """
-    check_group(group)
-    facts: Mapping[str, object] = {}
-    problem: PrimeblocksError | None = None
-    try:
-        facts = look()
-    except (CapacityError, UsageError) as error:
-        problem = error
-    if check:
-        device = next((x.device for x in operands if isinstance(x, Tensor)), "cpu")
-        carried = None if carry is None or problem is not None else carry()
-        return agree(call, facts, problem=problem, group=group, device=device, carried=carried)
-    if problem is not None:
-        raise problem
-    return []
-
-
-@dataclass(frozen=True)
-class Carried:
-    """Numbers of a device that travel with an agreement, so that the host waits once for both.
+@dataclass
+class Call:
+    """One rank's part of a collective call, and then the numbers of all ranks.
 
     Attributes:
-        numbers: int64, at most 3 and 2 a rank of the group.
-        judge: what is wrong with one rank's numbers, or None; equal on all ranks, and content with
-            zeros.
-    """
-
-    numbers: Tensor
-    judge: Callable[[list[int]], UsageError | None]
-
-
-def agree(
-    call: str,
-    facts: Mapping[str, object],
-    *,
-    problem: PrimeblocksError | None = None,
-    group: dist.ProcessGroup,
-    device: torch.device | str = "cpu",
-    carried: Carried | None = None,
-) -> list[list[int]]:
-    """Raise on every rank if one of them has a problem, or if calls or facts differ between ranks.
-
-    Called before a larger exchange, it makes one rank's mistake an error on all of them, where
-    the others would wait in vain. Collective: one gather of 40 + 16 x ranks bytes a rank, which
-    the host reads once; one more, of two kilobytes, before something is raised. A rank alone sends
-    nothing.
-
-    Args:
-        call: what is about to be done; two functions that start alike must not meet.
         facts: by name, what must be equal on all ranks, such as sizes and dtypes. Compared, and
             shown, as text.
-        problem: what this rank would have raised.
-        device: where the backend of `group` takes tensors.
-        carried: numbers of this rank that all are to know.
+        numbers: int64 on the device, at most 3 and 2 per rank of the group. They travel with the
+            agreement, so that the host waits once for both.
+        judge: what is wrong with one rank's numbers, or None. Equal on all ranks, and returns None
+            for zeros.
+        told: after the block, each rank's numbers, and zeros after them.
+    """
 
-    Returns:
-        Each rank's carried numbers, and zeros after them.
+    facts: dict[str, object] = field(default_factory=dict)
+    numbers: Tensor | None = None
+    judge: Callable[[list[int]], UsageError | None] = lambda numbers: None
+    told: list[list[int]] = field(default_factory=list)
+
+
+@contextmanager
+def agreed(
+    name: str,
+    *operands: object,
+    group: dist.ProcessGroup,
+    check: bool = True,
+    device: torch.device | str | None = None,
+) -> Iterator[Call]:
+    """Check a rank's arguments in a block, at whose end all ranks agree. Collective if `check`:
+
+        with agreed("ring_attention", q, group=group, check=check) as call:
+            check_tensors(q=q)  # What one rank raises here is an error on every rank.
+            call.facts |= facts_of("q", q)  # What differs between ranks is an error on every rank.
+
+    It comes before a larger exchange, in which the other ranks would wait in vain for the one with
+    a mistake. One gather of 40 + 16 x ranks bytes per rank, which the host reads once. One more, of
+    two kilobytes, before something is raised. A rank alone sends nothing.
+
+    Args:
+        name: of the call. Ranks that make different calls must not meet.
+        operands: the first tensor is on the device from which the backend of `group` sends, unless
+            `device` names another.
+        check: False: nothing is sent, and a rank raises only its own problem.
 
     Raises:
-        PrimeblocksError: `problem` itself, on the rank that has it.
+        UsageError, CapacityError: what the block raised, on the rank that raised it.
         RankError: another rank has a problem, and the message repeats the first one; or not all
             ranks came before the timeout of the group.
-        PlanError: the call or a fact differs.
+        PlanError: no process group, or one without this rank; the call or a fact differs.
     """
     check_group(group)
-    told = {"the call": call} | {name: str(fact) for name, fact in facts.items()}
-    text = json.dumps(told) if problem is None else f"{type(problem).__name__}: {problem}"
-    assert problem is not None or len(text.encode()) <= _TEXT_BYTES, text
+    call, problem = Call(), None
+    try:
+        yield call
+    except (CapacityError, UsageError) as error:
+        if not check:
+            raise
+        problem = error
+    if check:
+        found = next((x.device for x in operands if isinstance(x, Tensor)), "cpu")
+        call.told = _agree(name, call, problem, group, found if device is None else device)
+
+
+def _agree(
+    name: str,
+    call: Call,
+    problem: PrimeblocksError | None,
+    group: dist.ProcessGroup,
+    device: torch.device | str,
+) -> list[list[int]]:
+    if problem is None:
+        told = {"the call": name} | {fact: str(value) for fact, value in call.facts.items()}
+        mine, text = call.numbers, json.dumps(told)
+        assert len(text.encode()) <= _TEXT_BYTES, text
+    else:
+        mine, text = None, f"{type(problem).__name__}: {problem}"
     if group.size() == 1:
-        rows = [] if problem is not None or carried is None else [carried.numbers.tolist()]
-        problem = problem if carried is None or not rows else carried.judge(rows[0])
+        rows = [] if mine is None else [mine.tolist()]
+        problem = problem if mine is None else call.judge(rows[0])
         if problem is not None:
             raise problem
         return rows
-    heads = _gather(_head(text, problem, carried, group.size(), device), call, group).tolist()
+    heads = _gather(_head(text, problem, mine, group.size(), device), name, group).tolist()
     rows = [head[2:] for head in heads]
-    bad = [] if carried is None else [carried.judge(row) for row in rows]
+    bad = [call.judge(row) for row in rows]
     if not any(bad) and all(head[:2] == [0, heads[0][1]] for head in heads):
         return rows
     if any(bad) and problem is None and (problem := bad[group.rank()]) is not None:
@@ -275,7 +280,7 @@ def agree(
     raw = text.encode()[: _TEXT_BYTES if problem is None else _REASON_BYTES].ljust(_TEXT_BYTES)
     letters = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
     texts = [
-        bytes(x).decode(errors="replace").strip() for x in _gather(letters, call, group).tolist()
+        bytes(x).decode(errors="replace").strip() for x in _gather(letters, name, group).tolist()
     ]
     if problem is not None:
         raise problem
@@ -283,11 +288,11 @@ def agree(
         if not said.startswith("{"):
             raise RankError(f"rank {rank} of the group refused its arguments: {said}")
     by_rank: list[dict[str, str]] = [json.loads(said) for said in texts]
-    for name in dict.fromkeys(name for each in by_rank for name in each):
-        values = [each.get(name, "nothing") for each in by_rank]
+    for fact in dict.fromkeys(fact for each in by_rank for fact in each):
+        values = [each.get(fact, "nothing") for each in by_rank]
         if len(set(values)) > 1:
             raise PlanError(
-                f"{name} must be equal on all ranks; by rank it is [{', '.join(values)}]."
+                f"{fact} must be equal on all ranks; by rank it is [{', '.join(values)}]."
             )
     raise AssertionError(texts)
 
@@ -295,7 +300,7 @@ def agree(
 def _head(
     text: str,
     problem: PrimeblocksError | None,
-    carried: Carried | None,
+    mine: Tensor | None,
     ranks: int,
     device: torch.device | str,
 ) -> Tensor:
@@ -304,18 +309,18 @@ def _head(
     numbers = torch.zeros(5 + 2 * ranks, dtype=torch.int64, device=device)
     numbers[0].fill_(problem is not None)
     numbers[1].fill_(digest)
-    if carried is not None:
-        numbers[2 : 2 + len(carried.numbers)] = carried.numbers
+    if mine is not None:
+        numbers[2 : 2 + len(mine)] = mine
     return numbers
 
 
-def _gather(x: Tensor, call: str, group: dist.ProcessGroup) -> Tensor:
+def _gather(x: Tensor, name: str, group: dist.ProcessGroup) -> Tensor:
     everyone = x.new_empty(group.size(), len(x))
     try:
         dist.all_gather(list(everyone.unbind()), x, group=group)
     except RuntimeError as error:  # gloo and NCCL raise it at a timeout, or when a rank died.
         raise RankError(
-            f"{call}: the {group.size()} ranks of the group did not all come to it, or one died. "
+            f"{name}: the {group.size()} ranks of the group did not all come to it, or one died. "
             f"Each must make the same calls, over the same group. {error}"
         ) from error
     return everyone

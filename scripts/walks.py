@@ -313,8 +313,7 @@ def shard() -> Walk:
 
 def page() -> Walk:
     """A page that leaves host memory for a disk when another is saved, and is loaded again."""
-    from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
-    from primeblocks.kvoffload.store import copier
+    from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore, copier
 
     pages = np.random.default_rng(0).integers(0, 256, (2, 256), dtype=np.uint8)
     keys = [PageKey("walks", b"0"), PageKey("walks", b"1")]

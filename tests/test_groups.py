@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import PlanError, RankError, ShapeError
-from primeblocks.groups import Carried, agree, all_to_all_rows
+from primeblocks.groups import agreed, all_to_all_rows
 from primeblocks.testing import ranks
 
 DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8]
@@ -82,7 +82,10 @@ def _agreement(case):
     facts, problem = CASES[case](dist.get_rank())
     said, raised = "agreed", None
     try:
-        agree("a call", facts, problem=problem, group=dist.group.WORLD)
+        with agreed("a call", group=dist.group.WORLD) as call:
+            call.facts |= facts
+            if problem is not None:
+                raise problem
     except (PlanError, RankError, ShapeError) as error:
         said, raised = f"{type(error).__name__}: {error}", error
     assert problem is None or raised is problem
@@ -160,12 +163,33 @@ def test_everyone_has_a_problem():
     assert _told("all have one") == [f"ShapeError: mine, {rank}" for rank in range(3)]
 
 
+def _unchecked():
+    """What each rank is told where only rank 1 has a problem, and ranks differ in a fact."""
+    said = "nothing"
+    try:
+        with agreed("a call", group=dist.group.WORLD, check=False) as call:
+            call.facts["heads"] = dist.get_rank()
+            call.numbers = torch.ones(3, dtype=torch.int64)
+            if dist.get_rank() == 1:
+                raise ShapeError("mine")
+        assert call.told == []
+    except ShapeError as error:
+        said = str(error)
+    dist.barrier()
+    return said
+
+
+def test_without_a_check_a_rank_raises_its_own_problem_alone():
+    assert ranks.run(_unchecked, world_size=3) == ["nothing", "mine", "nothing"]
+
+
 def _alone():
     gathers = []
     dist.all_gather = lambda *args, **kwargs: gathers.append(args)
-    agree("a call", {"heads": 4}, group=dist.group.WORLD)
-    with pytest.raises(ShapeError, match="mine"):
-        agree("a call", {}, problem=ShapeError("mine"), group=dist.group.WORLD)
+    with agreed("a call", group=dist.group.WORLD) as call:
+        call.facts["heads"] = 4
+    with pytest.raises(ShapeError, match="mine"), agreed("a call", group=dist.group.WORLD):
+        raise ShapeError("mine")
     return len(gathers)
 
 
@@ -182,10 +206,11 @@ def _carried(bad):
 
     mine = torch.tensor([7 if rank == bad else rank, 2**62, -3])
     try:
-        rows = agree("a call", {}, group=dist.group.WORLD, carried=Carried(mine, judge))
+        with agreed("a call", group=dist.group.WORLD) as call:
+            call.numbers, call.judge = mine, judge
     except (RankError, ShapeError) as error:
         return f"{type(error).__name__}: {error}"
-    return [row[:3] for row in rows]
+    return [row[:3] for row in call.told]
 
 
 @pytest.mark.parametrize("size", [1, 3])

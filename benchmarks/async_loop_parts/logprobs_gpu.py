@@ -107,7 +107,7 @@ def _sides(dtype: torch.dtype, device: str) -> Iterator[Side]:
     if dtype != torch.bfloat16 or device != "cuda":
         return  # Its kernels are Triton's; what it computes without them is not what is compared.
     try:
-        from primeblocks.losses.adapters import cut_cross_entropy
+        from primeblocks.contrib.adapters import cut_cross_entropy
     except MissingPackageError as error:
         print(f"left out: cut_cross_entropy: {error}", file=sys.stderr)
         return

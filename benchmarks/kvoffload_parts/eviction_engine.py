@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.evict import Evict, facts_of
+from primeblocks.kvoffload.evict import Evict
 from primeblocks.kvoffload.evict.ledger import PageLedger
 
 from .eviction_traces import Advance, End, Trace, Use, Wait
@@ -197,9 +197,8 @@ class Ours:
         names: bool = True,
     ) -> None:
         self._names = names
-        self._evict, self._capacity, self._tells = evict, capacity_pages, tells
-        self._ledger = PageLedger()
-        self._ledger.keep(facts_of(evict))
+        self._capacity, self._tells = capacity_pages, tells
+        self._ledger = PageLedger(evict)
         self._keys: set[PageKey] = set()
         self._version = 0
 
@@ -212,7 +211,7 @@ class Ours:
 
     def save(self, rollout: Hashable, page: PageKey) -> None:
         if len(self._keys) >= self._capacity:
-            victim, _ = self._ledger.victim(self._evict, version=self._version)
+            victim, _ = self._ledger.victim(version=self._version)
             self._ledger.remove(victim)
             self._keys.remove(victim)
         self._keys.add(page)

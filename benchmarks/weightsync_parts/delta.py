@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from primeblocks.weightsync.delta.tensors import apply_delta, encode_delta
+from primeblocks.weightsync.delta.deltas import apply_delta, encode_delta
 
 from ..harness import compare
 from .verl_delta import VERL, VerlDelta

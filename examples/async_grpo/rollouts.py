@@ -16,6 +16,7 @@ from primeblocks.async_loop.adapters.vllm import (
     generate_in_parts,
 )
 from primeblocks.async_loop.ledger import Draft
+from primeblocks.exact.adapters.vllm import ARCHITECTURE as EXACT
 from primeblocks.kvoffload.adapters import vllm as kvoffload_vllm
 from primeblocks.replay.adapters import vllm as replay_vllm
 from primeblocks.weightsync.adapters import vllm as weightsync_vllm
@@ -41,10 +42,16 @@ def router_shape(config: Any) -> replay_vllm.RouterShape:
 
 
 def engine_arguments(
-    checkpoint: Path, config: Any, *, max_requests: int, max_off_policy_steps: int
+    checkpoint: Path,
+    config: Any,
+    *,
+    max_requests: int,
+    max_off_policy_steps: int,
+    use_exact: bool = False,
 ) -> dict[str, Any]:
     """Each block's adapter contributes its part of the engine's arguments."""
-    key_or_value = config.num_key_value_heads * config.head_dim * 2  # bytes, in bfloat16
+    element_bytes = 4 if use_exact else 2
+    key_or_value = config.num_key_value_heads * config.head_dim * element_bytes
     page_bytes = PAGE_TOKENS * config.num_hidden_layers * 2 * key_or_value
     capture_bytes = replay_vllm.plan_capture_bytes(
         router_shape(config),
@@ -54,7 +61,7 @@ def engine_arguments(
     )
     arguments = base_engine_args(
         checkpoint,
-        dtype="bfloat16",
+        dtype="float32" if use_exact else "bfloat16",
         max_model_len=128,
         max_num_seqs=max_requests,
         kv_bytes=DEVICE_PAGES * page_bytes,
@@ -65,7 +72,11 @@ def engine_arguments(
     return (
         arguments
         | weightsync_vllm.engine_args()
-        | replay_vllm.engine_args(max_bytes=capture_bytes, device=ENGINE_DEVICE)
+        | (
+            {"hf_overrides": EXACT}
+            if use_exact
+            else replay_vllm.engine_args(max_bytes=capture_bytes, device=ENGINE_DEVICE)
+        )
         | kvoffload_vllm.engine_args(
             primary_bytes=PASSAGE_PAGES * page_bytes,
             host_bytes=HOST_PAGES * page_bytes,
@@ -79,7 +90,7 @@ def engine_arguments(
 class Rollouts:
     """Asks the engine; the one place that knows text, tokens, routes and reward together."""
 
-    def __init__(self, engine: VllmEngine, shape: replay_vllm.RouterShape) -> None:
+    def __init__(self, engine: VllmEngine, shape: replay_vllm.RouterShape | None) -> None:
         self.engine, self.shape = engine, shape
         self.tokens = 0
 
@@ -127,11 +138,11 @@ class Rollouts:
         )
 
     def rollout_of(self, text: str, answer: Completion) -> Rollout:
-        routes = replay_vllm.routes_from_output(
-            answer, self.shape, prompt_tokens=len(answer.prompt)
-        )
-        return answer.to_rollout(
-            prompt_id=text,
-            reward=reward_of(text, answer.token_ids),
-            attachments={"routes": bytes(routes.pack())},  # A journal keeps bytes.
-        )
+        attachments = {}
+        if self.shape is not None:
+            routes = replay_vllm.routes_from_output(
+                answer, self.shape, prompt_tokens=len(answer.prompt)
+            )
+            attachments = {"routes": bytes(routes.pack())}  # A journal keeps bytes.
+        reward = reward_of(text, answer.token_ids)
+        return answer.to_rollout(prompt_id=text, reward=reward, attachments=attachments)

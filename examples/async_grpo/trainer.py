@@ -3,6 +3,7 @@
 import random
 import statistics
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from primeblocks import losses, parallel, replay, weightsync
+from primeblocks.exact import batch_invariant
 from primeblocks.losses.packing import Pack, pack
 from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
 from primeblocks.replay.adapters.transformers import routers
@@ -47,17 +50,19 @@ class Trainer:
         transport: weightsync.transports.Transport,
         *,
         use_fp8: bool = False,
+        use_exact: bool = False,
         loss: str = "grpo",
     ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self.loss = LOSSES[loss]
+        self.loss, self.use_exact = LOSSES[loss], use_exact
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-        whole = weightsync.describe(model, dtype=torch.bfloat16)  # what the engine holds
+        held_as = torch.float32 if use_exact else torch.bfloat16
+        whole = weightsync.describe(model, dtype=held_as)  # what the engine holds
         transfer_encoding = None
         if use_fp8:
             from primeblocks import fp8
             from primeblocks.fp8.adapters.transformers import convert
-            from primeblocks.fp8.simulated import SimulatedGemm
+            from primeblocks.fp8.reference import SimulatedGemm
 
             # 32 rows: each rank's shard of every projection is a multiple of it.
             recipe = fp8.Recipe(weights=fp8.Tile(32, 128), gemm=SimulatedGemm())
@@ -113,7 +118,7 @@ class Trainer:
         of_tokens = np.array(advantages, np.float32)[[*packed.indices]].repeat(lengths)
         sequence_ids = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
         count = parallel.global_token_count(mask.sum(), self.meshes)
-        with replay.impose(self.routers, routes):
+        with self.as_in_the_engine(routes):
             logprobs = self.logprobs(packed)
             loss = self.loss(
                 logprobs,
@@ -136,9 +141,9 @@ class Trainer:
         with torch.no_grad():
             with replay.record(self.routers) as tape:
                 without = self.logprobs(packed)
-            with replay.impose(self.routers, routes):
+            with self.as_in_the_engine(routes):
                 imposed = self.logprobs(packed)
-        agreement = replay.compare(routes, tape.routes).overall
+        agreement = 1.0 if routes is None else replay.compare(routes, tape.routes).overall
         parts: list = [None] * self.world_size
         mine = without.cpu(), imposed.cpu(), torch.from_numpy(packed.logprobs), agreement
         dist.all_gather_object(parts, mine)
@@ -149,11 +154,17 @@ class Trainer:
             statistics.mean(part[3] for part in parts),
         )
 
-    def share_of(self, rollouts: Sequence[Rollout]) -> tuple[Pack, replay.Routes]:
+    def share_of(self, rollouts: Sequence[Rollout]) -> tuple[Pack, replay.Routes | None]:
         """This rank's rollouts one behind the other, and the engine's routes of their tokens."""
         packed = pack(rollouts, range(self.rank, len(rollouts), self.world_size))
+        if self.use_exact:  # The trainer chooses the same experts by itself.
+            return packed, None
         mine = [replay.Routes.unpack(rollouts[i].attachments["routes"]) for i in packed.indices]
         return packed, replay.Routes.join(mine)
+
+    def as_in_the_engine(self, routes: replay.Routes | None) -> AbstractContextManager:
+        """The engine's choice of experts; or, exact, its computation to the last bit."""
+        return batch_invariant() if routes is None else replay.impose(self.routers, routes)
 
     def publish(self, version: int) -> weightsync.marker.Receipt:
         """Write this rank's shards of one version where the engine will read them."""
@@ -182,6 +193,14 @@ class Trainer:
             for each in (packed.predictors, packed.targets, packed.tokens)
         )
         head = self.model.lm_head
+        if self.use_exact:  # Attention and log-probabilities in the engine's order of additions.
+            head.forward = lambda hidden: (
+                F.linear(hidden[0, places], head.weight).log_softmax(-1).gather(-1, ids[:, None])
+            ).clone()
+            positions = torch.cat([torch.arange(length) for length in packed.document_lengths])
+            return self.model(tokens[None], position_ids=positions[None], use_cache=False).logits[
+                :, 0
+            ]
         # Inside the model's forward, where FSDP2 has the head's weight whole, it answers with
         # log-probabilities: no matrix of logits is made.
         head.forward = lambda hidden: losses.logprobs.token_logprobs(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from ..clock import Clock, MonotonicClock, within
 from ..errors import CapacityError, UsageError
 from ..rollout import Group
-from .staleness import StalenessPolicy
+from .staleness import StalenessPolicy, staleness
 
 __all__ = ["RolloutBuffer"]
 
@@ -112,7 +112,9 @@ class RolloutBuffer:
 
         Raises:
             DeadlineError: there were not enough in time; only stale groups were removed.
-            UsageError: more groups are asked for than can be held.
+            UsageError: more groups are asked for than can be held, or a group has a part of a
+                policy later than `version`. With `on_drop`, all such groups are thrown away
+                first, so that the next call goes on. Without it they stay.
         """
         if not 1 <= count <= self.capacity:
             raise UsageError(f"cannot take {count} groups of a buffer that holds {self.capacity}")
@@ -139,9 +141,15 @@ class RolloutBuffer:
         self._new = list(self._held)
         while True:
             new, self._new = self._new, []
+            later = [g for g in new if g in self._held and g.newest_version > version]
+            if later:
+                if on_drop is not None:
+                    for group in later:
+                        self._remove(group)
+                        on_drop(group)
+                staleness(later[0], version=version)  # Raises.
             for group in new:
-                stale = policy.trainable(group, version=version) is None
-                if stale and group in self._held:
+                if group in self._held and policy.trainable(group, version=version) is None:
                     self._remove(group)  # One by one: `on_drop` may count what is left.
                     if on_drop is not None:
                         on_drop(group)

@@ -7,7 +7,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..clock import Clock, within
 from ..errors import DeadlineError, UsageError, shown
@@ -16,7 +16,7 @@ from .buffer import RolloutBuffer
 from .ledger import Draft, Ledger, Partial, Restored
 from .scheduler import Retries
 
-__all__ = ["Feeder", "Generate", "Limit", "PromptJob", "Rules", "as_limit"]
+__all__ = ["Feeder", "Generate", "PromptJob"]
 
 logger = logging.getLogger(__name__)
 
@@ -24,23 +24,6 @@ logger = logging.getLogger(__name__)
 _MISTAKES = (TypeError, NameError, AttributeError, ImportError, SyntaxError, NotImplementedError)
 
 Generate = Callable[..., Awaitable[Any]]
-
-
-class Limit(Protocol):
-    """A number of requests in flight that may change."""
-
-    limit: int
-
-
-@dataclass(frozen=True)
-class Rules:
-    """Rules by which prompts become groups; see `AsyncLoop`."""
-
-    group_size: int | None
-    keep: Callable[[Group], bool] | None
-    retries: Retries
-    rollout_timeout_s: float | None
-    put_timeout_s: float
 
 
 @dataclass(eq=False)
@@ -69,7 +52,7 @@ class Feeder:
 
     Belongs to one event loop. What ends a run ends up in `failed`.
 
-    Args:
+    Args, beside those of `AsyncLoop`:
         prompts: drawn one at a time; each gets the next ordinal.
         ended: called whenever something has left the state of being in flight.
         left: called with each prompt that leaves without being trained on, and the reason.
@@ -81,7 +64,10 @@ class Feeder:
         prompts: Iterable[Any],
         generate: Generate,
         buffer: RolloutBuffer,
-        rules: Rules,
+        group_size: int | None,
+        keep: Callable[[Group], bool] | None,
+        retries: Retries,
+        rollout_timeout_s: float | None,
         ledger: Ledger | None,
         clock: Clock,
         failed: asyncio.Future[BaseException],
@@ -89,7 +75,9 @@ class Feeder:
         left: Callable[[Any, str], None],
     ) -> None:
         self._prompts: Iterator[Any] = iter(prompts)
-        self._generate, self._buffer, self._rules = generate, buffer, rules
+        self._generate, self._buffer = generate, buffer
+        self._group_size, self._keep = group_size, keep
+        self._retries, self._rollout_timeout_s = retries, rollout_timeout_s
         self._ledger, self._clock = ledger, clock
         self._failed, self._ended, self._left = failed, ended, left
         self._again: deque[PromptJob] = deque()
@@ -124,7 +112,7 @@ class Feeder:
                     "before. Pass the same prompts, from their start."
                 )
         self.drawn = restored.cursor
-        last = (self._rules.group_size or 1) - 1
+        last = (self._group_size or 1) - 1
         for ordinal, prompt, kept in restored.again:
             job = PromptJob(ordinal, prompt)
             for sample, trajectory in kept.items():
@@ -138,7 +126,7 @@ class Feeder:
 
     def start(self, *, groups: int, requests: int, version: int) -> None:
         """Start at most so many groups and requests. Local."""
-        each = self._rules.group_size
+        each = self._group_size
         while requests > 0:
             if self._pending:
                 job, sample = self._pending.popleft()
@@ -204,37 +192,37 @@ class Feeder:
                 job.attempts[sample] += 1
                 self.causes[type(error).__name__] += 1
                 self._log(job, error)
-                is_last = job.attempts[sample] >= self._rules.retries.attempts
+                is_last = job.attempts[sample] >= self._retries.attempts
                 if is_last or isinstance(error, _MISTAKES):
                     self._give_up(job, error)
                     return
-                await self._clock.sleep(self._rules.retries.wait_s(job.attempts[sample]))
+                await self._clock.sleep(self._retries.wait_s(job.attempts[sample]))
         rollouts = self._read(job, answer)
-        if self._rules.group_size is not None:
+        if self._group_size is not None:
             job.samples[sample] = answer
-            if len(job.samples) < self._rules.group_size:
+            if len(job.samples) < self._group_size:
                 if self._ledger is not None:
                     self._ledger.sampled(job.ordinal, sample, answer)
                 return
-            rollouts = tuple(job.samples[i] for i in range(self._rules.group_size))
+            rollouts = tuple(job.samples[i] for i in range(self._group_size))
         await self._finish(job, rollouts)
 
     async def _ask(self, job: PromptJob, sample: int) -> Any:
         options: dict[str, Any] = {"version": job.version}
-        if self._rules.group_size is not None:
+        if self._group_size is not None:
             options["sample"] = sample
         if self._ledger is not None:
             options["draft"] = Draft(job.ordinal, job.partials, self._ledger)
         call = self._generate(job.prompt, **options)
-        if self._rules.rollout_timeout_s is None:
+        if self._rollout_timeout_s is None:
             return await call
         what = f"the rollout of prompt {job.ordinal}"
-        timeout_s = self._rules.rollout_timeout_s
+        timeout_s = self._rollout_timeout_s
         return await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
 
     def _read(self, job: PromptJob, answer: Any) -> tuple[Rollout, ...]:
         """Return the rollouts of an answer, or refuse it by name, which ends the run."""
-        is_group = self._rules.group_size is None
+        is_group = self._group_size is None
         if is_group and isinstance(answer, Iterable):
             found = tuple(answer)
         else:
@@ -268,7 +256,7 @@ class Feeder:
         took = self._clock.now() - job.started_s
         group = Group(job.prompt, tuple(rollouts), job.version, took, job.ordinal)
         self.failures_in_a_row = 0
-        if self._rules.keep is not None and not self._rules.keep(group):
+        if self._keep is not None and not self._keep(group):
             self._leave(job, "filtered")
             return
         if self._ledger is not None:
@@ -277,7 +265,8 @@ class Feeder:
         del self.jobs[job.ordinal]
         self.finished += 1
         self._buffer.look_again()
-        await self._buffer.put(group, timeout_s=self._rules.put_timeout_s)
+        # Without a deadline: it may wait for steps, behind groups of a journal. Steps have one.
+        await self._buffer.put(group, timeout_s=float("inf"))
 
     def _leave(self, job: PromptJob, reason: str) -> None:
         """The prompt leaves the run without being trained on."""
@@ -294,7 +283,7 @@ class Feeder:
         self._leave(job, f"failed: {error!r}")
         self.failures_in_a_row += 1
         self.last_failure = error
-        if self.failures_in_a_row >= self._rules.retries.give_up_after:
+        if self.failures_in_a_row >= self._retries.give_up_after:
             raise error
 
     def _settle(self, job: PromptJob, task: asyncio.Task[None]) -> None:
@@ -311,10 +300,3 @@ class Feeder:
         if error is not None and not self._failed.done():
             self._failed.set_result(error)
         self._ended()
-
-
-def as_limit(limit: int | Limit) -> Callable[[], int]:
-    """Read a limit that may be a number or an object with one. Local."""
-    if isinstance(limit, int):
-        return lambda: limit
-    return lambda: limit.limit

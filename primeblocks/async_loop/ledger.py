@@ -1,4 +1,14 @@
-"""Calls that say what happened to each prompt, and the rules that every ledger keeps."""
+"""Calls that say what happened to each prompt, and the rules that every ledger keeps.
+
+A prompt is in one state. The loop moves it with the call at the arrow:
+
+    drawn --started--> in flight --finished--> finished --taken--> taken --trained--> trained
+
+`dropped` leads from in flight or finished back to drawn, since the prompt is generated again.
+`left_out` leads from each of the first three states to filtered or failed. `checkpointed` deletes
+trained prompts of steps that cannot come back. `restore` leads from in flight back to drawn, and
+from taken and trained back to finished for the steps after the weights at hand.
+"""
 
 from __future__ import annotations
 

@@ -7,15 +7,16 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any
+from functools import partial
+from typing import Any, SupportsIndex
 
 from ..clock import Clock, MonotonicClock, within
-from ..errors import ClosedError, UsageError, check_version
+from ..errors import ClosedError, UsageError, check_counts, check_version
 from ..rollout import Group
 from .buffer import RolloutBuffer
-from .feeder import Feeder, Generate, Limit, Rules, as_limit
+from .feeder import Feeder, Generate
 from .ledger import Ledger
-from .scheduler import Admission, Retries
+from .scheduler import AdaptiveLimit, Retries
 from .staleness import staleness
 from .step import Step
 from .worker import WorkerThread, check_call, is_async
@@ -49,7 +50,7 @@ class AsyncLoop:
         buffer: its staleness policy is the loop's.
         batch_size: groups in a training batch.
         max_in_flight: requests being generated at a time: groups, or samples with `group_size`. A
-            number, or an object with a `limit`, such as `AdaptiveLimit`.
+            number, or a limit that follows the engine.
         group_size: samples of a group, where `generate` makes one at a time.
         keep: `keep(group)` says whether a finished group is trained on; batches are exact all the
             same. Leave out groups without variance, for instance.
@@ -82,7 +83,7 @@ class AsyncLoop:
         publish: Publish,
         buffer: RolloutBuffer,
         batch_size: int,
-        max_in_flight: int | Limit,
+        max_in_flight: int | AdaptiveLimit,
         group_size: int | None = None,
         keep: Callable[[Group], bool] | None = None,
         retries: Retries | None = None,
@@ -99,16 +100,16 @@ class AsyncLoop:
                 f"of its own; got a {type(buffer).__name__}. Groups of other processes are taken "
                 "without it, in a plain loop: batch = buffer.take(...)."
             )
+        check_counts(
+            batch_size=batch_size,
+            max_in_flight=getattr(max_in_flight, "limit", max_in_flight),
+            group_size=1 if group_size is None else group_size,
+        )
         if batch_size > buffer.capacity:
             raise UsageError(
                 f"a batch of {batch_size} groups does not fit a buffer of {buffer.capacity}"
             )
-        limit = as_limit(max_in_flight)
-        if limit() < 1 or batch_size < 1 or (group_size is not None and group_size < 1):
-            raise UsageError(
-                "batch_size, max_in_flight and group_size must be at least 1; got "
-                f"{batch_size}, {limit()}, {group_size}"
-            )
+        self._max_in_flight = max_in_flight
         more: dict[str, Any] = {"sample": 0} if group_size is not None else {}
         more |= {"draft": None} if ledger is not None else {}
         check_call("generate", generate, "prompt", kind="async", version=0, **more)
@@ -121,22 +122,25 @@ class AsyncLoop:
         self.version = self.published = check_version(version)
         self.ended: str | None = None
         self.sources: dict[str, Counter[str]] = {}
-        self._prompts, self._generate = prompts, generate
         self._train, self._publish = train, publish
         self._buffer, self._batch_size = buffer, batch_size
-        self._limit, self._source, self._ledger = limit, source, ledger
-        policy = buffer.staleness
-        self._admission = Admission(
-            batch_size=batch_size,
-            max_off_policy_steps=policy.max_off_policy_steps,
-            max_in_flight=(policy.max_off_policy_steps + 1) * batch_size,
-        )
-        self._rules = Rules(
-            group_size, keep, Retries() if retries is None else retries, rollout_timeout_s,
-            step_timeout_s,
-        )  # fmt: skip
+        self._source, self._ledger = source, ledger
         self._timeout_s = step_timeout_s
         self._clock = MonotonicClock() if clock is None else clock
+        self._make_feeder = partial(
+            Feeder,
+            prompts=prompts,
+            generate=generate,
+            buffer=buffer,
+            group_size=group_size,
+            keep=keep,
+            retries=Retries() if retries is None else retries,
+            rollout_timeout_s=rollout_timeout_s,
+            ledger=ledger,
+            clock=self._clock,
+            ended=self._go_on,
+            left=self._leave,
+        )
         self._feeder: Feeder | None = None
         self._failed: asyncio.Future[BaseException] | None = None
         self._starved: asyncio.Future[BaseException] | None = None  # no batch will come
@@ -153,11 +157,7 @@ class AsyncLoop:
         running = asyncio.get_running_loop()
         self._failed, self._starved = running.create_future(), running.create_future()
         self._failed.add_done_callback(lambda failed: self._starve(failed.result()))
-        self._feeder = Feeder(
-            prompts=self._prompts, generate=self._generate, buffer=self._buffer,
-            rules=self._rules, ledger=self._ledger, clock=self._clock, failed=self._failed,
-            ended=self._go_on, left=self._leave,
-        )  # fmt: skip
+        self._feeder = self._make_feeder(failed=self._failed)
         if self._ledger is not None:
             for group in self._feeder.resume(self._ledger.restore(self.version)):
                 self._feeder.finished += 1
@@ -206,6 +206,11 @@ class AsyncLoop:
     def lost(self) -> tuple[tuple[Any, str], ...]:
         """Prompts that used up their attempts since the last step, each with the reason."""
         return tuple(self._lost)
+
+    @property
+    def _limit(self) -> int:
+        most = self._max_in_flight
+        return most if isinstance(most, SupportsIndex) else most.limit
 
     def _end_early(self, done: int, count: int) -> None:
         """Say why there are fewer steps than asked for; raise if failures alone are the reason."""
@@ -265,8 +270,16 @@ class AsyncLoop:
         self, groups: tuple[Group, ...], metrics: Any, times: tuple[float, float, float, float]
     ) -> Step:
         assert self._feeder is not None
-        before, feeder = self.version - 1, self._feeder
-        masked = self._count(groups)
+        before, feeder, policy = self.version - 1, self._feeder, self._buffer.staleness
+        masked = 0
+        for group in groups:
+            old = 0
+            if policy.on_stale == "mask":
+                old = sum(int((~policy.fresh(r, version=before)).sum()) for r in group.rollouts)
+            masked += old
+            self._ends["trained"] += 1
+            self._tell(group.prompt, "trained")
+            self._tell(group.prompt, "masked_tokens", old)
         lost, self._lost = tuple(self._lost), []
         filtered, self._filtered = self._filtered, 0
         failures, feeder.causes = dict(feeder.causes), Counter()
@@ -288,19 +301,6 @@ class AsyncLoop:
             masked_tokens=masked,
             engine_idle_s=idle_s,
         )
-
-    def _count(self, groups: tuple[Group, ...]) -> int:
-        """Count what became of prompts, by source; return the tokens masked for their age."""
-        policy, before, masked = self._buffer.staleness, self.version - 1, 0
-        for group in groups:
-            old = 0
-            if policy.on_stale == "mask":
-                old = sum(int((~policy.fresh(r, version=before)).sum()) for r in group.rollouts)
-            self._ends["trained"] += 1
-            self._tell(group.prompt, "trained")
-            self._tell(group.prompt, "masked_tokens", old)
-            masked += old
-        return masked
 
     def _tell(self, prompt: Any, what: str, count: int = 1) -> None:
         if self._source is not None and count:
@@ -366,14 +366,14 @@ class AsyncLoop:
     def _feed(self) -> None:
         """Start what there is room for."""
         assert self._feeder is not None
-        feeder, limit = self._feeder, self._limit()
-        requests = groups = max(0, limit - feeder.requests)
-        if self._buffer.staleness.on_stale != "continue":  # Then the buffer alone holds it back.
-            groups = self._admission.room(
-                in_flight=len(feeder.jobs),
-                finished=feeder.finished,
-                behind=self.version - self.published,
-            )
+        feeder, limit = self._feeder, self._limit
+        groups = self._buffer.staleness.room(
+            batch_size=self._batch_size,
+            in_flight=len(feeder.jobs),
+            finished=feeder.finished,
+            behind=self.version - self.published,
+        )
+        requests = limit - feeder.requests
         feeder.start(groups=groups, requests=requests, version=self.published)
         self._pace(feeder.requests < limit and not feeder.exhausted)
         left = len(feeder.jobs) + feeder.finished + feeder.waiting

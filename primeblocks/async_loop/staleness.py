@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -100,6 +101,25 @@ class StalenessPolicy:
             for r in group.rollouts
         )
         return replace(group, rollouts=tuple(rollouts))
+
+    def room(self, *, batch_size: int, in_flight: int, finished: int, behind: int = 0) -> int:
+        """Return how many more groups may be started and still be trained on in time. Pure.
+
+        The trainer uses up `batch_size` groups a step, so a group behind
+        `(max_off_policy_steps + 1) * batch_size` others cannot be trained on in time. Under
+        "continue" there is always room.
+
+        Args:
+            in_flight: groups being generated.
+            finished: groups generated and not yet trained on.
+            behind: versions that the engine is behind the trainer.
+
+        Source: the capacity law of AReaL, arXiv:2505.24298, section 5.1.
+        """
+        if self.on_stale == "continue":
+            return sys.maxsize
+        steps = self.max_off_policy_steps + 1 - behind
+        return max(0, steps * batch_size - finished - in_flight)
 
     def ready(
         self, finished: Iterable[int], in_flight: Iterable[int], *, count: int, version: int

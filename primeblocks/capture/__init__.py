@@ -7,9 +7,8 @@ and a `Conversation`. A `Recorder` opens them in front of an engine of ids;
 
 from .conversation import Continuity, Conversation
 from .journal import CaptureJournal
-from .recorder import Recorder
+from .recorder import CaptureBounds, CaptureSession, Recorder
 from .seams import Generate, Renderer, Sampled
-from .session import CaptureBounds, CaptureSession
 
 __all__ = [
     "CaptureBounds",

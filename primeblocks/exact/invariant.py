@@ -59,9 +59,10 @@ def batch_invariant() -> Iterator[None]:
 
     Local; for this thread, on a CPU. For forward passes; a backward may run inside or outside.
     Attention goes through torch's `scaled_dot_product_attention` (transformers:
-    `attn_implementation="sdpa"`), experts through its grouped products (transformers' default) or
-    a loop over experts. Checkpoints compute again inside of a context of their own: give torch's
-    `checkpoint` `context_fn=lambda: (nullcontext(), batch_invariant())`.
+    `attn_implementation="sdpa"`), experts through its grouped products (transformers' default), a
+    loop over experts, or expert parallelism with its default dispatcher. Checkpoints compute again
+    inside of a context of their own: give torch's `checkpoint`
+    `context_fn=lambda: (nullcontext(), batch_invariant())`.
 
     Raises (inside):
         UnsupportedError: an operation without such a form, by name; another device than a CPU; a
@@ -175,6 +176,34 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *more: 
     return torch.cat([*found, left.new_zeros(len(left) - ends[-1], right.shape[-1])])
 
 
+def _embedding_bag(
+    table: Tensor,
+    chosen: Tensor,
+    starts: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The experts of a token, as expert parallel adds them: products, then their sum."""
+    size = len(chosen) // max(len(starts), 1)
+    bags = chosen.view(-1, size) if size and len(chosen) % size == 0 else chosen[:, None]
+    is_even = torch.equal(starts, torch.arange(0, len(chosen), max(size, 1)))
+    in_two = size % 2 == 0 and torch.equal(bags[:, 0::2], bags[:, 1::2])
+    if mode != 0 or include_last_offset or padding_idx != -1 or not is_even or in_two:
+        raise UnsupportedError(
+            "embedding_bag adds as many rows for each token, each once. Experts: keep the default "
+            "dispatcher, and a model in float32 where its router's weights are."
+        )
+    each = table.index_select(0, chosen)
+    each = each if weights is None else each * weights[:, None]
+    found = rows.total(each.view(len(starts), size, table.shape[1]), (1,)).to(table.dtype)
+    none = chosen.new_empty(0)
+    return found, none, none, none
+
+
 def _sum(
     values: Tensor,
     dims: Any = None,
@@ -240,6 +269,8 @@ ORDERED: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,
     aten._grouped_mm.default: _grouped_mm,
+    aten._embedding_bag.default: _embedding_bag,
+    aten._embedding_bag_forward_only.default: _embedding_bag,
     aten.sum.default: _sum,
     aten.sum.dim_IntList: _sum,
     aten.mean.default: _mean,

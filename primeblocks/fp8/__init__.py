@@ -5,12 +5,10 @@ a reference that says what each result is.
 """
 
 from .audit import audit
-from .cache import WeightCache
 from .checkpoint import encode_weights
-from .formats import Tile
 from .matmul import grouped_matmul, matmul, swiglu_matmul
-from .modules import Fp8Linear, convert
-from .quantize import Quantized, measure_error, quantize
+from .modules import Fp8Linear, WeightCache, convert
+from .quantize import Quantized, Tile, measure_error, quantize
 from .recipe import Gemm, Recipe
 
 __all__ = [

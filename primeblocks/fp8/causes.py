@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import powers_of_two
-from .formats import Quotient, Scale, Tile
-from .quantize import Quantized, quantize
+from .quantize import Quantized, Quotient, Scale, Tile, quantize
 from .recipe import Recipe
 
 __all__ = [

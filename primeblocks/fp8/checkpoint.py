@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..errors import PlanError, ShapeError, UnsupportedError, UsageError
 from ..layout import Layout, Shard, local_part
-from .formats import Tile, check_choice
-from .quantize import Quantized
+from .quantize import Quantized, Tile, check_choice
 from .recipe import Recipe, check_recipe
 from .rules import Expression, Rule, choose_weights
 

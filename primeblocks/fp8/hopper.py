@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError
-from .formats import Tile
-from .quantize import Quantized
+from .quantize import Quantized, Tile
 
 __all__ = ["ROW", "SIDE", "SQUARE", "check_groups", "check_hopper", "check_operands"]
 

@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError, UnsupportedError, UsageError
-from .formats import Nonfinite, Quotient, Scale, Tile, check_choice, check_tile
-from .quantize import Quantized, quantize, swiglu
+from .quantize import (
+    Nonfinite,
+    Quantized,
+    Quotient,
+    Scale,
+    Tile,
+    check_choice,
+    check_tile,
+    quantize,
+    swiglu,
+)
 from .reference import ReferenceGemm
 
 __all__ = ["FusedQuantizer", "Gemm", "Quantizer", "Recipe", "check_recipe"]

@@ -1,4 +1,4 @@
-"""A block-scaled matrix product to the bit, and the exact product to compare it with."""
+"""Block-scaled products in torch alone: to the bit, quick, and exact for comparison."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ShapeError
-from .formats import Tile
-from .quantize import Quantized
+from .quantize import Quantized, Tile
 
-__all__ = ["ReferenceGemm", "check_inner", "exact_product", "runs"]
+__all__ = ["ReferenceGemm", "SimulatedGemm", "exact_product", "runs"]
 
 
 @dataclass(frozen=True)
@@ -23,27 +22,22 @@ class ReferenceGemm:
     rounded to float32; then, tile after tile, `total = fma(a_scale * b_scale, sum, total)` in
     float32. So the result does not depend on threads, libraries or the order inside a tile.
     Hopper's tensor cores accumulate with fewer bits; engines agree with this to a tolerance, not
-    to the bit.
+    to the bit. Local; `offsets` is read on the host.
+
+    Raises:
+        ShapeError: from each product, if the inner dims or their tiles differ.
     """
 
     k_major: ClassVar[bool] = False
 
     def __call__(self, a: Quantized, b: Quantized) -> Tensor:
-        """Multiply `a @ b.T`, float32 `[rows of a, rows of b]`. Local.
-
-        Raises:
-            ShapeError: the inner dims or their tiles differ.
-        """
-        check_inner(a, b)
+        """Multiply `a @ b.T`, float32 `[rows of a, rows of b]`."""
+        _check_inner(a, b)
         return _product(a, b, slice(0, a.shape[-1]))
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows by its matrix; `offsets` is read on the host. Local.
-
-        Raises:
-            ShapeError: the inner dims or their tiles differ.
-        """
-        check_inner(a, b)
+        """Multiply each expert's rows by its matrix; float32."""
+        _check_inner(a, b)
         out, by_row = a.scales.new_zeros(a.shape[0], b.shape[-2]), _by_row(a)
         for expert, rows in enumerate(runs(offsets)):
             of_a = Quantized(a.codes[rows], by_row[rows], Tile(1, a.tile.columns))
@@ -51,13 +45,43 @@ class ReferenceGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply `a @ b.T` over each expert's part of the inner dim. Local; reads `offsets`.
-
-        Raises:
-            ShapeError: the inner dims or their tiles differ.
-        """
-        check_inner(a, b)
+        """Multiply `a @ b.T` over each expert's part of the inner dim; float32."""
+        _check_inner(a, b)
         return torch.stack([_product(a, b, part) for part in runs(offsets)])
+
+
+@dataclass(frozen=True)
+class SimulatedGemm:
+    """Float32 products of what codes and scales say, by torch; see `Gemm`.
+
+    Only the rounding of a sum to float32 differs from `ReferenceGemm`. For training at small scale
+    on a CPU, or on a GPU without float8. Local; grouped products read `offsets` on the host.
+
+    Raises:
+        ShapeError: from each product, if the inner dims or their tiles differ.
+    """
+
+    k_major: ClassVar[bool] = False
+
+    def __call__(self, a: Quantized, b: Quantized) -> Tensor:
+        """Multiply `a @ b.T`, float32 `[rows of a, rows of b]`."""
+        _check_inner(a, b)
+        return a.dequantize() @ b.dequantize().mT
+
+    def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
+        """Multiply each expert's rows by its matrix; float32."""
+        _check_inner(a, b)
+        rows, weights = a.dequantize(), b.dequantize().mT
+        out = rows.new_zeros(len(rows), weights.shape[-1])
+        for expert, run in enumerate(runs(offsets)):
+            torch.mm(rows[run], weights[expert], out=out[run])
+        return out
+
+    def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
+        """Multiply `a @ b.T` over each expert's part of the inner dim; float32."""
+        _check_inner(a, b)
+        left, right = a.dequantize(), b.dequantize().mT
+        return torch.stack([left[:, run] @ right[run] for run in runs(offsets)])
 
 
 def runs(offsets: Tensor) -> list[slice]:
@@ -75,12 +99,7 @@ def exact_product(a: Quantized, b: Quantized) -> Tensor:
     return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
 
 
-def check_inner(a: Quantized, b: Quantized) -> None:
-    """Refuse operands that do not share their inner dim and its tiles. Local.
-
-    Raises:
-        ShapeError: with both.
-    """
+def _check_inner(a: Quantized, b: Quantized) -> None:
     if a.shape[-1] != b.shape[-1] or a.tile.columns != b.tile.columns:
         raise ShapeError(
             f"inner dims {a.shape[-1]} and {b.shape[-1]} in tiles of {a.tile.columns} and "

@@ -85,13 +85,24 @@ def choose(
     only: Expression,
     exclude: Expression | None = None,
     among: str = "linear layers",
+    meets: Callable[[Rule, str], bool] = Rule.names,
 ) -> tuple[str, ...]:
     """Return the names of modules that `only` names and `exclude` does not. Pure.
 
     Raises:
         UsageError: a rule names nothing, or is found in a name by accident.
     """
-    return _choose(list(names), Rule.names, only, exclude, among)
+    names, found = list(names), []
+    for rule in [Rule("only", only)] + ([] if exclude is None else [Rule("exclude", exclude)]):
+        named = {name for name in names if meets(rule, name)}
+        if not named:
+            raise UsageError(
+                f"{rule.argument}={rule.text!r} matches none of {len(names)} {among}; "
+                f"they are named like {names[:3]}"
+            )
+        found.append(named)
+    chosen = found[0].difference(*found[1:])
+    return tuple(name for name in names if name in chosen)
 
 
 def choose_weights(
@@ -102,24 +113,4 @@ def choose_weights(
     Biases are none, whatever dims they have. Raises as `choose`.
     """
     weights = [name for name in names if not name.endswith("bias")]
-    return _choose(weights, Rule.names_weight, only, exclude, "weights")
-
-
-def _choose(
-    names: list[str],
-    meets: Callable[[Rule, str], bool],
-    only: Expression,
-    exclude: Expression | None,
-    among: str,
-) -> tuple[str, ...]:
-    found = []
-    for rule in [Rule("only", only)] + ([] if exclude is None else [Rule("exclude", exclude)]):
-        named = {name for name in names if meets(rule, name)}
-        if not named:
-            raise UsageError(
-                f"{rule.argument}={rule.text!r} matches none of {len(names)} {among}; "
-                f"they are named like {names[:3]}"
-            )
-        found.append(named)
-    without = found[1] if exclude is not None else set()
-    return tuple(name for name in names if name in found[0] and name not in without)
+    return choose(weights, only=only, exclude=exclude, among="weights", meets=Rule.names_weight)

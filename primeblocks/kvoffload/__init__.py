@@ -2,17 +2,25 @@
 
 `TieredStore` holds pages in host memory, on disk and in stores that engines share:
 content-addressed, checksummed, within a quota, and aware of policy versions. Loading gives the page
-that was saved or a miss, never a wrong page. `capacity.plan_capacity` says how many GPUs
-hold a batch of rollouts.
+that was saved or a miss, never a wrong page.
+
+The files, in the order in which they are read:
+
+- `page`, `tier`, `host`: a page's key and checksum, what a tier is, and host memory.
+- `store`: the calls. Each takes the store's lock, changes the catalogue, and hands out its moves.
+- `pending`, `moves`: what a caller hands over, its result, and one step of a page between tiers.
+- `catalogue`, `lower`: the place of each page, and what a lower tier is given. No threads, no I/O.
+- `copier`, `worker`: the threads that make the moves, and report them to the catalogue.
+- `disk`, `evict`, `adapters`: a tier, the choice of the page that leaves, and engines.
 """
 
 from . import evict
 from .disk import DiskTier
 from .host import HostTier
 from .page import PageKey
+from .pending import Pending
 from .prefix import load_prefix, page_hashes
-from .store.pending import Pending
-from .store.tiered import TieredStore
+from .store import TieredStore
 from .tier import Found, Loaded, Record, Saved, Tier, TierStatistics
 
 __all__ = [

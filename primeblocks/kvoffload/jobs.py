@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import PrimeblocksError
 from .page import PageKey
-from .store.pending import Pending
-from .store.tiered import TieredStore
+from .pending import Pending
+from .store import TieredStore
 from .tier import Loaded, Saved
 
 __all__ = ["Job", "PageJobs"]
@@ -103,7 +103,7 @@ class PageJobs:
             for job_id, each in self._running.items()
             if each.pending.done() or now >= each.started_s + self._timeout_s
         ]
-        return [self._finish(job_id, wait_s=0.0) for job_id in over]
+        return [self._finish(job_id) for job_id in over]
 
     def running(self) -> Iterator[tuple[int, Any]]:
         """Tell the batches in flight: the caller's number, and what it gave with it."""
@@ -114,19 +114,20 @@ class PageJobs:
         if (job := self._running.get(job_id)) is not None:
             job.pending.done(within_s=at_most_s)
 
-    def drain(self, *, timeout_s: float) -> list[Job]:
-        """End every batch, and give up those that take longer."""
+    def drain(self, *, timeout_s: float) -> None:
+        """Wait until every batch is over, and give up those that take longer."""
         end = self._clock() + timeout_s
-        return [
-            self._finish(job_id, wait_s=max(0.0, end - self._clock()))
-            for job_id in list(self._running)
-        ]
+        for job in self._running.values():
+            if not job.pending.done(within_s=max(0.0, end - self._clock())):
+                job.pending.cancel()
+            if job.ended_s is None:  # `finished` reports the batch.
+                job.ended_s = self._clock()
 
-    def _finish(self, job_id: int, *, wait_s: float) -> Job:
+    def _finish(self, job_id: int) -> Job:
         job = self._running.pop(job_id)
         outcomes: list[Saved | Loaded] = [_SAVED] * job.pages
         try:
-            answers = job.pending.wait(timeout_s=wait_s)
+            answers = job.pending.wait(timeout_s=0.0)
         except PrimeblocksError:  # given up, or the store is closed
             answers = [Loaded(None)] * len(job.moved)
         for index, outcome in zip(job.moved, answers, strict=True):
@@ -136,14 +137,15 @@ class PageJobs:
             job.of,
             tuple(each.stored if isinstance(each, Saved) else bool(each) for each in outcomes),
             tuple({} if isinstance(each, Saved) else each.attachments for each in outcomes),
-            self._clock() - job.started_s,
+            (self._clock() if job.ended_s is None else job.ended_s) - job.started_s,
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Running:
     of: Any
     pages: int
     moved: Sequence[int]
     pending: Pending[Any]
     started_s: float
+    ended_s: float | None = None  # where a drain saw its end

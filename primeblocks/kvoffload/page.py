@@ -50,8 +50,8 @@ class PageKey(bytes):
             text is not Unicode.
     """
 
-    # Tables are asked for it some 30 times on a page's way to a disk, and it is written 5 times: a
-    # hash and an encoding in Python, for each time, cost a tenth of the way.
+    # On the way of a page to a disk its key is looked up some 30 times and written 5 times. A hash
+    # and an encoding in Python for each of them cost a tenth of the whole way.
 
     def __new__(
         cls,
@@ -156,8 +156,8 @@ def _misfit(name: str, value: Any, wanted: str) -> PlanError:
 def checksum(key: PageKey, content: np.ndarray) -> bytes:
     """Return a digest of a key and its content: XXH3, 128 bits; local, above 10 GB/s a core.
 
-    The key is part of the digest, so intact bytes under another page's key do not pass. It detects
-    accidents; it is no defence against forgery.
+    The key is part of the digest, so intact bytes under another page's key do not pass. A digest
+    detects accidents. It does not defend against forgery.
     """
     digest = xxhash.xxh3_128(key)
     digest.update(content.data)

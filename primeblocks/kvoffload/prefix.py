@@ -12,7 +12,7 @@ import numpy as np
 
 from ..errors import PlanError, check_counts
 from .page import PageKey
-from .store.tiered import TieredStore
+from .store import TieredStore
 from .tier import Loaded
 
 __all__ = ["load_prefix", "page_hashes"]

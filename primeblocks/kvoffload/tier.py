@@ -40,7 +40,7 @@ class Found(NamedTuple):
 class Tier(Protocol):
     """A place for pages below host memory: a disk, a store on the network.
 
-    One thread calls it, except for `holds` and `len`. An error of one page is returned in its
+    One thread calls it, except for `holds`. An error of one page is returned in its
     place, not raised, so that a bad page does not fail its batch.
     """
 
@@ -87,11 +87,10 @@ class Tier(Protocol):
         ...
 
     def keys(self) -> list[PageKey]:
-        """Return all keys, oldest first; none if `shared`."""
+        """Return all keys, oldest first; an empty list if `shared`."""
         ...
 
     def close(self) -> None: ...
-    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)

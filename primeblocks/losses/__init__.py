@@ -7,10 +7,16 @@ losses want without a matrix of logits.
 
 from . import advantages, corrections, distillation, logprobs, normalisation
 from .kl import kl_loss
-from .policy_gradient import aipo_loss, cispo_loss, grpo_loss, sapo_loss
+from .policy_gradient import (
+    aipo_loss,
+    cispo_loss,
+    dppo_loss,
+    dro_loss,
+    grpo_loss,
+    sapo_loss,
+)
 from .sequence_level import gmpo_loss, gspo_loss
 from .tokens import TokenLoss
-from .trust_region import dppo_loss, dro_loss
 
 __all__ = [
     "TokenLoss",

@@ -45,7 +45,7 @@ def group_advantages(
     Source: arXiv:2402.03300 (GRPO), arXiv:2503.20783 (Dr. GRPO).
     """
     rewards, mask = _checked(rewards, mask, dims=2)
-    centred, mean_square = _centred(rewards, mask, dim=1)
+    centred, mean_square = _centred(rewards, mask)
     found = centred / (mean_square.sqrt() + epsilon) if normalise else centred
     return found.to(rewards.dtype)
 
@@ -63,7 +63,7 @@ def leave_one_out_advantages(
     Source: arXiv:2402.14740 (RLOO).
     """
     rewards, mask = _checked(rewards, mask, dims=2)
-    centred, _ = _centred(rewards, mask, dim=1)
+    centred, _ = _centred(rewards, mask)
     count = mask.sum(dim=1, keepdim=True)
     return (centred * count / (count - 1).clamp(min=1)).to(rewards.dtype)
 
@@ -85,8 +85,8 @@ def max_rl_advantages(
     Source: arXiv:2602.02710 (MaxRL).
     """
     rewards, mask = _checked(rewards, mask, dims=2)
-    centred, _ = _centred(rewards, mask, dim=1)
-    mean = _means(rewards.double(), mask, dim=1)
+    centred, _ = _centred(rewards, mask)
+    mean = _means(rewards.double(), mask)
     found = torch.where(mean > 0, centred / mean.where(mean > 0, torch.ones_like(mean)), 0.0)
     return found.to(rewards.dtype)
 
@@ -122,7 +122,7 @@ def turn_advantages(
         after = reward + discount * after
         returns.append(after)
     stacked = torch.stack(returns[::-1], dim=-1) if returns else rewards
-    centred, mean_square = _centred(stacked, mask, dim=1)
+    centred, mean_square = _centred(stacked, mask)
     found = centred / (mean_square.sqrt() + epsilon) if normalise else centred
     return found.to(rewards.dtype)
 
@@ -143,19 +143,19 @@ def _checked(rewards: object, mask: object, *, dims: int) -> tuple[Tensor, Tenso
     return torch.where(mask, rewards, torch.zeros_like(rewards)), mask
 
 
-def _means(x: Tensor, mask: Tensor, *, dim: int) -> Tensor:
+def _means(x: Tensor, mask: Tensor) -> Tensor:
     kept = torch.where(mask, x, torch.zeros_like(x))
-    return kept.sum(dim=dim, keepdim=True) / mask.sum(dim=dim, keepdim=True).clamp(min=1)
+    return kept.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
-def _centred(x: Tensor, mask: Tensor, *, dim: int) -> tuple[Tensor, Tensor]:
+def _centred(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return differences from the mean, 0 where masked, and the mean of their squares.
 
     Both are float64, and exactly 0 where all members are equal.
     """
     # Relative to one member first: a mean of equal numbers is rounded, a mean of zeros is not.
     x = x.double()
-    one = x.masked_fill(~mask, math.inf).amin(dim=dim, keepdim=True)
+    one = x.masked_fill(~mask, math.inf).amin(dim=1, keepdim=True)
     x = torch.where(mask, x - one, torch.zeros_like(x))
-    centred = torch.where(mask, x - _means(x, mask, dim=dim), torch.zeros_like(x))
-    return centred, _means(centred.square(), mask, dim=dim)
+    centred = torch.where(mask, x - _means(x, mask), torch.zeros_like(x))
+    return centred, _means(centred.square(), mask)

@@ -15,9 +15,14 @@ from ..errors import ShapeError, UsageError
 from ..groups import check_tensors
 
 __all__ = [
-    "Head", "HeadGradients", "LogitChunks", "Normalised",
-    "check_operands", "gradients", "normalise",
-]  # fmt: skip
+    "Head",
+    "HeadGradients",
+    "LogitChunks",
+    "Normalised",
+    "check_operands",
+    "gradients",
+    "normalise",
+]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..errors import ShapeError
-from ..groups import facts_of, outside_graphs, settle
+from ..groups import agreed, facts_of, outside_graphs
 from .logit_chunks import (
     Head,
     HeadGradients,
@@ -163,16 +163,14 @@ def _settled(
     check: bool = True,
 ) -> tuple[Tensor, Any, Head]:
     head = Head(first_word, softcap, head_dtype, (chunk_tokens, chunk_words), group, entropy)
-
-    def look() -> dict[str, object]:
-        check_operands(hidden, weight, ids, bias, temperature, head)
-        facts = {**facts_of("hidden", hidden), "tokens": len(hidden), "ids": list(ids.shape)}
-        return {**facts, "head_dtype": head_dtype, "softcap": softcap, "entropy": entropy}
-
     if group is None:
-        look()
+        check_operands(hidden, weight, ids, bias, temperature, head)
     else:
-        settle("token_scores", look, hidden, group=group, check=check)
+        with agreed("token_scores", hidden, group=group, check=check) as call:
+            check_operands(hidden, weight, ids, bias, temperature, head)
+            call.facts |= {**facts_of("hidden", hidden), "tokens": len(hidden)}
+            call.facts |= {"ids": list(ids.shape), "head_dtype": head_dtype}
+            call.facts |= {"softcap": softcap, "entropy": entropy}
     scale: Any = temperature
     if isinstance(temperature, Tensor):  # Its reciprocal is not rounded to its own dtype.
         scale = temperature.to(torch.promote_types(head_dtype or hidden.dtype, torch.float32))

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import UsageError
-from ..groups import settle
+from ..groups import agreed
 from .tokens import TokenLoss, check_tokens, masked, sequence_sums
 
 __all__ = ["divide", "global_count", "length_weights"]
@@ -113,11 +113,8 @@ def _added(
     if group is None:
         return look()
     count = torch.zeros((), dtype=torch.int64, device=device)
-
-    def own() -> dict[str, object]:
+    with agreed("a global count", count, group=group) as call:
         count.fill_(look())
-        return {"what is counted": kind}
-
-    settle("a global count", own, count, group=group, check=True)
+        call.facts["what is counted"] = kind
     dist.all_reduce(count, group=group)
     return int(count)

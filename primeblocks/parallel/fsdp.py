@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ..errors import PlanError, ShapeError, UnsupportedError
-from ..groups import check_tensors, settle
+from ..groups import agreed, check_tensors
 from ..layout import local_part
 from .experts.dispatcher import LocalDispatcher
 from .mesh import Meshes, check_meshes
@@ -164,8 +164,8 @@ def clip_grad_norm_(
     check_meshes(meshes)
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     total = torch.zeros((), dtype=torch.float64, device=meshes.loss.device_type)
-
-    def look() -> dict[str, object]:
+    group = meshes.loss.get_group()
+    with agreed("clip_grad_norm_", total, group=group, check=check) as call:
         if not isinstance(max_norm, Real) or not max_norm >= 0:
             raise PlanError(f"max_norm must be a number from 0 up; got {max_norm!r}.")
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -178,10 +178,7 @@ def clip_grad_norm_(
             grad = parameter.grad
             if grad is not None:
                 by_copies[_copies(grad, meshes.plan.world_size)].append(local_part(grad))
-        return {"max_norm": float(max_norm)}
-
-    group = meshes.loss.get_group()
-    settle("clip_grad_norm_", look, total, group=group, check=check)
+        call.facts["max_norm"] = float(max_norm)
     for copies, locals_ in by_copies.items():
         norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in locals_]
         total += torch.stack(norms).square().sum().to(total.device) / copies
@@ -256,8 +253,8 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
     """
     check_meshes(meshes)
     count = torch.zeros((), dtype=torch.int64, device=meshes.loss.device_type)
-
-    def look() -> dict[str, object]:
+    group = meshes.loss.get_group()
+    with agreed("global_token_count", count, group=group):
         whole = isinstance(local, Integral) or (
             isinstance(local, Tensor) and local.numel() == 1 and not local.is_floating_point()
         )
@@ -265,10 +262,7 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
             shown = f"{local.dtype} {tuple(local.shape)}" if isinstance(local, Tensor) else local
             raise ShapeError(f"a count is one whole number from 0 up; got {shown}. Sum a mask.")
         count.fill_(int(local))
-        return {}
-
-    settle("global_token_count", look, count, group=meshes.loss.get_group(), check=True)
-    dist.all_reduce(count, group=meshes.loss.get_group())
+    dist.all_reduce(count, group=group)
     return int(count)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import PlanError
-from ..groups import settle
+from ..groups import agreed
 
 __all__ = ["MeshPlan", "Meshes", "check_meshes", "on_device", "plan_mesh"]
 
@@ -76,8 +76,17 @@ class MeshPlan:
 
     def table(self) -> str:
         """Return one line an axis: its size, the ranks of rank 0's group, and what it carries."""
+        axes = {
+            "replicate": (self.replicate, self.fsdp, "gradients: all-reduce"),
+            "fsdp": (self.fsdp, 1, "dense weights: all-gather; gradients: reduce-scatter"),
+            "expert_fsdp": (self.expert_fsdp, self.expert, "expert weights, the same way"),
+            "expert": (self.expert, 1, "tokens to their experts: all-to-all"),
+            "context": (self.context, 1, "attention over split sequences"),
+            "batch": (self.batch, self.context, "nothing; different samples"),
+            "loss": (self.world_size, 1, "token counts and norms"),
+        }
         lines = [f"{'axis':<12}{'size':>6}  {'ranks with 0':<22}carries"]
-        for name, (size, step, carries) in self._axes().items():
+        for name, (size, step, carries) in axes.items():
             group = [step * i for i in range(size)]
             shown = group if size <= 4 else [*group[:2], "...", group[-1]]
             lines.append(f"{name:<12}{size:>6}  {','.join(map(str, shown)):<22}{carries}")
@@ -97,16 +106,14 @@ class MeshPlan:
         if not dist.is_initialized():
             raise PlanError("no process group. Call torch.distributed.init_process_group first.")
 
-        def look() -> dict[str, object]:
+        everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+        with agreed("MeshPlan.build", on_device(device), group=everyone) as call:
             if dist.get_world_size() != self.world_size:
                 raise PlanError(
                     f"planned for {self.world_size} ranks; {dist.get_world_size()} are running. "
                     f"Plan with world_size={dist.get_world_size()}."
                 )
-            return {**asdict(self), "device": device}
-
-        everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-        settle("MeshPlan.build", look, on_device(device), group=everyone, check=True)
+            call.facts |= {**asdict(self), "device": device}
 
         def mesh(**axes: int) -> DeviceMesh:
             return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -125,17 +132,6 @@ class MeshPlan:
             batch=data["batch"],
             loss=mesh(loss=self.world_size),
         )
-
-    def _axes(self) -> dict[str, tuple[int, int, str]]:
-        return {
-            "replicate": (self.replicate, self.fsdp, "gradients: all-reduce"),
-            "fsdp": (self.fsdp, 1, "dense weights: all-gather; gradients: reduce-scatter"),
-            "expert_fsdp": (self.expert_fsdp, self.expert, "expert weights, the same way"),
-            "expert": (self.expert, 1, "tokens to their experts: all-to-all"),
-            "context": (self.context, 1, "attention over split sequences"),
-            "batch": (self.batch, self.context, "nothing; different samples"),
-            "loss": (self.world_size, 1, "token counts and norms"),
-        }
 
 
 def plan_mesh(

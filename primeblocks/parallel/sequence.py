@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from ..errors import PlanError, ShapeError
-from ..groups import all_to_all_rows, check_group, check_tensors, facts_of, outside_graphs, settle
+from ..groups import agreed, all_to_all_rows, check_group, check_tensors, facts_of, outside_graphs
 
 __all__ = ["Run", "SequencePlan", "check_plan", "kept_on_plan", "merge_pieces", "plan_sequence"]
 
@@ -92,17 +92,14 @@ class SequencePlan:
     @cached_property
     def fingerprint(self) -> int:
         """A 63-bit number by which ranks see that they hold the same plan."""
-        digest = xxhash.xxh3_64_intdigest(repr((self.document_lengths, self.pieces)).encode())
-        return digest >> 1
+        return xxhash.xxh3_64_intdigest(repr((self.document_lengths, self.pieces)).encode()) >> 1
 
     def table(self) -> str:
         """Return one line a rank: tokens, runs, cost over the mean."""
         mean = sum(self.costs) / self.ranks or 1.0
         lines = [f"{'rank':<6}{'tokens':>10}{'runs':>7}{'cost/mean':>11}"]
-        for rank, (own, count, cost) in enumerate(
-            zip(self.pieces, self.counts, self.costs, strict=True)
-        ):
-            lines.append(f"{rank:<6}{count:>10}{len(own):>7}{cost / mean:>11.4f}")
+        for rank, (own, cost) in enumerate(zip(self.pieces, self.costs, strict=True)):
+            lines.append(f"{rank:<6}{self.counts[rank]:>10}{len(own):>7}{cost / mean:>11.4f}")
         return "\n".join(lines)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
@@ -111,9 +108,8 @@ class SequencePlan:
 
     def indices(self, rank: int) -> Tensor:
         """`[local_tokens]`, int64: the place of each token of `rank` in the whole sequence."""
-        own = self.pieces[rank]
-        parts = [torch.arange(start, stop) for start, stop in own]
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+        parts = [torch.arange(start, stop) for start, stop in self.pieces[rank]]
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 
     def document_starts(self, rank: int) -> Tensor:
         """`[local_tokens]`, int64: the place of the first token of each token's document."""
@@ -178,14 +174,11 @@ class SequencePlan:
                 plan, in sizes or in whether gradients are asked for.
             RankError: another rank refused its arguments.
         """
-
-        def look() -> dict[str, object]:
+        with agreed("SequencePlan.join", local, group=group, check=check) as call:
             self.check_group(group)
             check_tensors(local=local)
             self._check(local, dim, self.counts[group.rank()], f"the part of rank {group.rank()}")
-            return {"plan": self.fingerprint, **facts_of("local", local.movedim(dim, 0))}
-
-        settle("SequencePlan.join", look, local, group=group, check=check)
+            call.facts |= {"plan": self.fingerprint, **facts_of("local", local.movedim(dim, 0))}
         own = self.counts[group.rank()]
         rows = local.movedim(dim, 0)
         gathered = all_to_all_rows(
@@ -225,6 +218,19 @@ class SequencePlan:
                 f"Plan with ranks={group.size()}, or pass meshes.context.get_group()."
             )
 
+    def check_tokens(self, group: dist.ProcessGroup, **operands: Tensor) -> None:
+        """Refuse operands that do not hold this rank's tokens. Local.
+
+        Raises:
+            ShapeError: with their shapes.
+        """
+        tokens = self.counts[group.rank()]
+        if any(x.shape[:1] != (tokens,) for x in operands.values()):
+            shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
+            raise ShapeError(
+                f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
+            )
+
     @cached_property
     def _runs(self) -> tuple[tuple[Run, ...], ...]:
         starts = np.cumsum([0, *self.document_lengths])[:-1]
@@ -257,8 +263,7 @@ class SequencePlan:
 def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callable[..., R]:
     """Compute once for each plan and other arguments; the result lives as long as the plan. Pure.
 
-    Where a checkpoint recomputes a layer nothing is computed anew, whatever other plans are in use:
-    selective checkpointing refuses operators that the forward did not need.
+    A checkpoint that recomputes a layer finds all of it: selective ones refuse other operators.
     """
 
     @wraps(function)
@@ -266,14 +271,15 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
         kept: dict[Any, R] = sequence.__dict__.setdefault("_kept", {})
         key = (function, args, tuple(kwargs.items()))
         if key not in kept:
-            kept[key] = function(sequence, *args, **kwargs)
+            with torch.inference_mode(False):  # A step that learns may follow on this plan.
+                kept[key] = function(sequence, *args, **kwargs)
         return kept[key]
 
     return call
 
 
 def check_plan(sequence: object, group: dist.ProcessGroup) -> None:
-    """Refuse what is no plan for this group. Local.
+    """Refuse anything but a plan for this group. Local.
 
     Raises:
         PlanError: no plan, or as `SequencePlan.check_group`.

@@ -4,7 +4,7 @@ In closed form beside them: `capacity` of KV memory, `traffic` of a step over ra
 same for sparse attention.
 """
 
-from .distribution import Distribution, constant, empirical, lognormal, pareto
+from .distribution import Distribution, constant, empirical, lognormal
 from .engine import EngineModel, decode_latency
 from .simulation import Simulation, simulate
 from .split import CostTable, SplitPlan, plan_split
@@ -21,7 +21,6 @@ __all__ = [
     "decode_latency",
     "empirical",
     "lognormal",
-    "pareto",
     "plan_split",
     "simulate",
 ]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import UsageError
 
-__all__ = ["Distribution", "constant", "empirical", "lognormal", "pareto"]
+__all__ = ["Distribution", "constant", "empirical", "lognormal"]
 
 # Midpoints of [0, 1] in v, where u = 1 - v**3: half of them lie in the upper eighth, and the last
 # is 2e-12 from the end, so that the mean of a heavy tail comes out right.
@@ -62,31 +62,13 @@ def lognormal(*, mean: float, sigma: float, maximum: float | None = None) -> Dis
     _positive(mean=mean, maximum=maximum)
     if sigma < 0:
         raise UsageError(f"sigma must not be negative; got {sigma}")
-    centre = np.log(mean) - sigma**2 / 2
+    centre, most = np.log(mean) - sigma**2 / 2, np.inf if maximum is None else maximum
 
     def quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.exp(centre + sigma * torch.special.ndtri(torch.as_tensor(u)).numpy())
+        values = np.exp(centre + sigma * torch.special.ndtri(torch.as_tensor(u)).numpy())
+        return np.minimum(values, most)
 
-    return Distribution(f"lognormal sigma {sigma:g}", _cut(quantile, maximum))
-
-
-def pareto(*, mean: float, alpha: float, maximum: float | None = None) -> Distribution:
-    """Return a Pareto distribution, cut off at `maximum`. Pure.
-
-    Args:
-        mean: before the cut; that of the result is smaller.
-        alpha: exponent of the tail, above 1; the variance is finite above 2.
-        maximum: larger values become this.
-    """
-    _positive(mean=mean, maximum=maximum)
-    if not alpha > 1:
-        raise UsageError(f"alpha must be above 1, or there is no mean; got {alpha}")
-    smallest = mean * (alpha - 1) / alpha
-
-    def quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
-        return smallest * (1 - u) ** (-1 / alpha)
-
-    return Distribution(f"pareto alpha {alpha:g}", _cut(quantile, maximum))
+    return Distribution(f"lognormal sigma {sigma:g}", quantile)
 
 
 def empirical(values: Sequence[float]) -> Distribution:
@@ -99,14 +81,6 @@ def empirical(values: Sequence[float]) -> Distribution:
         return ordered[np.minimum((np.asarray(u) * len(ordered)).astype(int), len(ordered) - 1)]
 
     return Distribution(f"{len(ordered)} measured values", quantile)
-
-
-def _cut(
-    quantile: Callable[[NDArray[np.float64]], NDArray[np.float64]], maximum: float | None
-) -> Callable[[NDArray[np.float64]], NDArray[np.float64]]:
-    if maximum is None:
-        return quantile
-    return lambda u: np.minimum(quantile(u), maximum)
 
 
 def _positive(**values: float | None) -> None:

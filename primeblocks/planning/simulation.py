@@ -216,13 +216,12 @@ def simulate(
             f"needs an engine, settle < steps, pause_s <= publish_s and send_s >= 0; got "
             f"{len(engines)} engines, {settle} and {steps}, {pause_s}, {publish_s} and {send_s} s"
         )
-    world = World(workload, engines, train_s, (publish_s - pause_s, pause_s, send_s), seed)
     clock = VirtualClock()
     if capacity is None:
         capacity = (staleness.max_off_policy_steps + 1) * batch_size
 
     async def main() -> Simulation:
-        world.open()
+        world = World(workload, engines, train_s, (publish_s - pause_s, pause_s, send_s), seed)
         loop = AsyncLoop(
             prompts=world.prompts(),
             generate=world.generate,
@@ -239,7 +238,7 @@ def simulate(
         async with loop:
             records = [_record(step, world) async for step in loop.steps(steps)]
         made = sum(engine.made for engine in world.engines)
-        return Simulation(tuple(records), settle, world.sampled, made)
+        return Simulation(tuple(records), settle, np.array(world.sampled), made)
 
     return run_in_virtual_time(main())
 

@@ -8,8 +8,9 @@ Source: arXiv:2505.24034, section 7. The derivation is in `docs/planning.md`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -153,7 +154,6 @@ def plan_split(
     memory_bytes: float,
     max_off_policy_steps: int = 1,
     publish_s: float = 0.0,
-    swap_s: float | None = None,
 ) -> SplitPlan:
     """Choose GPUs, model-parallel degrees and micro-batches of both sides. Pure; exhaustive.
 
@@ -166,8 +166,6 @@ def plan_split(
         memory_bytes: of a GPU.
         max_off_policy_steps: at most that many batches are generated ahead.
         publish_s: seconds after a step that the trainer waits for the engine.
-        swap_s: seconds a synchronous step for moving the memory of one side out and that of the
-            other in; None: both stay.
 
     Raises:
         PlanError: nothing fits, or a number is out of range; with the least memory that would do.
@@ -181,79 +179,60 @@ def plan_split(
         raise PlanError(
             f"memory_bytes must be positive, publish_s 0 or more; got {memory_bytes}, {publish_s}"
         )
-    if swap_s is not None and not 0 <= swap_s < math.inf:
-        raise PlanError(f"swap_s must be 0 or more; got {swap_s}")
 
-    def trainers(share: int) -> Iterator[Side]:
-        """All choices that fit: samples are not divided among replicas."""
-        for micro_batch, degree, replicas in _fitting(trainer, share, memory_bytes):
-            full, rest = divmod(math.ceil(batch_size / replicas), micro_batch)
-            step_s = full * trainer.batch_s(micro_batch, degree)
-            step_s += trainer.batch_s(rest, degree) if rest else 0.0
-            yield _side(trainer, micro_batch, degree, replicas, step_s)
+    def train_s(micro_batch: int, degree: int, replicas: int) -> float:
+        # Samples are not divided among replicas.
+        full, rest = divmod(math.ceil(batch_size / replicas), micro_batch)
+        step_s = full * trainer.batch_s(micro_batch, degree)
+        return step_s + trainer.batch_s(rest, degree) if rest else step_s
 
-    def engines(share: int, most: int) -> Iterator[Side]:
-        """All choices that fit, where there are `most` samples at a time."""
-        for micro_batch, degree, replicas in _fitting(engine, share, memory_bytes):
-            used, each = min(replicas, most), min(micro_batch, max(1.0, most / replicas))
-            step_s = batch_size / used * engine.batch_s(each, degree) / each
-            yield _side(engine, micro_batch, degree, replicas, step_s)
+    def generate_s(most: int, micro_batch: int, degree: int, replicas: int) -> float:
+        """Return the seconds of a batch if there are `most` samples at a time."""
+        used, each = min(replicas, most), min(micro_batch, max(1.0, most / replicas))
+        return batch_size / used * engine.batch_s(each, degree) / each
 
-    apart = [
-        (max(train.step_s + publish_s, generate.step_s), train, generate)
-        for share in range(1, gpus)
-        for train in [min(trainers(share), key=_preferred, default=None)]
-        for generate in [
-            min(
-                engines(gpus - share, max_off_policy_steps * batch_size),
-                key=_preferred,
-                default=None,
-            )
+    def fitting(
+        table: CostTable, share: int, step_s: Callable[[int, int, int], float]
+    ) -> Iterator[Side]:
+        for micro_batch, degree in table.sample_s:
+            gpu_bytes, replicas = table.gpu_bytes(micro_batch, degree), share // degree
+            if replicas and gpu_bytes <= memory_bytes:
+                batch_s = step_s(micro_batch, degree, replicas)
+                yield Side(degree, replicas, micro_batch, batch_s, gpu_bytes)
+
+    def preferred(side: Side) -> tuple[float, int]:
+        return side.step_s, side.gpus  # Of equally fast ones, that with the fewest GPUs.
+
+    ahead_s = partial(generate_s, max_off_policy_steps * batch_size)
+    ways = []
+    for share in range(1, gpus):
+        train = min(fitting(trainer, share, train_s), key=preferred, default=None)
+        generate = min(fitting(engine, gpus - share, ahead_s), key=preferred, default=None)
+        if train is not None and generate is not None:
+            slower_s = max(train.step_s + publish_s, generate.step_s)
+            ways.append((slower_s, train.step_s + generate.step_s, train, generate))
+    if not ways:
+        least = [
+            min((table.gpu_bytes(b, m), m) for b, m in table.sample_s)
+            for table in (trainer, engine)
         ]
-        if train is not None and generate is not None
-    ]
-    if not apart:
+        needs = [f"needs {size:.4g} bytes on each of {m} GPUs at least" for size, m in least]
         raise PlanError(
-            f"no division of {gpus} GPUs of {memory_bytes:.4g} bytes fits: "
-            f"{_least(trainer, 'the trainer')}, {_least(engine, 'the engine')}. Add GPUs, higher "
-            "degrees or smaller micro-batches."
+            f"no division of {gpus} GPUs of {memory_bytes:.4g} bytes fits: the trainer {needs[0]}, "
+            f"the engine {needs[1]}. Add GPUs, higher degrees or smaller micro-batches."
         )
-    _, train, generate = min(apart, key=lambda way: (way[0], way[1].step_s + way[2].step_s))
+    *_, train, generate = min(ways, key=lambda way: way[:2])
     together_s = min(
         (
-            one.step_s + other.step_s + publish_s + (swap_s or 0.0)
-            for one in trainers(gpus)
-            for other in engines(gpus, batch_size)
-            if swap_s is not None
-            or (one.degree == other.degree and one.gpu_bytes + other.gpu_bytes <= memory_bytes)
+            one.step_s + other.step_s + publish_s
+            for one in fitting(trainer, gpus, train_s)
+            for other in fitting(engine, gpus, partial(generate_s, batch_size))
+            if one.degree == other.degree and one.gpu_bytes + other.gpu_bytes <= memory_bytes
         ),
         default=math.inf,
     )
-    bound_s = batch_size / gpus * (_best(trainer, memory_bytes) + _best(engine, memory_bytes))
-    return SplitPlan(gpus, train, generate, publish_s, together_s, bound_s)
-
-
-def _fitting(table: CostTable, gpus: int, memory_bytes: float) -> Iterator[tuple[int, int, int]]:
-    for micro_batch, degree in table.sample_s:
-        if degree <= gpus and table.gpu_bytes(micro_batch, degree) <= memory_bytes:
-            yield micro_batch, degree, gpus // degree
-
-
-def _side(table: CostTable, micro_batch: int, degree: int, replicas: int, step_s: float) -> Side:
-    return Side(degree, replicas, micro_batch, step_s, table.gpu_bytes(micro_batch, degree))
-
-
-def _preferred(side: Side) -> tuple[float, int]:
-    """The fastest; of several, that with the fewest GPUs in use."""
-    return side.step_s, side.gpus
-
-
-def _best(table: CostTable, memory_bytes: float) -> float:
-    """GPU-seconds a sample of the best choice that fits."""
-    choices = table.sample_s.items()
-    return min(m * s for (b, m), s in choices if table.gpu_bytes(b, m) <= memory_bytes)
-
-
-def _least(table: CostTable, name: str) -> str:
-    needs, degree = min((table.gpu_bytes(*choice), choice[1]) for choice in table.sample_s)
-    return f"{name} needs {needs:.4g} bytes on each of {degree} GPUs at least"
+    sample_s = sum(  # GPU-seconds of both sides, each at its best.
+        min(m * s for (b, m), s in table.sample_s.items() if table.gpu_bytes(b, m) <= memory_bytes)
+        for table in (trainer, engine)
+    )
+    return SplitPlan(gpus, train, generate, publish_s, together_s, batch_size / gpus * sample_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -71,6 +71,10 @@ class _Prompt:
 class World:
     """All that a loop calls, in the time of the running event loop.
 
+    Attributes:
+        engines: as they are now.
+        sampled: lengths of all samples that were begun and did not fail, in order.
+
     Args:
         publish_s: seconds that the trainer waits, that engines stand still, and until they have
             the weights while the trainer goes on; one after the other.
@@ -84,20 +88,15 @@ class World:
         publish_s: tuple[float, float, float],
         seed: int,
     ) -> None:
-        self._workload, self._models = workload, tuple(engines)
+        self.engines = [SimulatedEngine(model) for model in engines]
+        self.sampled: list[float] = []
+        self._ask = Fleet({str(place): each.generate for place, each in enumerate(self.engines)})
+        self._workload = workload
         self._train_s, self._publish_s = train_s, publish_s
         self._seed = seed
-        self._engines: list[SimulatedEngine] = []
-        self._ask: Callable[[float], Awaitable[Spans]]
-        self._sampled: list[float] = []
         self._rollouts: dict[tuple[int, ...], Rollout] = {}
         self._drawn: dict[tuple[int, int], tuple[NDArray[np.float64], ...]] = {}
         self._steps = np.random.default_rng([seed, 1 << 30])
-
-    def open(self) -> None:
-        """Start the engines, in the running event loop."""
-        self._engines = [SimulatedEngine(model) for model in self._models]
-        self._ask = Fleet({str(place): each.generate for place, each in enumerate(self._engines)})
 
     def prompts(self) -> Iterator[_Prompt]:
         """Yield prompts without end."""
@@ -134,25 +133,15 @@ class World:
         before_s, pause_s, send_s = self._publish_s
         await asyncio.sleep(before_s)
         if pause_s:
-            for engine in self._engines:
+            for engine in self.engines:
                 engine.pause()
             await asyncio.sleep(pause_s)
-            for engine in self._engines:
+            for engine in self.engines:
                 engine.resume()
         if send_s:
             return asyncio.create_task(self._send(version, send_s))
         self._swap(version)
         return None
-
-    @property
-    def engines(self) -> Sequence[SimulatedEngine]:
-        """The engines, once they are started."""
-        return self._engines
-
-    @property
-    def sampled(self) -> NDArray[np.float64]:
-        """Lengths of all samples that were begun and did not fail, in order."""
-        return np.array(self._sampled)
 
     async def _sample(self, prompt: _Prompt, sample: int) -> Rollout:
         attempt = prompt.attempts[sample]
@@ -161,7 +150,7 @@ class World:
         if breaks_at is not None:
             await self._turns(tokens * breaks_at, tools)
             raise EngineError(f"sample {sample} of prompt {prompt.ordinal} broke off")
-        self._sampled.append(tokens)
+        self.sampled.append(tokens)
         spans = prompt.spans[sample] = await self._turns(tokens, tools)
         return self._rollout(tuple(made_by for made_by, _ in spans))
 
@@ -217,5 +206,5 @@ class World:
         self._swap(version)
 
     def _swap(self, version: int) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             engine.swap(version)

@@ -1,10 +1,10 @@
 """Replay an engine's expert choices in the trainer that learns from its tokens.
 
 `record` writes a router's choices down, `Routes` carries them (sliced, joined, packed for the
-wire), `RouteStore` keeps them by KV page, and `impose` makes another model's routers follow them
-while the gate weights and their gradients stay live; `follow` does so by an argument of the
-forward, for pipelines. `KeptTokens` does the same for top-k and top-p. `measure_mismatch` and
-`compare` say how far the two sides are apart, `attribute` why.
+wire), and `impose` makes another model's routers follow them while the gate weights and their
+gradients stay live; `follow` does so by an argument of the forward, for pipelines. `KeptTokens`
+does the same for top-k and top-p. `measure_mismatch` and `compare` say how far the two sides are
+apart, `attribute` why.
 """
 
 from . import gates, mismatch, sampling
@@ -16,11 +16,9 @@ from .record import Tape, record
 from .router import Router
 from .routes import Routes
 from .sampling import KeptTokens
-from .store import RouteStore
 
 __all__ = [
     "KeptTokens",
-    "RouteStore",
     "Router",
     "Routes",
     "Tape",

@@ -25,7 +25,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -33,16 +33,15 @@ import xxhash
 from ..errors import CorruptionError, ShapeError, UnsupportedError, UsageError, shown
 
 __all__ = [
-    "OVERHEAD",
     "Bytes",
-    "Decoded",
     "check_mask",
-    "check_range",
+    "checked_experts",
     "checked_ids",
     "decode",
     "encode",
     "expert_dtype",
     "host_array",
+    "read_only",
     "seal",
     "unseal",
 ]
@@ -52,8 +51,7 @@ Bytes = bytes | bytearray | memoryview
 _HEADER = struct.Struct("<4sHHQ")
 _DIGEST = 16
 _CHUNK = 1 << 18
-OVERHEAD = _HEADER.size + _DIGEST
-"""Bytes around the body."""
+_OVERHEAD = _HEADER.size + _DIGEST  # Bytes around the body.
 
 
 def seal(
@@ -71,7 +69,7 @@ def seal(
     """
     arrays = [_bytes_of(part) for part in parts]
     length = sum(len(array) for array in arrays)
-    out = _room(length + OVERHEAD, into)
+    out = _room(length + _OVERHEAD, into)
     digest = xxhash.xxh3_128()
     position = 0
     for array in (_bytes_of(_HEADER.pack(kind, format_version, 0, length)), *arrays):
@@ -94,7 +92,7 @@ def unseal(payload: Bytes, *, kind: bytes, format_version: int) -> memoryview:
         UnsupportedError: another version of the format.
     """
     buffer = memoryview(payload).cast("B")
-    if len(buffer) < OVERHEAD:
+    if len(buffer) < _OVERHEAD:
         raise CorruptionError(f"{len(buffer)} bytes are cut off: they cannot hold a header")
     if xxhash.xxh3_128_digest(buffer[:-_DIGEST]) != buffer[-_DIGEST:]:
         raise CorruptionError(
@@ -109,7 +107,7 @@ def unseal(payload: Bytes, *, kind: bytes, format_version: int) -> memoryview:
             f"{kind!r} of format version {found_format}; this primeblocks reads version"
             f" {format_version}. Pack and unpack with the same release."
         )
-    if length != len(buffer) - OVERHEAD:
+    if length != len(buffer) - _OVERHEAD:
         raise CorruptionError(f"{len(buffer)} bytes do not hold a body of {length}")
     return buffer[_HEADER.size : -_DIGEST]
 
@@ -135,15 +133,7 @@ def _room(length: int, into: Bytes | None) -> np.ndarray:
 
 _KIND, _FORMAT = b"PBRT", 3
 _SIZES = struct.Struct("<IHHIIQQ")
-
-
-class Decoded(NamedTuple):
-    experts: np.ndarray
-    num_experts: int
-    layer_ids: tuple[int, ...]
-    missing: np.ndarray
-    padding: np.ndarray
-    start: int
+_ROWS = 1 << 15  # Compared at a time: they stay in the cache.
 
 
 def expert_dtype(num_experts: int) -> np.dtype:
@@ -158,12 +148,8 @@ def expert_dtype(num_experts: int) -> np.dtype:
     return np.dtype("u1" if num_experts <= 256 else "<u2")
 
 
-def check_range(experts: np.ndarray, num_experts: int) -> None:
-    """Refuse ids outside `0..num_experts - 1`: on a GPU they would end the process.
-
-    Raises:
-        UsageError: with the first such id and its place.
-    """
+def _check_range(experts: np.ndarray, num_experts: int) -> None:
+    """Refuse ids outside `0..num_experts - 1`: on a GPU they would end the process."""
     limits = np.iinfo(experts.dtype)
     above = limits.max >= num_experts and experts.size and experts.max() >= num_experts
     below = limits.min < 0 and experts.size and experts.min() < 0
@@ -173,6 +159,35 @@ def check_range(experts: np.ndarray, num_experts: int) -> None:
             f"expert {experts[token, layer, slot]} at token {token}, layer position {layer}, slot"
             f" {slot} is outside 0..{num_experts - 1}. Do the routes belong to this model?"
         )
+
+
+def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) -> np.ndarray:
+    """Return ids from outside in their dtype, zeros in missing rows. Local.
+
+    Raises:
+        ShapeError: as `expert_dtype`.
+        UsageError: with the first id that is out of range, or row that names an expert twice.
+    """
+    dtype = expert_dtype(num_experts)
+    if missing.any():
+        array = np.where(missing[:, None, None], 0, array)
+    _check_range(array, num_experts)
+    experts = array.astype(dtype, copy=False)
+    tokens, layers, top_k = experts.shape
+    rows, twice = experts.reshape(-1, top_k), np.zeros(tokens * layers, dtype=np.bool_)
+    for begin in range(0, len(rows), _ROWS):
+        columns = rows[begin : begin + _ROWS].T.copy()
+        for column in range(1, top_k):
+            twice[begin : begin + _ROWS] |= (columns[:column] == columns[column]).any(axis=0)
+    found = twice.reshape(tokens, layers) & ~missing[:, None]
+    if found.any():
+        token, layer = (int(i) for i in np.argwhere(found)[0])
+        raise UsageError(
+            f"{int(found.sum())} rows name an expert twice, first token {token} of layer position"
+            f" {layer}: {experts[token, layer].tolist()}. An engine compiled before its capture was"
+            " bound returns zeros (run it eagerly); dense layers must be left out."
+        )
+    return experts
 
 
 def host_array(values: np.ndarray) -> np.ndarray:
@@ -185,6 +200,13 @@ def host_array(values: np.ndarray) -> np.ndarray:
         return np.asarray(values)
     except (RuntimeError, TypeError, ValueError) as error:  # Of torch for one, of numpy for two.
         raise ShapeError(f"routes need arrays in host memory: {error}") from error
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """Return a view that cannot be written. Local."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:
@@ -235,8 +257,8 @@ def encode(
     return seal(_KIND, _FORMAT, parts, into=into)
 
 
-def decode(payload: Bytes) -> Decoded:
-    """Read routes; their experts are a view of `payload`. Local; reads it twice.
+def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
+    """Read the fields of `Routes`, and their start. Experts are a view. Local; reads it twice.
 
     Raises:
         CorruptionError: a byte was changed, added or lost.
@@ -263,5 +285,5 @@ def decode(payload: Bytes) -> Decoded:
     missing, padding = bits[0], bits[1] if padded else np.broadcast_to(np.False_, tokens)
     data = body[ids_end : ids_end + length]
     experts = np.frombuffer(data, dtype=dtype).reshape(tokens, layers, top_k)
-    check_range(experts, num_experts)
-    return Decoded(experts, num_experts, tuple(layer_ids.tolist()), missing, padding, start)
+    _check_range(experts, num_experts)
+    return (experts, num_experts, tuple(layer_ids.tolist()), missing, padding), start

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError, shown
-from .imposed_layer import ImposedLayer, ImposedRows, replaced, weigh
+from .imposed_layer import ImposedRows, check_ratio, is_imposed, replaced, weigh
 from .router import INTEGERS, Router, check_routers
 
 __all__ = ["Following", "follow"]
@@ -77,9 +76,7 @@ def follow(
     absent = [router.layer_id for router in ordered if router.layer_id not in columns]
     if absent or len(set(columns)) != len(columns):
         raise PlanError(f"layer_ids must name each layer once, {absent} included; got {columns}")
-    ratio = min_score_ratio
-    if ratio is not None and (not isinstance(ratio, Real) or not 0 < ratio <= 1):
-        raise UsageError(f"min_score_ratio must be in (0, 1]; got {shown(ratio)}")
+    check_ratio(min_score_ratio)
     again = [router.layer_id for router in ordered if _follows(router.module)]
     if again:
         raise UsageError(f"layers {again} follow already. close() the first one.")
@@ -223,7 +220,7 @@ class _Layer:
             )
         if rows is None:
             return None
-        if not torch.compiler.is_compiling() and _is_imposed(module):
+        if not torch.compiler.is_compiling() and is_imposed(module):
             raise UsageError(
                 f"layer {self.router.layer_id} is given {_NAME} under impose. Use one of the two."
             )
@@ -329,10 +326,6 @@ def _inside(layer: nn.Module) -> nn.Module:
         if inner is not None:
             return _inside(inner)
     return layer
-
-
-def _is_imposed(module: nn.Module) -> bool:
-    return any(isinstance(hook, ImposedLayer) for hook in module._forward_hooks.values())
 
 
 def _follows(module: nn.Module) -> bool:

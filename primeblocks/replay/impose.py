@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError
-from .imposed_layer import ImposedLayer, ImposedRows, Tally
+from .imposed_layer import ImposedLayer, ImposedRows, Tally, check_ratio, is_imposed
 from .router import Router, check_routers
 from .routes import Routes
 
@@ -62,7 +62,7 @@ def impose(
     """
     _check_options(routes, gates, min_score_ratio)
     layers = _plan(check_routers(routers), routes, gates, min_score_ratio)
-    nested = [layer.router.layer_id for layer in layers if _is_imposed(layer.router.module)]
+    nested = [layer.router.layer_id for layer in layers if is_imposed(layer.router.module)]
     if nested:
         raise UsageError(
             f"layers {nested} are imposed already: recomputation could not tell the micro-batches"
@@ -134,11 +134,8 @@ def _check_options(
                 f"gates must be float32 {list(routes.experts.shape)}, as the routes;"
                 f" got {dtype} {list(shape)}"
             )
-    if min_score_ratio is None:
-        return
-    if not 0 < min_score_ratio <= 1:
-        raise UsageError(f"min_score_ratio must be in (0, 1]; got {min_score_ratio}")
-    if gates is not None:
+    check_ratio(min_score_ratio)
+    if gates is not None and min_score_ratio is not None:
         raise UsageError(
             "min_score_ratio puts experts into slots for which no gate was recorded."
             " Use it, or gates, not both."
@@ -221,7 +218,3 @@ def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def _nothing(module: nn.Module, args: Any, output: Any) -> None:
     """Do nothing; see `allow_compile`."""
-
-
-def _is_imposed(module: nn.Module) -> bool:
-    return any(isinstance(hook, ImposedLayer) for hook in module._forward_hooks.values())

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import nn
 
-from ..errors import ShapeError, UsageError
+from ..errors import ShapeError, UsageError, shown
 from .router import Router, chosen_ids
 
-__all__ = ["ImposedLayer", "ImposedRows", "Tally", "keep_scored", "replaced", "weigh"]
+__all__ = [
+    "ImposedLayer",
+    "ImposedRows",
+    "Tally",
+    "check_ratio",
+    "is_imposed",
+    "keep_scored",
+    "replaced",
+    "weigh",
+]
 
 
 class Tally:
@@ -85,6 +95,17 @@ class ImposedLayer:
                 " them. Under reentrant checkpointing backward would now recompute without the"
                 " routes: call backward inside. If no gradient is wanted, open it in no_grad()."
             )
+
+
+def is_imposed(module: nn.Module) -> bool:
+    """Say whether a router is under `impose`. Local."""
+    return any(isinstance(hook, ImposedLayer) for hook in module._forward_hooks.values())
+
+
+def check_ratio(ratio: float | None) -> None:
+    """Refuse a `min_score_ratio` that is neither None nor in (0, 1]; raises UsageError. Pure."""
+    if ratio is not None and (not isinstance(ratio, Real) or not 0 < ratio <= 1):
+        raise UsageError(f"min_score_ratio must be in (0, 1]; got {shown(ratio)}")
 
 
 def weigh(

@@ -1,4 +1,4 @@
-"""Bytes of KV pages in a bounded arena, and which of them must not be trusted."""
+"""Bytes of KV pages within a bound, and which of them must not be trusted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import xxhash
 
 from ..errors import UsageError
 
-__all__ = ["PageArena", "StoreStatistics"]
+__all__ = ["KeptPages", "StoreStatistics"]
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class StoreStatistics:
     """Keys under which two different pages came; neither is returned."""
 
 
-class PageArena:
+class KeptPages:
     """Pages of equal size by key; the least recently used leaves first, a retained one never.
 
-    Thread-safe, O(1) a page. The arena is claimed from the system as it fills; about 200 bytes
-    more for each remembered page.
+    Thread-safe, O(1) a page. Memory is claimed as it fills; about 200 bytes more for each
+    remembered page.
 
     Args:
         page_bytes: size of every page.
         capacity_bytes: room for pages.
         remembered_pages: of how many pages a digest is kept; a dispute with one put longer ago
-            goes unnoticed. None: sixteen times what the arena holds, and at least 65,536.
+            goes unnoticed. None: sixteen times as many as there is room for, and at least 65,536.
 
     Raises:
         UsageError: not even one page fits, or fewer are to be remembered than do.
@@ -60,9 +60,8 @@ class PageArena:
                 f" got {remembered_pages}"
             )
         self._remembered = remembered_pages
-        self._arena = np.empty((self.capacity_pages, page_bytes), dtype=np.uint8)
-        self._free = list(range(self.capacity_pages - 1, -1, -1))
-        self._frames: dict[Hashable, int] = {}
+        self._room = self.capacity_pages
+        self._pages: dict[Hashable, bytes] = {}
         self._idle: OrderedDict[Hashable, None] = OrderedDict()  # stored and not retained
         self._retained: dict[Hashable, int] = {}
         self._seen: OrderedDict[Hashable, int | None] = OrderedDict()  # None: disputed
@@ -70,20 +69,24 @@ class PageArena:
         self._lock = Lock()
 
     def put(self, key: Hashable, page: np.ndarray) -> bool:
-        """Copy one page in; return whether `get` will find it."""
+        """Copy one page in; return whether `get` will find it.
+
+        Raises:
+            UsageError: a page of another size.
+        """
+        if page.nbytes != self.page_bytes:
+            raise UsageError(f"a page takes {self.page_bytes} bytes; got {page.nbytes}")
         digest = xxhash.xxh3_64_intdigest(page.data)
         with self._lock:
             if not self._is_the_same(key, digest):
                 return False
-            if key in self._frames:
+            if key in self._pages:
                 self._touch(key)
                 return True
-            if not self._free and not self._evict_one():
+            if len(self._pages) >= self._room and not self._evict_one():
                 self._count(refused=1)
                 return False
-            frame = self._free.pop()
-            self._arena[frame] = page
-            self._frames[key] = frame
+            self._pages[key] = page.tobytes()
             if key not in self._retained:
                 self._idle[key] = None
             self._count(stored=1)
@@ -97,11 +100,11 @@ class PageArena:
         with self._lock:
             hits = 0
             for row, key in zip(into, keys, strict=True):
-                frame = self._frames.get(key)
-                if frame is not None:
+                page = self._pages.get(key)
+                if page is not None:
                     hits += 1
                     self._touch(key)
-                    row[:] = self._arena[frame]
+                    row[:] = np.frombuffer(page, np.uint8)
             self._count(hits=hits, misses=len(keys) - hits)
 
     def retain(self, keys: Iterable[Hashable]) -> None:
@@ -126,7 +129,7 @@ class PageArena:
                     self._retained[key] = count
                     continue
                 del self._retained[key]
-                if key in self._frames:
+                if key in self._pages:
                     self._idle[key] = None
 
     def drop(self, keys: Iterable[Hashable]) -> None:
@@ -134,25 +137,25 @@ class PageArena:
         with self._lock:
             for key in keys:
                 self._seen.pop(key, None)
-                if key in self._frames:
+                if key in self._pages:
                     self._forget(key)
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._frames
+        return key in self._pages
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return len(self._pages)
 
     @property
     def statistics(self) -> StoreStatistics:
         return self._statistics
 
     def close(self) -> None:
-        """Forget everything and give the memory back; later pages are refused."""
+        """Forget everything; later pages are refused. The process may keep the memory."""
         with self._lock:
-            for each in (self._frames, self._idle, self._retained, self._seen, self._free):
+            for each in (self._pages, self._idle, self._retained, self._seen):
                 each.clear()
-            self._arena = self._arena[:0].copy()
+            self._room = 0
 
     def _is_the_same(self, key: Hashable, digest: int) -> bool:
         """Whether this is the only page that was ever put under `key`."""
@@ -165,7 +168,7 @@ class PageArena:
         if known is not None and known != digest:
             # Which of the two belongs to the KV that a later hit finds cannot be known here.
             self._seen[key] = None
-            if key in self._frames:
+            if key in self._pages:
                 self._forget(key)
             self._count(disputed=1)
         return known == digest
@@ -182,7 +185,7 @@ class PageArena:
             self._idle.move_to_end(key)
 
     def _forget(self, key: Hashable) -> None:
-        self._free.append(self._frames.pop(key))
+        del self._pages[key]
         self._idle.pop(key, None)
 
     def _count(self, **more: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Integral
 
 import numpy as np
@@ -12,7 +13,6 @@ import torch
 from ..errors import ShapeError, UsageError
 from . import codec
 from .codec import Bytes
-from .sets import far_apart, refuse_duplicates
 
 __all__ = ["Routes"]
 
@@ -62,8 +62,8 @@ class Routes:
             object.__setattr__(self, "padding", np.broadcast_to(np.False_, tokens))
         for name, mask in (("missing", self.missing), ("padding", self.padding)):
             codec.check_mask(name, mask, tokens)
-            object.__setattr__(self, name, _read_only(mask))
-        object.__setattr__(self, "experts", _read_only(self.experts))
+            object.__setattr__(self, name, codec.read_only(mask))
+        object.__setattr__(self, "experts", codec.read_only(self.experts))
 
     @classmethod
     def from_array(
@@ -85,7 +85,7 @@ class Routes:
             UsageError: an id is out of range, or one row names an expert twice. No router does
                 the latter; an engine whose capture was compiled away returns rows of zeros.
         """
-        dtype, array = codec.expert_dtype(num_experts), codec.host_array(array)
+        array = codec.host_array(array)
         if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
             raise ShapeError(
                 "routes need an integer array [tokens, layers, top_k];"
@@ -95,11 +95,7 @@ class Routes:
             np.zeros(len(array), dtype=np.bool_) if missing is None else codec.host_array(missing)
         )
         codec.check_mask("missing", missing, len(array))
-        if missing.any():
-            array = np.where(missing[:, None, None], 0, array)
-        codec.check_range(array, num_experts)
-        experts = array.astype(dtype, copy=False)
-        refuse_duplicates(experts, missing)
+        experts = codec.checked_experts(array, num_experts, missing)
         return cls(experts, num_experts, codec.checked_ids(layer_ids), missing)
 
     @property
@@ -345,8 +341,8 @@ class Routes:
             UsageError: the payload starts later and there is nothing to put it onto.
             ShapeError: it does not continue `onto`.
         """
-        decoded = codec.decode(payload)
-        routes, start = cls(*decoded[:-1]), decoded.start
+        values, start = codec.decode(payload)
+        routes = cls(*values)
         if onto is not None:
             return onto.extend(routes, start=start)
         if start:
@@ -378,13 +374,16 @@ class Routes:
 
     def _turns(self, rows: int, *, start: int) -> np.ndarray:
         """`[rows, top_k]`: every expert once before any comes again, from `start` on."""
-        order = far_apart(self.num_experts)
+        order = _far_apart(self.num_experts)
         first = np.flatnonzero(order == start)[0]
         turns = (first + np.arange(rows * self.top_k)) % self.num_experts
         return order[turns].reshape(rows, self.top_k).astype(self.experts.dtype)
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view
+@lru_cache
+def _far_apart(num_experts: int) -> np.ndarray:
+    """All experts, neighbours far apart: their bits reversed (van der Corput's sequence)."""
+    bits = (num_experts - 1).bit_length()
+    index = np.arange(1 << bits)
+    turned = sum(((index >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)) + 0 * index
+    return turned[turned < num_experts]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import CorruptionError, ShapeError, UsageError
-from .codec import Bytes, seal, unseal
+from .codec import Bytes, read_only, seal, unseal
 
 __all__ = ["KeptTokens", "kept_logprobs", "kept_tokens"]
 
@@ -50,8 +50,8 @@ class KeptTokens:
             raise ShapeError(f"ids must be int32 [kept]; got {_kind(self.ids)}")
         if self.offsets.ndim != 1 or self.offsets.dtype != np.int64 or not len(self.offsets):
             raise ShapeError(f"offsets must be int64 [tokens + 1]; got {_kind(self.offsets)}")
-        object.__setattr__(self, "ids", _read_only(self.ids))
-        object.__setattr__(self, "offsets", _read_only(self.offsets))
+        object.__setattr__(self, "ids", read_only(self.ids))
+        object.__setattr__(self, "offsets", read_only(self.offsets))
 
     @classmethod
     def from_lists(cls, sets: Iterable[Sequence[int]], *, vocab_size: int) -> KeptTokens:
@@ -211,12 +211,6 @@ def _bytes_for(values: int, widths: tuple[int, ...]) -> int:
 
 def _kind(array: np.ndarray) -> str:
     return f"{array.dtype} {list(array.shape)}"
-
-
-def _read_only(array: np.ndarray) -> np.ndarray:
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def kept_logprobs(

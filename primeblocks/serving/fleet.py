@@ -146,7 +146,9 @@ class Fleet:
         Raises:
             UsageError: there is none of that name.
         """
-        engine = self._named(name)
+        if name not in self._engines:
+            raise UsageError(f"no engine {name!r} in the fleet: {list(self._engines)}")
+        engine = self._engines[name]
         engine.is_open = False
         self._forget(engine)
 
@@ -165,11 +167,6 @@ class Fleet:
             self._forget(before)
         bit = 1 << len(self._engines) if before is None else before.bit
         self._engines[name] = _Engine(generate, most, bit)
-
-    def _named(self, name: str) -> _Engine:
-        if name not in self._engines:
-            raise UsageError(f"no engine {name!r} in the fleet: {list(self._engines)}")
-        return self._engines[name]
 
     def _matched(self, pages: Sequence[Hashable]) -> dict[int, int]:
         """Return the lead pages that each engine holds, by its bit."""

@@ -1,14 +1,13 @@
 """Clocks, transports and files that fail when, and only when, a test says so."""
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from primeblocks.errors import DeadlineError, UsageError
+from primeblocks.errors import UsageError
 
-__all__ = ["FaultyTransport", "ManualClock", "drop", "flip_byte", "hold", "truncate"]
+__all__ = ["FaultyTransport", "ManualClock", "flip_byte", "truncate"]
 
 Call = Callable[[], Any]
 Fault = BaseException | Callable[[Call], Any] | None
@@ -19,7 +18,7 @@ class FaultyTransport:
 
     It serves for transports, stores, engines: anything with methods.
 
-        faulty = FaultyTransport(inner, {"send": [None, ConnectionError("cut"), drop]})
+        faulty = FaultyTransport(inner, {"send": [None, ConnectionError("cut"), lambda call: None]})
 
     passes on the first `send`, raises in the second, loses the third, and passes on the rest.
 
@@ -56,25 +55,6 @@ class FaultyTransport:
             return fault(lambda: method(*args, **kwargs))
 
         return call
-
-
-def drop(call: Call) -> None:
-    """Lose the call: a fault that neither makes the call nor raises."""
-
-
-def hold(gate: threading.Event, *, timeout_s: float) -> Callable[[Call], Any]:
-    """Return a fault that makes the call once `gate` is set.
-
-    Raises:
-        DeadlineError: in the held call, `gate` was not set in time.
-    """
-
-    def held(call: Call) -> Any:
-        if not gate.wait(timeout_s):
-            raise DeadlineError(f"a held call was not let go within {timeout_s:g} s")
-        return call()
-
-    return held
 
 
 class ManualClock:

@@ -4,7 +4,7 @@ Tensors are drawn by seed and not element by element: shrinking then looks for a
 which explains a failure better.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,27 +17,12 @@ try:
 except ModuleNotFoundError as error:
     raise MissingPackageError("hypothesis", "test") from error
 
-__all__ = [
-    "expert_ids",
-    "float_tensors",
-    "generators",
-    "ragged_lengths",
-    "shapes",
-    "splits",
-]
+__all__ = ["expert_ids", "generators", "ragged_lengths"]
 
 
 def generators() -> st.SearchStrategy[torch.Generator]:
     """Draw random generators of torch, by seed."""
     return st.integers(0, 2**16 - 1).map(lambda seed: torch.Generator().manual_seed(seed))
-
-
-def shapes(
-    *, min_dims: int = 1, max_dims: int = 3, min_side: int = 0, max_side: int = 8
-) -> st.SearchStrategy[tuple[int, ...]]:
-    """Draw shapes of tensors, empty ones included."""
-    sides = st.integers(min_side, max_side)
-    return st.lists(sides, min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 def ragged_lengths(
@@ -46,13 +31,6 @@ def ragged_lengths(
     """Draw lengths of documents, or rows per rank: zeros, ones and odd numbers included."""
     lengths = st.integers(0, max_length)
     return st.lists(lengths, min_size=min_items, max_size=max_items)
-
-
-@st.composite
-def splits(draw: Callable[..., Any], total: int, parts: int) -> list[int]:
-    """Draw a cut of `total` into `parts` lengths, some of them zero."""
-    cuts = draw(st.lists(st.integers(0, total), min_size=parts - 1, max_size=parts - 1).map(sorted))
-    return [end - start for start, end in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
 @st.composite
@@ -74,19 +52,3 @@ def expert_ids(
     scores = torch.rand(count, num_experts, generator=generator)
     scores[:, popular:] -= 1.0  # Never among the top_k.
     return scores.topk(top_k, dim=-1).indices.to(dtype)
-
-
-@st.composite
-def float_tensors(
-    draw: Callable[..., Any],
-    shape: Sequence[int] | st.SearchStrategy[tuple[int, ...]],
-    *,
-    dtype: torch.dtype = torch.float64,
-    min_exponent: int = 0,
-    max_exponent: int = 0,
-) -> Tensor:
-    """Draw normal numbers times a power of two drawn between the exponents."""
-    sides = draw(shape) if isinstance(shape, st.SearchStrategy) else tuple(shape)
-    exponent = draw(st.integers(min_exponent, max_exponent))
-    normal = torch.randn(sides, generator=draw(generators()), dtype=torch.float64)
-    return (normal * 2.0**exponent).to(dtype)

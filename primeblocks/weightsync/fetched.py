@@ -1,8 +1,8 @@
-"""The checked bytes of a version from what arrived: whole, or deltas on the version before.
+"""The bytes of a version on their way into a load: fetched, checked, given.
 
-Bytes that are loaded are bytes that were checked, whatever happens between: they lie in memory of
-this process, or their writers have sealed them. Lent bytes lie where others may write to them: they
-are checked before a load begins, and a load gets copies of them, checked again.
+A load gets only bytes that were checked. Bytes in memory of this process, or sealed by their
+writers, are checked once and given where they are stored. Other processes may still write to lent
+bytes: these are checked before a load begins, and the load gets copies, which are checked again.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torch import Tensor
 from ..errors import CorruptionError, DeadlineError, PlanError
 from ..layout import Shard
 from .convert.conversion import Wiring
-from .delta.bucket import apply_payloads
+from .delta.deltas import apply_payloads
 from .digest import bucket_digest, cast_and_digest
-from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket
+from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket, used
 from .marker import Digests, Marker
 from .plan import Plan
 from .transports.transport import Incoming
@@ -110,10 +110,13 @@ def bring(
         threads: the number of buckets worked on at a time, where there is enough to do.
 
     Raises:
+        PlanError: a version was sent by another plan.
         CorruptionError: the bytes are not those that were sent.
         DeadlineError: they were not checked in time.
         TransferError: the version was retired meanwhile.
     """
+    for each in found:
+        check_plan(plan, each.marker)
     marker, mine = found[-1].marker, plan.of_reader(reader)
     deltas = [one for one in found if one.marker.base is not None]
     whole = None if len(deltas) == len(found) else found[0].whole()
@@ -136,20 +139,16 @@ def bring(
             _check_bucket(plan, index, start, marker)
         checked.append(index)
 
+    is_kept = False
     try:
-        _for_each(plan, mine, bring_bucket, threads=_of_cores(start, threads))
-        if time.monotonic() > deadline:
-            raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
-    except BaseException:
-        if isinstance(start, Sealed):  # A load before may have written to its pages.
-            start.rest(is_right=False)
-        if whole is not None:
+        with used(start):
+            _for_each(plan, mine, start, bring_bucket, threads=threads)
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
+        is_kept = not deltas
+    finally:
+        if whole is not None and not is_kept:
             whole.close()
-        raise
-    if deltas and whole is not None:
-        whole.close()
-    elif isinstance(start, Sealed):
-        start.rest()
     size = sum(one.marker.sizes[index] for one in found for index in mine)
     return Fetched(marker, held, size)
 
@@ -182,11 +181,8 @@ def write(
         torch.autograd.graph.increment_version([one for one in pieces if not one.is_inference()])
         _check_bucket(plan, index, held, fetched.marker, into=pieces)
 
-    try:
-        _for_each(plan, plan.of_reader(reader), write_bucket, threads=_of_cores(held, threads))
-    finally:
-        if isinstance(held, Sealed):
-            held.rest()
+    with used(held):
+        _for_each(plan, plan.of_reader(reader), held, write_bucket, threads=threads)
 
 
 class Feed:
@@ -297,7 +293,8 @@ def feeding(
     before = not lent and torch.get_num_threads() >= cores > 1
     # Two for copies; more take from the load what memory gives, and hold more of it.
     most = cores if before else 2 if lent else 1
-    with ThreadPoolExecutor(min(most, threads)) as pool:
+    assert fetched.held is not None
+    with used(fetched.held), ThreadPoolExecutor(min(most, threads)) as pool:
         feed = Feed(plan, reader, fetched, convert, pool)
         try:
             if before:
@@ -305,8 +302,6 @@ def feeding(
             yield feed
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            if isinstance(fetched.held, Sealed):
-                fetched.held.rest()
 
 
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
@@ -315,15 +310,17 @@ def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
     return max(1, min(threads, len(indices), 1 + size // _BYTES_A_THREAD))
 
 
-def _of_cores(held: Held | Lent, threads: int) -> int:
-    """Return the number of threads: in memory, those beyond the cores only wait for each other."""
-    return threads if isinstance(held, Lent) else min(threads, len(os.sched_getaffinity(0)))
-
-
 def _for_each(
-    plan: Plan, indices: Sequence[int], work: Callable[[int], None], *, threads: int
+    plan: Plan,
+    indices: Sequence[int],
+    held: Held | Lent,
+    work: Callable[[int], None],
+    *,
+    threads: int,
 ) -> None:
     """Work on each bucket; the first error ends the work, once buckets under way are done."""
+    if not isinstance(held, Lent):  # In memory, threads beyond the cores only wait for each other.
+        threads = min(threads, len(os.sched_getaffinity(0)))
     threads = _as_many(plan, indices, threads)
     if threads == 1:
         for index in indices:

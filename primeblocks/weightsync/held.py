@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 from math import prod
 from typing import Protocol, runtime_checkable
@@ -34,6 +35,7 @@ __all__ = [
     "copied",
     "copy_bucket",
     "packed_views",
+    "used",
 ]
 
 # Read, digested and copied on while in the cache.
@@ -113,10 +115,8 @@ class Blob:
         """Return a view of a box of a tensor."""
         if name not in self._tensors:
             spec, start = self._plan.target[name], self._plan.offsets[name]
-            size = prod(spec.shape) * spec.dtype.itemsize
-            self._tensors[name] = (
-                self._buffer[start : start + size].view(spec.dtype).view(spec.shape)
-            )
+            whole = self._buffer[start : start + spec.bytes]
+            self._tensors[name] = whole.view(spec.dtype).view(spec.shape)
         tensor = self._tensors[name]
         return tensor if box.sizes == tensor.shape else tensor[box.slices]
 
@@ -155,6 +155,18 @@ class Sealed:
             if self._blob is None:
                 self._blob = Blob(self._plan, self._lease.map()[self._start :])
             return self._blob
+
+
+@contextmanager
+def used(held: Held | Lent) -> Iterator[None]:
+    """Use bytes. Sealed ones are mapped for this use; after an error the mapping is not kept."""
+    is_right = False
+    try:
+        yield
+        is_right = True
+    finally:
+        if isinstance(held, Sealed):
+            held.rest(is_right=is_right)
 
 
 class BlobFile:

@@ -1,16 +1,14 @@
-"""Leases of readers: a lock that ends with its process; an open file, sealed memory under one."""
+"""Locks that end with their process, and files and sealed memory that readers hold by them."""
 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,22 +17,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError, UsageError
 
-__all__ = ["FileLease", "Hold", "Lease", "SealedLease", "alone"]
-
-
-class Lease(Protocol):
-    """A version that its writers leave alone until it is closed, or until a time.
-
-    Attributes:
-        until: the end, by time.monotonic; infinity where it ends with this process.
-    """
-
-    @property
-    def until(self) -> float: ...
-
-    def close(self) -> None:
-        """Let go. Twice is fine."""
-        ...
+__all__ = ["FileLease", "Hold", "SealedLease", "alone"]
 
 
 @contextmanager
@@ -68,8 +51,6 @@ class Hold:
         BlockingIOError: another one has it.
         UnsupportedError: the file system has no locks.
     """
-
-    until = math.inf
 
     def __init__(self, fd: int, how: int | None) -> None:
         self.fd, self._is_locked = fd, how is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +14,6 @@ from .manifest import Manifest, NamedTensors, TensorSpec, describe, named_tensor
 from .plan import Plan
 
 __all__ = ["InPlace", "load_into"]
-
-
-@runtime_checkable
-class InPlace(Protocol):
-    """A `Load` that copies each tensor, as it is, into one of the engine's, and does no more."""
-
-    def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None: ...
-
-    def places(self) -> Mapping[str, Tensor]:
-        """Return the engine's tensors by the names that it is given.
-
-        None where it casts them, or where two of them share memory.
-        """
-        ...
 
 
 def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -> InPlace:
@@ -62,16 +47,22 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
                 f"{name!r} is {held[name].dtype} {held[name].layout} here, and {spec.dtype} "
                 f"{spec.layout} in the plan. Plan with describe() of this target."
             )
-    into = _Into(target, sent)
+    into = InPlace(target, sent)
     into.places()
     return into
 
 
-class _Into:
+class InPlace:
+    """A `load` that copies each tensor, as it is, into one of the engine's, and does no more."""
+
     def __init__(self, target: nn.Module | Mapping[str, Tensor], sent: Manifest) -> None:
         self._target, self._sent = target, sent
 
     def places(self) -> dict[str, Tensor]:
+        """Return the engine's tensors by the names that it is given.
+
+        None where it casts them, or where two of them share memory.
+        """
         places = self._local()
         are_as_sent = all(
             name in places

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import nn
@@ -51,6 +52,15 @@ class TensorSpec:
     def shape(self) -> tuple[int, ...]:
         """The global shape."""
         return self.layout.shape
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def whole(self) -> TensorSpec:
+        """Return the same tensor, held in full."""
+        return TensorSpec(self.dtype, Layout.whole(self.shape))
 
 
 @dataclass(frozen=True)

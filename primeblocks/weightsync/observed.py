@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 import xxhash
@@ -22,22 +22,23 @@ from .plan import Copy, Plan
 __all__ = [
     "HELD",
     "MULTIPLIED",
+    "UNSEEN",
     "Form",
     "Look",
     "Observed",
     "Seen",
     "are_digests",
-    "differing",
     "digest_as",
     "digest_form",
     "digest_tensors",
     "kept",
     "observe",
-    "place_of",
+    "only_in",
     "with_aliases",
 ]
 
 HELD, MULTIPLIED = "held", "multiplied"
+UNSEEN = "on the meta device, without elements"
 # A part that is missing from a fused tensor shows where it is longer than two pieces.
 _PIECES, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
 
@@ -185,15 +186,16 @@ def digest_tensors(tensors: NamedTensors) -> Digests:
     }
 
 
-def digest_as(tensors: NamedTensors, like: Digests) -> Digests:
+def digest_as(tensors: Mapping[str, Tensor], like: Digests) -> Digests:
     """Return `digest_tensors` of those that `like` has, each in the dtype that it has there."""
-    all_of, cast = with_aliases(tensors), {}
-    for name in (name for name in like if name in all_of):
+    digests: dict[str, Sequence[str]] = {}
+    for name in (name for name in like if name in tensors):
+        mine = local_part(tensors[name].detach())
         dtype = getattr(torch, like[name][0].split(" ")[0].removeprefix("torch."), None)
-        if isinstance(dtype, torch.dtype):  # Digests of another kind tell no dtype.
-            mine = all_of[name].detach()
-            cast[name] = mine.to(dtype) if converts(mine.dtype, dtype) else mine
-    return digest_tensors(cast)
+        # Digests of another kind tell no dtype.
+        is_cast = isinstance(dtype, torch.dtype) and converts(mine.dtype, dtype)
+        digests[name] = tuple(_piece_digests(mine.to(dtype) if is_cast else mine))
+    return digests
 
 
 def are_digests(held: object) -> TypeGuard[Digests]:
@@ -205,12 +207,6 @@ def are_digests(held: object) -> TypeGuard[Digests]:
     )
 
 
-def differing(some: Mapping[str, Iterable[str]], other: Mapping[str, Iterable[str]]) -> list[str]:
-    """Return the names whose digests differ, or that only one of both has."""
-    names = dict.fromkeys([*some, *other])
-    return [name for name in names if some.get(name) != other.get(name)]
-
-
 def kept(given: Digests, held: NamedTensors) -> Digests:
     """Return the digests of what an engine holds.
 
@@ -219,7 +215,7 @@ def kept(given: Digests, held: NamedTensors) -> Digests:
     """
     tensors = named_tensors(held)
     seen = digest_tensors({name: tensors[name] for name in given if name in tensors})
-    if lost := differing(given, seen):
+    if lost := [name for name in given if seen.get(name) != given[name]]:
         some = ", ".join(map(repr, lost[:3]))
         raise TransferError(
             f"{len(lost)} of {len(given)} tensors, such as {some}, are not in the "
@@ -246,8 +242,23 @@ def with_aliases(source: NamedTensors) -> dict[str, Tensor]:
     return tensors
 
 
-def place_of(tensor: Tensor) -> object:
-    """Return what tied tensors have in common: the same elements. None without elements. Local."""
+def only_in(some: NamedTensors | Digests, known: Container[str]) -> dict[str, str]:
+    """Return the shapes of tensors that have no name in `known`, nor are tied to one that has.
+
+    Tied tensors have the same elements.
+    """
+    if are_digests(some):
+        return {name: row[0] for name, row in some.items() if name not in known}
+    tensors = cast(NamedTensors, some)
+    tied = {_place(one) for name, one in with_aliases(tensors).items() if name in known} - {None}
+    return {
+        name: str(tuple(one.shape))
+        for name, one in named_tensors(tensors).items()
+        if name not in known and _place(one) not in tied
+    }
+
+
+def _place(tensor: Tensor) -> object:
     mine = local_part(tensor.detach())
     if mine.is_meta or not mine.numel():
         return None
@@ -269,17 +280,14 @@ def _look_into(held: NamedTensors, known: Container[str]) -> tuple[Look, tuple[s
     if not isinstance(held, nn.Module):
         held = named_tensors(held)  # Pairs can be read once.
     tensors = {name: local_part(one.detach()) for name, one in with_aliases(held).items()}
-    tied = {place_of(one) for name, one in tensors.items() if name in known} - {None}
-    names = [name for name in named_tensors(held) if name not in known]
-    extra = tuple(name for name in names if place_of(tensors[name]) not in tied)
 
     def look(name: str) -> Sequence[Seen] | str:
         if name not in tensors:
             return []
         one = tensors[name]
-        return "on the meta device, without elements" if one.is_meta else [Seen(HELD, one)]
+        return UNSEEN if one.is_meta else [Seen(HELD, one)]
 
-    return look, extra
+    return look, tuple(only_in(held, known))
 
 
 def _in_place(name: str, box: Shard) -> Piece:

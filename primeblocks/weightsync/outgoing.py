@@ -14,7 +14,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ..errors import DeadlineError, TransferError
-from .delta.bucket import CHUNK_BYTES, Chunk, apply_payloads, take_payload
+from .delta.deltas import CHUNK_BYTES, Chunk, apply_payloads, take_payload
 from .digest import Digest, as_buffer, cast_and_digest, taken
 from .held import packed_views
 from .parts import Parts

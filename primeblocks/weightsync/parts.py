@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import PlanError, UnsupportedError
 from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
-from .convert.pieces import Piece, whole_piece
+from .convert.pieces import Piece, in_place
 from .manifest import Manifest, NamedTensors, converts, describe, named_tensors
 from .plan import Plan
 
@@ -207,9 +207,8 @@ class Parts:
     def _held_pieces(self, held: Manifest) -> list[Piece]:
         if self._convert is not None:
             return self._convert.map(held)
-        whole = ((name, spec, whole_piece(name, spec.shape)) for name, spec in held.items())
-        parts = (piece.from_source(spec.layout.shard) for _, spec, piece in whole)
-        return [part for part in parts if part is not None]
+        shards = ((name, spec.layout.shard) for name, spec in held.items())
+        return [in_place(name, shard) for name, shard in shards if shard.numel]
 
     def _find(
         self,

@@ -10,12 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from math import prod
 from typing import NamedTuple
 
 from ..errors import PlanError
 from ..layout import Layout, Shard
-from .manifest import Manifest, TensorSpec, as_plan_error, box_of
+from .manifest import Manifest, as_plan_error, box_of
 
 __all__ = ["Boxes", "Bucket", "Copy", "Plan", "cut", "owned_boxes", "packed"]
 
@@ -85,13 +84,13 @@ class Plan:
         offsets, end = {}, 0
         for name in sorted(self.target, key=lambda name: -self.target[name].dtype.itemsize):
             offsets[name] = end
-            end += _tensor_bytes(self.target[name])
+            end += self.target[name].bytes
         return offsets
 
     @cached_property
     def blob_bytes(self) -> int:
         """Bytes of a blob of all whole tensors."""
-        return sum(_tensor_bytes(spec) for spec in self.target.values())
+        return sum(spec.bytes for spec in self.target.values())
 
     @cached_property
     def bytes_total(self) -> int:
@@ -105,7 +104,7 @@ class Plan:
         for name, spec in self.target.items():
             wanted = [box for boxes in self.wants for box in boxes.get(name, ())]
             if Layout.whole(spec.shape).shard in wanted:
-                total += _tensor_bytes(spec)
+                total += spec.bytes
             else:
                 cells, _ = owned_boxes(enumerate(dict.fromkeys(wanted)), spec.shape)
                 total += sum(cell.numel for cell, _ in cells) * spec.dtype.itemsize
@@ -317,10 +316,6 @@ def cut(box: Shard, limit: int) -> Iterator[Shard]:
         offsets[dim] += start
         sizes[dim] = min(step, size - start)
         yield from cut(Shard(tuple(offsets), tuple(sizes)), limit)
-
-
-def _tensor_bytes(spec: TensorSpec) -> int:
-    return prod(spec.shape) * spec.dtype.itemsize
 
 
 def _inside(target: Manifest, name: str, row: Sequence[Sequence[int]]) -> Shard:

@@ -6,9 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..errors import PlanError
-from ..layout import Layout, Shard
-from .convert.conversion import Wiring
-from .convert.recorded import Reads
+from ..layout import Shard
+from .convert.conversion import Reads, Wiring
 from .manifest import FLOATS, Manifest, TensorSpec, converts
 from .plan import Boxes, Bucket, Plan, cut, owned_boxes, packed
 
@@ -96,24 +95,19 @@ def _wants(reader: _Target) -> Boxes:
 def _target(readers: Sequence[_Target], wants: Sequence[Boxes]) -> Manifest:
     """Return the manifest of all that travels, whole."""
     specs: dict[str, TensorSpec] = {}
-    for reader, boxes in zip(readers, wants, strict=True):
-        manifest = reader if isinstance(reader, Manifest) else reader.sources
+    manifests = [reader if isinstance(reader, Manifest) else reader.sources for reader in readers]
+    for manifest, boxes in zip(manifests, wants, strict=True):
         for name in boxes:
-            spec = manifest[name]
-            whole = TensorSpec(spec.dtype, Layout.whole(spec.shape))
+            whole = manifest[name].whole()
             if specs.setdefault(name, whole) != whole:
                 raise PlanError(
                     f"readers disagree about {name!r}: {specs[name].dtype} {specs[name].shape} "
                     f"and {whole.dtype} {whole.shape}. Make a plan for each."
                 )
-    return Manifest(tuple(specs.items()), recipe=_recipe(readers))
-
-
-def _recipe(readers: Sequence[_Target]) -> str:
-    recipes = {r.recipe if isinstance(r, Manifest) else r.sources.recipe for r in readers}
+    recipes = {manifest.recipe for manifest in manifests}
     if len(recipes) > 1:
         raise PlanError(f"readers expect different recipes: {sorted(recipes)}. Plan for each.")
-    return recipes.pop() if recipes else ""
+    return Manifest(tuple(specs.items()), recipe=recipes.pop() if recipes else "")
 
 
 def _kinds(manifests: Iterable[Manifest]) -> dict[str, dict[TensorSpec, int]]:
@@ -121,7 +115,7 @@ def _kinds(manifests: Iterable[Manifest]) -> dict[str, dict[TensorSpec, int]]:
     kinds: dict[str, dict[TensorSpec, int]] = defaultdict(dict)
     for rank, manifest in enumerate(manifests):
         for name, spec in manifest.items():
-            kinds[name].setdefault(TensorSpec(spec.dtype, Layout.whole(spec.shape)), rank)
+            kinds[name].setdefault(spec.whole(), rank)
     return kinds
 
 

@@ -47,7 +47,8 @@ class Publisher:
         convert: the argument of `plan_sync`.
         encode: called with each name and this rank's part of it before the cast to the target's
             dtype, for quantization for example. A function returns the same name with the same
-            shape; `Quantize(...).by(...)` makes codes and scales.
+            shape, in a dtype that converts to the target's. `Quantize(...).by(...)` makes codes and
+            scales.
         full_every: at least one version in this many is sent in full, and so is one when the
             deltas since the last full one have reached its bytes, or when a delta is expected to
             take longer. 1 sends no deltas; more costs each rank a copy of what it sends, in host
@@ -118,7 +119,8 @@ class Publisher:
         deadline = start + timeout_s
         checked: int | None = None
         try:
-            told = self._step(self._check, version, deadline, then=_same_version)
+            told = self._step(self._check, version, deadline)
+            _expect_equal(told)
             version = checked = told[self._rank]["version"]
             opened = self._step(self._open, version, deadline)[0]
             begun = time.monotonic()
@@ -154,7 +156,6 @@ class Publisher:
         self,
         work: Callable[..., dict[str, Any]],
         *args: Any,
-        then: Callable[[list[dict[str, Any]]], None] | None = None,
     ) -> list[dict[str, Any]]:
         """Do a rank's work, tell the others the outcome, and fail together."""
         failure: Exception | None = None
@@ -171,8 +172,6 @@ class Publisher:
             text = "; ".join(f"rank {rank}: {reply['error']}" for rank, reply in failed.items())
             usage = all(reply["usage"] for reply in failed.values())
             raise (UsageError if usage else TransferError)(text) from failure
-        if then is not None:
-            then(replies)
         return replies
 
     def _check(self, version: int, deadline: float) -> dict[str, Any]:
@@ -190,16 +189,12 @@ class Publisher:
             )
         if last and version == last[0].version:
             return {"sends": False, "run": last[0].run, "base": None}
-        base = self._base()
-        begun = self._transport.begin(version, plan=self._plan, base=base, deadline=deadline)
-        return {"sends": True, "run": begun.run, "base": begun.base}
-
-    def _base(self) -> int | None:
-        """Return the version that the next may be a delta to. Only rank 0's answer counts."""
         wants_delta = self._pace.wants_delta(
             full_every=self._full_every, link_bytes_per_s=self._link_bytes_per_s
         )
-        return self._history.version if self._history is not None and wants_delta else None
+        base = self._history.version if self._history is not None and wants_delta else None
+        begun = self._transport.begin(version, plan=self._plan, base=base, deadline=deadline)
+        return {"sends": True, "run": begun.run, "base": begun.base}
 
     def _send(self, version: int, opened: dict[str, Any], deadline: float) -> dict[str, Any]:
         with _pool(self._plan.written_bytes(self._rank)) as pool:
@@ -277,7 +272,8 @@ def _pool(size_bytes: int) -> AbstractContextManager[Executor | None]:
     return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
 
 
-def _same_version(replies: list[dict[str, Any]]) -> None:
+def _expect_equal(replies: list[dict[str, Any]]) -> None:
+    """Refuse ranks that publish different versions, or by different plans."""
     for key in ("version", "plan"):
         said = [reply[key] for reply in replies]
         if len(set(said)) > 1:

@@ -298,8 +298,6 @@ class Subscriber:
     def _applied(
         self, found: Sequence[Incoming], base: Held | Lent | None, request: ReceiveRequest
     ) -> Fetched:
-        for each in found:
-            check_plan(self.plan, each.marker)
         return bring(
             self.plan,
             self.reader,

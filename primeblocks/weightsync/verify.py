@@ -1,24 +1,30 @@
-"""The proof of what is served: an engine's parameters against the trainer's, box by box."""
+"""The proof of what is served: an engine's parameters against the trainer's, box by box.
+
+`verify_engine` compares what is there; `prove_round_trip` does so after each of three pushes.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 
 from ..errors import TransferError, UsageError
-from ..layout import Shard
+from ..layout import Shard, layout_of, local_part
 from .agree import Messenger
 from .convert.conversion import Wiring
 from .manifest import Manifest, NamedTensors, converts, describe, gather_manifests, named_tensors
 from .marker import Digests
 from .observed import (
+    UNSEEN,
     Form,
     Observed,
     are_digests,
@@ -26,14 +32,14 @@ from .observed import (
     digest_form,
     digest_tensors,
     observe,
-    place_of,
+    only_in,
     with_aliases,
 )
 from .parts import Encode, Parts
 from .plan import Copy, Plan, owned_boxes
 from .planner import plan_sync
 
-__all__ = ["Verified", "verify_engine"]
+__all__ = ["RoundTrip", "Verified", "prove_round_trip", "verify_engine"]
 
 _BUCKET_BYTES = 64 << 20
 _KINDS = ("differing", "missing", "unexpected", "unobservable")
@@ -116,13 +122,14 @@ def verify_engine(
         into: for each reader, the wiring that leads to its parameters, where they are fused,
             stacked or sliced.
         plan, convert, source, encode, group: as the `Publisher` has them. Without a plan one is
-            made, to `into` or to the names that both have.
+            made to `into`. Without either, the tensors that both have are compared by name.
         timeout_s: the time that ranks wait for each other.
 
     Raises:
         PlanError: the trainer has not what the plan says, or another trainer's plan was observed;
             or either side is something else than tensors by name.
-        UsageError: no engine was given, or there are several and no plan, or no name is in common.
+        UsageError: no engine was given; or there are several, or more than names, and no plan; or
+            no name is in common.
         TransferError: a rank failed, or did not come in time.
     """
     deadline = time.monotonic() + timeout_s
@@ -131,25 +138,30 @@ def verify_engine(
     parameters = _once(parameters)
     given = engine if isinstance(engine, list) else [] if engine is None else [engine]
     held = [_once(one) for one in given]
-    if are_digests(parameters) or (held and are_digests(held[0])):
-        if len(held) != 1:
-            raise UsageError(f"{len(held)} engines; digests are compared with one. Give one.")
-        return _by_digests(parameters, held[0])
-    mine = cast(NamedTensors, parameters)
     wirings = [into] if isinstance(into, Wiring) else list(into)
+    is_digested = any(map(are_digests, [parameters, *held]))
+    if is_digested or (plan is None and not wirings):
+        is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+        if len(held) != 1 or isinstance(held[0], Observed) or not (is_digested or is_alone):
+            raise UsageError(
+                f"{len(held)} processes and no plan. Pass the Publisher's plan=, or into=; "
+                "digests are compared with those of one process."
+            )
+        if plan is None and not (convert is source is encode is None):
+            raise UsageError("convert=, source= and encode= need the Publisher's plan=, or into=.")
+        return _by_name(parameters, held[0])
+    mine = cast(NamedTensors, parameters)
     wrong: _Wrong = {kind: {} for kind in _KINDS}
     is_complete = plan is None  # A plan of others may have readers elsewhere.
-    if plan is None and wirings:
-        sources = _sources(mine, group)
+    if plan is None:
+        sources, is_joined = [describe(mine)], group is not None or dist.is_initialized()
+        if is_joined:
+            sources = gather_manifests(sources[0], group=group)
         plan = plan_sync(sources, wirings, bucket_bytes=_BUCKET_BYTES, convert=convert)
         every = sources if convert is None else [convert.targets]
         led = {name for wiring in wirings for name in wiring.sources}
         more = dict.fromkeys(name for names in every for name in names if name not in led)
         wrong["missing"] |= dict.fromkeys(more, "no wiring of into= leads from it")
-    elif plan is None:
-        mine, held, plan = _in_common(mine, held, wrong)
-        if plan is None:
-            return Verified(len(held[0]), **wrong)
     agreement = Messenger(world_size=plan.world_size, group=group)
     seen = _shared(agreement, plan, held, wirings, deadline)
     if is_complete:
@@ -163,6 +175,92 @@ def verify_engine(
             wrong[kind] = {**names, **wrong[kind]}
     compared = {name for one in seen for name in plan.wants[one.reader]}
     return Verified(len(compared), **{kind: dict(sorted(wrong[kind].items())) for kind in _KINDS})
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """A proof that succeeded: the versions pushed, its duration and its number of tensors."""
+
+    versions: tuple[int, int, int]
+    seconds: float
+    tensors: int
+
+
+def prove_round_trip(
+    parameters: NamedTensors,
+    push: Callable[[int], object],
+    observe: Callable[[], object] | None,
+    *,
+    version: int,
+    timeout_s: float,
+    into: Wiring | Sequence[Wiring] = (),
+    plan: Plan | None = None,
+    convert: Wiring | None = None,
+    source: Manifest | None = None,
+    encode: Encode | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> RoundTrip:
+    """Show that an engine gets what the trainer has, before a run relies on it.
+
+    Pushes the parameters, then others in their place, then the first again. After each push
+    `verify_engine` has to find what was pushed. The others are random, by the name and the place of
+    each tensor, and each element has the other sign: equal tensors become different ones, and every
+    floating element changes, in whatever dtype it travels; tied ones change once. Whatever happens,
+    the parameters end as they were. The engine holds them if this returns.
+
+    Collective. Cost: three pushes, three observations, and memory for a copy of the parameters.
+
+    Args:
+        parameters: of this rank; changed in place and back.
+        push: makes the engine load a version of them; for example a publish, then an update.
+        observe: returns the `engine` of `verify_engine`; None on ranks that cannot see it.
+        version: that of the first push; the next two are used too.
+        timeout_s: for everything; `push` and `observe` have deadlines of their own.
+        into, plan, convert, source, encode, group: as in `verify_engine`.
+
+    Raises:
+        TransferError: the engine does not hold what was pushed, on all ranks; or time is up.
+        UsageError: no parameter is floating, or there are several ranks and no plan.
+        PlanError: as `verify_engine`.
+
+    Source: tokenspeed issue 1373: an update reports success and loads memory that nobody wrote.
+    """
+    start = time.monotonic()
+    every = named_tensors(parameters)
+    floating = [name for name, one in every.items() if _is_floating(one)]
+    is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
+    if not floating and is_alone:  # Of several ranks, others may have some.
+        raise UsageError("there is nothing to prove: no parameter is floating.")
+    by_name = plan is None and not into
+    if by_name and not is_alone:
+        raise UsageError("several ranks and no plan. Pass the Publisher's plan=, or into=.")
+
+    def look(version: int) -> None:
+        push(version)
+        wrong = verify_engine(
+            parameters,
+            None if observe is None else observe(),
+            into=into,
+            plan=plan,
+            convert=convert,
+            source=source,
+            encode=encode,
+            group=group,
+            timeout_s=max(0.0, start + timeout_s - time.monotonic()),
+        ).wrong
+        if by_name:  # Integers, tables for example, may be of one side alone.
+            wrong = [name for name in wrong if name in floating or name not in every]
+        if wrong:
+            raise TransferError(
+                f"{len(wrong)} of {len(floating)} tensors, such as {wrong[0]!r}, are others in the "
+                f"engine after the push of version {version}. verify_engine() says what they are."
+            )
+
+    look(version)
+    with _perturbed(parameters):
+        look(version + 1)
+    look(version + 2)
+    return RoundTrip((version, version + 1, version + 2), time.monotonic() - start, len(floating))
 
 
 def _shared(
@@ -191,69 +289,31 @@ def _once(source: Any) -> Any:
     return source if is_kept else named_tensors(source)
 
 
-def _by_digests(parameters: Any, engine: Any) -> Verified:
-    theirs = engine if are_digests(engine) else digest_tensors(with_aliases(engine))
-    mine = parameters if are_digests(parameters) else digest_as(parameters, theirs)
-    both = [name for name in mine if name in theirs]
-    return Verified(
-        len(both),
-        {name: theirs[name][0] for name in both if tuple(mine[name]) != tuple(theirs[name])},
-        _only(parameters, theirs),
-        _only(engine, mine),
-    )
-
-
-def _only(some: Any, other: Container[str]) -> dict[str, str]:
-    """Return the tensors of which `other` has no name, nor that of one they are tied to."""
-    if are_digests(some):
-        return {name: row[0] for name, row in some.items() if name not in other}
-    every = with_aliases(some)
-    tied = {place_of(one) for name, one in every.items() if name in other} - {None}
-    return {
-        name: str(tuple(one.shape))
-        for name, one in named_tensors(some).items()
-        if name not in other and place_of(one) not in tied
-    }
-
-
-def _sources(parameters: NamedTensors, group: dist.ProcessGroup | None) -> list[Manifest]:
-    mine = describe(parameters)
-    joined = group is not None or dist.is_initialized()
-    return gather_manifests(mine, group=group) if joined else [mine]
-
-
-def _in_common(
-    parameters: NamedTensors, held: Sequence[Any], wrong: _Wrong
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], Plan | None]:
-    """Return the tensors that both have, under each of their names, and the plan between them.
-
-    No plan where there are no elements to compare.
-    """
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if len(held) != 1 or isinstance(held[0], Observed) or not is_alone:
-        raise UsageError(
-            f"{len(held)} processes and no plan. Pass plan=, as the Publisher has it, or into=."
-        )
-    mine, theirs = with_aliases(parameters), with_aliases(held[0])
+def _by_name(parameters: Any, engine: Any) -> Verified:
+    """Compare digests of the tensors that both have, under each of their names."""
+    hidden: dict[str, str] = {}
+    theirs = engine
+    if not are_digests(engine):
+        every = {name: local_part(one.detach()) for name, one in with_aliases(engine).items()}
+        hidden = {name: UNSEEN for name, one in every.items() if one.is_meta}
+        theirs = digest_tensors({n: one for n, one in every.items() if n not in hidden})
+    names = mine = parameters
+    if not are_digests(parameters):
+        names = with_aliases(parameters)
+        mine = digest_as(names, theirs)
     both = [name for name in theirs if name in mine]
-    wrong["missing"], wrong["unexpected"] = _only(parameters, theirs), _only(held[0], mine)
+    hidden = {name: why for name, why in hidden.items() if name in names}
+    is_digested = theirs is engine or names is parameters
+    if not (both or hidden or is_digested):
+        first = f"{list(names)[:2]} and {list(theirs)[:2]}"
+        raise UsageError(f"no name in common: {first}. Pass into=.")
+    differing = {}
     for name in both:
-        kinds = [_kind(one[name]) for one in (theirs, mine)]
-        if kinds[0] != kinds[1]:
-            wrong["differing"][name] = f"{kinds[0]}, not {kinds[1]}"
-    if not both:
-        raise UsageError(f"no name in common: {list(mine)[:2]} and {list(theirs)[:2]}. Pass into=.")
-    held = [{name: theirs[name] for name in both if name not in wrong["differing"]}]
-    plan = None
-    if any(one.numel() for one in held[0].values()):
-        plan = plan_sync([describe(mine)], describe(held[0]), bucket_bytes=_BUCKET_BYTES)
-    return mine, held, plan
-
-
-def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Return what no cast changes."""
-    is_cast = converts(tensor.dtype, torch.float32)
-    return tuple(tensor.shape) if is_cast else (*tensor.shape, tensor.dtype)
+        (have, *_), (want, *_) = theirs[name], mine[name]
+        if tuple(theirs[name]) != tuple(mine[name]):
+            differing[name] = have if have == want else f"{have}, not {want}"
+    missing, unexpected = only_in(parameters, {*theirs, *hidden}), only_in(engine, names)
+    return Verified(len(both), differing, missing, unexpected, hidden)
 
 
 def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wrong: _Wrong) -> None:
@@ -298,3 +358,43 @@ def _compare_copy(
 def _text(box: Shard) -> str:
     spans = (f"{at}:{at + size}" for at, size in zip(box.offsets, box.sizes, strict=True))
     return f"[{', '.join(spans)}]"
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return (tensor.dtype.is_floating_point or tensor.dtype.is_complex) and tensor.numel() > 0
+
+
+@contextmanager
+def _perturbed(parameters: NamedTensors) -> Iterator[None]:
+    # Tied tensors are one: two names, or views of the same elements.
+    places: dict[object, tuple[str, Tensor]] = {}
+    for name, parameter in named_tensors(parameters).items():
+        tensor = local_part(parameter.detach())
+        place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        where = f"{name} {layout_of(parameter).shard.offsets}"  # Replicas change alike.
+        places.setdefault((*place, tensor.shape, tensor.stride()), (where, tensor))
+    kept: list[tuple[Tensor, Tensor]] = []
+    try:
+        for where, tensor in places.values():
+            if _is_floating(tensor):
+                kept.append((tensor, tensor.clone()))
+                _perturb(tensor, where)
+        yield
+    finally:
+        for tensor, before in reversed(kept):
+            tensor.copy_(before)
+
+
+def _perturb(tensor: Tensor, where: str) -> None:
+    """Give each element the other sign and 1/4 to 3/4 of its size, as `where` seeds."""
+    if tensor.dtype.itemsize == 1:  # The first bit is the sign where there is one.
+        has_sign = tensor.dtype != torch.float8_e8m0fnu
+        tensor.view(torch.uint8).bitwise_xor_(0x80 if has_sign else 1)
+        return
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    seeded = torch.Generator(plain.device).manual_seed(xxhash.xxh3_64_intdigest(where.encode()))
+    with torch.inference_mode(tensor.is_inference()):
+        for part in plain.view(-1).split(1 << 20) if plain.is_contiguous() else [plain]:
+            by = torch.rand(part.shape, generator=seeded, device=part.device).add_(0.5).mul_(0.5)
+            sizes = part.abs().masked_fill_(~part.isfinite() | (part == 0), 1.0).mul_(by)
+            part.copy_(torch.where(part.signbit(), sizes, -sizes))

@@ -70,6 +70,21 @@ def test_a_group_of_a_later_policy_ends_the_take_and_stays(make_group):
     asyncio.run(run())
 
 
+def test_groups_of_a_later_policy_are_handed_over_and_the_next_take_goes_on(make_group):
+    async def run():
+        buffer = RolloutBuffer(capacity=3, staleness=StalenessPolicy(9, correction="a test"))
+        for name, version in (("late", 5), ("good", 3), ("later", 6)):
+            await buffer.put(make_group(name, version=version), timeout_s=HANG_S)
+        dropped = []
+        with pytest.raises(UsageError, match=r"policy 3 .* which is later"):
+            await buffer.take(1, version=3, timeout_s=HANG_S, on_drop=dropped.append)
+        assert [group.prompt for group in dropped] == ["late", "later"]
+        (group,) = await buffer.take(1, version=3, timeout_s=HANG_S, on_drop=dropped.append)
+        assert (group.prompt, len(buffer)) == ("good", 0)
+
+    asyncio.run(run())
+
+
 def test_a_full_buffer_holds_back_until_there_is_room(make_group):
     async def run():
         buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(0, "drop", "a test"))

@@ -1,7 +1,6 @@
 """Values as bytes: equal on their way back, refused by name before, and where a bit flipped."""
 
 import dataclasses
-import io
 import struct
 
 import numpy as np
@@ -104,12 +103,9 @@ def test_buffers_come_back_as_bytes_and_views_as_arrays_of_their_own():
 
 def test_lowered_arrays_and_bytes_are_not_copied():
     kept = {"routes": b"abc" * 100, "values": np.arange(6).reshape(2, 3)}
-    header, (routes, values) = codec.lower(kept, name="x")
+    _, (routes, values) = codec.lower(kept, name="x")
     assert routes is kept["routes"]
     assert np.shares_memory(np.asarray(values), kept["values"])
-    stream = io.BytesIO(b"".join([routes, values]))
-    back = codec.lift(header, lambda count, kind: kind(stream.read(count)))
-    assert plain(back) == plain(kept)
 
 
 def test_nan_keeps_its_bits():

@@ -3,12 +3,13 @@
 import asyncio
 import gc
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.reference import synchronous_steps
-from primeblocks.async_loop.scheduler import Retries
+from primeblocks.async_loop.scheduler import AdaptiveLimit, Retries
 from primeblocks.errors import ClosedError, DeadlineError, EngineError, UsageError
 from primeblocks.testing.faults import ManualClock
 from tests.deadlines import HANG_S
@@ -56,9 +57,13 @@ def make_loop(
     world, *, bound=1, batch_size=2, max_in_flight=4, prompts=None, on_stale="drop", **more
 ):
     more = {"retries": Retries(attempts=1, give_up_after=1)} | more
+
+    async def generate(prompt, **options):
+        return await world.generate(prompt, **options)  # A test may set another.
+
     return AsyncLoop(
         prompts=itertools.count() if prompts is None else prompts,
-        generate=world.generate,
+        generate=generate,
         train=world.train,
         publish=world.publish,
         buffer=RolloutBuffer(
@@ -164,6 +169,12 @@ def test_stale_groups_are_dropped_and_their_prompts_asked_again():
     assert len(prompts) == len(set(prompts)) == 6
 
 
+@pytest.mark.parametrize("limit", [AdaptiveLimit(start=2, most=2), SimpleNamespace(limit=2)])
+def test_a_limit_that_follows_the_engine_binds(limit):
+    world, _ = run(collect, bound=3, max_in_flight=limit)
+    assert world.most_running == 2
+
+
 @pytest.mark.parametrize("max_in_flight", [1, 4])
 def test_a_batch_that_is_dropped_as_a_whole_is_asked_again(max_in_flight):
     async def body(world, loop):
@@ -210,7 +221,7 @@ def test_a_step_tells_its_times_and_the_engine_has_the_old_version_until_the_pub
             clock.advance(2)
             versions.append((version, loop.version))
 
-        loop._generate, loop._train, loop._publish = slow, train, publish
+        world.generate, loop._train, loop._publish = slow, train, publish
         return await collect(world, loop, count=3)
 
     _, steps = run(body, bound=0, clock=clock)
@@ -234,7 +245,7 @@ def test_a_group_that_fails_ends_a_step_that_is_under_way(what):
             return [make_rollout()]
 
         setattr(loop, f"_{what}", hangs)
-        loop._generate = generate
+        world.generate = generate
         with pytest.raises(EngineError, match="gone"):
             await collect(world, loop)
 
@@ -305,7 +316,7 @@ def test_leaving_closes_the_loop_and_hears_what_its_groups_say_of_that():
                     raise
                 raise EngineError("gone") from None
 
-        loop._generate = generate
+        world.generate = generate
         handler = lambda _, context: complaints.append(context["message"])  # noqa: E731
         asyncio.get_running_loop().set_exception_handler(handler)
         async with loop:

@@ -148,7 +148,7 @@ def test_what_a_rollout_function_returned_wrongly_is_named(group_size, answer, m
         async def generate(prompt, *, version, sample=0):
             return answer
 
-        loop._generate = generate
+        world.generate = generate
         with pytest.raises(UsageError, match=re.escape(message)):
             await collect(world, loop)
 
@@ -162,7 +162,7 @@ def test_an_error_of_generate_keeps_its_traceback_and_is_logged_once_a_kind(capl
                 raise EngineError("gone")
             return prompt.rollouts
 
-        loop._generate = a_function_with_a_bug
+        world.generate = a_function_with_a_bug
         with pytest.raises((AttributeError, EngineError)) as caught:
             await collect(world, loop)
         return [frame.name for frame in caught.traceback]
@@ -211,7 +211,7 @@ def test_fewer_steps_than_were_asked_for_have_a_reason():
                 raise EngineError("gone")
             return await generate(prompt, version=version)
 
-        loop._generate = fails
+        world.generate = fails
         assert loop.ended is None
         assert len(await collect(world, loop)) == 2
         return loop
@@ -236,7 +236,7 @@ def test_a_prompt_that_was_given_up_asks_for_no_more_samples():
                 raise EngineError("gone")
             return make_rollout(versions=(version, version))
 
-        loop._generate = generate
+        world.generate = generate
         await collect(world, loop, count=1)
         return asked
 

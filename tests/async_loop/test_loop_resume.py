@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from primeblocks.async_loop import (
     AsyncLoop,
+    Group,
     Journal,
     Partial,
     Rollout,
@@ -342,3 +343,44 @@ def test_a_partial_in_flight_counts_with_the_age_of_its_tokens():
 
     run_in_virtual_time(body())
     assert trained[0] == (2, 0, 0)
+
+
+def test_a_fresh_group_waits_for_room_behind_restored_ones_as_long_as_steps_go_on():
+    ledger, trained, many = MemoryLedger(), [], 6
+    for prompt in range(many):
+        ledger.drawn(prompt, prompt)
+        ledger.started(prompt, 0)
+        rollout = Rollout(**rollout_of(prompt, 0, [0]), finish_reason="stop")
+        ledger.finished(prompt, Group(prompt, (rollout,), 0, ordinal=prompt))
+
+    async def generate(prompt, *, version, draft):
+        return [Rollout(**rollout_of(prompt, 0, [version]), finish_reason="stop")]
+
+    async def train(groups, *, version):
+        await asyncio.sleep(10.0)
+        trained.extend(group.prompt for group in groups)
+
+    async def quiet(version):
+        pass
+
+    async def body():
+        clock = VirtualClock()
+        policy = StalenessPolicy(9, "continue", correction="a test")
+        loop = AsyncLoop(
+            prompts=range(many + 1),
+            generate=generate,
+            train=train,
+            publish=quiet,
+            buffer=RolloutBuffer(capacity=1, staleness=policy, clock=clock),
+            batch_size=1,
+            max_in_flight=1,
+            ledger=ledger,
+            step_timeout_s=15.0,
+            clock=clock,
+        )
+        async with loop:
+            async for _ in loop.steps(many + 1):
+                pass
+
+    run_in_virtual_time(body())
+    assert trained == [*range(many + 1)]

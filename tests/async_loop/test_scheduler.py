@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.async_loop import StalenessPolicy
-from primeblocks.async_loop.scheduler import AdaptiveLimit, Admission, Retries
+from primeblocks.async_loop.scheduler import AdaptiveLimit, Retries
 from primeblocks.errors import UsageError
 
 
@@ -49,11 +49,13 @@ def test_limits_that_make_no_sense_are_refused(wrong):
         AdaptiveLimit(**({"start": 2, "most": 8} | wrong))
 
 
-def test_admission_counts_versions_that_the_engine_is_behind():
-    admission = Admission(batch_size=4, max_off_policy_steps=2, max_in_flight=12)
-    assert admission.room(in_flight=3, finished=5) == 4
-    assert admission.room(in_flight=3, finished=5, behind=1) == 0
-    assert admission.room(in_flight=1, finished=0, behind=2) == 3
+def test_room_counts_versions_that_the_engine_is_behind():
+    def room(**counts):
+        return StalenessPolicy(2, correction="a test").room(batch_size=4, **counts)
+
+    assert room(in_flight=3, finished=5) == 4
+    assert room(in_flight=3, finished=5, behind=1) == 0
+    assert room(in_flight=1, finished=0, behind=2) == 3
 
 
 def test_retries_wait_twice_as_long_each_time():

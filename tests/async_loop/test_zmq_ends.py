@@ -7,7 +7,7 @@ import time
 import pytest
 
 from primeblocks.async_loop import RolloutBuffer, StalenessPolicy, packed
-from primeblocks.errors import DeadlineError, UnsupportedError
+from primeblocks.errors import DeadlineError, UnsupportedError, UsageError
 from tests.deadlines import HANG_S
 
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
@@ -30,7 +30,7 @@ def test_a_group_that_is_withdrawn_while_the_trainer_steps_takes_no_room():
                 look = {"sender": "one", "number": 2, "kept": []}
                 worker.send_multipart([b"look", json.dumps(look).encode()])
                 time.sleep(0.5)  # A step, in the event loop.
-                while receiver._numbers.get(next(iter(receiver._numbers), b""), 0) < 2:
+                while not receiver._heard or min(receiver._heard.values())[0] < 2:
                     await asyncio.sleep(0.01)
                 await asyncio.sleep(0)
                 assert receiver._known == {}
@@ -66,5 +66,130 @@ def test_a_group_that_a_later_receiver_refuses_is_told():
             async with RolloutReceiver(small, first.address):
                 with pytest.raises(UnsupportedError, match="refused the group of ordinal 0"):
                     await sender.settled(timeout_s=HANG_S)
+
+    run(body())
+
+
+def test_a_trainer_that_went_back_meets_groups_of_later_policies_once():
+    """They are handed to `on_drop`, which settles them: a later receiver gets none of them."""
+
+    async def body():
+        first = RolloutReceiver(buffer_of(), ANY)
+        async with RolloutSender(first.address, retry_s=0.02) as sender:
+            async with first:
+                await sender.put(make_group(0), timeout_s=HANG_S)  # Of policy 2.
+            buffer = buffer_of()
+            async with RolloutReceiver(buffer, first.address) as receiver:
+                with pytest.raises(UsageError, match="policy 2, which is later"):
+                    await buffer.take(1, version=1, timeout_s=HANG_S, on_drop=receiver.settle)
+                await sender.settled(timeout_s=HANG_S)
+                await sender.put(make_group(1), timeout_s=HANG_S)
+                (came,) = await buffer.take(1, version=2, timeout_s=HANG_S)
+                assert came.ordinal == 1
+
+    run(body())
+
+
+def test_lists_of_many_groups_are_read_on_both_sides():
+    """More than a megabyte of them, and of more than `max_group_bytes`."""
+
+    async def body():
+        many = {str(ordinal): "accepted" for ordinal in range(1, 100_000)}
+        with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as trainer:
+            trainer.setsockopt(zmq.LINGER, 0)
+            port = trainer.bind_to_random_port("tcp://127.0.0.1")
+            async with RolloutSender(f"tcp://127.0.0.1:{port}", retry_s=0.02) as sender:
+                waiting = asyncio.ensure_future(sender.put(make_group(0), timeout_s=HANG_S))
+                while not waiting.done():
+                    route, kind, *_ = await trainer.recv_multipart()
+                    states = many | ({"0": "accepted"} if kind == b"group" else {})
+                    answer = {"number": 0, "states": states, "refused": {}}
+                    answer["max_group_bytes"] = 1 << 20
+                    await trainer.send_multipart([route, json.dumps(answer).encode()])
+                    await asyncio.sleep(0)
+                await waiting
+        receiver = RolloutReceiver(buffer_of(), ANY, max_group_bytes=1000)
+        with zmq.asyncio.Context() as context, context.socket(zmq.DEALER) as worker:
+            async with receiver:
+                worker.setsockopt(zmq.LINGER, 0)
+                worker.connect(receiver.address)
+                look = {"sender": "one", "number": 1, "kept": [*range(300_000)]}
+                await worker.send_multipart([b"look", json.dumps(look).encode()])
+                (answer,) = await worker.recv_multipart()
+                assert json.loads(answer)["number"] == 1
+                head = {"sender": "one", "number": 2, "ordinal": 3}
+                payload = packed.pack_whole_group(make_group(3, size=100))
+                await worker.send_multipart([b"group", json.dumps(head).encode(), payload])
+                (answer,) = await worker.recv_multipart()
+                assert "exceed 1,000" in json.loads(answer)["refused"]["3"]
+
+    run(body())
+
+
+class _Ticking:
+    """A clock on which every look takes a second, or a day."""
+
+    def __init__(self):
+        self.now_s, self.tick_s = 0.0, 1.0
+
+    def now(self):
+        self.now_s += self.tick_s
+        return self.now_s
+
+    async def sleep(self, seconds):
+        await asyncio.sleep(0)
+
+
+def test_settled_groups_of_a_sender_that_is_silent_for_an_hour_are_forgotten():
+    """A pause of the trainer, however long, is not taken for a silence of its senders."""
+
+    async def send(socket, ordinal):
+        head = {"sender": f"of {ordinal}", "number": 1, "ordinal": ordinal}
+        payload = packed.pack_whole_group(make_group(ordinal))
+        await socket.send_multipart([b"group", json.dumps(head).encode(), payload])
+
+    async def hear(socket, ordinal, *states):
+        """The next state of a group that is one of these."""
+        while True:
+            (answer,) = await socket.recv_multipart()
+            if (state := json.loads(answer)["states"].get(str(ordinal))) in states:
+                return state
+
+    async def body():
+        buffer, clock = buffer_of(), _Ticking()
+        with (
+            zmq.asyncio.Context() as context,
+            context.socket(zmq.DEALER) as living,
+            context.socket(zmq.DEALER) as silent,
+        ):
+            async with RolloutReceiver(buffer, ANY, clock=clock) as receiver:
+                for worker in (living, silent):
+                    worker.setsockopt(zmq.LINGER, 0)
+                    worker.connect(receiver.address)
+                for ordinal in range(3):
+                    await send(silent, ordinal)
+                    await hear(silent, ordinal, "accepted")
+                *settled, last = await buffer.take(3, version=2, timeout_s=HANG_S)
+                receiver.settle(*settled)
+
+                async def looks(count):
+                    look = {"sender": "living", "number": 1, "kept": []}
+                    for _ in range(count):
+                        await living.send_multipart([b"look", json.dumps(look).encode()])
+                        await living.recv_multipart()
+
+                async def is_known(ordinal):
+                    await send(living, ordinal)
+                    return await hear(living, ordinal, "settled", "arrived") == "settled"
+
+                clock.tick_s = 86_400.0
+                await looks(30)
+                clock.tick_s = 1.0
+                assert await is_known(0)
+                await looks(3700)
+                assert not await is_known(1)
+                receiver.settle(last)
+                await hear(silent, 2, "settled")  # Its connection lives.
+                assert not await is_known(2)
 
     run(body())

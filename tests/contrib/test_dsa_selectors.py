@@ -22,7 +22,7 @@ from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention.dsa import IndexerInputs, index_scores, select
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import StepCounter, assert_close_float64, assert_same_bits
-from tests.parallel.dsa_models import HIDDEN, MODELS, Place, StableTopK, as_computed
+from tests.contrib.dsa_models import HIDDEN, MODELS, Place, StableTopK, as_computed
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
 # Of one token, shorter than a window and than k, cut by every order, empty; as long as a window.

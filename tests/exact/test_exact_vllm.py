@@ -20,15 +20,18 @@ def _engine(folder, dtype, **more):
         "skip_tokenizer_init": True, "max_model_len": 192, "kv_cache_memory_bytes": KV_BYTES,
         # Long prompts come in pieces, and requests in batches of all sizes.
         "max_num_seqs": 12, "max_num_batched_tokens": 48, "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
     return LLM(model=folder, **options | more)
 
 
-def _sampled(engine, prompts):
+def _sampled(engine, prompts, temperature):
     """The tokens of each answer, and their log-probabilities as the engine said them."""
     from vllm import SamplingParams
 
-    settings = SamplingParams(max_tokens=24, logprobs=0, ignore_eos=True, detokenize=False)
+    settings = SamplingParams(
+        max_tokens=24, logprobs=0, ignore_eos=True, detokenize=False, temperature=temperature
+    )
     answers = engine.generate(
         [{"prompt_token_ids": each} for each in prompts], settings, use_tqdm=False
     )
@@ -40,17 +43,17 @@ def _sampled(engine, prompts):
         )
 
 
-def _trained(model, prompt, answer):
+def _trained(model, prompt, answer, temperature):
     from primeblocks.exact import batch_invariant
 
     ids = torch.tensor([prompt + answer])
     with torch.no_grad(), batch_invariant():
         logits = model(input_ids=ids, use_cache=False).logits
-        scores = logits.log_softmax(-1, dtype=torch.float32)
+        scores = (logits.float() / temperature).log_softmax(-1)
     return scores[0, len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def _compare(folder, dtype):
+def _compare(folder, dtype, temperature):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -63,8 +66,9 @@ def _compare(folder, dtype):
     for step in range(2):
         if step:
             _train(model, engine)
-        for prompt, (answer, said) in zip(prompts, _sampled(engine, prompts), strict=True):
-            found = _trained(model, prompt, answer)
+        sampled = _sampled(engine, prompts, temperature)
+        for prompt, (answer, said) in zip(prompts, sampled, strict=True):
+            found = _trained(model, prompt, answer, temperature)
             tokens += len(answer)
             different += (found != torch.tensor(said)).nonzero()[:, 0].tolist()
     return tokens, different
@@ -84,12 +88,15 @@ def _train(model, engine):
     engine.reset_prefix_cache()
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("qwen3_moe", "bfloat16"), ("qwen3", "float32")])
-def test_every_log_probability_is_the_trainers_to_the_bit(family, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "dtype", "temperature"),
+    [("qwen3_moe", "bfloat16", 0.7), ("qwen3", "float32", 1.0)],
+)
+def test_every_log_probability_is_the_trainers_to_the_bit(family, dtype, temperature, tmp_path):
     folder = tiny_models.save(
         family, tmp_path / family, num_layers=2, hidden=64, init_std=0.2, dtype=dtype
     )
-    assert call(_compare, str(folder), dtype) == (2 * 23 * 24, [])
+    assert call(_compare, str(folder), dtype, temperature) == (2 * 23 * 24, [])
 
 
 def _refused(folder):

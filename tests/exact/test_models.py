@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from primeblocks.errors import UnsupportedError
 from primeblocks.exact import batch_invariant
+from primeblocks.losses import grpo_loss
 from primeblocks.testing import tiny_models
 
 FAMILIES = ("qwen3_moe", "qwen3", "glm4_moe", "deepseek_v3", "mixtral", "olmoe", "minimax_m2")
@@ -78,6 +79,30 @@ def test_gradients_are_those_of_the_same_computation(inside, checkpoints):
     found = gradients(inside, batch_invariant)
     # The router's softmax is in float32.
     assert (found - plain).norm() <= 1e3 * torch.finfo().eps * plain.norm()
+
+
+def test_a_step_of_grpo_is_a_plain_policy_gradient():
+    """Where engine and trainer agree to the bit, the ratio is 1 and nothing is clipped."""
+    model, ids = model_of("qwen3_moe").train(), tokens(4, 30)
+    advantages = torch.randn(4, 29, generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(advantages, dtype=torch.bool)
+
+    def logprobs(rows):
+        with batch_invariant():
+            scores = model(input_ids=rows, use_cache=False).logits[:, :-1].log_softmax(-1)
+        return scores.gather(-1, rows[:, 1:, None])[..., 0]
+
+    with torch.no_grad():
+        sampled = torch.cat([logprobs(row[None]) for row in ids])
+
+    def gradients(loss):
+        model.zero_grad()
+        loss(logprobs(ids)).backward()
+        return [each.grad for each in model.parameters()]
+
+    corrected = gradients(lambda each: grpo_loss(each, sampled, advantages, mask=mask).sum)
+    plain = gradients(lambda each: -(each * advantages).sum())
+    assert all(map(torch.equal, corrected, plain))
 
 
 def test_attention_in_other_words_is_refused():

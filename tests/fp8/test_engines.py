@@ -18,8 +18,7 @@ from primeblocks.fp8 import (
     matmul,
     quantize,
 )
-from primeblocks.fp8.reference import ReferenceGemm, exact_product
-from primeblocks.fp8.simulated import SimulatedGemm
+from primeblocks.fp8.reference import ReferenceGemm, SimulatedGemm, exact_product
 from tests.fp8.launches import Launches
 
 ROW, SQUARE = Tile(1, 128), Tile(128, 128)

@@ -18,8 +18,7 @@ from primeblocks.fp8 import (
     matmul,
     quantize,
 )
-from primeblocks.fp8.reference import ReferenceGemm, exact_product
-from primeblocks.fp8.simulated import SimulatedGemm
+from primeblocks.fp8.reference import ReferenceGemm, SimulatedGemm, exact_product
 
 SMALL = {"activations": Tile(1, 16), "weights": Tile(8, 16), "source": "float32"}
 RECIPE = Recipe(**SMALL, wgrad="float32")

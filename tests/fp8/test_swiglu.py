@@ -8,8 +8,7 @@ import torch
 from primeblocks.errors import ShapeError, UnsupportedError
 from primeblocks.fp8 import Recipe, convert, grouped_matmul, matmul, swiglu_matmul
 from primeblocks.fp8.quantize import swiglu
-from primeblocks.fp8.reference import ReferenceGemm
-from primeblocks.fp8.simulated import SimulatedGemm
+from primeblocks.fp8.reference import ReferenceGemm, SimulatedGemm
 from primeblocks.testing import ranks
 from tests.fp8.test_matmul import KINDS, OFFSETS, RECIPE, SMALL, matrix, relative
 

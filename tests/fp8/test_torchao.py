@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from primeblocks.fp8 import Tile, measure_error, quantize
-from primeblocks.fp8.formats import E4M3_MAX, scales_of
+from primeblocks.fp8.quantize import E4M3_MAX, scales_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # Its source has escapes that Python 3.11 warns of.

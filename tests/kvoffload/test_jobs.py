@@ -8,7 +8,7 @@ import pytest
 from primeblocks.errors import ClosedError
 from primeblocks.kvoffload import Loaded, PageKey, Saved, TieredStore
 from primeblocks.kvoffload.jobs import PageJobs
-from primeblocks.kvoffload.store.pending import Pending
+from primeblocks.kvoffload.pending import Pending
 from primeblocks.testing.faults import ManualClock
 
 PAGE, SOON = 48, 5.0
@@ -33,11 +33,16 @@ def jobs(store):
     return PageJobs(store, timeout_s=SOON)
 
 
+def drained(jobs, *, timeout_s=SOON):
+    jobs.drain(timeout_s=timeout_s)
+    return jobs.finished()
+
+
 def test_a_batch_reports_each_page(jobs):
     jobs.save(7, keys(1, 2), rows(1, 2), attachments=[{"routes": b"ab"}, None])
     into = rows(0, 0, 0)
     jobs.load(8, keys(1, 5, 2), into)
-    saved, loaded = jobs.drain(timeout_s=SOON)
+    saved, loaded = drained(jobs)
     assert (saved.id, saved.succeeded, saved.attachments) == (7, (True, True), ({}, {}))
     assert (loaded.id, loaded.succeeded) == (8, (True, False, True))
     assert loaded.attachments == ({"routes": b"ab"}, {}, {})
@@ -54,9 +59,9 @@ def test_a_batch_is_reported_once_it_is_over(jobs, store):
 
 def test_a_page_that_is_there_is_not_saved_again(jobs, store):
     jobs.save(0, keys(1), rows(1), attachments=[None])
-    jobs.drain(timeout_s=SOON)
+    drained(jobs)
     jobs.save(1, keys(2, 1, 3), rows(2, 1, 3), attachments=[None] * 3)
-    (job,) = jobs.drain(timeout_s=SOON)
+    (job,) = drained(jobs)
     assert job.succeeded == (True, True, True)
     assert store.statistics()["host"].stores == 3
 
@@ -65,7 +70,7 @@ def test_a_declined_page_counts_as_failed(host):
     with TieredStore([host(1)], max_pending=1) as store:
         jobs = PageJobs(store, timeout_s=SOON)
         jobs.save(0, keys(*range(9)), rows(*range(9)), attachments=[None] * 9)
-        (job,) = jobs.drain(timeout_s=SOON)
+        (job,) = drained(jobs)
         assert not all(job.succeeded)
         assert any(job.succeeded)
 
@@ -110,7 +115,22 @@ def test_a_drain_gives_up_what_takes_longer():
     jobs = PageJobs(StuckStore(), timeout_s=SOON)
     jobs.load(0, keys(1), rows(0))
     jobs.load(1, keys(1), rows(0))
-    assert [job.succeeded for job in jobs.drain(timeout_s=0.0)] == [(False,), (False,)]
+    assert [job.succeeded for job in drained(jobs, timeout_s=0.0)] == [(False,), (False,)]
+
+
+def test_a_drain_ends_whatever_a_copy_raised_and_keeps_each_time():
+    clock, store = ManualClock(), StuckStore()
+    jobs = PageJobs(store, timeout_s=SOON, clock=clock.now)
+    for number, end in enumerate((Pending.fail, Pending.finish)):
+        jobs.save(number, keys(number), rows(number), attachments=[None])
+        end(store.pending, MemoryError("no room") if end is Pending.fail else [Saved(True)])
+    for _ in range(2):
+        clock.advance(1.0)
+        jobs.drain(timeout_s=SOON)
+    with pytest.raises(MemoryError):
+        jobs.finished()
+    (job,) = jobs.finished()
+    assert (job.id, job.seconds) == (1, 1.0)
 
 
 def test_a_late_answer_of_success_is_kept(host):
@@ -146,7 +166,7 @@ def test_nothing_starts_on_a_closed_store(jobs, store):
         jobs.save(0, keys(1), rows(1), attachments=[None])
     with pytest.raises(ClosedError):
         jobs.load(0, keys(1), rows(0))
-    assert jobs.drain(timeout_s=SOON) == []
+    assert drained(jobs) == []
 
 
 def test_outcomes_follow_the_stores_answers():

@@ -16,7 +16,7 @@ from primeblocks.parallel.attention import (
     ring_attention,
     ulysses_attention,
 )
-from primeblocks.parallel.attention.fused import FusedRectangle
+from primeblocks.parallel.attention.rectangles import FusedRectangle
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 

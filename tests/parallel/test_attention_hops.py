@@ -14,8 +14,7 @@ from primeblocks.parallel.attention import (
     latent_ring_attention,
     ring_attention,
 )
-from primeblocks.parallel.attention.fused import FusedRectangle
-from primeblocks.parallel.attention.rectangles import OnlineSoftmax
+from primeblocks.parallel.attention.rectangles import FusedRectangle, OnlineSoftmax
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import StepCounter, assert_as_precise, assert_close_float64
 from tests.parallel.test_attention import ATTENTIONS, HEADS, PACKINGS, _cotangent, _inputs, _naive
@@ -195,9 +194,9 @@ def test_the_gradient_of_a_sink_adds_up_in_float32():
     generator = torch.Generator().manual_seed(0)
     grad, out = (torch.randn(64, 2, 256, generator=generator).bfloat16() for _ in range(2))
     lse, sinks = torch.randn(64, 2, generator=generator), torch.zeros(2)
-    found = hops._of_sinks(grad, out, lse, sinks)
-    exact = hops._of_sinks(grad.double(), out.double(), lse.double(), sinks.double())
-    magnitude = hops._of_sinks(grad.abs().double(), out.abs().double(), lse.double(), sinks)
+    found = hops.gradient_of_sinks(grad, out, lse, sinks)
+    exact = hops.gradient_of_sinks(grad.double(), out.double(), lse.double(), sinks.double())
+    magnitude = hops.gradient_of_sinks(grad.abs().double(), out.abs().double(), lse.double(), sinks)
     assert ((found - exact).abs() <= 256 * 2**-24 * magnitude.abs()).all()
 
 

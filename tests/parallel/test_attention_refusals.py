@@ -86,12 +86,12 @@ SAID = {
     "no gradient": EQUAL.format("q requires_grad", "1, 0"),
     "gradient elsewhere": EQUAL.format("q requires_grad", "1, 0"),
     "gradients of keys": EQUAL.format("k requires_grad", "0, 1"),
-    "window": EQUAL.format("window", "0, 3"),
-    "not causal": EQUAL.format("causal", "1, 0"),
+    "window": EQUAL.format("window", "None, 3"),
+    "not causal": EQUAL.format("causal", "True, False"),
     "bad window": "PlanError: a window needs causal=True and at least 1 token; got window=0",
     "window without causal": "PlanError: a window needs causal=True",
     "no cap": "PlanError: softcap must be a finite number over 0, or None; got inf",
-    "sinks": EQUAL.format("sinks", "0, 1"),
+    "sinks": EQUAL.format("sinks", "False, True"),
     "bad sinks": r"ShapeError: needs one sink a head, \[4\]; got \(3,\)",
 }
 

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from primeblocks.errors import ShapeError, UnsupportedError, UsageError
 from primeblocks.parallel import plan_mesh
-from primeblocks.parallel.memory.cpu_adamw import CpuAdamW
+from primeblocks.parallel.memory import CpuAdamW
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from tests.parallel.test_fsdp import Model, _loss, _shard

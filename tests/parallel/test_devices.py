@@ -12,8 +12,7 @@ from primeblocks.parallel.attention import (
     ring_attention,
     ulysses_attention,
 )
-from primeblocks.parallel.experts import GroupedExperts, LocalDispatcher
-from primeblocks.parallel.experts.lora import merged_expert_weights
+from primeblocks.parallel.experts import GroupedExperts, LocalDispatcher, merged_expert_weights
 from primeblocks.testing.oracles import assert_close_float64
 from tests.parallel import test_lora
 from tests.parallel.linear_cases import CASES, drawn

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeblocks.parallel import plan_sequence, reference
+from primeblocks.parallel.linear import cut_runs, scan_states
 from primeblocks.parallel.linear.kernels import chunk_gated_delta_rule, chunk_state_space
 from primeblocks.parallel.linear.recurrence import run_batches
-from primeblocks.parallel.linear.scan import cut_runs, scan_states
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 from tests.parallel.linear_cases import CASES, delta_inputs, drawn, space_inputs
@@ -33,6 +33,8 @@ def _split(jobs):
         own = plan.indices(group.rank())
         inputs, by_token = drawn(name, plan.tokens)
         leaves = [x[own] if i < by_token else x for i, x in enumerate(inputs)]
+        with torch.inference_mode():  # A plan that was used so serves a step as well.
+            CASES[name][2](*leaves, sequence=plan, group=group)
         leaves = [x.requires_grad_() for x in leaves]
         out = CASES[name][2](*leaves, sequence=plan, group=group)
         out.backward(_cotangent((plan.tokens, *out.shape[1:]))[own])

@@ -1,7 +1,9 @@
 """What convolutions and recurrences over a split sequence send, and what they refuse."""
 
+import gc
 import itertools
 import re
+import weakref
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 from primeblocks.errors import PlanError, RankError, ShapeError
 from primeblocks.parallel import plan_sequence
-from primeblocks.parallel.linear.scan import scan_states
+from primeblocks.parallel.linear import scan_states
 from primeblocks.testing import ranks
 from tests.parallel.linear_cases import CASES, DELTA_HEADS, KEY, SPACE_HEADS, TAPS, VALUE, drawn
 
@@ -88,6 +90,28 @@ def test_documents_that_are_whole_send_nothing():
     assert by_rank == [{name: ([], []) for name in CASES}] * 3
 
 
+def _outlives_its_plan(name):
+    """Whether what a call plans keeps the plan, and so itself, when nothing else does."""
+    group = dist.group.WORLD
+    plan = plan_sequence([5, 14, 1, 12], ranks=group.size(), chunk_tokens=4)
+    own = plan.indices(group.rank())
+    inputs, by_token = drawn(name, plan.tokens)
+    parts = [x[own] if i < by_token else x for i, x in enumerate(inputs)]
+    CASES[name][2](*parts, sequence=plan, group=group)
+    kept = weakref.ref(plan)
+    gc.collect()
+    gc.disable()
+    del plan
+    found = kept() is not None
+    gc.enable()
+    return found
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_is_planned_lives_as_long_as_the_plan(name):
+    assert ranks.run(_outlives_its_plan, name) == [False, False]
+
+
 def _bad_arguments(change, name):
     """Rank 1 makes a mistake; what each rank says, and that the group goes on."""
     group = dist.group.WORLD
@@ -134,9 +158,24 @@ def _gradient(operands, _):
 @pytest.mark.parametrize(
     ("name", "change", "there", "here"),
     [
-        ("conv", _fewer_tokens, "the plan gives this rank 4 tokens; got 3", "rank 1 .* refused"),
-        ("delta", _fewer_tokens, "the plan gives this rank 4 tokens; got 3", "rank 1 .* refused"),
-        ("space", _fewer_tokens, "the plan gives this rank 4 tokens; got 3", "rank 1 .* refused"),
+        (
+            "conv",
+            _fewer_tokens,
+            r"the plan gives this rank 4 tokens; got x \(3,",
+            "rank 1 .* refused",
+        ),
+        (
+            "delta",
+            _fewer_tokens,
+            r"the plan gives this rank 4 tokens; got v \(3,",
+            "rank 1 .* refused",
+        ),
+        (
+            "space",
+            _fewer_tokens,
+            r"the plan gives this rank 4 tokens; got x \(3,",
+            "rank 1 .* refused",
+        ),
         ("conv", _one_more_dim, r"got \(1, 4, 6\), \(6, 4\)", "rank 1 .* ShapeError"),
         ("delta", _one_more_dim, r"got \(1, 4, 3, 3\)", "rank 1 .* ShapeError"),
         ("space", _one_more_dim, r"got \(1, 4, 6, 5\)", "rank 1 .* ShapeError"),

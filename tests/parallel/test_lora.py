@@ -17,8 +17,6 @@ from primeblocks.parallel.experts import (
     GroupedExperts,
     LocalDispatcher,
     OncePerRankDispatcher,
-)
-from primeblocks.parallel.experts.lora import (
     add_expert_lora,
     expert_lora_state_dict,
     merged_expert_weights,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from primeblocks.errors import CapacityError, ShapeError, UnsupportedError, UsageError
-from primeblocks.parallel.memory.host_memory import HostMemory
+from primeblocks.parallel.memory import HostMemory
 from primeblocks.testing.oracles import assert_same_bits
 
 KINDS = ("weights", "gradients", "optimizer")

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from primeblocks.parallel.memory.cpu_adamw import CpuAdamW
-from primeblocks.parallel.memory.host_memory import HostMemory
+from primeblocks.parallel.memory import CpuAdamW, HostMemory
 
 pytestmark = [
     pytest.mark.gpu,

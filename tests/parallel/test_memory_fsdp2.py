@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from primeblocks.errors import UsageError
 from primeblocks.parallel import plan_mesh
-from primeblocks.parallel.memory.host_memory import HostMemory
+from primeblocks.parallel.memory import HostMemory
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from tests.parallel.test_fsdp import Model, _loss, _shard

@@ -14,7 +14,7 @@ from torch import nn
 
 from primeblocks.errors import UnsupportedError
 from primeblocks.parallel import clip_grad_norm_, global_token_count, plan_mesh, plan_sequence
-from primeblocks.parallel.experts.lora import add_expert_lora, expert_lora_state_dict
+from primeblocks.parallel.experts import add_expert_lora, expert_lora_state_dict
 from primeblocks.testing import ranks, tiny_models
 
 pytestmark = pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")

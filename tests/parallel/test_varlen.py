@@ -20,7 +20,7 @@ from primeblocks.parallel.attention import (
     latent_ulysses_attention,
     ring_attention,
 )
-from primeblocks.parallel.attention.segments import segments_of
+from primeblocks.parallel.attention.varlen import segments_of
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 from tests.parallel.test_attention import (

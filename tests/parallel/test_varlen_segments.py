@@ -15,7 +15,7 @@ from benchmarks.parallel_parts import launches, plain_flash
 from primeblocks.errors import UnsupportedError
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import AttentionSpec, VarlenKernel
-from primeblocks.parallel.attention.segments import check_segments, segments_of
+from primeblocks.parallel.attention.varlen import check_segments, segments_of
 from primeblocks.testing import strategies
 from tests.parallel.test_flex import _bytes_kept, _dense, _hops
 

@@ -23,7 +23,7 @@ OURS = [
     *PROJECT.glob("primeblocks/plugins/vllm/*.py"),
     *PROJECT.glob("primeblocks/kvoffload/adapters/vllm/*.py"),
     PROJECT / "primeblocks/weightsync/adapters/vllm/worker.py",
-    PROJECT / "primeblocks/weightsync/adapters/vllm/launch.py",
+    PROJECT / "primeblocks/weightsync/adapters/vllm/server.py",
 ]
 # Only read where a patch is for the CPU platform, which 0.33 has no build for.
 CPU_ONLY = re.compile(

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from primeblocks.errors import ShapeError, UsageError
-from primeblocks.fp8 import Tile
-from primeblocks.fp8.quantize import round_trip
+from primeblocks.fp8 import Tile, quantize
 from primeblocks.replay import KeptTokens, Routes, attribute, impose, record
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.replay.sampling import kept_logprobs, kept_tokens
@@ -150,7 +149,9 @@ def power_of_two_scales(x):
 
 
 def by_tile(tile):
-    return lambda x: round_trip(x.reshape(-1, x.shape[-1]), tile).reshape(x.shape)
+    return lambda x: (
+        quantize(x.reshape(-1, x.shape[-1]), tile).dequantize().to(x.dtype).reshape(x.shape)
+    )
 
 
 RECIPES = {

@@ -1,6 +1,7 @@
 import json
 import struct
 from base64 import b64encode
+from functools import partial
 
 import numpy as np
 import pytest
@@ -207,3 +208,20 @@ def test_sealed_nonsense_is_refused():
     body[0] = 7
     with pytest.raises(CorruptionError, match="reserved bytes 7"):
         Routes.unpack(resealed(body))
+
+
+@given(st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_rows_that_name_an_expert_twice_are_counted(top_k, seed):
+    rows = np.random.default_rng(seed).integers(0, 20, (50, 2, top_k)).astype(np.uint8)
+    missing = np.random.default_rng(seed).random(50) < 0.3
+    twice = [
+        [len(set(row)) < top_k and not lost for row in token]
+        for token, lost in zip(rows.tolist(), missing, strict=True)
+    ]
+    take = partial(Routes.from_array, rows, num_experts=20, layer_ids=(0, 1), missing=missing)
+    if not np.any(twice):
+        assert take().tokens == 50
+        return
+    token, layer = np.argwhere(twice)[0]
+    with pytest.raises(UsageError, match=f"^{np.sum(twice)} rows .* token {token} .* {layer}: "):
+        take()

@@ -73,7 +73,7 @@ class Site:
 
     def buffer(self, version):
         """The trainer's own, of a version."""
-        return self.owner._full.by_version()[version].buffer
+        return self.owner._full.used[version].buffer
 
     def close(self):
         for one in (self.subscriber, self.publisher, self.reader, self.owner):

@@ -208,7 +208,7 @@ def test_the_last_vote_commits_and_the_first_word_stands(ranks_of):
     for one in (reader, other):
         one.vote(2, deadline=soon())
     assert trainer.abort("late", deadline=soon()) == "commit"
-    trainer.follow(lambda: None, deadline=soon())
+    trainer.finish(lambda: None, deadline=soon())
     with pytest.raises(TransferError, match="commit"):
         reader.read_or_abort("marker", deadline=soon())
 
@@ -217,9 +217,9 @@ def test_one_vote_is_not_enough(ranks_of):
     trainer, reader, _ = ranks_of
     reader.vote(2, deadline=soon())
     with pytest.raises(TransferError, match="abort: rank 0 waited for the others in vain"):
-        trainer.follow(lambda: None, deadline=soon(0.01))
+        trainer.finish(lambda: None, deadline=soon(0.01))
     with pytest.raises(TransferError, match="abort: rank 0"):
-        reader.follow(lambda: None, deadline=soon())
+        reader.finish(lambda: None, deadline=soon())
 
 
 def test_whose_last_answer_is_lost_follows_what_was_decided(ranks_of, store):
@@ -230,8 +230,8 @@ def test_whose_last_answer_is_lost_follows_what_was_decided(ranks_of, store):
         other.vote(2, deadline=soon())
         raise TransferError("reset after the vote")
 
-    reader.follow(lost, deadline=soon())
-    trainer.follow(lambda: None, deadline=soon())
+    reader.finish(lost, deadline=soon())
+    trainer.finish(lambda: None, deadline=soon())
 
 
 # --- commits -----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from primeblocks.weightsync.held import BlobFile, Boxes, CachingAllocator, chunk
 from primeblocks.weightsync.lease import FileLease, Hold
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.transports import FileTransport, IpcTransport
-from primeblocks.weightsync.transports.packed import places_of_version
+from primeblocks.weightsync.transports.packed import starts_of_version
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, random_tensor
 
@@ -77,9 +77,9 @@ class Site:
     def flip(self, version, at):
         """Change a byte of the weights where they lie; `at` counts from the end."""
         if self.kind == "ipc":
-            buffer = self.transport._full.by_version()[version].buffer
+            buffer = self.transport._full.used[version].buffer
             (marker,) = [m for m in self.transport.markers() if m.version == version]
-            starts, _ = places_of_version(self.plan, marker, 0)
+            starts, _ = starts_of_version(self.plan, marker, 0)
             # Not what is between buckets.
             byte = [i for start, n in zip(starts.values(), marker.sizes, strict=True)
                     for i in range(start, start + n)][-at - 1]  # fmt: skip

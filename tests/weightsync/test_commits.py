@@ -1,6 +1,9 @@
 """One suite over both kinds of `Commits`, in a directory and in a store."""
 
+import fcntl
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
@@ -166,6 +169,29 @@ def test_close_ends_the_versions_and_twice_is_fine(make):
         seen(owner)
     with pytest.raises(ClosedError):
         begun(owner, 2)
+
+
+def test_close_ends_a_begin_that_waits_for_a_reader_in_another_thread(make, monkeypatch):
+    owner, reader = make(owner=True), make()
+    lease = reader.hold(committed(owner, 1), deadline=soon())
+    flock, is_locked = fcntl.flock, threading.Event()
+
+    def spied(fd, how):
+        try:
+            flock(fd, how)
+        except BlockingIOError:
+            is_locked.set()
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", spied)
+    with ThreadPoolExecutor(2) as pool:
+        begins = pool.submit(begun, owner, 2, seconds=3 * TIMEOUT_S)
+        while not is_locked.wait(0.01) and seen(reader):
+            assert not begins.done()
+        pool.submit(owner.close).result(TIMEOUT_S)
+        with pytest.raises(ClosedError):
+            begins.result(TIMEOUT_S)
+    lease.close()
 
 
 def test_names_are_apart(make):

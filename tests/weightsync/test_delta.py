@@ -10,21 +10,23 @@ from hypothesis import strategies as st
 from torch import nn
 
 from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
-from primeblocks.weightsync.delta import format as delta_format
-from primeblocks.weightsync.delta.code import (
-    bits_bytes,
-    pack_bits,
-    pack_positions,
-    positions_bytes,
-    unpack_bits,
-    unpack_positions,
-)
-from primeblocks.weightsync.delta.scan import flat_bits, read_changes, write_entries
-from primeblocks.weightsync.delta.tensors import (
+from primeblocks.weightsync.delta import entries as delta_format
+from primeblocks.weightsync.delta.deltas import (
     DeltaInfo,
     apply_delta,
     encode_delta,
     inspect_delta,
+)
+from primeblocks.weightsync.delta.entries import (
+    bits_bytes,
+    flat_bits,
+    pack_bits,
+    pack_positions,
+    positions_bytes,
+    read_changes,
+    unpack_bits,
+    unpack_positions,
+    write_entries,
 )
 
 DTYPES = {

@@ -22,7 +22,7 @@ from primeblocks.weightsync import (
     plan_sync,
     publish,
 )
-from primeblocks.weightsync.delta.bucket import apply_payloads
+from primeblocks.weightsync.delta.deltas import apply_payloads
 from primeblocks.weightsync.held import packed_views
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, directory, flip_sent, same_bytes

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from primeblocks import fp8
-from primeblocks.weightsync.delta.tensors import (
+from primeblocks.weightsync.delta.deltas import (
     apply_delta,
     encode_delta,
     inspect_delta,

@@ -25,12 +25,11 @@ from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.transports import (
     IpcTransport,
     Transport,
+    carriers,
     directory_commits,
-    handles,
     open_transport,
 )
-from primeblocks.weightsync.transports.handles import HandleCarrier
-from primeblocks.weightsync.transports.packed import Span
+from primeblocks.weightsync.transports.carriers import HandleCarrier, Span
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, same_bytes
 
@@ -138,9 +137,9 @@ def test_it_is_opened_by_its_spec(site, tmp_path):
 
 def test_each_buffer_is_opened_once(site, monkeypatch):
     _, planned, owner, publisher = site
-    tokens, inner = [], handles._opened
+    tokens, inner = [], carriers._opened
     monkeypatch.setattr(
-        handles, "_opened", lambda note: tokens.append(note["token"]) or inner(note)
+        carriers, "_opened", lambda note: tokens.append(note["token"]) or inner(note)
     )
     with IpcTransport("policy", root=owner.spec()["commits"]["place"]["root"]) as reader:
         subscriber = Subscriber(planned, Engine(), reader)
@@ -375,21 +374,21 @@ def test_a_gpu_that_is_not_seen_is_refused(monkeypatch):
 
 def test_a_gpu_is_found_by_its_uuid_and_its_handle_is_json(monkeypatch):
     """Against a fake of torch's handles: CUDA IPC itself has not run in a test."""
-    names = list(inspect.signature(handles.rebuild_cuda_tensor).parameters)
+    names = list(inspect.signature(carriers.rebuild_cuda_tensor).parameters)
     fake = {
         **dict.fromkeys(names),
         **{"storage_handle": b"\0handle", "ref_counter_handle": b"counter"},
         **{"event_handle": b"event", "event_sync_required": True, "requires_grad": False},
         **{"storage_size_bytes": 96, "storage_offset_bytes": 32, "ref_counter_offset": 8},
     }
-    monkeypatch.setattr(handles, "reduce_tensor", lambda buffer: (None, tuple(fake.values())))
+    monkeypatch.setattr(carriers, "reduce_tensor", lambda buffer: (None, tuple(fake.values())))
     note = {"token": "t", "bytes": 40, "uuid": "GPU-2"}
-    note = json.loads(json.dumps({**note, "cuda": handles._cuda_handle(torch.zeros(1))}))
+    note = json.loads(json.dumps({**note, "cuda": carriers._cuda_handle(torch.zeros(1))}))
     got = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(handles, "_uuid", lambda device: f"GPU-{device.index}")
+    monkeypatch.setattr(carriers, "_uuid", lambda device: f"GPU-{device.index}")
     monkeypatch.setattr(
-        handles, "rebuild_cuda_tensor", lambda *a: got.extend(a) or torch.zeros(40).byte()
+        carriers, "rebuild_cuda_tensor", lambda *a: got.extend(a) or torch.zeros(40).byte()
     )
     opened(note, 40)
     given = dict(zip(names, got, strict=True))

@@ -228,9 +228,10 @@ def test_floats_may_change_and_what_encode_makes_may_not():
     held = {"w": weights["w"].bfloat16()}
     for dtype in (torch.float64, torch.float16, torch.bfloat16):
         assert verify_engine({"w": weights["w"].to(dtype)}, held, plan=plan).is_proved
-    codes = lambda name, tensor: {name: tensor.to(torch.int8)}  # noqa: E731
-    with pytest.raises(PlanError, match=r"'w' is torch.int8 on rank 0 and travels as torch.bfloat"):
-        verify_engine(weights, held, plan=plan, encode=codes)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        codes = lambda name, tensor, dtype=dtype: {name: tensor.to(dtype)}  # noqa: E731
+        with pytest.raises(PlanError, match=f"'w' is {dtype} on rank 0 and travels as torch.bfloa"):
+            verify_engine(weights, held, plan=plan, encode=codes)
 
 
 def grown_body(path):

@@ -17,12 +17,13 @@ from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.recorded import Reads
-from primeblocks.weightsync.delta.bucket import apply_payloads, take_payload
-from primeblocks.weightsync.delta.tensors import (
+from primeblocks.weightsync.convert.conversion import Reads
+from primeblocks.weightsync.delta.deltas import (
     apply_delta,
+    apply_payloads,
     encode_delta,
     inspect_delta,
+    take_payload,
 )
 from primeblocks.weightsync.held import Blob
 from primeblocks.weightsync.manifest import Manifest
@@ -241,8 +242,7 @@ def buffers(rng, cases, where):
     """Bytes of packed buckets where trainer ranks have them."""
     count = 0
     for pair, each in pairs(PACKED, where, cases):
-        shared = [s for pool in (pair.owner._full, pair.owner._deltas)
-                  for s in pool.by_version().values()]  # fmt: skip
+        shared = [*pair.owner._full.used.values(), *pair.owner._deltas.used.values()]
         for _ in each:
             buffer = np.asarray(rng.choice(shared).buffer)
             before = buffer.copy()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from primeblocks.errors import DeadlineError, TransferError
-from primeblocks.weightsync.transports.wire import Read
+from primeblocks.weightsync.transports import Read
 from tests.deadlines import HANG_S
 
 SIZE = 1 << 20

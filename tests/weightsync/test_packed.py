@@ -14,7 +14,8 @@ from primeblocks.errors import (
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Publisher, Subscriber, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports.packed import Packed, Pool, Shared, places
+from primeblocks.weightsync.transports.carriers import Shared, starts_of
+from primeblocks.weightsync.transports.packed import Packed, Pool
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
 
@@ -197,12 +198,12 @@ def test_close_is_final_and_twice_is_fine(site):
 
 
 def test_buckets_lie_one_behind_the_other():
-    assert places({3: 10, 1: 256, 2: 0, 7: 257}, align_bytes=256) == (
+    assert starts_of({3: 10, 1: 256, 2: 0, 7: 257}, align_bytes=256) == (
         {3: 0, 1: 256, 2: 512, 7: 512},
         1024,
     )
-    assert places({3: 10, 1: 256}, align_bytes=1) == ({3: 0, 1: 10}, 266)
-    assert places({}, align_bytes=256) == ({}, 0)
+    assert starts_of({3: 10, 1: 256}, align_bytes=1) == ({3: 0, 1: 10}, 266)
+    assert starts_of({}, align_bytes=256) == ({}, 0)
 
 
 def test_a_box_is_a_view_where_it_can_be():
@@ -246,7 +247,7 @@ def test_a_pool_uses_buffers_again():
     first, second = pool.take(1, 10), pool.take(2, 10)
     pool.keep([2])
     assert pool.take(3, 10) is first
-    assert [(v, id(shared.buffer)) for v, shared in pool.by_version().items()] == [
+    assert [(v, id(shared.buffer)) for v, shared in pool.used.items()] == [
         (2, id(second)),
         (3, id(first)),
     ]

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import CorruptionError
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.delta import bucket as buckets
-from primeblocks.weightsync.delta import format as delta_format
-from primeblocks.weightsync.delta.bucket import apply_payloads, take_payload
+from primeblocks.weightsync.delta import deltas as buckets
+from primeblocks.weightsync.delta import entries as delta_format
+from primeblocks.weightsync.delta.deltas import apply_payloads, take_payload
 from primeblocks.weightsync.digest import bucket_digest
 from primeblocks.weightsync.held import packed_views
 

@@ -12,7 +12,7 @@ from torch import nn
 from primeblocks.errors import PlanError
 from primeblocks.layout import Shard
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.recorded import Reads, filling, record_reads
+from primeblocks.weightsync.convert.conversion import Reads, filling, record_reads
 
 
 def ids_of(boxes, shape):

@@ -23,11 +23,12 @@ from primeblocks.weightsync.transports import (
     PackedTransport,
     PullTransport,
     Transport,
-    packed_transport,
+    packed,
     store_commits,
 )
 from primeblocks.weightsync.transports.board import Board
-from primeblocks.weightsync.transports.handles import HandleCarrier
+from primeblocks.weightsync.transports.carriers import HandleCarrier
+from primeblocks.weightsync.transports.commits import Lease
 from primeblocks.weightsync.transports.store_commits import StoreCommits
 from primeblocks.weightsync.transports.transport import ReceiveRequest
 from tests.deadlines import HANG_S as TIMEOUT_S
@@ -283,14 +284,14 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
         run="r", version=1, plan="", sizes=(16,) * len(plan.buckets), buckets=("",) * 3
     )
     clock, asked = ManualClock(), []
-    monkeypatch.setattr(packed_transport, "time", SimpleNamespace(monotonic=clock.now))
+    monkeypatch.setattr(packed, "time", SimpleNamespace(monotonic=clock.now))
 
     def look(name, *, run, deadline):
         asked.append(name)
         clock.advance(1.0)
         return json.dumps({"1": {"bytes": 1 << 20, "at": {}}})
 
-    lease = SimpleNamespace(until=clock.now() + 60, close=lambda: None)
+    lease = Lease(clock.now() + 60, lambda: None)
     commits = SimpleNamespace(
         look=look,
         look_s=1.0,
@@ -329,7 +330,7 @@ def test_what_is_lent_for_a_time_is_copied_in_that_time(monkeypatch):
     assert not got
 
     def load(tensors):
-        owner._full.by_version()[1].buffer.fill_(66)  # Its lease is over: the trainer goes on.
+        owner._full.used[1].buffer.fill_(66)  # Its lease is over: the trainer goes on.
         got.append({name: tensor.clone() for name, tensor in tensors})
 
     Subscriber(plan, load, reader, check="ahead").receive(timeout_s=TIMEOUT_S)

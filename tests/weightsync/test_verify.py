@@ -195,7 +195,10 @@ def test_missing_unexpected_and_reshaped_tensors_are_named():
     engine = {"a": torch.ones(3, 2), "b": torch.ones(4), "d": torch.ones(1)}
     engine["n"] = torch.ones(1, dtype=torch.int32)
     found = verify_engine(trainer, lambda: engine)
-    assert found.differing == {"a": "(3, 2), not (2, 3)", "n": "(1, torch.int32), not (1,)"}
+    assert found.differing == {
+        "a": "torch.float32 (3, 2), not torch.float32 (2, 3)",
+        "n": "torch.int32 (1,), not torch.float32 (1,)",
+    }
     assert found.missing == {"c": "(2,)"}
     assert found.unexpected == {"d": "(1,)"}
     assert not found.is_proved
@@ -306,6 +309,8 @@ def test_what_it_cannot_compare_is_refused():
         verify_engine(one, other)
     with pytest.raises(UsageError, match="2 processes and no plan"):
         verify_engine(one, [one, one])
+    with pytest.raises(UsageError, match="encode= need the Publisher's plan"):
+        verify_engine(one, one, encode=lambda name, tensor: {name: tensor})
     plan = plan_sync([describe(one)], describe(one), bucket_bytes=64)
     another = plan_sync([describe(other)], describe(other), bucket_bytes=64)
     with pytest.raises(PlanError, match="observed by plan"):

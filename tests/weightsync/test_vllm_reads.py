@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import describe
-from primeblocks.weightsync.convert.recorded import record_reads
+from primeblocks.weightsync.convert.conversion import record_reads
 from tests.deadlines import START_S
 from tests.engine_job import call
 

@@ -252,9 +252,9 @@ def test_a_trainer_drives_servers_without_vllm():
         "vllm.VllmServer('http://host:1'); print(vllm.server_args())\n"
         "for name in ('engine_args', 'register'):\n"
         "    try: getattr(vllm, name)()\n"
-        "    except vllm.launch.MissingPackageError as error: print(error)\n"
+        "    except vllm.server.MissingPackageError as error: print(error)\n"
         "try: vllm.WorkerExtension\n"
-        "except vllm.launch.MissingPackageError as error: print(error)\n"
+        "except vllm.server.MissingPackageError as error: print(error)\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lines = ran.stdout.splitlines()

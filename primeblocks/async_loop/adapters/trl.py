@@ -37,8 +37,9 @@ except ModuleNotFoundError as error:
 
 from ...rollout import Group, Rollout
 from ..buffer import RolloutBuffer
-from ..feeder import Generate, Limit
+from ..feeder import Generate
 from ..loop import AsyncLoop
+from ..scheduler import AdaptiveLimit
 from ..step import Step
 
 __all__ = ["EventThread", "TrlWorker"]
@@ -148,7 +149,7 @@ class TrlWorker:
         buffer: RolloutBuffer,
         batch_size: int,
         group_size: int,
-        max_in_flight: int | Limit,
+        max_in_flight: int | AdaptiveLimit,
         advantages: Callable[[torch.Tensor], torch.Tensor],
         step_timeout_s: float = 600.0,
         **options: Any,

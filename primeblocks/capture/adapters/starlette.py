@@ -33,10 +33,9 @@ except ModuleNotFoundError as error:
     raise MissingPackageError("starlette", "capture") from error
 
 from ...clock import within
-from ..recorder import Recorder
+from ..recorder import CaptureSession, Recorder
 from ..request import read_request
 from ..response import error_body, response_body, response_events
-from ..session import CaptureSession
 
 __all__ = ["capture_app"]
 

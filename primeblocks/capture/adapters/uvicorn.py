@@ -19,9 +19,8 @@ except ModuleNotFoundError as error:
     raise MissingPackageError("uvicorn", "capture") from error
 
 from ...clock import within
-from ..recorder import Recorder
+from ..recorder import CaptureSession, Recorder
 from ..seams import Generate, Renderer
-from ..session import CaptureSession
 from .starlette import capture_app
 
 __all__ = ["CaptureServer"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from ...errors import PlanError, UnsupportedError
-from ...groups import settle
+from ...groups import agreed
 from ...layout import local_part
 from ...parallel import Meshes
 from ...parallel.adapters.transformers.experts import experts_of, run_experts
@@ -94,8 +94,7 @@ def place_experts(
         RankError: another rank refused its plans.
     """
     group, experts = meshes.expert.get_group(), experts_of(model)
-
-    def look() -> dict[str, object]:
+    with agreed("place_experts", *model.parameters(), group=group) as call:
         if len(placements) != len(experts):
             raise PlanError(
                 f"{len(placements)} placements for {len(experts)} layers of experts. Pass one a "
@@ -111,9 +110,7 @@ def place_experts(
                     f"{plan.ranks} ranks; it has {module.num_experts} on {group.size()}."
                 )
         held = [plan and plan.logical_of_physical for plan in placements]
-        return {"placements": hash(tuple(held))}
-
-    settle("place_experts", look, *model.parameters(), group=group, check=True)
+        call.facts["placements"] = hash(tuple(held))
     ExpertsInterface.register(_IMPLEMENTATION, _run_placed)
     for plan, module in zip(placements, experts, strict=True):
         module.placed = plan and (plan, group)

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import PlanError, ShapeError
-from ...groups import check_tensors, facts_of, outside_graphs, settle
-from ...parallel.attention.dsa.ids import check_whole, first_entries
+from ...groups import agreed, check_tensors, facts_of, outside_graphs
 from ...parallel.attention.kernel import accumulator_dtype
-from ...parallel.halo import Halo, find_halo
+from ...parallel.linear.convolution import Halo, find_halo
 from ...parallel.sequence import Run, SequencePlan, check_plan, kept_on_plan, merge_pieces
+from .ids import check_whole, first_entries
 
 __all__ = ["gated_mean", "plan_entries", "tokens_and_entries", "windows"]
 
@@ -96,18 +96,13 @@ def windows(
             ranks differ in them, in sizes or in whether gradients are asked for.
         RankError: another rank refused its arguments.
     """
-
-    def look() -> dict[str, object]:
+    with agreed("windows", x, group=group, check=check) as call:
         check_plan(sequence, group)
         check_tensors(x=x)
         check_whole(ratio=(ratio, 1), overlap=(overlap, 0))
-        tokens = sequence.counts[group.rank()]
-        if x.ndim == 0 or x.shape[0] != tokens:
-            raise ShapeError(f"the plan gives this rank {tokens} tokens; got x {tuple(x.shape)}.")
+        sequence.check_tokens(group, x=x)
         sizes = {"plan": sequence.fingerprint, "ratio": ratio, "overlap": overlap}
-        return {**sizes, **facts_of("x", x)}
-
-    settle("windows", look, x, group=group, check=check)
+        call.facts |= {**sizes, **facts_of("x", x)}
     table = _table(sequence, group.rank(), ratio, overlap, x.device)
     fetched = table.halo.fetch(x, group=group)
     found = fetched.index_select(0, table.rows.flatten())

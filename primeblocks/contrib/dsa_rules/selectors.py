@@ -12,16 +12,6 @@ import torch
 from torch import Tensor
 
 from ...errors import PlanError
-from ...parallel.attention.dsa.ids import (
-    Queries,
-    check_operands,
-    check_whole,
-    first_entries,
-    join_ids,
-    queries_of,
-    spread,
-    stretch,
-)
 from ...parallel.attention.dsa.indexer import (
     Candidates,
     IndexScores,
@@ -31,6 +21,16 @@ from ...parallel.attention.dsa.indexer import (
 )
 from ...parallel.sequence import SequencePlan
 from .entries import plan_entries
+from .ids import (
+    Queries,
+    check_operands,
+    check_whole,
+    first_entries,
+    join_ids,
+    queries_of,
+    spread,
+    stretch,
+)
 from .tiles import TopTiles
 
 __all__ = [

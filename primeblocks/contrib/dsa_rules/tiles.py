@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...errors import PlanError, UnsupportedError
-from ...parallel.attention.dsa.ids import check_operands, queries_of, spread
 from ...parallel.attention.dsa.indexer import Candidates, IndexScores, best_candidates, index_scores
 from ...parallel.attention.kernel import accumulator_dtype
 from ...parallel.sequence import SequencePlan
+from .ids import check_operands, queries_of, spread
 
 __all__ = ["TopTiles"]
 

@@ -24,7 +24,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ...errors import PlanError, ShapeError
-from ...groups import all_to_all_rows, check_tensors, facts_of, outside_graphs, settle
+from ...groups import agreed, all_to_all_rows, check_tensors, facts_of, outside_graphs
 from .packing import packed
 
 __all__ = ["Placement", "plan_placement"]
@@ -156,13 +156,10 @@ class Placement:
             ShapeError: `own` has another number of experts.
             RankError: another rank refused its arguments.
         """
-
-        def look() -> dict[str, object]:
+        with agreed("Placement.copies", own, group=group, check=check) as call:
             self._check_own(own, group)
             plan = {"ranks": self.ranks, "logical_of_physical": hash(self.logical_of_physical)}
-            return plan | facts_of("own", own)
-
-        settle("Placement.copies", look, own, group=group, check=check)
+            call.facts |= plan | facts_of("own", own)
         share, me = self.num_experts // self.ranks, group.rank()
         to = [self._sent(me, other) for other in range(self.ranks)]
         mine = [e - me * share for run in to for e in run]

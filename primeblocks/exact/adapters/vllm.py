@@ -117,9 +117,13 @@ class PagedAttentionLayer(Attention):
             return super().forward(*args, **kwargs)
 
 
-def _log_probabilities(logits: Tensor) -> Tensor:
+_plain_forward = Sampler.forward
+
+
+def _sample(sampler: Sampler, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's sampler; it returns log-probabilities of logits or of what it drew from."""
     with batch_invariant():
-        return logits.log_softmax(-1, dtype=torch.float32)
+        return _plain_forward(sampler, *args, **kwargs)
 
 
 def _refusal(config: Any) -> str | None:
@@ -152,7 +156,7 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
         )
         self.lm_head.requires_grad_(False)
         # Of the sampler of this process: vLLM has no hook for it.
-        setattr(Sampler, "compute_logprobs", staticmethod(_log_probabilities))  # noqa: B010
+        setattr(Sampler, "forward", _sample)  # noqa: B010
         if self._get_tie_word_embeddings():
             self.lm_head.weight = self.model.get_input_embeddings().weight
 

@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from ...errors import MissingPackageError, UnsupportedError
-from ..formats import Nonfinite, Quotient, Scale, Tile
-from ..quantize import Quantized, check_operands, refuse_nonfinite
+from ..quantize import (
+    Nonfinite,
+    Quantized,
+    Quotient,
+    Scale,
+    Tile,
+    check_operands,
+    refuse_nonfinite,
+)
 
 try:
     import numba
@@ -142,7 +149,7 @@ _encode_scaled, _encode_divided = _encoder(False), _encoder(True)
 @numba.njit(error_model="numpy", nogil=True)
 @no_type_check
 def _scale_of(top, ue8m0):
-    """A tile's scale from the bits of its largest magnitude; as `formats.scales_of`."""
+    """A tile's scale from the bits of its largest magnitude; as `quantize.scales_of`."""
     if top == 0:
         return _F(1)
     if top >= _I(0x7F800000):

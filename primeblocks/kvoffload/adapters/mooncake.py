@@ -83,7 +83,7 @@ def connect(
     metadata: str = "P2PHANDSHAKE",
     timeout_s: float = 10.0,
 ) -> Any:
-    """Join a Mooncake Store. Local, but for the connection.
+    """Join a Mooncake Store. Local, except for the connection.
 
     Args:
         master: host and port of the master's RPC server.
@@ -99,8 +99,8 @@ def connect(
     Raises:
         MissingPackageError: Mooncake, or a library that it links, is not installed.
         PlanError: `master` is not host:port.
-        DeadlineError: nobody answers at `master`.
-        EngineError: nobody listens there, or Mooncake refuses to set the client up.
+        DeadlineError: `master` does not answer.
+        EngineError: `master` refuses the connection, or Mooncake refuses to set the client up.
     """
     try:
         from mooncake.store import MooncakeDistributedStore
@@ -242,7 +242,7 @@ class MooncakeTier:
         """Do nothing: durability is left to Mooncake."""
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Tell which pages are there: one request; none while the tier rests. From any thread.
+        """Tell which pages are there: one request, or False while the tier rests. From any thread.
 
         Raises:
             OSError, DeadlineError: the store did not say.
@@ -281,10 +281,6 @@ class MooncakeTier:
         for address in self._registered:
             self._client.unregister_buffer(address)
         self._client.close()
-
-    def __len__(self) -> int:
-        """Return 0: the pages of a namespace are not counted."""
-        return 0
 
     def _put(self, records: Sequence[Record]) -> list[Wrong | None]:
         if self._resting():

@@ -334,10 +334,11 @@ class Frames:
             claimed += range(start, stop)
         return claimed
 
-    def release(self, frame: int) -> None:
-        assert self._taken[frame]
-        self._taken[frame] = 0
-        self.free += 1
+    def release(self, frames: Sequence[int]) -> None:
+        for frame in frames:
+            assert self._taken[frame]
+            self._taken[frame] = 0
+        self.free += len(frames)
 
     def fence(self, frames: int) -> None:
         """Sweep from the front; frames behind the first `frames` come last."""

@@ -103,7 +103,11 @@ class Index:
         self._system = system
         self._pid = os.getpid()
         self._frames: dict[bytes, int] = {}  # by digest of the key, oldest first
-        self._stamps: list[object] = []  # of the files, after our last change
+        self._stamps: list[tuple[int, int, int] | None] = [
+            None,
+            None,
+        ]  # of the files, when last seen
+        self._is_seen = False  # after our last change
         self.lost = 0  # pages, to damage; who reports them counts anew
         self._gone: list[int] = []  # frames of rows to delete before anything else is written
         self._age = _OLDEST
@@ -247,7 +251,7 @@ class Index:
             if (name := _name(key)) in self._frames:  # damage brought an older row back
                 self._gone.append(self._frames.pop(name))
             self._frames[name] = frame
-        self._stamps = self._stamped()
+        self._see()
         self._mark()
         self.state = FolderState.KEPT
 
@@ -270,7 +274,7 @@ class Index:
             execute(f"PRAGMA application_id = {_APPLICATION}")
             execute("COMMIT")
             self._set_up()
-        self._stamps = self._stamped()
+        self._see()
         self.state = FolderState.KEPT
 
     def _connect(self) -> None:
@@ -337,20 +341,27 @@ class Index:
         self._empty(FolderState.LEFT if self.state is FolderState.KEPT else self.state)
         return CorruptionError(f"{self._path} is damaged: {why}")
 
-    def _stamped(self) -> list[object]:
+    def _stamped(self) -> list[tuple[int, int, int] | None]:
         return [self._system.stamp(file) for file in (self._path, self._log)]
+
+    def _see(self) -> None:
+        self._is_seen = False
+        self._stamps, self._is_seen = self._stamped(), True
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """As `_typed`, for a change; the files must be as our last change left them."""
         # SQLite itself writes on into a removed file, and copies the holes of a log that was cut.
-        if self._stamps != self._stamped():
+        now, then = self._stamped(), self._stamps
+        same_file = now[0] is not None and then[0] is not None and now[0][:2] == then[0][:2]
+        if not same_file or (self._is_seen and now != then):
             raise self._damaged("it or its log was removed, replaced or cut while it was in use")
         try:
             with self._typed():
                 yield
         finally:
-            self._stamps = self._stamped()
+            with suppress(OSError):  # Then the next change compares no sizes.
+                self._see()
 
     @contextmanager
     def _typed(self) -> Iterator[None]:

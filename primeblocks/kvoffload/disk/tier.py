@@ -104,8 +104,8 @@ class DiskTier:
     def put(self, records: Sequence[Record]) -> list[Answer]:
         """Keep pages: their data in runs of frames, then one transaction. Local.
 
-        A page in place of another takes a new frame; where there is none, the old page goes first.
-        Of several records with one key the last counts. A page that is not kept leaves what was
+        A page in place of another takes a new frame. If no frame is free, the old page goes first.
+        If several records have one key, the last counts. A page that is not kept leaves what was
         there as it was; its answer is a `CapacityError` where quota or disk is full, a
         `ShapeError` for content that does not fit, a `CorruptionError` where the index turns out
         to be damaged, which costs all pages, or else the `OSError`.
@@ -294,16 +294,16 @@ class DiskTier:
         if self._data.frames() < self._frames.end():
             cut = self._index.cut(self._data.frames())
             self._index.lost += len(cut)
-            self._release(cut)
+            self._frames.release(cut)
 
     def _give_back(self) -> None:
         """Free what the index takes: frames behind the last page, then those of the last pages."""
-        # What lies behind the end of the file is not adopted, so a crash finds no wrong page.
+        # A page behind the end of the file is not adopted, so a crash does not serve a wrong page.
         needed = -(-(_ROOM_BYTES + _ROW_BYTES * len(self._index)) // self.frame_bytes)
         end = min(self._frames.end(), max(0, self._data.frames() - needed))
         self._data.shrink(end)
         self._frames.fence(end)
-        self._release(self._index.cut(end))
+        self._frames.release(self._index.cut(end))
 
     def _write_again(self) -> list[PageKey]:
         """Write again what a failed sync may have lost; return the keys of pages that changed."""
@@ -338,7 +338,7 @@ class DiskTier:
     def _leave(self, keys: Sequence[PageKey]) -> None:
         # Free at once, even if the drop is not written now: nothing is put before it is.
         if gone := self._index.forget(keys):
-            self._release(gone)
+            self._frames.release(gone)
             self._ready()
 
     def _write(self, records: Sequence[Record]) -> dict[PageKey, Answer]:
@@ -351,7 +351,7 @@ class DiskTier:
             answers[record.key] = error and refusal(error, self.path)
         if any(isinstance(answer, CapacityError) for answer in answers.values()):
             self._frames.fence(self._data.frames())
-        self._release([frame for record, frame in placed if answers[record.key] is not None])
+        self._frames.release([frame for record, frame in placed if answers[record.key] is not None])
         places = [
             (record.key, Place(frame, record.content.nbytes, record.digest))
             for record, frame in placed
@@ -364,26 +364,22 @@ class DiskTier:
         answers: dict[PageKey, Answer] = {}
         while places:
             try:
-                self._release(self._index.put(places))
+                self._frames.release(self._index.put(places))
                 self._unsynced += len(places)
                 break
             except (OSError, CorruptionError) as error:
                 kept = len(places) // 2 if isinstance(error, OSError) and full(error) else 0
                 answers |= {key: refusal(error, self.path) for key, _ in places[kept:]}
-            self._release([place.frame for _, place in places[kept:]])
+            self._frames.release([place.frame for _, place in places[kept:]])
             places = places[:kept]
             with suppress(OSError):
                 self._data.shrink(self._frames.end())
                 self._frames.fence(self._data.frames())
         return answers
 
-    def _release(self, frames: Sequence[int]) -> None:
-        for frame in frames:
-            self._frames.release(frame)
-
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Let one thread in at a time, and none after `close`."""
+        """Let one thread in at a time. After `close`, raise ClosedError."""
         if not self._closed:  # A forked child would wait for a thread that it does not have.
             with self._turn:
                 if not self._closed:

@@ -178,9 +178,10 @@ def _rank(live: Live) -> tuple[int, int]:
 def by_waits(snapshot: Snapshot) -> Choice | None:
     """Choose whose next run is farthest, by the running means of the waits. Pure.
 
-    Of those that wait for the same, who has waited longest. A page of no rollout is expected after
-    as long as it has not been used, one of several rollouts after an eighth of that, and one of
-    ended rollouts, which may be a prompt of the next, after eight times that. It is not demoted.
+    Of rollouts that wait for the same reason, the one that has waited longest goes first. A page
+    without a rollout is expected after as long as it was not used, a page of several rollouts after
+    an eighth of that. A page of ended rollouts may be a prompt of the next rollout: it is expected
+    after eight times as long, and it is not demoted.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from ...errors import UsageError
 from ..page import PageKey
-from . import Candidate, Evict, Facts, Snapshot, lru
+from . import Candidate, Evict, Facts, Snapshot, facts_of, lru
 from .schedule import Keys, Schedule
 
 __all__ = ["PageLedger"]
@@ -24,13 +24,18 @@ class PageLedger:
     A use costs O(1); a choice O(versions + reasons to wait); the end of a rollout O(its pages).
 
     Args:
+        evict: chooses the page that leaves; the facts that it declares are kept, beside recency.
         keys: pages that are there already, oldest first.
         remembers: rollouts without pages whose state is kept.
     """
 
-    def __init__(self, keys: Iterable[PageKey] = (), *, remembers: int = _REMEMBERS) -> None:
-        self._facts = Facts.NONE
-        self._versions = self._ends = False
+    def __init__(
+        self, evict: Evict, keys: Iterable[PageKey] = (), *, remembers: int = _REMEMBERS
+    ) -> None:
+        self._evict = evict
+        self._facts = facts_of(evict)
+        # Asking a flag costs as much as the rest of a use.
+        self._versions, self._ends = Facts.VERSIONS in self._facts, Facts.ENDS in self._facts
         # No object for a page: the collector of cycles would look at each again and again.
         self._pages: OrderedDict[PageKey, int] = OrderedDict()  # and the tick of its last use
         self._users: dict[PageKey, set[Hashable]] = {}  # of pages for which a rollout was named
@@ -47,16 +52,6 @@ class PageLedger:
 
     def __len__(self) -> int:
         return len(self._pages)
-
-    def keep(self, facts: Facts) -> None:
-        """Keep these facts from now on, beside recency."""
-        self._facts = facts
-        # Asking a flag costs as much as the rest of a use.
-        self._versions, self._ends = Facts.VERSIONS in facts, Facts.ENDS in facts
-        for key in self._pages:
-            self._file(key)
-            if self._ends:
-                self._shelve(key, front=False)
 
     def touch(
         self,
@@ -118,17 +113,17 @@ class PageLedger:
             for name in self._users.pop(key, ()):
                 self._rollouts.leave(name, key)
 
-    def victim(self, evict: Evict, *, version: int) -> tuple[PageKey, bool]:
-        """Return the page that `evict` chooses, and whether to demote it."""
-        if evict is lru:  # without a snapshot, which costs as much as the rest of an eviction
+    def victim(self, *, version: int) -> tuple[PageKey, bool]:
+        """Return the page that the policy chooses, and whether to demote it."""
+        if self._evict is lru:  # without a snapshot, which costs as much as the rest of an eviction
             return next(iter(self._pages)), True
         snapshot = self.snapshot(version=version)
         try:
-            choice = evict(snapshot)
+            choice = self._evict(snapshot)
             if self._pages.get(choice.page.key) != choice.page.last_used:
                 raise UsageError(f"{choice} is none of the pages of the snapshot")
         except Exception:  # a caller's code must not end the store's threads
-            logger.exception("%r failed; the least recently used page leaves", evict)
+            logger.exception("%r failed; the least recently used page leaves", self._evict)
             choice = lru(snapshot)
         return choice.page.key, choice.demote
 

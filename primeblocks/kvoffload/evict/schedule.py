@@ -54,7 +54,7 @@ class Schedule:
         return self._all[name].own
 
     def settle(self, name: Hashable) -> None:
-        """Take account of own pages that came or went; a rollout that has ended has none."""
+        """Take account of own pages that came or went. An ended rollout does not have own pages."""
         rollout = self._all.get(name)
         if rollout is None:
             return
@@ -216,8 +216,8 @@ class Waits:
     def expected(self, reason: Hashable, *, age: int, queue: int, runs: bool = False) -> float:
         """Return the ticks of a wait, and of the queue behind it.
 
-        Who has waited for much longer is expected after as long again, and so is everybody while
-        nothing is known: that is the order of least recent use.
+        A rollout that has waited for much longer is expected after as long again. While nothing is
+        known, this holds for each rollout: that is the order of least recent use.
         """
         mean = self._any if runs else self._by_reason.get(reason, self._any)
         ticks = mean.value * (_LATER if runs else 1) + self.service(queue)

@@ -15,8 +15,12 @@ from .masks import (
     second_moment_mask,
     sequence_outlier_mask,
 )
-from .metrics import off_policy_metrics
-from .weights import Correction, effective_sample_size, importance_weights
+from .weights import (
+    Correction,
+    effective_sample_size,
+    importance_weights,
+    off_policy_metrics,
+)
 
 __all__ = [
     "Correction",

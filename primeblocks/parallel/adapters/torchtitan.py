@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import MissingPackageError, PlanError, UnsupportedError
-from ...groups import facts_of, settle
+from ...groups import agreed, facts_of
 from ..experts.all_to_all import AllToAllDispatcher
 from ..experts.dispatcher import (
     Dispatched,
     LocalDispatcher,
     TokenDispatcher,
+    agree_on_outputs,
     check_outputs,
     check_slots,
-    settle_outputs,
 )
 from ..mesh import Meshes, plan_mesh
 
@@ -154,32 +154,32 @@ class FromTorchtitan:
         if self._mesh is None:
             check_outputs(y, dispatched)
         else:
-            group = self._mesh.get_group()
-            call = "FromTorchtitan.combine"
-            settle_outputs(call, y, dispatched, group=group, check=self.check)
+            name, group = "FromTorchtitan.combine", self._mesh.get_group()
+            agree_on_outputs(name, y, dispatched, group=group, check=self.check)
         metadata, x = dispatched.handle
         return self.theirs.combine(y, metadata, x)
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
-        mesh = self._mesh
-        ranks = 1 if mesh is None else mesh.size()
+        if self._mesh is None:
+            self._check(x, scores, expert_ids, num_experts, ranks=1)
+            return
+        name, group = "FromTorchtitan.dispatch", self._mesh.get_group()
+        with agreed(name, x, scores, group=group, check=self.check) as call:
+            self._check(x, scores, expert_ids, num_experts, ranks=group.size())
+            call.facts["num_experts"] = num_experts
+            call.facts |= facts_of("x", x) | facts_of("scores", scores)
+
+    def _check(
+        self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int, *, ranks: int
+    ) -> None:
+        check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
         expected = (self.theirs.num_experts, self.theirs.top_k)
-
-        def look() -> dict[str, object]:
-            check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
-            if (num_experts, expert_ids.shape[1]) != expected or num_experts % ranks:
-                raise PlanError(
-                    f"{num_experts} experts, {expert_ids.shape[1]} a token, over {ranks} ranks;"
-                    f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
-                    " and ranks take equal shares."
-                )
-            return {"num_experts": num_experts} | facts_of("x", x) | facts_of("scores", scores)
-
-        if mesh is None:
-            look()
-        else:
-            call = "FromTorchtitan.dispatch"
-            settle(call, look, x, scores, group=mesh.get_group(), check=self.check)
+        if (num_experts, expert_ids.shape[1]) != expected or num_experts % ranks:
+            raise PlanError(
+                f"{num_experts} experts, {expert_ids.shape[1]} a token, over {ranks} ranks;"
+                f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
+                " and ranks take equal shares."
+            )
 
     @property
     def _mesh(self) -> DeviceMesh | None:

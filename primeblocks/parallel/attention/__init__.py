@@ -1,6 +1,6 @@
 """Softmax attention over a sequence that ranks share.
 
-Who computes is an `AttentionKernel`, passed as `kernel=`.
+An `AttentionKernel` computes it. Pass one as `kernel=`.
 """
 
 from . import dsa

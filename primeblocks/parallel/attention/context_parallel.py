@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from torch.utils.checkpoint import CheckpointFunction
 
 from ...errors import PlanError, ShapeError, UnsupportedError, UsageError
-from ...groups import settle
+from ...groups import agreed
 from ..sequence import SequencePlan, check_plan
 from .ring import ring_attention
 
@@ -132,11 +132,8 @@ class ContextParallel(TorchFunctionMode):
 
     def _refuse(self, problem: UsageError, *operands: Any) -> None:
         """Raise, and with `check` tell the ranks that have come to `attention` meanwhile."""
-
-        def look() -> dict[str, object]:
+        with agreed("ContextParallel", *operands, group=self._group, check=self._check):
             raise problem
-
-        settle("ContextParallel", look, *operands, group=self._group, check=self._check)
 
 
 _MULTI_HEAD = "nn.MultiheadAttention would stay local: call F.scaled_dot_product_attention instead."

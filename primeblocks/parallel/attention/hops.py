@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from .kernel import AttentionSpec, accumulator_dtype
 
-__all__ = ["Hops", "attend", "merge"]
+__all__ = ["Hops", "attend", "gradient_of_sinks", "merge", "with_sinks"]
 
 
 class Hops(NamedTuple):
@@ -66,7 +66,7 @@ class _Attend(torch.autograd.Function):
                 merged = merge(merged, *hops.kernel.forward(*own, *far, hop=hop))
         out, lse = _nothing_seen(own[0], hops.value_dim) if merged is None else merged
         if sinks is not None:
-            out, lse = _with_sinks(out, lse, sinks)
+            out, lse = with_sinks(out, lse, sinks)
         out = out.to(own[0].dtype)
         ctx.save_for_backward(sinks, out, lse, *tensors)
         ctx.hops = hops
@@ -93,7 +93,7 @@ class _Attend(torch.autograd.Function):
             arriving = _Exchange(tuple(of_far), source, hops)
         assert arriving is not None
         every = [*(of_own or _zeros(own)), *arriving.wait()]
-        of_sinks = None if sinks is None else _of_sinks(grad, out, lse, sinks)
+        of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         cast = (g.to(x.dtype) for g, x in zip(every, tensors, strict=True))
         return None, of_sinks, *cast
 
@@ -113,13 +113,14 @@ def merge(merged: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor) -> tup
     return before.addcmul_(out - before, weight), torch.logaddexp(total, lse)
 
 
-def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Take in one more key per head, whose score is the sink and whose value is zero."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return out * (lse - total).exp().unsqueeze(-1), total
 
 
-def _of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """A sink changes `lse` and nothing else."""
+def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Differentiate with respect to sinks, which change only `lse`."""
     weight = (sinks.to(lse.dtype) - lse).exp()
     delta = (grad.to(lse.dtype) * out).sum(-1)
     return -(weight * delta).sum(0).to(sinks.dtype)

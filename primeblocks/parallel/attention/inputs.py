@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import PlanError, ShapeError, UnsupportedError
-from ...groups import check_tensors, facts_of, settle
+from ...groups import agreed, check_alike, check_tensors, facts_of
 from ..sequence import SequencePlan, check_plan
 from .flex import FlexKernel
 from .kernel import AttentionKernel, AttentionSpec
 from .rectangles import RectangleKernel
-from .tiles import check_lists
 from .varlen import VarlenKernel
 
-__all__ = ["Inputs", "autocast", "check_kernel", "checked"]
+__all__ = ["Inputs", "autocast", "check_kernel", "check_sinks", "checked"]
 
 
 class Inputs(NamedTuple):
@@ -36,7 +35,7 @@ class Inputs(NamedTuple):
     k: Tensor
     v: Tensor
     sinks: Tensor | None
-    scale: float
+    spec: AttentionSpec
     kernel: AttentionKernel
     batch: int | None
 
@@ -48,7 +47,7 @@ class Inputs(NamedTuple):
 
 
 def checked(
-    call: str,
+    name: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -72,11 +71,7 @@ def checked(
     Raises:
         ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as `ring_attention` says.
     """
-
-    given: Inputs | None = None  # Made once: a cast or a fold is a copy.
-
-    def look() -> dict[str, object]:
-        nonlocal given
+    with agreed(name, q, k, v, group=group, check=check) as call:
         check_plan(sequence, group)
         check_tensors(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
         if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
@@ -84,50 +79,47 @@ def checked(
                 f"q, k and v need one batch; got {tuple(q.shape)}, {tuple(k.shape)}, "
                 f"{tuple(v.shape)}."
             )
-        q_, k_, v_ = (_fold(autocast(x)) for x in (q, k, v))
-        sinks_ = None if sinks is None else _repeat(sinks, q)
-        _check(q_, k_, v_, sinks_, sequence.counts[group.rank()])
-        _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
-        scale_ = q.shape[-1] ** -0.5 if scale is None else float(scale)
-        spec = AttentionSpec(sequence.whole if whole else sequence, causal, scale_, window, softcap)
-        check_kernel(kernel, spec, q_, v_.shape[2])
-        chosen = _default(spec, q_, v_.shape[2]) if kernel is None else kernel
         batch = q.shape[0] if q.ndim == 4 else None
-        given = Inputs(q_, k_, v_, sinks_, scale_, chosen, batch)
-        facts: dict[str, object] = {
+        if sinks is not None and sinks.ndim == 1 and batch is not None:
+            sinks = sinks.repeat(batch)
+        q, k, v = (_fold(autocast(x)) for x in (q, k, v))
+        _check_shapes(q, k, v, sinks)
+        sequence.check_tokens(group, q=q, k=k, v=v)
+        check_alike(q=q, k=k, v=v)
+        _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
+        factor = q.shape[2] ** -0.5 if scale is None else float(scale)
+        spec = AttentionSpec(sequence.whole if whole else sequence, causal, factor, window, softcap)
+        check_kernel(kernel, spec, q, v.shape[2])
+        chosen = _default(spec, q, v.shape[2]) if kernel is None else kernel
+        call.facts |= {
             "plan": sequence.fingerprint,
-            "window": window or 0,
-            "causal": int(bool(causal)),
+            "window": window,
+            "causal": bool(causal),
             "scale": scale,
             "softcap": softcap,
-            "batch": batch or 0,
-            # 1 without gradient, 2 with one.
-            "sinks": 0 if sinks is None else 1 + (torch.is_grad_enabled() and sinks.requires_grad),
+            "batch": batch,
+            "sinks": sinks is not None,
+            **({} if sinks is None else facts_of("sinks", sinks)),
+            **facts_of("q", q),
+            **facts_of("k", k),
+            **facts_of("v", v),
         }
-        if sinks is not None:
-            facts["sinks dtype"] = sinks.dtype
-        return facts | facts_of("q", q_) | facts_of("k", k_) | facts_of("v", v_)
-
-    settle(call, look, q, k, v, group=group, check=check)
-    assert given is not None
-    return given
+    return Inputs(q, k, v, sinks, spec, chosen, batch)
 
 
 def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-    """Refuse what is no kernel, and one that cannot take a call on some rank of the plan. Local.
+    """Refuse anything but a kernel that can take the call on every rank of the plan. Local.
 
     Raises:
-        PlanError, CapacityError, UnsupportedError: alike on all ranks, those without tokens or
-            heads too.
+        PlanError, CapacityError, UnsupportedError: alike on all ranks, also on those without
+            tokens or heads.
     """
     if isinstance(kernel, type) or not isinstance(kernel, AttentionKernel | None):
         raise PlanError(
             f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
             "RectangleKernel() or None."
         )
-    if isinstance(kernel, FlexKernel):
-        check_lists(spec.plan, kernel.tile_tokens, kernel.list_bytes)
-    elif isinstance(kernel, VarlenKernel):
+    if isinstance(kernel, FlexKernel | VarlenKernel):
         kernel.check(spec, q, value_dim)
 
 
@@ -146,10 +138,6 @@ def _fold(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2) if x.ndim == 4 else x
 
 
-def _repeat(sinks: Tensor, q: Tensor) -> Tensor:
-    return sinks.repeat(q.shape[0]) if q.ndim == 4 and sinks.ndim == 1 else sinks
-
-
 def autocast(x: Tensor) -> Tensor:
     """Cast as autocast would, where it is on: it leaves float64 and integers alone. Local."""
     kind = x.device.type
@@ -163,21 +151,11 @@ def autocast(x: Tensor) -> Tensor:
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    tokens: int,
-) -> None:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ShapeError(
             f"needs [local_tokens, heads, head_dim], or a batch of these; got {shapes}."
-        )
-    if not q.shape[0] == k.shape[0] == v.shape[0] == tokens:
-        raise ShapeError(
-            f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
         )
     if 0 in (q.shape[1], k.shape[1], q.shape[2]):
         raise ShapeError(f"needs at least one head, and one number in it; got {shapes}.")
@@ -186,12 +164,15 @@ def _check(
             "q and k need one head_dim, k and v the same heads, and these must divide the heads "
             f"of q; got {shapes}."
         )
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ShapeError(
-            f"q, k and v need one floating dtype; got {q.dtype}, {k.dtype}, {v.dtype}. Cast them."
-        )
-    if not q.device == k.device == v.device:
-        raise ShapeError(f"q, k and v lie on {q.device}, {k.device}, {v.device}. Move them.")
+    check_sinks(sinks, q)
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Refuse sinks that are not one number per head. Local.
+
+    Raises:
+        ShapeError: with their shape and dtype.
+    """
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
         raise ShapeError(
             f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."

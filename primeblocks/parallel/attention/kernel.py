@@ -1,4 +1,4 @@
-"""One hop of attention: the queries of a rank, the keys of another, and who computes them."""
+"""One hop of attention: the queries of a rank, the keys of another, and the kernel's protocol."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AttentionKernel(Protocol):
             q: `[queries, heads, head_dim]`.
             k: `[keys, key_heads, head_dim]`.
             v: `[keys, key_heads, value_dim]`.
-            hop: who sees whom, and what becomes of scores.
+            hop: the keys that a query sees, and what becomes of scores.
 
         Returns:
             `[queries, heads, value_dim]` in the dtype of q or of its sums, and `[queries, heads]`

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...errors import PlanError, ShapeError
-from ...groups import check_tensors, facts_of, outside_graphs, settle
+from ...groups import agreed, check_alike, check_tensors, facts_of, outside_graphs
 from ..sequence import SequencePlan, check_plan
 from .dsa.gather import gather_tokens, scatter_gradients
 from .hops import Hops, attend
@@ -60,12 +60,10 @@ def latent_ring_attention(
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2310.01889 (the ring).
     """
-    q, latents, up, scale, kernel = _checked(
+    q, latents, up, spec, expanded = _checked(
         "latent_ring_attention", q, latents, up, sequence=sequence, group=group, causal=causal,
         scale=scale, kernel=kernel, check=check, whole=False,
     )  # fmt: skip
-    spec = AttentionSpec(sequence, causal=causal, scale=scale, window=None)
-    expanded = _Expanded(kernel, q.shape[2] - latents.shape[1] + up.shape[2])
     return attend(Hops(spec, expanded, 2, expanded.value_dim(up), group), None, q, up, latents)
 
 
@@ -93,7 +91,7 @@ def latent_ulysses_attention(
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2309.14509.
     """
-    q, latents, up, scale, kernel = _checked(
+    q, latents, up, spec, expanded = _checked(
         "latent_ulysses_attention", q, latents, up, sequence=sequence, group=group, causal=causal,
         scale=scale, kernel=kernel, check=check, whole=True,
     )  # fmt: skip
@@ -101,8 +99,6 @@ def latent_ulysses_attention(
     parts = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
     own, far = parts[rank], Heads(sequence, group)
     whole = _Gathered.apply(latents, sequence, group)
-    spec = AttentionSpec(sequence.whole, causal=causal, scale=scale, window=None)
-    expanded = _Expanded(kernel, q.shape[2] - latents.shape[1] + up.shape[2])
     hops = Hops(spec, expanded, 2, expanded.value_dim(up), None)
     out = attend(hops, None, far.gather(q, parts), up[own.start : own.stop], whole)
     return far.scatter(out, parts)
@@ -165,7 +161,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _checked(
-    call: str,
+    name: str,
     q: Tensor,
     latents: Tensor,
     up: Tensor,
@@ -177,46 +173,33 @@ def _checked(
     kernel: AttentionKernel | None,
     check: bool,
     whole: bool,
-) -> tuple[Tensor, Tensor, Tensor, float, AttentionKernel]:
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, _Expanded]:
     """Return the operands, cast where autocast is on. Collective if `check`."""
-    cast: list[Tensor] = []
-
-    def look() -> dict[str, object]:
+    with agreed(name, q, latents, up, group=group, check=check) as call:
         check_plan(sequence, group)
         check_tensors(q=q, latents=latents, up=up)
         if not isinstance(scale, Real | None):
             raise PlanError(f"scale must be a number; got {scale!r}.")
-        cast.extend(map(autocast, (q, latents, up)))
-        _check(cast[0], cast[1], cast[2], sequence.counts[group.rank()])
-        planned = sequence.whole if whole else sequence
-        spec = AttentionSpec(planned, causal, q.shape[2] ** -0.5)
+        q, latents, up = autocast(q), autocast(latents), autocast(up)
+        _check_shapes(q, latents, up)
+        sequence.check_tokens(group, q=q, latents=latents)
+        check_alike(q=q, latents=latents, up=up)
+        factor = q.shape[2] ** -0.5 if scale is None else float(scale)
+        spec = AttentionSpec(sequence.whole if whole else sequence, causal, factor)
         nope_dim = q.shape[2] - latents.shape[1] + up.shape[2]
-        check_kernel(kernel, spec, cast[0], up.shape[1] - nope_dim)
-        facts: dict[str, object] = {
-            "plan": sequence.fingerprint,
-            "causal": int(bool(causal)),
-            "scale": scale,
-        }
-        for name, x in zip(("q", "latents", "up"), cast, strict=True):
-            facts |= facts_of(name, x)
-        return facts
-
-    settle(call, look, q, latents, up, group=group, check=check)
-    q, latents, up = cast
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return q, latents, up, scale, RectangleKernel() if kernel is None else kernel
+        check_kernel(kernel, spec, q, up.shape[1] - nope_dim)
+        call.facts |= {"plan": sequence.fingerprint, "causal": bool(causal), "scale": scale}
+        call.facts |= facts_of("q", q) | facts_of("latents", latents) | facts_of("up", up)
+    expanded = _Expanded(RectangleKernel() if kernel is None else kernel, nope_dim)
+    return q, latents, up, spec, expanded
 
 
-def _check(q: Tensor, latents: Tensor, up: Tensor, tokens: int) -> None:
+def _check_shapes(q: Tensor, latents: Tensor, up: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, latents {tuple(latents.shape)}, up {tuple(up.shape)}"
     if (q.ndim, latents.ndim, up.ndim) != (3, 2, 3):
         raise ShapeError(
             "needs q [local_tokens, heads, head_dim], latents [local_tokens, latent_dim + rope_dim]"
             f" and up [heads, nope_dim + value_dim, latent_dim]; got {shapes}."
-        )
-    if not q.shape[0] == latents.shape[0] == tokens:
-        raise ShapeError(
-            f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
         )
     rope = latents.shape[1] - up.shape[2]
     nope = q.shape[2] - rope
@@ -225,10 +208,3 @@ def _check(q: Tensor, latents: Tensor, up: Tensor, tokens: int) -> None:
             "q and up need the same heads, latents at least latent_dim numbers, q those behind "
             f"them and as many as up gives a key; got {shapes}."
         )
-    if not q.dtype == latents.dtype == up.dtype or not q.dtype.is_floating_point:
-        raise ShapeError(
-            f"q, latents and up need one floating dtype; got {q.dtype}, {latents.dtype}, "
-            f"{up.dtype}. Cast them."
-        )
-    if not q.device == latents.device == up.device:
-        raise ShapeError(f"q, latents, up lie on {q.device}, {latents.device}, {up.device}.")

@@ -9,7 +9,7 @@ from ...groups import outside_graphs
 from ..sequence import SequencePlan
 from .hops import Hops, attend
 from .inputs import checked
-from .kernel import AttentionKernel, AttentionSpec
+from .kernel import AttentionKernel
 
 __all__ = ["ring_attention"]
 
@@ -33,7 +33,7 @@ def ring_attention(
     """Attention inside each document of a sequence that is split over `group`.
 
     Each rank keeps its queries; keys and values travel from neighbour to neighbour while the
-    attention to those at hand is computed, in one call of `kernel` a hop. Takes any order of
+    attention to those at hand is computed, in one call of `kernel` per hop. Takes any order of
     tokens, any mix of documents, ragged and empty ranks. Differentiable. Collective: (ranks - 1) x
     (k, v) bytes are sent and received by each rank; the backward sends these again, and their
     gradients in the dtype of sums, once around.
@@ -49,7 +49,7 @@ def ring_attention(
         window: a token sees itself and the `window - 1` before it; None for all.
         softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
         sinks: `[heads]`, the score of one more key a head, whose value is zero.
-        kernel: who computes a hop; default: on CUDA `VarlenKernel()` where it takes the call,
+        kernel: computes a hop; default: on CUDA `VarlenKernel()` where it takes the call,
             which `order="balanced"` seldom lets it; otherwise `RectangleKernel()`.
         check: agree on shapes, dtypes and the plan first, so that a mistake on one rank is an
             error on all and not a wait. One small collective, which a GPU has to wait for.
@@ -71,6 +71,5 @@ def ring_attention(
         scale=scale, window=window, softcap=softcap, kernel=kernel, check=check,
         whole=False,
     )  # fmt: skip
-    spec = AttentionSpec(sequence, causal, given.scale, window, softcap)
-    hops = Hops(spec, given.kernel, 1, given.v.shape[2], group)
+    hops = Hops(given.spec, given.kernel, 1, given.v.shape[2], group)
     return given.unfold(attend(hops, given.sinks, given.q, given.k, given.v))

@@ -10,7 +10,7 @@ from ...groups import all_to_all_rows, outside_graphs
 from ..sequence import SequencePlan
 from .hops import Hops, attend
 from .inputs import checked
-from .kernel import AttentionKernel, AttentionSpec
+from .kernel import AttentionKernel
 
 __all__ = ["Heads", "ulysses_attention"]
 
@@ -62,9 +62,8 @@ def ulysses_attention(
     if k_.shape[1] and (len(own) % k_.shape[1] or _uneven(own, of_keys[rank], per_key)):
         index = torch.tensor([h // per_key - of_keys[rank].start for h in own], device=q.device)
         k_, v_ = k_.index_select(1, index), v_.index_select(1, index)
-    spec = AttentionSpec(sequence.whole, causal, given.scale, window, softcap)
     mine = None if given.sinks is None else given.sinks[own.start : own.stop]
-    out = attend(Hops(spec, given.kernel, 1, v.shape[2], None), mine, q_, k_, v_)
+    out = attend(Hops(given.spec, given.kernel, 1, v.shape[2], None), mine, q_, k_, v_)
     return given.unfold(far.scatter(out, of_queries))
 
 

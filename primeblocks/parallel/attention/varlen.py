@@ -1,18 +1,22 @@
-"""Flash attention on packed sequences as the kernel of a hop, where the order of tokens allows."""
+"""Flash attention on packed sequences as the kernel of a hop, where the order of tokens allows.
+
+A hop is cut into segments as flash attention takes them. They come from the plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import UnsupportedError
-from .kernel import AttentionSpec, Hop
-from .segments import Segments, check_segments, segments_of
+from ..sequence import SequencePlan, kept_on_plan
+from .kernel import AttentionSpec, Hop, seen_rows
 
-__all__ = ["VarlenKernel"]
+__all__ = ["Segments", "VarlenKernel", "check_segments", "segments_of"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST = 256
@@ -24,7 +28,7 @@ class VarlenKernel:
     """`AttentionKernel` by torch's flash attention on packed sequences: one call of it each.
 
     Run on one H100, one rank's share at a time. A hop is cut into segments, each some queries and
-    the keys that these alone see (`cut_segments`). With `order="contiguous"` every hop
+    the keys that these alone see. With `order="contiguous"` every hop
     has them, with `"zigzag"` all up to a window of tokens / ranks, and in Ulysses attention all;
     `"balanced"` seldom has. Key heads are not repeated. Nothing is compiled, and
     the host reads nothing.
@@ -165,3 +169,193 @@ def _placed(part: Tensor, rows: slice | Tensor, total: int, others: float = 0.0)
         whole[rows] = part
         return whole
     return whole.index_copy_(0, rows, part)
+
+
+# No limit to the left or to the right, in flash attention's words.
+_ALL = -1
+
+
+class Segments(NamedTuple):
+    """A hop as packed sequences: segments of queries, each with keys of its own.
+
+    All have one mask, aligned to the last query and the last key: of n queries and m keys query i
+    sees those from `i + m - n - left` to `i + m - n + right`; -1 for no limit.
+
+    Attributes:
+        queries, keys: rows that take part. Other queries see no key; no query sees other keys.
+        query_starts, key_starts: `[segments + 1]`, int32, among these rows.
+        most_queries, most_keys: of a segment. Where only the left is limited, `most_keys` is at
+            least `most_queries`: flash attention takes it for the limit to the right.
+    """
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    most_queries: int
+    most_keys: int
+    left: int
+    right: int
+
+    @property
+    def causal(self) -> bool:
+        return (self.left, self.right) == (_ALL, 0)
+
+
+class _Cut(NamedTuple):
+    """`Segments` on the host: of each its first query among `rows`, its first key, and the key
+    behind its last one.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    first_keys: np.ndarray
+    last_keys: np.ndarray
+    left: int
+    right: int
+
+
+def segments_of(hop: Hop, device: torch.device) -> Segments:
+    """Return the segments of one hop that sees something, on the device. Local.
+
+    Planned once, kept as long as the plan: 8 bytes a segment, and 8 a query or key that takes part
+    where these are no neighbours.
+
+    Raises:
+        UnsupportedError: it has none.
+    """
+    spec = hop.spec
+    found = _of_hop(spec.plan, hop.query_rank, hop.key_rank, spec.causal, spec.window, device)
+    if found is None:
+        raise UnsupportedError(_refusal(spec, hop.query_rank, hop.key_rank))
+    return found
+
+
+def check_segments(spec: AttentionSpec) -> None:
+    """Refuse a call some hop of which has no segments, on all ranks alike. Local.
+
+    Looks at the hops of all ranks, once a plan: ranks x tokens rows.
+
+    Raises:
+        UnsupportedError: with the first such hop.
+    """
+    bad = _first_without(spec.plan, spec.causal, spec.window)
+    if bad is not None:
+        raise UnsupportedError(_refusal(spec, *bad))
+
+
+def _cut_segments(first: np.ndarray, last: np.ndarray) -> _Cut | None:
+    """Cut a hop into segments, the fewest, from the rows of keys that each query sees. Pure.
+
+    Some query must see a key. Kinds of segments are tried; one is taken where flash attention's
+    mask, row by row, is what was given. None: no kind fits, or some key would be in two segments.
+    """
+    rows = np.flatnonzero(first < last)
+    low, high = first[rows], last[rows]
+    found = [cut for cut in _candidates(rows, low, high) if _is_exact(cut, low, high)]
+    return min(found, key=lambda cut: len(cut.starts), default=None)
+
+
+def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[_Cut]:
+    """By kind, the queries cut where the next one cannot belong to the same segment."""
+    low_step, high_step, size = np.diff(low), np.diff(high), high - low
+    stays, grows = high_step == 0, high_step == 1
+    slides = low_step == 1
+    found = [
+        _cut(rows, low, high, stays & (low_step == 0), _ALL, _ALL),
+        _cut(rows, low, high, grows & (low_step == 0), _ALL, 0),
+    ]
+    if (grows & slides).any():
+        # A window, which is full where it slides. Behind a document of 1 token is a step of 1, too.
+        window = int(size[1:][grows & slides].max())
+        same = grows & ((low_step == 0) | slides & (size[1:] == window))
+        found.append(_cut(rows, low, high, same, window - 1, 0))
+    if (stays & slides).any():  # A window that leaves the keys of an earlier rank behind.
+        cut = _cut(rows, low, high, stays & ((low_step == 0) | slides), 0, _ALL)
+        ends = np.append(cut.starts[1:], len(rows)) - 1
+        slid = low[ends] > low[cut.starts]
+        found.append(cut._replace(left=int(size[ends][slid][0]) - 1))
+    return found
+
+
+def _cut(
+    rows: np.ndarray, low: np.ndarray, high: np.ndarray, same: np.ndarray, left: int, right: int
+) -> _Cut:
+    starts = np.flatnonzero(np.concatenate([[True], ~same]))
+    ends = np.append(starts[1:], len(rows)) - 1
+    return _Cut(rows, starts, low[starts], high[ends], left, right)
+
+
+def _is_exact(cut: _Cut, low: np.ndarray, high: np.ndarray) -> bool:
+    """Whether each key is in one segment, and flash attention's mask shows what was given."""
+    if (cut.first_keys[1:] < cut.last_keys[:-1]).any():
+        return False
+    queries = np.diff(np.append(cut.starts, len(cut.rows)))
+    begin, end = (np.repeat(x, queries) for x in (cut.first_keys, cut.last_keys))
+    # The last query is aligned to the last key.
+    aligned = end - 1 - (np.repeat(cut.starts + queries, queries) - 1 - np.arange(len(low)))
+    seen_low = begin if cut.left == _ALL else np.maximum(begin, aligned - cut.left)
+    seen_high = end if cut.right == _ALL else np.minimum(end, aligned + cut.right + 1)
+    return bool((seen_low == low).all() and (seen_high == high).all())
+
+
+@kept_on_plan
+def _first_without(plan: SequencePlan, causal: bool, window: int | None) -> tuple[int, int] | None:
+    for query_rank in range(plan.ranks):
+        for key_rank in range(plan.ranks):
+            first, last = seen_rows(plan, query_rank, key_rank, causal, window)
+            if (first < last).any() and _cut_segments(first, last) is None:
+                return query_rank, key_rank
+    return None
+
+
+@kept_on_plan
+def _of_hop(
+    plan: SequencePlan,
+    query_rank: int,
+    key_rank: int,
+    causal: bool,
+    window: int | None,
+    device: torch.device,
+) -> Segments | None:
+    cut = _cut_segments(*seen_rows(plan, query_rank, key_rank, causal, window))
+    if cut is None:
+        return None
+    queries = np.diff(np.append(cut.starts, len(cut.rows)))
+    keys = cut.last_keys - cut.first_keys
+    ends = np.cumsum(keys)
+    key_rows = np.arange(ends[-1]) + np.repeat(cut.last_keys - ends, keys)
+    most_queries, most_keys = int(queries.max()), int(keys.max())
+    if cut.left != _ALL and cut.right == _ALL:
+        most_keys = max(most_keys, most_queries)
+    starts = np.concatenate([cut.starts, [len(cut.rows), 0], ends])
+    moved = torch.from_numpy(starts.astype(np.int32)).to(device)
+    query_starts, key_starts = moved.tensor_split(2)
+    return Segments(
+        queries=_neighbours(cut.rows, device),
+        keys=_neighbours(key_rows, device),
+        query_starts=query_starts,
+        key_starts=key_starts,
+        most_queries=most_queries,
+        most_keys=most_keys,
+        left=cut.left,
+        right=cut.right,
+    )
+
+
+def _neighbours(rows: np.ndarray, device: torch.device) -> slice | Tensor:
+    """Rows as a slice, where nothing lies between them."""
+    start, stop = int(rows[0]), int(rows[-1]) + 1
+    if stop - start == len(rows):
+        return slice(start, stop)
+    return torch.from_numpy(rows.astype(np.int64)).to(device)
+
+
+def _refusal(spec: AttentionSpec, query_rank: int, key_rank: int) -> str:
+    plan = spec.plan
+    return (
+        f"flash attention cannot take {plan.counts[query_rank]} queries of rank {query_rank} and "
+        f"{plan.counts[key_rank]} keys of rank {key_rank} in one launch: in order={plan.order!r} "
+        f"with window={spec.window} they are no segments of one kind with keys of their own. Use "
+        "kernel=FlexKernel(), or order='contiguous', which has them always."
+    )

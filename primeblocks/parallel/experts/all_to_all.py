@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ...errors import PlanError, UsageError, check_counts
-from ...groups import Carried, all_to_all_rows, check_group, facts_of, outside_graphs, settle
+from ...groups import agreed, all_to_all_rows, check_group, facts_of, outside_graphs
 from .dispatcher import (
     Dispatched,
+    agree_on_outputs,
     align,
     check_slots,
-    checked_alignment,
     judge_slots,
     measure_slots,
     pad_rows,
-    settle_outputs,
     sort_slots,
     unalign,
 )
-from .overlap import Meanwhile, overlapped_all_to_all
 from .permute import RowMap, map_choices, map_rows, permute, regroup, spread, unpermute
 
-__all__ = ["AllToAllDispatcher", "OncePerRankDispatcher"]
+__all__ = ["AllToAllDispatcher", "Meanwhile", "OncePerRankDispatcher"]
 
-T = TypeVar("T")
+Meanwhile = Callable[[], object]
+"""Work to be done while rows travel. Its result is not used."""
 
 
 class AllToAllDispatcher:
@@ -46,9 +45,9 @@ class AllToAllDispatcher:
         group: the ranks that share the experts; rank r owns the r-th share.
         alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128); the
             last expert's with as many as may be needed, so that the host need not know.
-        capacity_rows: the most rows that a rank sends to one rank, equal on all. As many travel,
-            whatever was chosen, and their number is no news. More is an error: with `check` a
-            PlanError on all ranks, without it an assertion of the device.
+        capacity_rows: the most rows that a rank sends to one rank, equal on all. As many rows
+            travel, whatever was chosen, so the host need not read a number. More is an error: with
+            `check` a PlanError on all ranks, without it an assertion of the device.
         check: look at the values of ids and scores, and agree on the layer before rows are sent, so
             that a mistake on one rank is an error on all and not a wait. In dispatch this travels
             with the counts; in combine it is one small collective, which the host reads.
@@ -67,8 +66,12 @@ class AllToAllDispatcher:
         capacity_rows: int | None = None,
         check: bool = True,
     ) -> None:
-        self._owners = _Owners(type(self).__name__, group, check, capacity_rows)
-        self.group, self.alignment = group, checked_alignment(alignment)
+        check_group(group)
+        check_counts(alignment=alignment)
+        if capacity_rows is not None:
+            check_counts(capacity_rows=capacity_rows)
+        self.group, self.alignment = group, alignment
+        self.capacity_rows, self.check = capacity_rows, check
 
     @outside_graphs
     def dispatch(
@@ -80,23 +83,37 @@ class AllToAllDispatcher:
         num_experts: int,
         meanwhile: Meanwhile | None = None,
     ) -> Dispatched:
-        ranks, capacity = self.group.size(), self._owners.capacity_rows
-
-        def count() -> tuple[Tensor, Tensor]:
+        group, ranks, capacity = self.group, self.group.size(), self.capacity_rows
+        name = "AllToAllDispatcher.dispatch"
+        with agreed(name, x, scores, expert_ids, group=group, check=self.check) as call:
+            call.facts |= _checked_facts(x, scores, expert_ids, num_experts, ranks)
+            call.facts["capacity_rows"] = capacity
             # Experts are dealt in order, so sorting by expert also sorts by owner.
-            slots, counts = sort_slots(expert_ids.flatten(), num_experts=num_experts)
-            return slots, counts.view(ranks, -1)
-
-        slots, mine, splits = self._owners.admit(x, scores, expert_ids, num_experts, count, _rows)
-        send, receive, arriving = splits.send, splits.receive, splits.arriving
+            slots, of_experts = sort_slots(expert_ids.flatten(), num_experts=num_experts)
+            leaving = of_experts.view(ranks, -1)
+            if self.check:
+                call.numbers = torch.cat((measure_slots(scores, expert_ids), leaving.sum(1)))
+                call.judge = lambda told: (
+                    judge_slots(told, num_experts, scores.numel()) or self._crowded(told[3:])
+                )
         row_map = map_choices(slots, tokens=x.shape[0], top_k=expert_ids.shape[1])
-        if arriving is None:
-            arriving = self._owners.exchange(mine, [1] * ranks, [1] * ranks)
+        each = [1] * ranks
+        arriving = _exchange(leaving, each, each, group)
+        if capacity is not None:
+            send = receive = [capacity] * ranks
+            if not self.check:
+                crowded = f"over capacity_rows={capacity}"
+                torch._assert_async(leaving.sum(1).max() <= capacity, crowded)
+        elif self.check:
+            send = call.told[group.rank()][3 : 3 + ranks]
+            receive = [row[3 + group.rank()] for row in call.told]
+        else:
+            send, receive = torch.stack((leaving.sum(1), arriving.sum(1))).tolist()
         counts = arriving.sum(0)
         if capacity is not None:
-            row_map = spread(row_map, mine.sum(1), room=capacity)
+            row_map = spread(row_map, leaving.sum(1), room=capacity)
             arriving = torch.cat((arriving, capacity - arriving.sum(1, keepdim=True)), dim=1)
-        rows = self._owners.exchange(permute(x, row_map), send, receive, meanwhile)
+        rows = _exchange(permute(x, row_map), send, receive, group, meanwhile)
         again = regroup(arriving, rows=len(rows))
         tokens, counts, places = _aligned(
             permute(rows, again), counts, self.alignment, exact=capacity is None
@@ -108,11 +125,21 @@ class AllToAllDispatcher:
     def combine(
         self, y: Tensor, dispatched: Dispatched, *, meanwhile: Meanwhile | None = None
     ) -> Tensor:
-        self._owners.admit_back(y, dispatched)
+        name = "AllToAllDispatcher.combine"
+        agree_on_outputs(name, y, dispatched, group=self.group, check=self.check)
         weights, row_map, again, places, send, receive = dispatched.handle
         rows = unpermute(unalign(y, places), again)
-        rows = self._owners.exchange(rows, receive, send, meanwhile)
+        rows = _exchange(rows, receive, send, self.group, meanwhile)
         return unpermute(rows, row_map, weights)
+
+    def _crowded(self, rows: list[int]) -> UsageError | None:
+        most = max(rows[: self.group.size()])
+        if self.capacity_rows is None or most <= self.capacity_rows:
+            return None
+        return PlanError(
+            f"{most} rows go to one rank; capacity_rows is {self.capacity_rows}. Raise it, or "
+            "leave it out: the host then reads the counts."
+        )
 
 
 class OncePerRankDispatcher:
@@ -127,8 +154,9 @@ class OncePerRankDispatcher:
     """
 
     def __init__(self, group: dist.ProcessGroup, *, alignment: int = 1, check: bool = True) -> None:
-        self._owners = _Owners(type(self).__name__, group, check, None)
-        self.group, self.alignment = group, checked_alignment(alignment)
+        check_group(group)
+        check_counts(alignment=alignment)
+        self.group, self.alignment, self.check = group, alignment, check
 
     @outside_graphs
     def dispatch(
@@ -140,20 +168,31 @@ class OncePerRankDispatcher:
         num_experts: int,
         meanwhile: Meanwhile | None = None,
     ) -> Dispatched:
-        ranks = self.group.size()
-
-        def count() -> tuple[tuple[Tensor, Tensor], Tensor]:
-            owner = torch.div(expert_ids, num_experts // ranks, rounding_mode="floor").long()
+        group, ranks = self.group, self.group.size()
+        name = "OncePerRankDispatcher.dispatch"
+        with agreed(name, x, scores, expert_ids, group=group, check=self.check) as call:
+            call.facts |= _checked_facts(x, scores, expert_ids, num_experts, ranks)
+            share = num_experts // ranks
+            owner = torch.div(expert_ids, share, rounding_mode="floor").long()
             # Values are looked at later: until then an id may be anything.
             owner = owner.clamp(0, ranks - 1)
             wanted = torch.zeros(len(x), ranks, dtype=torch.bool, device=x.device)
             wanted.scatter_(1, owner, True)
             choices = torch.zeros(ranks, dtype=torch.int64, device=x.device)
             choices.scatter_add_(0, owner.flatten(), torch.ones_like(owner).flatten())
-            return (owner, wanted), torch.stack((wanted.sum(0), choices), dim=1)
-
-        (owner, wanted), _, splits = self._owners.admit(x, scores, expert_ids, num_experts, count)
-        send, receive, share = splits.send, splits.receive, num_experts // ranks
+            leaving = torch.stack((wanted.sum(0), choices))
+            if self.check:
+                call.numbers = torch.cat((measure_slots(scores, expert_ids), leaving.flatten()))
+                call.judge = lambda told: judge_slots(told, num_experts, scores.numel())
+        if self.check:
+            send = call.told[group.rank()][3 : 3 + ranks]
+            receive, arriving_choices = (
+                [row[at + group.rank()] for row in call.told] for at in (3, 3 + ranks)
+            )
+        else:
+            each = [1] * ranks
+            arriving = _exchange(leaving.t(), each, each, group)
+            send, _, receive, arriving_choices = torch.cat((leaving, arriving.t())).tolist()
         # The pairs of a rank and a token that it gets, in this order.
         pairs = wanted.t().flatten().byte().argsort(descending=True, stable=True)[: sum(send)]
         target, token = pairs // max(len(x), 1), pairs % max(len(x), 1)
@@ -161,11 +200,11 @@ class OncePerRankDispatcher:
         # A choice of another rank's expert travels as the number behind the last, without weight.
         here = owner[token] == target[:, None]
         ids = (expert_ids[token] - target[:, None] * share).masked_fill(~here, share)
-        ids = self._owners.exchange(ids.to(torch.int32), send, receive)
-        gates = self._owners.exchange(scores[token] * here, send, receive)
-        rows = self._owners.exchange(permute(x, row_map), send, receive, meanwhile)
+        ids = _exchange(ids.to(torch.int32), send, receive, group)
+        gates = _exchange(scores[token] * here, send, receive, group)
+        rows = _exchange(permute(x, row_map), send, receive, group, meanwhile)
         slots, counts = sort_slots(ids.flatten(), num_experts=share)
-        slots = slots[: splits.choices]
+        slots = slots[: sum(arriving_choices)]
         again = map_rows(slots // max(ids.shape[1], 1), tokens=len(rows))
         arrived, counts, places = _aligned(permute(rows, again), counts, self.alignment, exact=True)
         weights = gates.flatten()[slots[again.rows]]
@@ -175,10 +214,11 @@ class OncePerRankDispatcher:
     def combine(
         self, y: Tensor, dispatched: Dispatched, *, meanwhile: Meanwhile | None = None
     ) -> Tensor:
-        self._owners.admit_back(y, dispatched)
+        name = "OncePerRankDispatcher.combine"
+        agree_on_outputs(name, y, dispatched, group=self.group, check=self.check)
         weights, row_map, again, places, send, receive = dispatched.handle
         partial = unpermute(unalign(y, places), again, weights)
-        return unpermute(self._owners.exchange(partial, receive, send, meanwhile), row_map)
+        return unpermute(_exchange(partial, receive, send, self.group, meanwhile), row_map)
 
 
 class _Sent(NamedTuple):
@@ -207,119 +247,102 @@ def _aligned(
     return placed, padded, places
 
 
-class _Splits(NamedTuple):
-    """Rows to and from each rank, the choices that arrive with them if they were counted, and the
-    numbers that ranks told this one if they were exchanged."""
-
-    send: list[int]
-    receive: list[int]
-    choices: int
-    arriving: Tensor | None
-
-
-def _rows(counts: Tensor) -> Tensor:
-    return counts.sum(1, keepdim=True)
-
-
-def _as_it_is(counts: Tensor) -> Tensor:
-    return counts
-
-
-@dataclass(frozen=True)
-class _Owners:
-    """The ranks that share the experts, as one dispatcher talks with them."""
-
-    dispatcher: str
-    group: dist.ProcessGroup
-    check: bool
-    capacity_rows: int | None
-
-    def __post_init__(self) -> None:
-        check_group(self.group)
-        if self.capacity_rows is not None:
-            check_counts(capacity_rows=self.capacity_rows)
-
-    def admit(
-        self,
-        x: Tensor,
-        scores: Tensor,
-        expert_ids: Tensor,
-        num_experts: int,
-        count: Callable[[], tuple[T, Tensor]],
-        rows: Callable[[Tensor], Tensor] = _as_it_is,
-    ) -> tuple[T, Tensor, _Splits]:
-        """Agree on a call, and on how many rows go where. Collective.
-
-        Args:
-            count: returns what its caller needs later, and `[ranks, ...]` counts.
-            rows: makes of counts what the host needs: the rows of each rank, and in a second
-                column, if there is one, the choices among them.
-        """
-        ranks, counted = self.group.size(), []
-
-        def look() -> dict[str, object]:
-            check_slots(x, scores, expert_ids, num_experts=num_experts, values=False)
-            if num_experts % ranks:
-                raise PlanError(
-                    f"{num_experts} experts cannot be shared equally by {ranks} ranks. "
-                    f"Plan with an expert degree that divides {num_experts}."
-                )
-            facts = {"num_experts": num_experts, "top_k": expert_ids.shape[1]}
-            facts |= {"capacity_rows": self.capacity_rows or 0}
-            return facts | facts_of("x", x) | facts_of("scores", scores)
-
-        def judge(told: list[int]) -> UsageError | None:
-            return judge_slots(told, num_experts, scores.numel()) or self._crowded(told[3:])
-
-        def carry() -> Carried:
-            counted.append(count())
-            values = measure_slots(scores, expert_ids)
-            return Carried(torch.cat((values, rows(counted[0][1]).t().flatten())), judge)
-
-        call, operands = f"{self.dispatcher}.dispatch", (x, scores, expert_ids)
-        told = settle(call, look, *operands, group=self.group, check=self.check, carry=carry)
-        kept, counts = counted[0] if self.check else count()
-        return kept, counts, self._splits([row[3:] for row in told], counts, rows)
-
-    def _crowded(self, rows: list[int]) -> UsageError | None:
-        most = max(rows[: self.group.size()], default=0)
-        if self.capacity_rows is None or most <= self.capacity_rows:
-            return None
-        return PlanError(
-            f"{most} rows go to one rank; capacity_rows is {self.capacity_rows}. Raise it, or "
-            "leave it out: the host then reads the counts."
+def _checked_facts(
+    x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int, ranks: int
+) -> dict[str, object]:
+    """Facts of a dispatch that must be equal on all ranks, after a look at this rank's. Local."""
+    check_slots(x, scores, expert_ids, num_experts=num_experts, values=False)
+    if num_experts % ranks:
+        raise PlanError(
+            f"{num_experts} experts cannot be shared equally by {ranks} ranks. "
+            f"Plan with an expert degree that divides {num_experts}."
         )
+    facts = {"num_experts": num_experts, "top_k": expert_ids.shape[1]}
+    return facts | facts_of("x", x) | facts_of("scores", scores)
 
-    def _splits(
-        self, told: list[list[int]], counts: Tensor, rows: Callable[[Tensor], Tensor]
-    ) -> _Splits:
-        """Take them from what all ranks told, or ask each for its own."""
-        ranks, own, room = self.group.size(), self.group.rank(), self.capacity_rows
-        if room is not None:
-            if not self.check:
-                torch._assert_async(rows(counts).max() <= room, f"over capacity_rows={room}")
-            return _Splits([room] * ranks, [room] * ranks, 0, None)
-        arriving = None
-        if told:
-            sent, theirs = told[own], [[row[own], *row[ranks + own :][:1]] for row in told]
-        else:
-            arriving = self.exchange(counts, [1] * ranks, [1] * ranks)
-            both = torch.cat((rows(counts), rows(arriving))).tolist()
-            sent, theirs = [pair[0] for pair in both[:ranks]], both[ranks:]
-        choices = sum(each[-1] for each in theirs)
-        return _Splits(sent[:ranks], [each[0] for each in theirs], choices, arriving)
 
-    def admit_back(self, y: Tensor, dispatched: Dispatched) -> None:
-        call = f"{self.dispatcher}.combine"
-        settle_outputs(call, y, dispatched, group=self.group, check=self.check)
+def _exchange(
+    rows: Tensor,
+    send: list[int],
+    receive: list[int],
+    group: dist.ProcessGroup,
+    meanwhile: Meanwhile | None = None,
+) -> Tensor:
+    if meanwhile is not None:
+        return _overlapped(rows, send, receive, group=group, meanwhile=meanwhile)
+    return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=group)
 
-    def exchange(
-        self,
-        rows: Tensor,
-        send: list[int],
-        receive: list[int],
-        meanwhile: Meanwhile | None = None,
-    ) -> Tensor:
-        if meanwhile is not None:
-            return overlapped_all_to_all(rows, send, receive, group=self.group, meanwhile=meanwhile)
-        return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=self.group)
+
+def _overlapped(
+    rows: Tensor,
+    send: list[int],
+    receive: list[int],
+    *,
+    group: dist.ProcessGroup,
+    meanwhile: Meanwhile,
+) -> Tensor:
+    """Send rows as `all_to_all_rows` does, and call `meanwhile` before waiting for those of others.
+
+    What it computes is differentiated while the gradients of the rows travel back, for autograd
+    runs the latest of the nodes that are ready first. Collective, and so is its backward;
+    differentiable once.
+    """
+    flights: list[_Flight] = []
+    start = _Start.apply(rows, flights, send, receive, group)
+    try:
+        meanwhile()
+    except BaseException:
+        flights.pop().land()  # Before its memory is used again.
+        raise
+    return _Land.apply(start, flights, send, receive, group)
+
+
+class _Flight:
+    """Rows on their way: what is sent stays alive, and what arrives unread, until they land."""
+
+    def __init__(
+        self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    ) -> None:
+        self._sent = rows.contiguous()
+        self._arriving = rows.new_empty(sum(receive), *rows.shape[1:])
+        # gloo refuses float8: what has one byte an element travels as bytes.
+        raw = torch.uint8 if rows.dtype.itemsize == 1 else rows.dtype
+        out, given = self._arriving.view(raw), self._sent.view(raw)
+        self._work = dist.all_to_all_single(out, given, receive, send, group=group, async_op=True)
+
+    def land(self) -> Tensor:
+        self._work.wait()
+        return self._arriving
+
+
+class _Start(torch.autograd.Function):
+    """The first half of an exchange, and the second half of its backward.
+
+    Flights pass beside autograd, which might read gradients that have not arrived. An empty tensor
+    goes from half to half in their place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, flights: list[_Flight], *way: Any) -> Tensor:
+        ctx.flights = flights
+        flights.append(_Flight(rows, *way))
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return ctx.flights.pop().land(), None, None, None, None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, start: Tensor, flights: list[_Flight], *way: Any) -> Tensor:
+        send, receive, group = way
+        ctx.flights, ctx.way_back = flights, (receive, send, group)
+        return flights.pop().land()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        ctx.flights.append(_Flight(grads[0], *ctx.way_back))
+        return grads[0].new_empty(0), None, None, None, None

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from ...errors import ShapeError, UsageError, check_counts
-from ...groups import check_tensors, facts_of, settle
+from ...groups import agreed, check_tensors, facts_of
 from .permute import map_choices, permute, unpermute
 
 __all__ = [
@@ -20,14 +20,13 @@ __all__ = [
     "LocalDispatcher",
     "SortedSlots",
     "TokenDispatcher",
+    "agree_on_outputs",
     "align",
     "check_outputs",
     "check_slots",
-    "checked_alignment",
     "judge_slots",
     "measure_slots",
     "pad_rows",
-    "settle_outputs",
     "sort_slots",
     "unalign",
 ]
@@ -103,7 +102,8 @@ class LocalDispatcher:
     """
 
     def __init__(self, *, alignment: int = 1, check: bool = True) -> None:
-        self.alignment, self.check = checked_alignment(alignment), check
+        check_counts(alignment=alignment)
+        self.alignment, self.check = alignment, check
 
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
@@ -232,20 +232,17 @@ def judge_slots(told: list[int], num_experts: int, entries: int) -> UsageError |
     return None
 
 
-def settle_outputs(
-    call: str, y: Tensor, dispatched: Dispatched, *, group: dist.ProcessGroup, check: bool
+def agree_on_outputs(
+    name: str, y: Tensor, dispatched: Dispatched, *, group: dist.ProcessGroup, check: bool
 ) -> None:
     """Refuse outputs that do not fit; on all ranks if `check`. Collective if `check`, else local.
 
     Raises:
         ShapeError, PlanError, RankError: as `TokenDispatcher.combine` says.
     """
-
-    def look() -> dict[str, object]:
+    with agreed(name, y, group=group, check=check) as call:
         check_outputs(y, dispatched)
-        return facts_of("y", y)
-
-    settle(call, look, y, group=group, check=check)
+        call.facts |= facts_of("y", y)
 
 
 def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
@@ -266,9 +263,3 @@ def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
             f"combine needs one row for each of {dispatched.tokens.shape[0]} slots; "
             f"got {tuple(y.shape)}."
         )
-
-
-def checked_alignment(alignment: int) -> int:
-    """Return `alignment`; raise a PlanError where it is not a positive number. Local."""
-    check_counts(alignment=alignment)
-    return alignment

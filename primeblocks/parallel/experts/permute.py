@@ -19,7 +19,7 @@ class RowMap(NamedTuple):
     """The token of each row and the rows of each token, so that nothing has to scatter.
 
     Attributes:
-        source: `[rows]`, the token of each row; any token for a row that nobody reads.
+        source: `[rows]`, the token of each row; any token for a row that is not read.
         rows: the rows of each token that are read, token after token.
         starts: `[tokens]`, where each token's rows begin in `rows`; None where each has one.
     """
@@ -57,7 +57,7 @@ def regroup(counts: Tensor, *, rows: int) -> RowMap:
 
 
 def spread(row_map: RowMap, counts: Tensor, *, room: int) -> RowMap:
-    """Give each of several groups of rows as much room, the rest of which nobody reads. Local.
+    """Give each of several groups of rows as much room, the rest of which is not read. Local.
 
     Args:
         counts: rows of each group, consecutive, adding up to all; what is over `room` is lost.
@@ -138,7 +138,7 @@ class _Unpermute(torch.autograd.Function):
         if not len(grad):
             none = None if rows is None else torch.zeros_like(weights)
             return _copies(grad, source), None, none
-        by_row = weights.new_zeros(len(source))  # Of rows that nobody reads it stays so.
+        by_row = weights.new_zeros(len(source))  # Rows that are not read keep the zero.
         by_row[order] = weights
         # A bag of one row is a gather that multiplies in passing.
         of_rows = _bags(grad, source, _count(len(source), source), by_row)
@@ -148,7 +148,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _copies(x: Tensor, source: Tensor) -> Tensor:
-    # Without tokens there may be rows still, that nobody reads.
+    # Without tokens there may still be rows that are not read.
     return x.index_select(0, source) if len(x) else x.new_zeros(len(source), x.shape[1])
 
 

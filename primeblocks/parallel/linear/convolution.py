@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...groups import outside_graphs
-from ..halo import Halo, find_halo
-from ..sequence import SequencePlan
-from .inputs import as_they_are, check_conv, settle_runs
+from ...errors import ShapeError
+from ...groups import agreed, all_to_all_rows, outside_graphs
+from ..sequence import Run, SequencePlan, kept_on_plan
+from .inputs import as_they_are, checked_facts, shapes
 
-__all__ = ["causal_conv1d"]
+__all__ = ["Halo", "causal_conv1d", "find_halo"]
 
 
 @outside_graphs
@@ -53,11 +53,17 @@ def causal_conv1d(
             whether gradients are asked for.
         RankError: another rank refused its arguments.
     """
-    settle_runs(
-        "causal_conv1d", lambda: check_conv(x, weight, bias, sequence.counts[group.rank()]),
-        sequence=sequence, group=group, check=check, x=x, weight=weight,
-        **({} if bias is None else {"bias": bias}),
-    )  # fmt: skip
+    with agreed("causal_conv1d", x, weight, group=group, check=check) as call:
+        optional = {} if bias is None else {"bias": bias}
+        call.facts |= checked_facts(sequence, group, x=x, weight=weight, **optional)
+        if x.ndim != 2 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or not weight.shape[1]:
+            raise ShapeError(
+                "needs x [tokens, channels] and weight [channels, kernel]; got "
+                f"{shapes(x, weight)}. Of an nn.Conv1d, pass weight.squeeze(1)."
+            )
+        if bias is not None and bias.shape != x.shape[1:]:
+            raise ShapeError(f"needs one bias a channel, [{x.shape[1]}]; got {shapes(bias)}.")
+        sequence.check_tokens(group, x=x)
     rank = group.rank()
     table = _table(sequence, rank, weight.shape[1] - 1, x.device)
     rows = table.halo.fetch(x, group=group)
@@ -80,8 +86,8 @@ class _Table:
     kept: Tensor
 
 
-# Every layer of a step asks for the same table; a few plans are in flight at most.
-@lru_cache(maxsize=16)
+# Every layer of a step asks for the same table.
+@kept_on_plan
 def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) -> _Table:
     halo = find_halo(
         sequence, rank, lambda run: max(run.document, run.start - reach), device=device
@@ -103,3 +109,87 @@ def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) 
     return _Table(
         halo, torch.cat([nothing, *padded]).to(device), torch.cat([nothing, *kept]).to(device)
     )
+
+
+@dataclass(frozen=True)
+class Halo:
+    """One rank's part of an exchange of the tokens before runs.
+
+    A window needs them where its document began elsewhere.
+
+    Attributes:
+        own: rows of own tokens, of all as in `SequencePlan.row_of_token`.
+        row_of_token: of the plan.
+        busy: some rank receives something.
+        sent: own tokens to send, by receiver; on the device of those tokens.
+        wanted: rows of the tokens to receive, by sender.
+    """
+
+    own: range
+    row_of_token: Tensor
+    busy: bool
+    sent: Tensor
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    wanted: Tensor
+
+    def fetch(self, x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+        """Return own tokens, a row of zeros, and received tokens. Differentiable.
+
+        Collective, and so is its backward: one exchange each, and none where no rank is `busy`.
+        """
+        parts = [x, x.new_zeros(1, *x.shape[1:])]
+        if self.busy:
+            received = all_to_all_rows(
+                x.index_select(0, self.sent),
+                send_counts=self.send_counts,
+                receive_counts=self.receive_counts,
+                group=group,
+            )
+            parts.append(received)
+        return torch.cat(parts)
+
+    @property
+    def zeros(self) -> int:
+        """The row of zeros in what `fetch` returns."""
+        return len(self.own)
+
+    def rows(self, places: Tensor) -> Tensor:
+        """Return the row of each token in what `fetch` returns; own and wanted ones have one."""
+        row = self.row_of_token[places]
+        own = (row >= self.own.start) & (row < self.own.stop)
+        received = self.zeros + 1 + torch.searchsorted(self.wanted, row)
+        return torch.where(own, row - self.own.start, received)
+
+
+def find_halo(
+    sequence: SequencePlan, rank: int, first: Callable[[Run], int], *, device: torch.device
+) -> Halo:
+    """Find the exchange after which each run has the tokens from place `first(run)` on. Local.
+
+    A token travels once, however many runs of a rank want it, and not at all where it is at home.
+    Keep it: it copies to the device, which makes the host wait.
+    """
+    # Rows one rank after the other: a rank's rows are neighbours, and arrive in this order.
+    bounds = torch.tensor([0, *sequence.counts]).cumsum(0)
+    start, stop = int(bounds[rank]), int(bounds[rank + 1])
+    wanted = [_wanted(sequence, receiver, first, bounds) for receiver in range(sequence.ranks)]
+    sent = [rows[(rows >= start) & (rows < stop)] - start for rows in wanted]
+    return Halo(
+        own=range(start, stop),
+        row_of_token=sequence.row_of_token,
+        busy=any(len(rows) for rows in wanted),
+        sent=torch.cat(sent).to(device),
+        send_counts=tuple(len(rows) for rows in sent),
+        receive_counts=tuple(torch.searchsorted(wanted[rank], bounds).diff().tolist()),
+        wanted=wanted[rank],
+    )
+
+
+def _wanted(
+    sequence: SequencePlan, rank: int, first: Callable[[Run], int], bounds: Tensor
+) -> Tensor:
+    """Rows of other ranks' tokens before the runs of `rank`, ascending, each once."""
+    before = [sequence.row_of_token[first(run) : run.start] for run in sequence.runs(rank)]
+    rows = torch.cat([torch.zeros(0, dtype=torch.int64), *before]).unique()
+    return rows[(rows < bounds[rank]) | (rows >= bounds[rank + 1])]

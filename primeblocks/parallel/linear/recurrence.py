@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,9 +11,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...groups import outside_graphs
-from ..sequence import Run, SequencePlan
-from .inputs import as_they_are, check_delta, check_state_space, settle_runs
+from ...errors import ShapeError
+from ...groups import agreed, outside_graphs
+from ..sequence import Run, SequencePlan, kept_on_plan
+from .inputs import as_they_are, checked_facts, shapes
 from .kernels import chunk_gated_delta_rule, chunk_state_space
 from .scan import cut_runs, scan_states
 
@@ -69,11 +69,16 @@ def gated_delta_rule(
 
     Source: arXiv:2412.06464 (gated delta networks).
     """
-    settle_runs(
-        "gated_delta_rule",
-        lambda: check_delta(q, k, v, g, beta, sequence.counts[group.rank()]),
-        sequence=sequence, group=group, check=check, q=q, k=k, v=v, g=g, beta=beta,
-    )  # fmt: skip
+    with agreed("gated_delta_rule", q, k, v, g, beta, group=group, check=check) as call:
+        call.facts |= checked_facts(sequence, group, q=q, k=k, v=v, g=g, beta=beta)
+        fits = q.ndim == k.ndim == v.ndim == 3 and q.shape == k.shape
+        if not fits or not k.shape[:2] == v.shape[:2] == g.shape == beta.shape:
+            raise ShapeError(
+                "needs q, k [tokens, heads, key_dim], v [tokens, heads, value_dim] and g, beta "
+                f"[tokens, heads]; got {shapes(q, k, v, g, beta)}. Repeat grouped heads first, and "
+                "leave out the batch."
+            )
+        sequence.check_tokens(group, v=v)
     batches = run_batches(sequence, group.rank())
     outs, probes = [], []
     for index, (q_, k_, v_, g_, beta_) in enumerate(batches.split((q, k, v, g, beta))):
@@ -132,12 +137,22 @@ def state_space(
 
     Source: arXiv:2405.21060 (state space duality).
     """
-    settle_runs(
-        "state_space",
-        lambda: check_state_space(x, dt, A, B, C, D, sequence.counts[group.rank()]),
-        sequence=sequence, group=group, check=check, x=x, dt=dt, A=A, B=B, C=C,
-        **({} if D is None else {"D": D}),
-    )  # fmt: skip
+    with agreed("state_space", x, dt, A, B, C, group=group, check=check) as call:
+        optional = {} if D is None else {"D": D}
+        call.facts |= checked_facts(sequence, group, x=x, dt=dt, A=A, B=B, C=C, **optional)
+        shaped = x.ndim == B.ndim == 3 and B.shape == C.shape and B.shape[0] == x.shape[0]
+        if (
+            not shaped
+            or dt.shape != x.shape[:2]
+            or x.shape[1] % max(B.shape[1], 1)
+            or not all(t is None or t.shape == x.shape[1:2] for t in (A, D))
+        ):
+            raise ShapeError(
+                "needs x [tokens, heads, head_dim], dt [tokens, heads], A [heads], B, C [tokens, "
+                "groups, state_dim] with groups that divide heads, and D [heads]; got "
+                f"{shapes(x, dt, A, B, C, *optional.values())}. Leave out the batch."
+            )
+        sequence.check_tokens(group, x=x)
     batches = run_batches(sequence, group.rank())
     outs, probes = [], []
     for index, (x_, dt_, B_, C_) in enumerate(batches.split((x, dt, B, C))):
@@ -273,8 +288,8 @@ class RunBatches:
         return rows.index_select(0, self.inverse.to(rows.device))
 
 
-# Every layer of a step asks for the same batches; a few plans are in flight at most.
-@lru_cache(maxsize=8)
+# Every layer of a step asks for the same batches.
+@kept_on_plan
 def run_batches(sequence: SequencePlan, rank: int) -> RunBatches:
     """The batches of one rank. Local."""
     cut = cut_runs(sequence, rank)

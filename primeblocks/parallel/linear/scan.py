@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...groups import all_to_all_rows, outside_graphs
-from ..sequence import Run, SequencePlan
-from .inputs import as_they_are, check_scan, settle_runs
+from ...errors import ShapeError
+from ...groups import agreed, all_to_all_rows, outside_graphs
+from ..sequence import Run, SequencePlan, kept_on_plan
+from .inputs import as_they_are, checked_facts, shapes
 
 __all__ = ["cut_runs", "scan_states"]
 
@@ -60,11 +60,19 @@ def scan_states(
 
     Source: Blelloch 1990 (scans of affine maps); arXiv:2405.21060, section 8 (SSD over devices).
     """
-    settle_runs(
-        "scan_states",
-        lambda: check_scan(updates, transitions, len(cut_runs(sequence, group.rank()))),
-        sequence=sequence, group=group, check=check, updates=updates, transitions=transitions,
-    )  # fmt: skip
+    with agreed("scan_states", updates, transitions, group=group, check=check) as call:
+        given = {"updates": updates, "transitions": transitions}
+        call.facts |= checked_facts(sequence, group, **given)
+        runs, first = len(cut_runs(sequence, group.rank())), updates.shape[:2]
+        fits = transitions.shape == first or (
+            updates.ndim > 2 and transitions.shape == (*first, *updates.shape[2:3] * 2)
+        )
+        if updates.ndim < 2 or updates.shape[0] != runs or not fits:
+            raise ShapeError(
+                f"needs updates [{runs}, heads, d, ...], one for each run that is a part of a "
+                f"document, and transitions [{runs}, heads] or [{runs}, heads, d, d]; "
+                f"got {shapes(updates, transitions)}."
+            )
     chains, rank = _chains(sequence), group.rank()
     if not chains.receivers_by_step:
         return torch.zeros_like(updates)
@@ -101,8 +109,8 @@ class _Chains:
     returned: tuple[Tensor, ...]
 
 
-# Every layer of a step asks for the same chains; a few plans are in flight at most.
-@lru_cache(maxsize=8)
+# Every layer of a step asks for the same chains.
+@kept_on_plan
 def _chains(sequence: SequencePlan) -> _Chains:
     ranks = range(sequence.ranks)
     documents: dict[int, list[tuple[int, int, int]]] = {}

@@ -7,7 +7,7 @@ they are: parameters, optimizers, FSDP2 and whatever aliases them notice nothing
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ...errors import CapacityError, ShapeError, UnsupportedError, UsageError
-from .guards import Handle, guard
 from .storages import HostBuffer, bytes_of, plain_tensors
 
 __all__ = ["HostMemory", "MovedBytes"]
@@ -124,7 +124,7 @@ class HostMemory:
         pin = self._device.type == "cuda" if pin_memory is None else pin_memory
         self._host = {kind: HostBuffer(chunk_bytes, pin=pin) for kind in KINDS}
         self._away: dict[str, _Away] = {}
-        self._guards: list[Handle] = []
+        self._guards: list[RemovableHandle] = []
 
     @property
     def host_bytes(self) -> int:
@@ -169,7 +169,7 @@ class HostMemory:
             torch.cuda.empty_cache()
         self._away |= away
         if not self._guards:
-            self._guards = guard(self._model, self._optimizer, self._away)
+            self._guards = _guard(self._model, self._optimizer, self._away)
         return _moved(away)
 
     def restore(self, *kinds: str) -> MovedBytes:
@@ -303,3 +303,49 @@ def _moved(away: dict[str, _Away]) -> MovedBytes:
         {kind: sum(size for *_, size in places) for kind, (_, places) in away.items()},
         {kind: len(places) for kind, (_, places) in away.items()},
     )
+
+
+def _guard(
+    model: nn.Module, optimizer: Optimizer | None, away: Container[str]
+) -> list[RemovableHandle]:
+    """Place hooks that raise UsageError where a kind in `away` would be touched. Local.
+
+    torch itself would read on, and crash. The hooks run before `forward`, `state_dict` and
+    `load_state_dict` of every module, and before `step`, `state_dict` and `load_state_dict` of the
+    optimizer.
+
+    Args:
+        away: of "weights", "gradients" and "optimizer"; looked at on every call.
+    """
+
+    def refuse(what: str, *kinds: str) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            # A forward pass without gradients does not touch those that are away.
+            skip = "gradients" if what == "forward" and not torch.is_grad_enabled() else None
+            if out := [kind for kind in kinds if kind in away and kind != skip]:
+                raise UsageError(
+                    f"{what} needs {', '.join(out)}, which HostMemory holds on the host. "
+                    f"Call restore({', '.join(map(repr, out))}) first."
+                )
+
+        return hook
+
+    handles: list[RemovableHandle] = []
+    forward = refuse("forward", "weights", "gradients")
+    save, load = refuse("state_dict", "weights"), refuse("load_state_dict", "weights")
+    for module in model.modules():
+        handles += [
+            # Ahead of FSDP2's own hook, which gathers the parameters.
+            module.register_forward_pre_hook(forward, prepend=True),
+            module.register_state_dict_pre_hook(save),
+            module.register_load_state_dict_pre_hook(load),
+        ]
+    if optimizer is not None:
+        step = refuse("step", "weights", "gradients", "optimizer")
+        save, load = refuse("state_dict", "optimizer"), refuse("load_state_dict", "optimizer")
+        handles += [
+            optimizer.register_step_pre_hook(step),
+            optimizer.register_state_dict_pre_hook(save),
+            optimizer.register_load_state_dict_pre_hook(load),
+        ]
+    return handles

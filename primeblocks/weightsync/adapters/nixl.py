@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import DeadlineError, MissingPackageError, TransferError
-from ..transports.wire import Read
+from ..transports.carriers import Read
 
 try:
     from nixl._api import nixl_agent, nixl_agent_config

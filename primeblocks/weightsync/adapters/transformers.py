@@ -13,8 +13,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ...errors import MissingPackageError, UnsupportedError
-from ..convert.conversion import Wiring
-from ..convert.recorded import record_wiring
+from ..convert.conversion import Wiring, record_wiring
 from ..manifest import Manifest, describe
 
 try:

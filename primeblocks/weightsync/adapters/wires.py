@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..transports import open as opening
+from ..transports.carriers import Wire
 from ..transports.transport import Transport
-from ..transports.wire import Wire
 
 __all__ = ["open_transport"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...layout import Shard
 
-__all__ = ["NEW", "Piece", "hull", "merge", "paired", "pieces_in", "whole_piece"]
+__all__ = ["NEW", "Piece", "hull", "in_place", "merge", "paired", "pieces_in"]
 
 NEW = -1
 # Of a view that is no box. More are not worth their time.
@@ -89,10 +89,9 @@ class Piece:
         return part[tuple(None if dim == NEW else slice(None) for dim in self.dims)]
 
 
-def whole_piece(name: str, shape: tuple[int, ...]) -> Piece:
-    """Return the piece of a tensor that fills itself."""
-    box = Shard((0,) * len(shape), shape)
-    return Piece(name, box, name, box, tuple(range(len(shape))))
+def in_place(name: str, box: Shard) -> Piece:
+    """Return the piece of a box that stays where it is, under its name."""
+    return Piece(name, box, name, box, tuple(range(len(box.sizes))))
 
 
 def paired(dims: Sequence[int], source: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:

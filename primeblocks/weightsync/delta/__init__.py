@@ -1,5 +1,5 @@
 """Lossless deltas between two versions."""
 
-from .tensors import DeltaInfo, apply_delta, encode_delta, inspect_delta
+from .deltas import DeltaInfo, apply_delta, encode_delta, inspect_delta
 
 __all__ = ["DeltaInfo", "apply_delta", "encode_delta", "inspect_delta"]

@@ -1,6 +1,6 @@
 """Running engines: driving several, in turns with a trainer, over HTTP, with adapters."""
 
-from ..proof import prove_round_trip
+from ..verify import prove_round_trip
 from .colocated import Colocated, ColocatedEngine, ColocatedTurn, Memory
 from .lora import AdapterSpec, adapter_parameters
 from .model_folder import ModelFolder, ModelFolders

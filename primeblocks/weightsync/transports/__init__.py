@@ -1,13 +1,13 @@
 """Ways for versions to travel from trainer ranks to readers."""
 
+from .carriers import Read, Wire
 from .directory import FileTransport, SharedMemoryTransport
 from .group import GroupTransport
 from .group_wire import Estimate, estimate
-from .open import open_transport
-from .packed_transport import IpcTransport, PackedTransport, PullTransport
+from .open import IpcTransport, PullTransport, open_transport
+from .packed import PackedTransport
 from .tcp_wire import TcpWire
 from .transport import Transport
-from .wire import Read, Wire
 
 __all__ = [
     "Estimate",

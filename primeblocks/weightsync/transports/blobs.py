@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...errors import CorruptionError, TransferError, UnsupportedError, UsageError
 from ..lease import FileLease, Hold, SealedLease
-from .own_files import open_own
+from .place import open_own
 
 __all__ = ["DiskBlobs", "MemoryBlobs", "allocate", "check_size", "mapped", "open_of"]
 

@@ -44,11 +44,11 @@ class Board:
 
     def add(self, key: str, amount: int, *, deadline: float) -> int:
         """Add to a number and return it."""
-        return self._call(lambda: self._store.add(self._key(key), amount), deadline)
+        return self.call(lambda: self._store.add(self._key(key), amount), deadline=deadline)
 
     def post(self, key: str, text: str, *, deadline: float) -> None:
         """Write a note."""
-        self._call(lambda: self._store.set(self._key(key), text), deadline)
+        self.call(lambda: self._store.set(self._key(key), text), deadline=deadline)
 
     def post_first(self, key: str, text: str, *, deadline: float) -> str:
         """Write a note unless there is one; return the one that stands: the first."""
@@ -66,7 +66,7 @@ class Board:
                     return None
                 threading.Event().wait(_LOOK_S)
 
-        return self._call(look, deadline)
+        return self.call(look, deadline=deadline)
 
     def look(self, key: str, *, deadline: float) -> str | None:
         """Read a note that is there now; None where there is none."""
@@ -76,11 +76,13 @@ class Board:
                 return None
             return self._store.get(self._key(key)).decode(errors="replace")
 
-        return self._call(there, deadline)
+        return self.call(there, deadline=deadline)
 
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> str:
         """Write over a note if it is still the old one; return the one that stands."""
-        said = self._call(lambda: self._store.compare_set(self._key(key), old, new), deadline)
+        said = self.call(
+            lambda: self._store.compare_set(self._key(key), old, new), deadline=deadline
+        )
         return said.decode(errors="replace")
 
     def read(self, key: str, *, deadline: float) -> str | None:
@@ -88,14 +90,8 @@ class Board:
         found = self.read_any([key], deadline=deadline)
         return None if found is None else found[1]
 
-    def wait_for(self, work: Callable[[], object], *, deadline: float) -> None:
+    def call(self, work: Callable[[], T], *, deadline: float) -> T:
         """Do work that waits in the store."""
-        self._call(work, deadline)
-
-    def _key(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
-
-    def _call(self, work: Callable[[], T], deadline: float) -> T:
         late = TransferError("the store does not answer in time")
         if self._hanging is not None:
             self._hanging.join(max(0.0, deadline - time.monotonic()))
@@ -121,6 +117,9 @@ class Board:
             self._hanging = thread
             raise late
         return answers[0]
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
 
 
 class Go(NamedTuple):
@@ -207,23 +206,25 @@ class Transaction:
             # No rank has to live longer than its own part.
             self._decide(_COMMIT, deadline)
 
-    def follow(self, last: Callable[[], None], *, deadline: float) -> None:
+    def finish(self, last_step: Callable[[], None], *, deadline: float) -> None:
         """Do this rank's last step before the decision, and wait for the decision.
+
+        A rank whose step fails, or that waits in vain, decides to abort. The first decision stands:
+        it may be to commit, because the store took the step and lost only the answer.
 
         Raises:
             TransferError: the decision is not to commit.
         """
-        said, why = None, "waited for the others in vain"
+        decision, why = None, "waited for the others in vain"
         try:
-            last()
-            said = self._board.read(self._key("decision"), deadline=deadline)
+            last_step()
+            decision = self._board.read(self._key("decision"), deadline=deadline)
         except TransferError as error:
-            # Was it done, and only the answer lost? What the others made of it stands.
             why = f"met {error}"
-        if said is None:
-            said = self.abort(f"rank {self._rank} {why}", deadline=deadline)
-        if said != _COMMIT:
-            raise TransferError(said)
+        if decision is None:
+            decision = self.abort(f"rank {self._rank} {why}", deadline=deadline)
+        if decision != _COMMIT:
+            raise TransferError(decision)
 
     def _first_go(self, go: Go, deadline: float) -> Go:
         said = self._board.post_first(self._key("go"), json.dumps(go), deadline=deadline)

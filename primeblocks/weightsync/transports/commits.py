@@ -4,24 +4,39 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from ...errors import DeadlineError, TransferError
-from ..lease import Lease
+from ...errors import ClosedError, DeadlineError, TransferError, UsageError
 from ..marker import Marker
 from .transport import ReceiveRequest
 
 __all__ = [
     "ANNOUNCED",
     "Commits",
+    "Lease",
     "await_versions",
     "chain_to",
+    "check_call",
     "choose",
     "last_chain",
+    "newest_only",
+    "retired",
 ]
 
 ANNOUNCED = "announced"
+
+
+class Lease(NamedTuple):
+    """A version that its writers leave alone until it is closed, or until a time.
+
+    Attributes:
+        until: the end, by time.monotonic; infinity where it ends with this process.
+        close: lets go. Twice is fine.
+    """
+
+    until: float
+    close: Callable[[], object]
 
 
 class Commits(Protocol):
@@ -107,6 +122,30 @@ class Commits(Protocol):
     def close(self) -> None:
         """Let go. The owner's versions end; twice is fine."""
         ...
+
+
+def check_call(*, closed: bool, may: bool = True) -> None:
+    """Refuse a call after the end, or one that only the owner may make."""
+    if closed:
+        raise ClosedError("the transport was closed")
+    if not may:
+        raise UsageError(
+            "only the owner begins and commits. "
+            "Construct the transport of trainer rank 0 with owner=True."
+        )
+
+
+def retired(version: int) -> TransferError:
+    """Return the error of a reader that came too late."""
+    return TransferError(f"version {version} was retired while it was being opened")
+
+
+def newest_only(base: int | None, markers: Sequence[Marker]) -> int | None:
+    """Return the base of a delta, if it is the newest version; None: send in full.
+
+    Else another publisher came between, or the base is not kept.
+    """
+    return base if base in [marker.version for marker in markers[-1:]] else None
 
 
 def choose(

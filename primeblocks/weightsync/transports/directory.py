@@ -21,9 +21,9 @@ from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Plan
 from .blobs import DiskBlobs, MemoryBlobs, check_size
-from .commits import await_versions, last_chain
+from .commits import await_versions, last_chain, newest_only, retired
 from .directory_commits import DirectoryCommits, fsync
-from .packed import places_of_version
+from .packed import starts_of_version
 from .place import DiskPlace, Place, PrivatePlace, sweep
 from .transport import Begun, Incoming, ReceiveRequest
 
@@ -78,8 +78,7 @@ class DirectoryTransport:
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
         """Owner: make room for a version."""
         head = self._header(plan)
-        if base not in [marker.version for marker in self.markers()[-1:]]:
-            base = None  # Another publisher came between, or it is not kept.
+        base = newest_only(base, self.markers())
         size_bytes = len(head) + plan.blob_bytes
         self._allocate(version, size_bytes, delta=base is not None)
         if base is None:
@@ -187,9 +186,7 @@ class DirectoryTransport:
         try:
             return self._blobs.lease(self._path(marker.version), size_bytes)
         except (FileNotFoundError, BlockingIOError) as error:
-            raise TransferError(
-                f"version {marker.version} was retired while it was being opened"
-            ) from error
+            raise retired(marker.version) from error
 
 
 class SharedMemoryTransport(DirectoryTransport):
@@ -276,7 +273,7 @@ class _Incoming:
 
     def payload(self, index: int) -> memoryview:
         name = _part(self.marker.version, self._plan.buckets[index].rank)
-        at, size = self._places[index], self.marker.sizes[index]
+        at, size = self._starts[index], self.marker.sizes[index]
         payload = self._transport.commits.read(name, at, size)
         if payload is None:
             raise TransferError(f"version {self.marker.version} was retired while it was read")
@@ -288,12 +285,12 @@ class _Incoming:
         """Do nothing: what is committed stands, whoever reads it."""
 
     @cached_property
-    def _places(self) -> dict[int, int]:
+    def _starts(self) -> dict[int, int]:
         """The start of each bucket in its rank's file."""
         return {
             index: start
             for rank in range(self._plan.world_size)
-            for index, start in places_of_version(self._plan, self.marker, rank)[0].items()
+            for index, start in starts_of_version(self._plan, self.marker, rank)[0].items()
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import threading
 import time
@@ -14,12 +15,11 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ...errors import CapacityError, ClosedError, TransferError, UsageError
+from ...errors import CapacityError, TransferError, UsageError
 from ..lease import Hold
 from ..marker import Marker, as_corruption
-from .commits import ANNOUNCED, last_chain
-from .own_files import open_own, read_own, removable, remove, write_over
-from .place import Owned, Place
+from .commits import ANNOUNCED, Lease, check_call, last_chain, retired
+from .place import Owned, Place, open_own, read_own, removable, remove, write_over
 
 __all__ = ["DirectoryCommits", "fsync"]
 
@@ -134,22 +134,21 @@ class DirectoryCommits:
                 self._seen = text, tuple(Marker.from_json(row) for row in json.loads(text))
         return self._seen[1]
 
-    def hold(self, marker: Marker, *, deadline: float) -> Hold:
+    def hold(self, marker: Marker, *, deadline: float) -> Lease:
         self.check()
-        gone = TransferError(f"version {marker.version} was retired while it was being opened")
         try:
             path = self._lock_path(marker.version)
             hold = Hold(open_own(path, os.O_RDONLY, user=self._place.user), fcntl.LOCK_SH)
         except (FileNotFoundError, BlockingIOError) as error:
-            raise gone from error
+            raise retired(marker.version) from error
         try:
             # The owner hides a version before it lets go of the lock.
             if marker not in self.markers():
-                raise gone
+                raise retired(marker.version)
         except BaseException:
             hold.close()
             raise
-        return hold
+        return Lease(math.inf, hold.close)
 
     def post(self, name: str, text: str, *, deadline: float) -> None:
         self.write(f"{name}.json", [text.encode()])
@@ -190,13 +189,7 @@ class DirectoryCommits:
 
     def check(self, *, owner: bool = False) -> None:
         """Refuse a call after the end, or one that only the owner may make."""
-        if self._closed:
-            raise ClosedError("the transport was closed")
-        if owner and self._owned is None:
-            raise UsageError(
-                "only the owner begins and commits. "
-                "Construct the transport of trainer rank 0 with owner=True."
-            )
+        check_call(closed=self._closed, may=not owner or self._owned is not None)
 
     def no_room(self, error: OSError, size_bytes: int) -> Exception:
         """Return the error that a caller is told where a file could not be written."""
@@ -218,6 +211,7 @@ class DirectoryCommits:
         """Take the lock of a version that nobody holds, so that nobody can take hold of it."""
         never = threading.Event()
         while True:
+            self.check()  # `close` waits for this thread.
             fd = open_own(self._lock_path(marker.version), os.O_RDONLY, user=self._place.user)
             try:
                 return Hold(fd, fcntl.LOCK_EX)

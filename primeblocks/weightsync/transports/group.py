@@ -1,4 +1,16 @@
-"""Transport over a process group of trainer ranks and readers, which all commit, or none."""
+"""A transport over a process group of trainer ranks and readers, which all commit, or none.
+
+A sync is a `Transaction`. Its states are notes in the store, and the first word of each stands:
+
+    begun ----------> going --------> decided: "commit", or "abort" and the reason
+      |
+      +---> called off: nothing was sent, and the group can still be used
+
+Rank 0 writes `begun`. Each reader joins. When all have joined, rank 0 writes `go`. Until then any
+rank may call the sync off. Then trainer ranks send, and readers check and vote. The last vote
+writes "commit". A rank that fails or is late writes "abort". Messages may be under way after
+"abort", so this end refuses further use (`_broken`).
+"""
 
 from __future__ import annotations
 
@@ -29,10 +41,9 @@ _GRACE_S = 1.0
 class GroupTransport:
     """A transport from rank to rank, point to point over gloo or NCCL. Every rank has one.
 
-    A publish waits for every reader to ask, and no reader returns a version that not all have:
-    the decision is written into the store once. The last reader to have checked its bytes writes
-    "commit"; a rank that fails or whose time is up writes "abort"; the first word stands and all
-    follow it, whichever ranks die and whenever, as long as the store outlives the ranks.
+    A publish waits for every reader to ask, and no reader returns a version that not all have.
+    The decision is in the store: all ranks follow it, whichever ranks die and whenever, as long as
+    the store outlives the ranks.
 
     After a TransferError that says so the group cannot be used again: make a new group of living
     ranks (a restarted one may join), and new transports with the same store; then publish the same
@@ -195,7 +206,7 @@ class GroupTransport:
         """
         now, text = self._now, marker.to_json()
         with self._aborting(deadline):
-            now.follow(lambda: now.post("marker", text, deadline=deadline), deadline=deadline)
+            now.finish(lambda: now.post("marker", text, deadline=deadline), deadline=deadline)
         self._open = False
         self._markers = (*self._markers[-1:], marker)
 
@@ -297,7 +308,7 @@ class GroupTransport:
             now.abort(f"rank {self._rank} met {error}"[:_REASON_CHARS], deadline=deadline)
             return
         with self._aborting(deadline):
-            now.follow(lambda: now.vote(self._readers, deadline=deadline), deadline=deadline)
+            now.finish(lambda: now.vote(self._readers, deadline=deadline), deadline=deadline)
 
     def _arrived(self, request: ReceiveRequest, base: int | None, deadline: float) -> Incoming:
         plan, reader, now = request.plan, request.reader, self._now

@@ -110,7 +110,7 @@ def join(store: dist.Store, name: str, *, rank: int, size: int, deadline: float)
         groups.append(dist.ProcessGroupGloo(dist.PrefixStore(name, own), rank, size, patience))
 
     try:
-        Board(own, name).wait_for(connect, deadline=deadline)
+        Board(own, name).call(connect, deadline=deadline)
     except TransferError as error:
         raise TransferError(f"not all {size} ranks came together in time: {error}") from error
     return groups[0]
@@ -172,8 +172,8 @@ def send_buckets(
     size = max((buckets[message.bucket].bytes for message in messages), default=0)
     buffers = _buffers(link, messages, size)
     works: list[dist.Work | None] = [None] * _IN_FLIGHT
-    for place, message in enumerate(messages):
-        turn = place % _IN_FLIGHT
+    for number, message in enumerate(messages):
+        turn = number % _IN_FLIGHT
         _wait(works[turn], deadline)
         filled = [_fill(outgoing, message.bucket, buffers[turn])]
         to = link.trainers + message.reader
@@ -199,18 +199,18 @@ def receive_buckets(
     buffers = _buffers(link, messages, size)
     works: list[dist.Work | None] = [None] * _IN_FLIGHT
 
-    def post(place: int) -> None:
-        index = messages[place].bucket
-        buffer, sender = buffers[place % _IN_FLIGHT][: sizes[index]], plan.buckets[index].rank
-        works[place % _IN_FLIGHT] = link.group.recv([buffer], sender, 0)  # type: ignore[union-attr]
+    def post(number: int) -> None:
+        index = messages[number].bucket
+        buffer, sender = buffers[number % _IN_FLIGHT][: sizes[index]], plan.buckets[index].rank
+        works[number % _IN_FLIGHT] = link.group.recv([buffer], sender, 0)  # type: ignore[union-attr]
 
-    for place in range(len(buffers)):
-        post(place)
-    for place, message in enumerate(messages):
-        _wait(works[place % _IN_FLIGHT], deadline)
-        take(message.bucket, buffers[place % _IN_FLIGHT][: sizes[message.bucket]])
-        if place + _IN_FLIGHT < len(messages):
-            post(place + _IN_FLIGHT)
+    for number in range(len(buffers)):
+        post(number)
+    for number, message in enumerate(messages):
+        _wait(works[number % _IN_FLIGHT], deadline)
+        take(message.bucket, buffers[number % _IN_FLIGHT][: sizes[message.bucket]])
+        if number + _IN_FLIGHT < len(messages):
+            post(number + _IN_FLIGHT)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The reading end of a transport, opened in another process from its `spec()`."""
+"""Transports by their arguments, and the reading end of one from its `spec()`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from ...errors import UnsupportedError
 from .board import file_store, tcp_store
+from .carriers import Carrier, HandleCarrier, Wire, WireCarrier
 from .directory import FileTransport, SharedMemoryTransport
 from .directory_commits import DirectoryCommits
 from .group import GroupTransport
-from .handles import HandleCarrier
-from .packed_transport import PackedTransport
+from .packed import PackedTransport
 from .place import DiskPlace, PrivatePlace
 from .store_commits import StoreCommits
 from .tcp_wire import TcpWire
 from .transport import Transport
-from .wire import Wire, WireCarrier
 
-__all__ = ["open_spec", "open_transport"]
+__all__ = ["IpcTransport", "PullTransport", "open_spec", "open_transport"]
 
 Wires = Mapping[str, Callable[..., Wire]]
 # A spec is a kind and the arguments of its constructor, of which some are specs.
@@ -39,6 +41,83 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "tcp": TcpWire,
 }
 _OWNERS = {"owner", "rank"}  # Arguments of the other ends.
+
+
+def IpcTransport(
+    name: str,
+    *,
+    owner: bool = False,
+    wire: Wire | None = None,
+    device: torch.device | str = "cpu",
+    keep: bool = False,
+    root: str = "/dev/shm",
+) -> PackedTransport:
+    """Return packed buffers found through a directory: one host, one user.
+
+    Engines read them where they lie, or over a wire. An engine's death ends its hold. Markers and
+    notes are small files in a directory that only this user can read, with the promises of
+    `SharedMemoryTransport` about it.
+
+    On a GPU, close engines' ends before the trainer's: their memory is the trainer's. On a
+    GPU it has run with one trainer and one engine process; with CPU tensors everything except the
+    handles is the same.
+
+    Args:
+        name: one word that trainer and engines agree on.
+        owner: true on trainer rank 0, and there only.
+        wire: this process's. None gives engines handles of memory: memfd, or CUDA IPC.
+        device: the device on which this trainer rank packs.
+        keep: as in `PackedTransport`.
+        root: the parent of the directory, on a tmpfs.
+
+    Raises:
+        UnsupportedError: this is not Linux, `root` does not exist, or the device cannot be used.
+        UsageError: `name` is not one path component, or has a living owner; or others may rename
+            what is in `root`.
+    """
+    carrier = _carrier(wire, device)
+    place = PrivatePlace(name, root, prefix="primeblocks-ipc")
+    return PackedTransport(DirectoryCommits(place, owner=owner), carrier, keep=keep)
+
+
+def PullTransport(
+    store: dist.Store,
+    wire: Wire | None = None,
+    *,
+    name: str = "policy",
+    owner: bool = False,
+    device: torch.device | str = "cpu",
+    keep: bool = False,
+    lease_s: float = 60.0,
+    timeout_s: float = 60.0,
+) -> PackedTransport:
+    """Return packed buffers found through a store: engines fetch them over a wire, from any host.
+
+    Buffers are registered once. An engine owns the bytes that it has fetched; it has `lease_s` to
+    fetch one version. A restarted trainer starts with no version.
+
+    Args:
+        store: the same for all; one that outlives the ranks.
+        wire: this process's. It is closed with the transport. None gives engines handles of memory,
+            on one host.
+        name: names this policy, where several share the store.
+        owner: true on trainer rank 0, and there only.
+        device: the device of this process's buffers.
+        keep: as in `PackedTransport`.
+        lease_s: the time that an engine has to fetch one version; the owner's value counts.
+        timeout_s: for the construction.
+
+    Raises:
+        TransferError: the store does not answer.
+    """
+    commits = StoreCommits(store, name=name, owner=owner, lease_s=lease_s, timeout_s=timeout_s)
+    return PackedTransport(commits, _carrier(wire, device), keep=keep)
+
+
+def _carrier(wire: Wire | None, device: torch.device | str) -> Carrier:
+    if wire is None:
+        return HandleCarrier(device=device)
+    return WireCarrier(wire, device=device)
 
 
 def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Transport:

@@ -1,152 +1,179 @@
-"""Buckets one behind the other in one buffer for each trainer rank, its carrier, and its views."""
+"""A transport whose trainer ranks pack buckets into one buffer each, which engines fetch.
+
+Commits say which versions there are, and leases keep their buffers from being written to. A carrier
+brings bytes of the buffers to an engine: copied into a buffer of its own (`Packed`), or lent where
+they lie (`Borrowed`), to be read during the load while the lease holds.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from contextlib import closing
+from typing import Any, Self
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ...errors import CorruptionError, PlanError
+from ...errors import CorruptionError, DeadlineError, PlanError, TransferError
 from ...layout import Shard
-from ..held import packed_views
-from ..marker import Marker, is_count
+from ..held import Held, Lent, copied, packed_views
+from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Copy, Plan
+from .carriers import ALIGN_BYTES, Carrier, OpenedSpans, Shared, Span, noted, starts_of
+from .commits import Commits, Lease, await_versions, last_chain, newest_only
+from .transport import Begun, Incoming, ReceiveRequest
 
-__all__ = [
-    "Borrowed",
-    "Carrier",
-    "OpenedSpans",
-    "Packed",
-    "Pool",
-    "Shared",
-    "Span",
-    "noted",
-    "pack_all",
-    "pack_payloads",
-    "places",
-    "places_of_version",
-]
+__all__ = ["Borrowed", "Packed", "PackedTransport", "Pool", "starts_of_version"]
 
 _CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
-_ALIGN_BYTES = 256  # What GPUs and network cards like; every element type is aligned, too.
 
 
-class Shared(NamedTuple):
-    """A buffer of this process, and what others need to reach it. JSON-able."""
+class PackedTransport:
+    """A transport whose trainer ranks pack, and whose engines fetch from each rank when they want.
 
-    buffer: UInt8[Tensor, " bytes"]
-    note: Mapping[str, Any]
+    Each trainer rank packs its part of a version into one buffer on its device; two take turns. A
+    delta has a buffer of its own. An engine holds the version that it fetches, and its buffers are
+    not written to until it lets go: a publish waits for that until its deadline. A publish may
+    follow a failed one, and a restarted rank or engine joins by constructing its end again. A
+    version ends with any of its trainer ranks: an engine that has not fetched it keeps the one
+    before.
 
+    Peak memory: on each trainer rank, twice the bytes that it sends, and its deltas; on an engine,
+    the tensors in about three buckets of each trainer rank where it reads them in place, else the
+    buckets that it wants, twice with `keep` or deltas.
 
-class Span(NamedTuple):
-    """Bytes of a shared buffer of another process."""
+    This process's ends of commits and carrier are closed with it. The commits are its attribute.
 
-    note: Mapping[str, Any]
-    start: int
-    bytes: int
-
-
-class OpenedSpans(NamedTuple):
-    """Spans that were fetched: in a buffer of this process, or where their writer may write."""
-
-    parts: Sequence[UInt8[Tensor, " bytes"]]
-    is_own: bool
-    close: Callable[[], object]
-
-
-def noted(note: Mapping[str, Any], key: str) -> int:
-    """Return a number of a note, which somebody else has written.
-
-    Raises:
-        CorruptionError: there is none.
+    Args:
+        keep: engines keep what they receive, as the base of deltas, and so that a load that fails
+            goes back after the trainer's end.
     """
-    value = note.get(key) if isinstance(note, Mapping) else None
-    if is_count(value):
-        return value
-    raise CorruptionError(f"the place of a buffer cannot be read: {str(note)[:100]!r}")
 
-
-class Carrier(Protocol):
-    """Buffers of this process, and reads of those of others."""
+    def __init__(self, commits: Commits, carrier: Carrier, *, keep: bool = False) -> None:
+        self.commits, self._carrier, self._keep = commits, carrier, keep
+        self._receive_until = 0.0
+        self._full, self._deltas = Pool(carrier), Pool(carrier)
 
     def spec(self) -> dict[str, Any]:
-        """Return what opens its reading end in another process. JSON-able."""
-        ...
-
-    def make(self, size_bytes: int) -> Shared:
-        """Return a new buffer.
+        """Return what `open_transport` needs in another process.
 
         Raises:
-            CapacityError: there is no memory for it.
+            UnsupportedError: the commits lie in a store of this process.
         """
-        ...
+        parts = {"commits": self.commits.spec(), "carrier": self._carrier.spec()}
+        return {"kind": "packed", **parts, "keep": self._keep}
 
-    def drop(self, shared: Shared) -> None:
-        """Let nobody else reach a buffer from now on."""
-        ...
-
-    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
-        """Return spans of others' buffers, in order.
-
-        Args:
-            again: whether more will be fetched from the same buffers, or as much of others.
+    def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
+        """Owner: wait until nobody reads the version whose buffers are needed.
 
         Raises:
-            TransferError: a process is gone, or has let go of its buffer.
-            DeadlineError: they were not fetched in time.
+            CapacityError: an engine reads it.
+            TransferError: another owner took over.
         """
-        ...
+        markers = self.commits.markers(deadline=deadline)
+        self.commits.begin(version, keep=last_chain(markers), deadline=deadline)
+        return Begun(self.commits.run, newest_only(base, markers))
+
+    def send(self, outgoing: Shipment, *, deadline: float) -> None:
+        """Trainer rank: pack its buckets, and post where they are."""
+        kept = [marker.version for marker in self.commits.markers(deadline=deadline)]
+        for pool in (self._full, self._deltas):
+            pool.keep(kept)
+        if outgoing.base is None:
+            _pack_all(outgoing, self._full)
+        else:
+            _pack_payloads(outgoing, self._deltas)
+        used = self._full.used | self._deltas.used
+        for gpu in {s.buffer.device for s in used.values() if s.buffer.device.type == "cuda"}:
+            torch.cuda.synchronize(gpu)  # Others do not wait for this stream.
+        notes = {
+            str(version): {"bytes": len(shared.buffer), "at": shared.note}
+            for version, shared in used.items()
+        }
+        self.commits.post(_note(outgoing.rank), json.dumps(notes), deadline=deadline)
+
+    def commit(self, marker: Marker, *, deadline: float) -> None:
+        self.commits.commit(marker, deadline=deadline)
+
+    def abort(self, version: int) -> None:
+        self.commits.abort(version)
+
+    def markers(self) -> tuple[Marker, ...]:
+        # In a `receive`, a store that stalls has until the deadline to answer.
+        return self.commits.markers(deadline=max(self._receive_until, time.monotonic()))
+
+    def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
+        """Reader: wait for a version.
+
+        Raises:
+            UsageError: the directory belongs to another user, or others may write to it.
+        """
+        self._receive_until = request.deadline
+        ends = self.commits, self._carrier
+        chain = await_versions(self.commits, request)
+        return [_Incoming(*ends, request, marker, keep=self._keep) for marker in chain]
 
     def close(self) -> None:
-        """Let go of everything. Twice is fine."""
-        ...
+        """Let go. The owner's versions end; twice is fine."""
+        try:
+            self.commits.close()
+        finally:
+            self._full.close()
+            self._deltas.close()
+            self._carrier.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-def places(
-    sizes: Mapping[int, int], *, align_bytes: int = _ALIGN_BYTES
-) -> tuple[dict[int, int], int]:
-    """Return the start of each bucket in a buffer, and the bytes of the buffer. Pure."""
-    starts, end = {}, 0
-    for index, size in sizes.items():
-        starts[index] = end
-        end += -(-size // align_bytes) * align_bytes
-    return starts, end
+class Pool:
+    """Buffers of one trainer rank. One that is no longer read is used again.
 
+    One of them waits for the next version of its size.
 
-def places_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
-    """Return the places of a rank's buckets in a version: aligned where it is full. Pure."""
-    sizes = {index: marker.sizes[index] for index in plan.of_rank(rank)}
-    return places(sizes, align_bytes=_ALIGN_BYTES if marker.base is None else 1)
+    Attributes:
+        used: the buffers in use, by version.
+    """
 
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self.used: dict[int, Shared] = {}
+        self._spare: Shared | None = None
 
-def pack_all(outgoing: Shipment, pool: Pool) -> None:
-    """Write a rank's buckets to one buffer."""
-    plan = outgoing.plan
-    sizes = {index: plan.buckets[index].bytes for index in plan.of_rank(outgoing.rank)}
-    starts, size_bytes = places(sizes)
-    buffer = pool.take(outgoing.version, size_bytes)
-    outgoing.fill_all(
-        (index, packed_views(plan, index, buffer[start : start + sizes[index]]))
-        for index, start in starts.items()
-    )
+    def keep(self, versions: Collection[int]) -> None:
+        """Free the buffers of all other versions."""
+        for version in [version for version in self.used if version not in versions]:
+            self._drop_spare()
+            self._spare = self.used.pop(version)
 
+    def take(self, version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
+        """Return a buffer for a version. Drops a spare of another size first, for its room."""
+        size_bytes = max(1, size_bytes)  # There is nothing to map or register of an empty one.
+        if self._spare is None or len(self._spare.buffer) != size_bytes:
+            self._drop_spare()
+            self._spare = self._carrier.make(size_bytes)
+        self.used[version], self._spare = self._spare, None
+        return self.used[version].buffer
 
-def pack_payloads(outgoing: Shipment, pool: Pool) -> None:
-    """Write a rank's deltas to one buffer."""
-    payloads = {index: outgoing.payload(index) for index in outgoing.plan.of_rank(outgoing.rank)}
-    sizes = {index: len(payload) for index, payload in payloads.items()}
-    starts, size_bytes = places(sizes, align_bytes=1)
-    # A power of two, so that buffers of other deltas fit, which are registered.
-    buffer = pool.take(outgoing.version, 1 << max(0, size_bytes - 1).bit_length())
-    for index, start in starts.items():
-        # Bytes of a delta may not be written to, which frombuffer asks for.
-        payload = torch.frombuffer(bytearray(payloads[index]), dtype=torch.uint8)
-        buffer[start : start + sizes[index]].copy_(payload)
+    def close(self) -> None:
+        """Drop them all."""
+        self.keep(())
+        self._drop_spare()
+
+    def _drop_spare(self) -> None:
+        if self._spare is not None:
+            self._carrier.drop(self._spare)
+        self._spare = None
 
 
 class Packed:
@@ -203,9 +230,7 @@ class Borrowed:
 
     stays = False
 
-    def __init__(
-        self, buckets: Mapping[int, Tensor], *, close: Callable[[], object] = list
-    ) -> None:
+    def __init__(self, buckets: Mapping[int, Tensor], *, close: Callable[[], object]) -> None:
         self._buckets = buckets
         self.device = next((part.device for part in buckets.values()), torch.device("cpu"))
         self.close = weakref.finalize(self, close)
@@ -222,41 +247,139 @@ class Borrowed:
             yield part.clone() if into is None else into[start : start + step].copy_(part)
 
 
-class Pool:
-    """Buffers of one trainer rank by version. One that is no longer read is used again.
+class _Incoming:
+    """A committed version in buffers of trainer ranks."""
 
-    One of them waits for the next version of its size.
-    """
+    def __init__(
+        self,
+        commits: Commits,
+        carrier: Carrier,
+        request: ReceiveRequest,
+        marker: Marker,
+        *,
+        keep: bool,
+    ) -> None:
+        self.marker = marker
+        self._commits, self._carrier, self._request = commits, carrier, request
+        self._keep = keep
+        self._payloads: dict[int, memoryview] = {}
+        self._lock = threading.Lock()  # A reader applies deltas in several threads.
 
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
-        self._used: dict[int, tuple[int, Shared]] = {}
-        self._spare: tuple[int, Shared] | None = None
+    def whole(self) -> Held | Lent:
+        plan, request = self._request.plan, self._request
+        lease = self._commits.hold(self.marker, deadline=request.deadline)
+        try:
+            buckets, opened = self._fetch(lease, again=True)
+            if opened.is_own:
+                held = Packed(plan, buckets, stays=self._keep, close=opened.close)
+                lease.close()
+                return held
+        except BaseException:
+            lease.close()
+            raise
 
-    def keep(self, versions: Collection[int]) -> None:
-        """Free the buffers of all other versions."""
-        for version in [version for version in self._used if version not in versions]:
-            self._drop_spare()
-            self._spare = self._used.pop(version)
+        def close() -> None:
+            try:
+                opened.close()
+            finally:
+                lease.close()
 
-    def take(self, version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Return a buffer for a version. Drops a spare of another size first, for its room."""
-        if self._spare is None or self._spare[0] != size_bytes:
-            self._drop_spare()
-            self._spare = size_bytes, self._carrier.make(size_bytes)
-        self._used[version], self._spare = self._spare, None
-        return self._used[version][1].buffer
+        lent = Borrowed(buckets, close=close)
+        if not self._keep and lease.until == math.inf:
+            return lent
+        try:
+            until = min(lease.until, request.deadline)
+            return copied(plan, request.reader, lent, stays=self._keep, deadline=until)
+        finally:
+            lent.close()
 
-    def by_version(self) -> dict[int, Shared]:
-        """Return the buffers in use, by version."""
-        return {version: shared for version, (_, shared) in self._used.items()}
+    def payload(self, index: int) -> memoryview:
+        with self._lock:
+            if not self._payloads:
+                self._payloads = self._fetch_payloads()
+        return self._payloads[index]
 
-    def close(self) -> None:
-        """Drop them all."""
-        self.keep(())
-        self._drop_spare()
+    def settle(self, error: str, *, deadline: float) -> None:
+        """Do nothing: what is committed stands, whoever reads it."""
 
-    def _drop_spare(self) -> None:
-        if self._spare is not None:
-            self._carrier.drop(self._spare[1])
-        self._spare = None
+    def _fetch_payloads(self) -> dict[int, memoryview]:
+        lease = self._commits.hold(self.marker, deadline=self._request.deadline)
+        with closing(lease):
+            buckets, opened = self._fetch(lease, again=False)
+            with closing(opened):
+                payloads = {
+                    index: memoryview(part.cpu().numpy().tobytes())
+                    for index, part in buckets.items()
+                }
+            if time.monotonic() > lease.until:
+                raise DeadlineError("the lease was over before a delta was read")
+        return payloads
+
+    def _fetch(self, lease: Lease, *, again: bool) -> tuple[dict[int, Tensor], OpenedSpans]:
+        """Return the buckets that this reader wants of the version, and what they were read by."""
+        spans = dict(self._spans())
+        until = min(lease.until, self._request.deadline)
+        opened = self._carrier.fetch(list(spans.values()), again=again, deadline=until)
+        return dict(zip(spans, opened.parts, strict=True)), opened
+
+    def _spans(self) -> Iterator[tuple[int, Span]]:
+        """Yield the spans of the buckets that this reader wants."""
+        plan, marker, deadline = self._request.plan, self.marker, self._request.deadline
+        mine = set(plan.of_reader(self._request.reader))
+        ranks = sorted({plan.buckets[index].rank for index in mine})
+        for done, rank in enumerate(ranks):
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"found the buffers of {done} of {len(ranks)} ranks in time")
+            said = self._commits.look(_note(rank), run=marker.run, deadline=deadline)
+            size, note = _noted(said, rank, marker.version)
+            starts, size_bytes = starts_of_version(plan, marker, rank)
+            if size < size_bytes:
+                raise CorruptionError(
+                    f"rank {rank} has {size:,} bytes; the plan needs {size_bytes:,}"
+                )
+            for index in sorted(mine & starts.keys()):
+                yield index, Span(note, starts[index], marker.sizes[index])
+
+
+def _note(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str, Any]]:
+    """Return the bytes of a rank's buffer and what a carrier needs for it, from its note."""
+    with as_corruption(f"the note of rank {rank}"):
+        found = None if said is None else json.loads(said).get(str(version))
+        if found is not None:
+            return noted(found, "bytes"), dict(found["at"])
+    raise TransferError(f"rank {rank} has not version {version} any more. Receive the newest.")
+
+
+def starts_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
+    """Return `starts_of` a rank's buckets in a version: aligned where it is full. Pure."""
+    sizes = {index: marker.sizes[index] for index in plan.of_rank(rank)}
+    return starts_of(sizes, align_bytes=ALIGN_BYTES if marker.base is None else 1)
+
+
+def _pack_all(outgoing: Shipment, pool: Pool) -> None:
+    """Write a rank's buckets to one buffer."""
+    plan = outgoing.plan
+    sizes = {index: plan.buckets[index].bytes for index in plan.of_rank(outgoing.rank)}
+    starts, size_bytes = starts_of(sizes)
+    buffer = pool.take(outgoing.version, size_bytes)
+    outgoing.fill_all(
+        (index, packed_views(plan, index, buffer[start : start + sizes[index]]))
+        for index, start in starts.items()
+    )
+
+
+def _pack_payloads(outgoing: Shipment, pool: Pool) -> None:
+    """Write a rank's deltas to one buffer."""
+    payloads = {index: outgoing.payload(index) for index in outgoing.plan.of_rank(outgoing.rank)}
+    sizes = {index: len(payload) for index, payload in payloads.items()}
+    starts, size_bytes = starts_of(sizes, align_bytes=1)
+    # A power of two, so that buffers of other deltas fit, which are registered.
+    buffer = pool.take(outgoing.version, 1 << max(0, size_bytes - 1).bit_length())
+    for index, start in starts.items():
+        # Bytes of a delta may not be written to, which frombuffer asks for.
+        payload = torch.frombuffer(bytearray(payloads[index]), dtype=torch.uint8)
+        buffer[start : start + sizes[index]].copy_(payload)

@@ -6,16 +6,16 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import CapacityError, ClosedError, TransferError, UsageError
+from ...errors import CapacityError, TransferError, UsageError
 from ..marker import Marker, as_corruption
 from .board import Board, store_spec
+from .commits import Lease, check_call, retired
 
 __all__ = ["StoreCommits"]
 
@@ -100,15 +100,17 @@ class StoreCommits:
         record = self._read(deadline)
         return () if record is None else record.markers
 
-    def hold(self, marker: Marker, *, deadline: float) -> _StoreLease:
+    def hold(self, marker: Marker, *, deadline: float) -> Lease:
         start = time.monotonic()
         self._count(marker.run, marker.version, "held", 1, deadline)
         # The owner hides a version before it counts, so one of the two sees the other.
         now = self._read(deadline)
         if now is None or marker not in now.markers:
             self._release(marker, deadline)
-            raise TransferError(f"version {marker.version} was retired while it was being opened")
-        return _StoreLease(start + now.lease_s, partial(self._release, marker, deadline))
+            raise retired(marker.version)
+        once = ExitStack()
+        once.callback(self._release, marker, deadline)
+        return Lease(start + now.lease_s, once.close)
 
     def post(self, name: str, text: str, *, deadline: float) -> None:
         record = self._read(deadline)
@@ -148,6 +150,7 @@ class StoreCommits:
     def _await_readers(self, mine: _Record, version: int, over: float, deadline: float) -> None:
         never = threading.Event()
         while time.monotonic() < over:
+            self._check()
             held = self._count(mine.run, version, "held", 0, deadline)
             if held == self._count(mine.run, version, "let_go", 0, deadline):
                 return
@@ -175,24 +178,7 @@ class StoreCommits:
         return self._board.add(f"{run}/{version}/{what}", amount, deadline=deadline)
 
     def _check(self, *, owner: bool = False) -> None:
-        if self._closed:
-            raise ClosedError("the transport was closed")
-        if owner and not self._owner:
-            raise UsageError(
-                "only the owner begins and commits. "
-                "Construct the transport of trainer rank 0 with owner=True."
-            )
-
-
-class _StoreLease:
-    """A count of one reader, which the owner waits for until the lease is over."""
-
-    def __init__(self, until: float, release: Callable[[], object]) -> None:
-        self.until, self._release = until, [release]
-
-    def close(self) -> None:
-        while self._release:
-            self._release.pop()()
+        check_call(closed=self._closed, may=not owner or self._owner)
 
 
 def _parsed(text: str) -> _Record:

@@ -16,8 +16,8 @@ from typing import Any, Self
 from torch import Tensor
 
 from ...errors import CorruptionError, DeadlineError, TransferError, UnsupportedError, UsageError
-from .packed import noted
-from .wire import Read
+from ..marker import as_corruption
+from .carriers import Read, noted
 
 __all__ = ["TcpWire"]
 
@@ -97,14 +97,14 @@ class TcpWire:
         """
         links: dict[_Address, socket.socket] = {}
         with ExitStack() as until_read:
-            for place, read in enumerate(reads):
+            for done, read in enumerate(reads):
                 at = _address(read.note)
                 try:
                     if at not in links:
                         links[at] = until_read.enter_context(_connected(at, deadline))
                     _read(links[at], read, deadline)
                 except TimeoutError as error:
-                    raise DeadlineError(f"{place} of {len(reads)} reads in time") from error
+                    raise DeadlineError(f"{done} of {len(reads)} reads in time") from error
                 except OSError as error:
                     where = f"{at[0]}:{at[1]}"
                     raise TransferError(f"a read from {where} failed: {error}") from error
@@ -194,7 +194,7 @@ def _address(note: Mapping[str, Any]) -> _Address:
     port, host = noted(note, "port"), note.get("host")
     if isinstance(host, str) and 0 < port < 1 << 16:
         return host, port
-    raise CorruptionError(f"the place of a buffer cannot be read: {str(note)[:100]!r}")
+    raise CorruptionError(f"the note of a buffer cannot be read: {str(note)[:100]!r}")
 
 
 def _connected(at: _Address, deadline: float) -> socket.socket:
@@ -213,13 +213,10 @@ def _connected(at: _Address, deadline: float) -> socket.socket:
 
 
 def _read(link: socket.socket, read: Read, deadline: float) -> None:
-    try:
+    with as_corruption("the note of a buffer"):
         token = bytes.fromhex(read.note["token"])
-        request = _REQUEST.pack(token, read.start, len(read.target))
-    except (KeyError, TypeError, ValueError, struct.error) as error:
-        raise CorruptionError(f"the place of a buffer cannot be read: {error}") from error
     link.settimeout(_left_s(deadline))
-    link.sendall(request)
+    link.sendall(_REQUEST.pack(token, read.start, len(read.target)))
     answer = _receive(link, len(_GRANTED))
     if answer is None:
         raise ConnectionResetError("the other process hung up")

@@ -27,7 +27,7 @@ def test_claims_are_the_next_free_frames_of_the_sweep(count, steps):
             fence = count if any(frame >= fence for frame in free) else fence
             head = free[-1] + 1 if free else head
         elif step == "release" and number in taken:
-            frames.release(number)
+            frames.release([number])
             taken.remove(number)
         elif step == "fence":
             frames.fence(number)
@@ -49,8 +49,7 @@ def test_frames_behind_a_fence_lift_it_once_they_are_taken():
     frames = Frames(4)
     frames.fence(1)
     assert frames.claim(3) == [0, 1, 2]
-    for frame in range(3):
-        frames.release(frame)
+    frames.release(range(3))
     assert frames.claim(1) == [3]  # with the fence it would be 0
 
 
@@ -59,5 +58,5 @@ def test_clear_lifts_a_fence():
     frames.fence(1)
     frames.clear()
     assert frames.claim(1) == [0]
-    frames.release(0)
+    frames.release([0])
     assert frames.claim(1) == [1]

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 
 import pytest
 
-from primeblocks.errors import CapacityError, PrimeblocksError, UsageError
+from primeblocks.errors import CapacityError, CorruptionError, PrimeblocksError, UsageError
 from tests.kvoffload.disk.faults import Fault, FaultySystem
 from tests.kvoffload.disk.small import (
     FRAME,
@@ -331,3 +331,45 @@ def test_a_file_system_that_is_full_for_long_keeps_taking_pages(tmp_path):
             assert state(tier) == before
     finally:
         subprocess.run(["umount", str(tmp_path / "small")], check=True)
+
+
+class Unseen(Unsynced):
+    """Cannot look at a file of the index at chosen looks."""
+
+    looks, fails = 0, ()
+
+    def stamp(self, file):
+        if not isinstance(file, int) and file.name.startswith("index"):
+            self.looks += 1
+            if self.looks in self.fails:
+                raise OSError(errno.EIO, "stat")
+        return super().stamp(file)
+
+
+@pytest.mark.parametrize("look", range(1, 5))
+def test_a_look_at_the_index_that_fails_costs_no_page(tmp_path, look):
+    system = Unseen()
+    tier = open_tier(tmp_path, system=system)
+    assert tier.put([record(0), record(1)]) == [None, None]
+    system.fails = (system.looks + look,)
+    (answer,) = tier.put([record(2)])
+    kept = [0, 1] if answer is not None else [0, 1, 2]
+    assert system.looks >= system.fails[0]
+    assert state(tier) == {number: content_of(number).tobytes() for number in kept}
+    tier.drop([key_of(2)])
+    assert_serves(tier)
+    assert_reopens(tmp_path, tier)
+
+
+def test_an_index_that_is_removed_after_a_failed_look_is_reported(tmp_path):
+    system = Unseen()
+    tier = open_tier(tmp_path, system=system)
+    assert tier.put([record(0), record(1)]) == [None, None]
+    system.fails = (system.looks + 3,)  # The first one after the change.
+    assert tier.put([record(2)]) == [None]
+    for file in tmp_path.glob("index*"):
+        file.unlink()
+    (answer,) = tier.put([record(3)])
+    assert isinstance(answer, CorruptionError)
+    assert tier.put([record(4)]) == [None]
+    assert_reopens(tmp_path, tier)

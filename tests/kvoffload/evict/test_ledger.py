@@ -29,9 +29,7 @@ FOREIGN = Choice(Candidate(key_of(0), last_used=1))
 
 
 def ledger_for(policy=None, **how):
-    ledger = PageLedger(**how)
-    ledger.keep(facts_of(policy or RolloutAware()))
-    return ledger
+    return PageLedger(policy or RolloutAware(), **how)
 
 
 def use(ledger, number, *rollouts, **how):
@@ -39,10 +37,10 @@ def use(ledger, number, *rollouts, **how):
     return key_of(number)
 
 
-def leave(ledger, *, pages=1, policy=None):
+def leave(ledger, *, pages=1):
     left = []
     for _ in range(pages):
-        left.append(ledger.victim(policy or RolloutAware(), version=0)[0])
+        left.append(ledger.victim(version=0)[0])
         ledger.remove(left[-1])
     return left
 
@@ -76,7 +74,7 @@ def test_stale_versions_go_first_then_what_ended_and_neither_is_demoted(policy):
     ledger.end("done")
     left = []
     for _ in range(4):
-        left.append(ledger.victim(policy, version=5))
+        left.append(ledger.victim(version=5))
         ledger.remove(left[-1][0])
     numbers = [(int.from_bytes(key.hash), demote) for key, demote in left]
     assert numbers == [(3, False), (2, False), (1, False), (0, True)]
@@ -99,7 +97,7 @@ def compare(history, policy, *, capacity):
             by_version[page.key.version] = page.key
         by_version.pop(None, None)
         assert {page.key.version: page.key for page in seen.by_version} == by_version
-        return ledger.victim(policy, version=version)[0]
+        return ledger.victim(version=version)[0]
 
     play(history, ledger, plain, check, capacity=capacity)
 
@@ -148,7 +146,7 @@ def test_a_page_of_an_ended_rollout_counts_as_eight_times_as_old(age, first):
     ledger.end("done")
     use(ledger, 9)
     ledger.remove(key_of(9))
-    key, demote = ledger.victim(RolloutAware(), version=0)
+    key, demote = ledger.victim(version=0)
     assert (key, demote) == (key_of(first), first == 0)
 
 
@@ -173,7 +171,7 @@ def test_a_rollout_that_waits_for_a_quick_tool_outlives_one_that_waits_for_a_slo
         for tool in (first, second):
             use(ledger, rollouts[tool][0], tool)
             ledger.pause(tool, tool)
-        assert ledger.victim(RolloutAware(), version=0)[0] == key_of(2)
+        assert ledger.victim(version=0)[0] == key_of(2)
 
 
 def test_the_end_of_the_queue_leaves_first_and_its_head_last():
@@ -276,12 +274,11 @@ def test_a_rollout_that_has_pages_again_is_not_forgotten():
 def test_after_a_policy_that_fails_the_least_recently_used_page_leaves(wrong, caplog):
     ledger = ledger_for(wrong)
     keys = [use(ledger, number, "a") for number in (0, 1, 0)]
-    assert ledger.victim(wrong, version=0) == (keys[1], True)
+    assert ledger.victim(version=0) == (keys[1], True)
     assert "the least recently used page leaves" in caplog.text
 
 
 def test_facts_of_pages_that_a_tier_had_when_it_was_opened():
-    ledger = PageLedger([key_of(number, version=number) for number in range(3)])
-    ledger.keep(RolloutAware(1).facts)
+    ledger = PageLedger(RolloutAware(9), [key_of(number, version=number) for number in range(3)])
     assert [page.key.version for page in ledger.snapshot(version=9).by_version] == [0, 1, 2]
-    assert leave(ledger, policy=RolloutAware(9)) == [key_of(0, version=0)]
+    assert leave(ledger) == [key_of(0, version=0)]

@@ -3,9 +3,9 @@
 from collections import deque
 
 from primeblocks.errors import CapacityError, CorruptionError
-from primeblocks.kvoffload.store.catalogue import Catalogue
-from primeblocks.kvoffload.store.level import Level
-from primeblocks.kvoffload.store.moves import (
+from primeblocks.kvoffload.catalogue import Catalogue
+from primeblocks.kvoffload.lower import Level
+from primeblocks.kvoffload.moves import (
     Ask,
     Clear,
     CopyIn,
@@ -33,8 +33,9 @@ class Disk:
     """
 
     def __init__(self, pages, *, shared=False, really=None):
+        self.name = f"disk {id(self)}"
         self.pages = {}
-        self.room = pages
+        self.capacity_pages = pages
         self.really = really
         self.shared = shared
         self.hangs = False
@@ -50,16 +51,7 @@ class Simulation:
         self.random = random
         self.disks = disks
         self.clock = ManualClock()
-        self.levels = [
-            Level(
-                f"disk {n}",
-                disk.keys(),
-                capacity_pages=disk.room,
-                shared=disk.shared,
-                clock=self.clock.now,
-            )
-            for n, disk in enumerate(disks)
-        ]
+        self.levels = [Level(disk, evict, patience_s=1.0, clock=self.clock.now) for disk in disks]
         self.flushes = []
         self.catalogue = Catalogue(
             frames=frames,
@@ -170,7 +162,7 @@ class Simulation:
         while self.step():
             self.clock.advance(self.random.choice([0, 0, 0.5]))
         self.clock.advance(1.5)
-        self.catalogue.tick()
+        self.catalogue.settle()
         while self.step():
             pass
         assert not self.catalogue._waiting, "a page waits for a tier that hangs"
@@ -182,7 +174,7 @@ class Simulation:
 
     def rest(self):
         self.clock.advance(self.random.choice([0.3, 1.5, 40.0]))
-        self.catalogue.tick()
+        self.catalogue.settle()
 
     def flush(self):
         """Every page that host memory has is below, or the caller hears that one is not."""
@@ -250,7 +242,7 @@ class Simulation:
                     error = CapacityError("full")
                 if error is None:
                     disk.pages[move.page.key] = self.frames[move.page.frame]
-                    assert disk.shared or len(disk.pages) <= disk.room
+                    assert disk.shared or len(disk.pages) <= disk.capacity_pages
                 self.catalogue.written(move, error)
             case Drop():
                 disk.pages.pop(move.key, None)

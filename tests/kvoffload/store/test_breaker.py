@@ -1,8 +1,8 @@
 """The three states of a circuit breaker, and what moves between them."""
 
 from primeblocks.errors import CapacityError
-from primeblocks.kvoffload.store.breaker import Breaker, Circuit
-from primeblocks.kvoffload.store.moves import Recalled
+from primeblocks.kvoffload.lower import Breaker, Circuit
+from primeblocks.kvoffload.moves import Recalled
 from primeblocks.testing.faults import ManualClock
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.errors import ShapeError, UnsupportedError
+from primeblocks.kvoffload.copier import copy_pages
 from primeblocks.kvoffload.page import pack_attachments, unpack_attachments
-from primeblocks.kvoffload.store.copier import copy_pages, page_parts
+from primeblocks.kvoffload.pending import page_parts
 
 
 def gather(page, frame):

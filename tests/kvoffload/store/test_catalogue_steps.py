@@ -1,11 +1,9 @@
 """One step at a time: what each move does to frames, counts and the next tier."""
 
 from primeblocks.errors import CorruptionError
-from primeblocks.kvoffload import PageKey
+from primeblocks.kvoffload.catalogue import Catalogue
 from primeblocks.kvoffload.evict import VersionAware, lru
-from primeblocks.kvoffload.store.catalogue import Catalogue
-from primeblocks.kvoffload.store.level import Level
-from primeblocks.kvoffload.store.moves import (
+from primeblocks.kvoffload.moves import (
     Ask,
     CopyIn,
     CopyOut,
@@ -18,10 +16,7 @@ from primeblocks.kvoffload.store.moves import (
     Write,
 )
 from primeblocks.testing.faults import ManualClock
-
-
-def key_of(number):
-    return PageKey("s", bytes([number]))
+from tests.kvoffload.store.calls import key_of, level_of
 
 
 class Steps:
@@ -82,12 +77,12 @@ class Steps:
         return [move.page.key.hash[0] for move in self.done if isinstance(move, Write)]
 
 
-def disk(*numbers, pages=8, name="disk"):
-    return Level(name, map(key_of, numbers), capacity_pages=pages, shared=False)
+def disk(*numbers, **how):
+    return level_of(numbers, **how)
 
 
 def common():
-    return Level("common", [], capacity_pages=0, shared=True)
+    return level_of(name="common", shared=True)
 
 
 def test_a_frame_given_back_goes_to_who_waits_at_once():
@@ -107,11 +102,11 @@ def test_a_save_looks_at_no_page_that_a_hung_tier_holds(monkeypatch):
     counts = []
     for held in (2, 14):
         clock = ManualClock()
-        level = Level("disk", [], capacity_pages=200, shared=False, clock=clock.now)
+        level = level_of(pages=200, clock=clock.now)
         steps = Steps(32, level, max_pending=held)
         steps.save(*range(32 + held), hold=Write)
         clock.advance(2)
-        steps.catalogue.tick()
+        steps.catalogue.settle()
         steps.settle(Write)
         assert level.breaker.silent()
         assert level.breaker.writing > held
@@ -215,7 +210,7 @@ def rollouts(ledger, number):
 
 
 def test_rollouts_go_down_and_up_with_their_pages():
-    below = disk()
+    below = disk(evict=VersionAware(9))
     steps = Steps(1, below, evict=VersionAware(9))
     host = steps.catalogue._ledger
     steps.save(0, users=("one",))
@@ -232,7 +227,7 @@ def test_rollouts_go_down_and_up_with_their_pages():
 
 
 def test_a_page_that_is_saved_from_leaving_keeps_its_rollouts():
-    below = disk()
+    below = disk(evict=VersionAware(9))
     steps = Steps(1, below, evict=VersionAware(9))
     steps.save(0, users=("one",))
     _, (write,) = steps.save(1, hold=Write)
@@ -242,7 +237,7 @@ def test_a_page_that_is_saved_from_leaving_keeps_its_rollouts():
 
 
 def test_a_rollout_ends_once_for_a_page_that_leaves_again():
-    steps = Steps(1, disk(), evict=VersionAware(9))
+    steps = Steps(1, disk(evict=VersionAware(9)), evict=VersionAware(9))
     host = steps.catalogue._ledger
     steps.save(0, users=("one",))
     steps.save(1, hold=Write)  # For which page 0 has to leave, again and again.

@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import CapacityError, CorruptionError
-from primeblocks.kvoffload import HostTier, PageKey, TieredStore
-from primeblocks.kvoffload.evict import Facts, VersionAware, lru
-from primeblocks.kvoffload.store import copier
-from primeblocks.kvoffload.store.catalogue import Catalogue
-from primeblocks.kvoffload.store.level import Level
-from primeblocks.kvoffload.store.moves import (
+from primeblocks.kvoffload import HostTier, PageKey, TieredStore, copier
+from primeblocks.kvoffload.catalogue import Catalogue
+from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
+from primeblocks.kvoffload.moves import (
     CopyIn,
     CopyOut,
     LoadRequest,
@@ -20,7 +18,7 @@ from primeblocks.kvoffload.store.moves import (
 from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
-from tests.kvoffload.store.calls import key_of, load, page_of, save
+from tests.kvoffload.store.calls import key_of, level_of, load, page_of, save
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -73,7 +71,7 @@ def test_no_load_after_clear_finds_a_page_of_a_shared_tier(host, memory):
 
 
 def test_a_question_asked_before_clear_brings_no_page_back():
-    catalogue, _ = catalogue_of(2, [Level("common", [], capacity_pages=0, shared=True)])
+    catalogue, _ = catalogue_of(2, [level_of(name="common", shared=True)])
     catalogue.load([LoadRequest(key_of(0))])
     (ask,) = catalogue.take()
     catalogue.clear()
@@ -103,7 +101,7 @@ def test_a_full_tier_is_written_in_batches_too(host, memory):
 
 
 def test_a_page_that_is_used_before_it_left_was_not_evicted():
-    catalogue, _ = catalogue_of(16, [Level("disk", [], capacity_pages=64, shared=False)])
+    catalogue, _ = catalogue_of(16, [level_of(pages=64)])
     put(catalogue, *range(16))
     settle(catalogue)
     for _ in range(50):
@@ -128,7 +126,7 @@ def test_without_a_tier_below_no_page_is_chosen_ahead_of_need():
 
 @pytest.mark.parametrize("held", [CopyIn, Write])
 def test_a_rollout_that_ended_stays_ended(held):
-    level = Level("disk", [], capacity_pages=8, shared=False)
+    level = level_of(evict=VersionAware(9))
     catalogue, _ = catalogue_of(1, [level], evict=VersionAware(9))
     put(catalogue, 0, users=("one",))
     waiting = settle(catalogue, hold=held)
@@ -147,7 +145,7 @@ def test_a_rollout_that_ended_stays_ended(held):
 
 
 def test_a_load_says_which_tier_served_it():
-    level = Level("disk", [key_of(0)], capacity_pages=8, shared=False)
+    level = level_of([0])
     catalogue, _ = catalogue_of(2, [level])
     request = LoadRequest(key_of(0))
     catalogue.load([request])
@@ -160,40 +158,39 @@ def test_a_load_says_which_tier_served_it():
 
 def test_demoted_pages_keep_the_order_of_their_rollout():
     """A rollout's last page leaves host memory first, and is the first to leave the disk too."""
-    level = Level("disk", [], capacity_pages=3, shared=False)
-    level.ledger.keep(~Facts.NONE)
+    level = level_of(pages=3, evict=RolloutAware(1))
     for number in (2, 1, 0):
-        copy, _ = level.admit(key_of(number), lru, version=0)
+        copy, _ = level.admit(key_of(number), version=0, feed=1)
         level.written(key_of(number), copy, length=1, users=("one",))
     (one,) = level.ledger.snapshot(version=0).live
     assert one.page.key == key_of(2)
 
 
 def test_pages_refused_together_leave_a_full_tier_what_it_holds():
-    level = Level("disk", [], capacity_pages=8, shared=False)
-    pages = [(key_of(n), level.admit(key_of(n), lru, version=0)[0]) for n in range(5)]
+    level = level_of()
+    pages = [(key_of(n), level.admit(key_of(n), version=0, feed=1)[0]) for n in range(5)]
     for key, copy in pages[:3]:
         level.written(key, copy, length=1, users=())
     for key, copy in pages[3:]:  # Admitted before the first was refused; no page left for them.
         level.refused(key, copy, CapacityError("full"))
     assert level.breaker.room == 3
-    copy, left = level.admit(key_of(9), lru, version=0)
+    copy, left = level.admit(key_of(9), version=0, feed=1)
     assert copy is not None
-    assert left == [key_of(0)]
+    assert left == key_of(0)
     level.refused(key_of(9), copy, CapacityError("full"))
-    assert level.admit(key_of(9), lru, version=0) == (None, [])  # Until the rest is over.
+    assert level.admit(key_of(9), version=0, feed=1) == (None, None)  # Until the rest is over.
 
 
 def test_a_flush_trades_no_kept_pages_for_trials():
     clock = ManualClock()
-    level = Level("disk", map(key_of, range(8)), capacity_pages=8, shared=False, clock=clock.now)
-    copy, _ = level.admit(key_of(50), lru, version=0)
+    level = level_of(range(8), clock=clock.now)
+    copy, _ = level.admit(key_of(50), version=0, feed=1)
     level.refused(key_of(50), copy, OSError(5, "input/output error"))
     clock.advance(1.1)
     left = 0
     for number in range(60, 68):
-        copy, victims = level.admit(key_of(number), lru, version=0, feed=None)
-        left += len(victims)
+        copy, victim = level.admit(key_of(number), version=0, feed=None)
+        left += victim is not None
         if copy is not None:
             level.breaker.given(write=True)
     assert left == 0  # One went to the place that the refused page left.
@@ -201,14 +198,14 @@ def test_a_flush_trades_no_kept_pages_for_trials():
 
 
 def test_a_flush_into_a_full_tier_evicts_one_for_one():
-    level = Level("disk", map(key_of, range(3)), capacity_pages=8, shared=False)
-    copy, _ = level.admit(key_of(50), lru, version=0)
+    level = level_of(range(3))
+    copy, _ = level.admit(key_of(50), version=0, feed=1)
     level.refused(key_of(50), copy, CapacityError("full"))
     for number in range(60, 65):
-        assert level.admit(key_of(number), lru, version=0, feed=None)[1] == []
-    copy, left = level.admit(key_of(70), lru, version=0, feed=None)
+        assert level.admit(key_of(number), version=0, feed=None)[1] is None
+    copy, left = level.admit(key_of(70), version=0, feed=None)
     assert copy is not None
-    assert left == [key_of(0)]
+    assert left == key_of(0)
 
 
 def test_staleness_orders_evictions_and_does_not_bound_reads(host):
@@ -225,7 +222,7 @@ def test_staleness_orders_evictions_and_does_not_bound_reads(host):
 
 
 def test_superseded_saves_do_not_use_up_the_bound():
-    catalogue, _ = catalogue_of(1, [Level("d", [], capacity_pages=8, shared=False)], max_pending=2)
+    catalogue, _ = catalogue_of(1, [level_of()], max_pending=2)
     put(catalogue, 0)
     settle(catalogue)
     for _ in range(4):

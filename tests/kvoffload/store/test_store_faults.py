@@ -7,16 +7,15 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from primeblocks.kvoffload import TieredStore
-from primeblocks.kvoffload.store import copier
-from primeblocks.kvoffload.store.moves import (
+from primeblocks.kvoffload import TieredStore, copier
+from primeblocks.kvoffload.moves import (
     Ask,
     HostPage,
     LoadRequest,
     LowerCopy,
     Write,
 )
-from primeblocks.kvoffload.store.worker import TierWorker
+from primeblocks.kvoffload.worker import TierWorker
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 from tests.kvoffload.store.calls import key_of, load, page_of, save

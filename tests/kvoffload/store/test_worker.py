@@ -1,7 +1,7 @@
 """The order in which a tier's thread does what it is given."""
 
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.store.moves import (
+from primeblocks.kvoffload.moves import (
     Ask,
     Clear,
     Drop,
@@ -11,7 +11,7 @@ from primeblocks.kvoffload.store.moves import (
     PageRead,
     Write,
 )
-from primeblocks.kvoffload.store.worker import Holds, TierWorker, Until
+from primeblocks.kvoffload.worker import Holds, TierWorker, Until
 from tests.kvoffload.conftest import EXTRA, PAGE
 from tests.kvoffload.memory_tier import SOON
 

@@ -60,7 +60,7 @@ class Scheduler:
             if not self.manager.has_pending_work():
                 return
             for tier in self.manager.secondary_tiers:
-                tier._drained += tier._jobs.drain(timeout_s=HANG_S)
+                tier._jobs.drain(timeout_s=HANG_S)
         raise AssertionError("transfers do not end")
 
     def store(self, numbers):
@@ -95,7 +95,7 @@ class Scheduler:
             if not waiting:
                 return served, step
             for tier in self.manager.secondary_tiers:
-                tier._drained += tier._jobs.drain(timeout_s=HANG_S)
+                tier._jobs.drain(timeout_s=HANG_S)
         raise AssertionError(f"{list(waiting)} are never served")
 
     def _look_up(self, request, numbers):

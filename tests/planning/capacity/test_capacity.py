@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import CapacityError, PlanError
 from primeblocks.planning.capacity import Gpu, KvGroup, Rollouts, Weights, plan_capacity
-from primeblocks.planning.capacity.kv_shapes import footprint, prefill_flops
+from primeblocks.planning.kv_shapes import footprint, prefill_flops
 from tests.planning.capacity.simulator import Simulator
 
 FULL = KvGroup("full", 2, head_bytes=6, heads=2, pair_flops=10)

@@ -16,7 +16,7 @@ from ....errors import (
     check_version,
 )
 from ....rollout import Rollout, version_of
-from .exchange import OTHER, check_sampled, choices_of, ending_of, typed
+from .exchange import OTHER, check_sampled, choices_of, rollout_of, typed
 
 __all__ = ["generate", "served_version"]
 
@@ -132,16 +132,8 @@ def _rollout(
         )
     if run != prompt:
         raise EngineError(f"{what}: the server ran another prompt: {run!r:.200}")
-    reason, attachments = ending_of(choice, what)
-    return Rollout(
-        tokens=np.array(prompt + ids),
-        prompt_length=len(prompt),
-        logprobs=np.array(logprobs, np.float64),
-        versions=np.full(len(ids), version),
-        finish_reason=reason,
-        prompt_id=prompt_id,
-        attachments=attachments,
-    )
+    versions = np.full(len(ids), version)
+    return rollout_of(choice, prompt, ids, logprobs, versions, what=what, prompt_id=prompt_id)
 
 
 def _sampled(choice: dict[str, Any], what: str) -> tuple[list[int], list[float]]:

@@ -1,15 +1,18 @@
 """Calls of the client with typed errors, and what answers of both protocols have in common."""
 
 import json
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Hashable
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from openai import APIConnectionError, APIStatusError, APITimeoutError
 
 from ....clock import Clock, MonotonicClock, within
 from ....errors import CapacityError, DeadlineError, EngineError, PrimeblocksError, UsageError
+from ....rollout import Rollout
 
-__all__ = ["OTHER", "check_sampled", "choices_of", "ending_of", "typed"]
+__all__ = ["OTHER", "check_sampled", "choices_of", "rollout_of", "typed"]
 
 # Of JSON that is not what was expected.
 OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -81,15 +84,32 @@ def check_sampled(ids: Any, values: Any, what: str) -> None:
             raise EngineError(f"{what} got {value!r:.200} as the log-probability of token {at}")
 
 
-def ending_of(choice: dict[str, Any], what: str) -> tuple[str, dict[str, str]]:
-    """Return a choice's finish reason, and its expert routes as an attachment if it has any.
+def rollout_of(
+    choice: dict[str, Any],
+    prompt: list[int],
+    ids: list[int],
+    logprobs: list[float],
+    versions: NDArray[np.int64],
+    *,
+    what: str,
+    prompt_id: Hashable,
+) -> Rollout:
+    """Return the rollout of a choice, with its expert routes as an attachment if it has any.
 
     Raises:
-        EngineError: one of them is not text.
+        EngineError: its finish reason or its routes are not text.
     """
     reason, routes = choice.get("finish_reason"), choice.get("routed_experts")
     if not isinstance(reason, str):
         raise EngineError(f"{what} got {reason!r:.200} as its finish_reason")
     if routes is not None and not isinstance(routes, str):
         raise EngineError(f"{what} got {routes!r:.200} as its routed_experts")
-    return reason, {} if routes is None else {"routed_experts": routes}
+    return Rollout(
+        tokens=np.array(prompt + ids),
+        prompt_length=len(prompt),
+        logprobs=np.array(logprobs, np.float64),
+        versions=versions,
+        finish_reason=reason,
+        prompt_id=prompt_id,
+        attachments={} if routes is None else {"routed_experts": routes},
+    )

@@ -4,13 +4,12 @@ import json
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from openai import AsyncOpenAI
 
 from ....clock import Clock, MonotonicClock
 from ....errors import EngineError, PrimeblocksError, ShapeError, UnsupportedError
 from ....rollout import Rollout, version_of, versions_from_spans
-from .exchange import OTHER, check_sampled, choices_of, ending_of, typed
+from .exchange import OTHER, check_sampled, choices_of, rollout_of, typed
 
 __all__ = ["generate_split", "generate_tokens"]
 
@@ -173,16 +172,7 @@ def _rollout(choice: dict[str, Any], prompt: list[int], what: str, prompt_id: Ha
         versions = versions_from_spans([_span(each, what) for each in labels], length=len(ids))
     except ShapeError as error:
         raise EngineError(f"{what} got versions that do not fit: {error}") from error
-    reason, attachments = ending_of(choice, what)
-    return Rollout(
-        tokens=np.array(prompt + ids),
-        prompt_length=len(prompt),
-        logprobs=np.array(logprobs, np.float64),
-        versions=versions,
-        finish_reason=reason,
-        prompt_id=prompt_id,
-        attachments=attachments,
-    )
+    return rollout_of(choice, prompt, ids, logprobs, versions, what=what, prompt_id=prompt_id)
 
 
 def _span(label: tuple[Any, Any, Any], what: str) -> tuple[int, int, int]:

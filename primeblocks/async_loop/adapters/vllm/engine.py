@@ -10,15 +10,20 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 import vllm
+import xxhash
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from ....attachments import Aligned
 from ....clock import Clock, MonotonicClock, within
+from ....codec import lower
 from ....errors import (
     ClosedError,
     DeadlineError,
@@ -30,12 +35,12 @@ from ....errors import (
 )
 from ...worker import WorkerThread
 from .completion import Completion, completion_of
-from .images import image_inputs
 from .launch import Launch, check_checkpoint, kill
 
 __all__ = ["VllmEngine", "base_engine_args"]
 
 T = TypeVar("T")
+_IMAGE_FIELDS = ("pixel_values", "image_grid_thw")
 
 
 def base_engine_args(
@@ -207,7 +212,7 @@ class VllmEngine:
         )
         tokens = tuple(int(token) for token in prompt)
         inputs: dict[str, Any] = {"prompt_token_ids": list(tokens)}
-        inputs |= image_inputs(images, salt=cache_salt)
+        inputs |= _image_inputs(images, salt=cache_salt)
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
         name = f"primeblocks-{next(self._ids)}" if request_id is None else request_id
@@ -312,3 +317,60 @@ def _check_adapter(lora: LoRARequest | None, version: int | None) -> int | None:
 
 def _is_path(model: str) -> bool:
     return Path(model).is_dir() or Path(model).is_absolute() or model.startswith(".")
+
+
+def _image_inputs(images: Sequence[Aligned], *, salt: str | None) -> dict[str, Any]:
+    """Return what a prompt of ids says of its images; nothing without images. Local; copies.
+
+    Args:
+        salt: of the policy. vLLM keeps what the vision tower made of an image by the image's name
+            alone, also when weights change, so the salt is a part of the name.
+
+    Raises:
+        UsageError: a value has other names than Qwen-VL's, or its parts do not fit together.
+        UnsupportedError: a value is no array of numpy.
+    """
+    if not images:
+        return {}
+    ordered = sorted(images, key=lambda each: each.start)
+    for each in ordered:
+        _check_image(each)
+    values = {
+        name: torch.from_numpy(np.concatenate([each.value[name] for each in ordered]))
+        for name in _IMAGE_FIELDS
+    }
+    sizes = values["image_grid_thw"].prod(-1)
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", sizes),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    places = [PlaceholderRange(offset=x.start, length=x.stop - x.start) for x in ordered]
+    return {
+        "type": "multimodal",
+        "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(values, fields),
+        "mm_hashes": {"image": [_image_name(each.value, salt) for each in ordered]},
+        "mm_placeholders": {"image": places},
+    }
+
+
+def _check_image(image: Aligned) -> None:
+    value, tokens = image.value, image.stop - image.start
+    if not isinstance(value, dict) or value.keys() != set(_IMAGE_FIELDS):
+        named = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise UsageError(f"an image is a dict of {' and '.join(_IMAGE_FIELDS)}; got {named}")
+    pixels, grid = (np.shape(value[name]) for name in _IMAGE_FIELDS)
+    patches = int(np.prod(value["image_grid_thw"]))
+    if grid != (1, 3) or len(pixels) != 2 or pixels[0] != patches or patches % tokens:
+        raise UsageError(
+            f"needs image_grid_thw [1, 3], pixel_values with a row for each of its patches, and as "
+            f"many patches for each token; got {list(grid)}, {list(pixels)} and {tokens} tokens"
+        )
+
+
+def _image_name(value: dict[str, Any], salt: str | None) -> str:
+    """Return a name of the contents, by which pages of the KV cache are found too."""
+    header, buffers = lower([salt, value], name="an image")
+    state = xxhash.xxh3_128(header)
+    for each in buffers:
+        state.update(each)
+    return state.hexdigest()

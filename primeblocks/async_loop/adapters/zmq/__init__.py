@@ -12,6 +12,10 @@ and restart is repaired by the next exchange: the sender sends a group again if 
 know the group, although the receiver had read everything that was sent up to it. The receiver
 forgets an ordinal that its sender no longer names, unless the group is in the buffer.
 
+A receiver also forgets the settled groups of a sender that was silent for an hour. A second counts
+at most for each message that the receiver reads. A sender that comes back after that sends these
+groups again.
+
 One death therefore loses no acknowledged group. If a sender dies, its accepted groups are in the
 buffer. If the receiver dies, every sender sends again what was not settled. A group is lost only if
 its sender and the receiver both die before it is settled.

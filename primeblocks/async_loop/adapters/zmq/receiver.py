@@ -7,6 +7,7 @@ import json
 import logging
 from dataclasses import dataclass
 
+from ....clock import Clock, MonotonicClock
 from ....errors import CapacityError, check_counts
 from ....rollout import Group
 from ... import packed
@@ -16,6 +17,9 @@ from .wire import HEAD_BYTES, LOOK, Configure, GroupState, ServedSocket, check_o
 __all__ = ["RolloutReceiver"]
 
 _log = logging.getLogger(__name__)
+
+# A connection that was silent for so long is forgotten, with what was settled of its groups.
+_SILENT_S = 3600.0
 
 
 @dataclass
@@ -44,7 +48,9 @@ class RolloutReceiver:
             one; `address` then names it.
         capacity_bytes: payload bytes of groups that wait for room. Above it nothing more is read,
             and ZeroMQ holds at most four messages per connection.
-        max_group_bytes: the largest payload of a group. A larger message ends its connection.
+        max_group_bytes: the largest payload of a group. A larger one is refused, or ends its
+            connection.
+        clock: the time after which silent senders are forgotten.
         configure: called with the socket before it is bound.
 
     Raises:
@@ -58,13 +64,17 @@ class RolloutReceiver:
         *,
         capacity_bytes: int = 4 << 30,
         max_group_bytes: int = 1 << 30,
+        clock: Clock | None = None,
         configure: Configure | None = None,
     ) -> None:
         check_counts(capacity_bytes=capacity_bytes, max_group_bytes=max_group_bytes)
         self._buffer = buffer
         self._capacity_bytes, self._max_group_bytes = capacity_bytes, max_group_bytes
         self._known: dict[int, _Known] = {}
-        self._numbers: dict[bytes, int] = {}  # Of the last message read, by connection.
+        # By connection, the number of its last message, and the time when it was read.
+        self._heard: dict[bytes, tuple[int, float]] = {}
+        self._clock = MonotonicClock() if clock is None else clock
+        self._read_s, self._now_s = 0.0, self._clock.now()  # Time spent reading, as of then.
         self._waiting_bytes = 0
         self._room = asyncio.Event()
         self.refused = 0
@@ -105,6 +115,10 @@ class RolloutReceiver:
                 routes.add(known.route)
         for route in routes:
             self._answer(route)
+        for group in groups:  # Once it is told: its connection may live, and only be silent.
+            known = self._known.get(group.ordinal)
+            if known is not None and self._is_over(known):
+                del self._known[group.ordinal]
 
     async def _serve(self) -> None:
         while True:
@@ -125,7 +139,7 @@ class RolloutReceiver:
         kind, head, *rest = message
         said = json.loads(head)
         sender, number = str(said["sender"])[:64], int(said["number"])
-        self._numbers[route] = number
+        self._hear(route, number)
         if kind == LOOK:
             self._forget(sender, route, kept={int(each) for each in said["kept"]})
             return None
@@ -135,6 +149,8 @@ class RolloutReceiver:
             known.sender, known.route = sender, route
             return None
         try:
+            if len(payload) > self._max_group_bytes:
+                raise CapacityError(f"{len(payload):,} bytes exceed {self._max_group_bytes:,}")
             group = packed.unpack_whole_group(payload, ordinal)
         except Exception as error:  # As above.
             self.refused += 1
@@ -175,10 +191,26 @@ class RolloutReceiver:
                 known.waits.cancel()
             del self._known[ordinal]
 
+    def _hear(self, route: bytes, number: int) -> None:
+        """Note that a connection lives, and forget those that were silent for long."""
+        now_s = self._clock.now()
+        # What was sent during a pause of ours is read after it, so a pause counts as one second.
+        self._read_s += min(now_s - self._now_s, 1.0)
+        self._now_s = now_s
+        self._heard[route] = number, self._read_s
+        last_s = self._read_s - _SILENT_S
+        silent = {each for each, (_, heard_s) in self._heard.items() if heard_s < last_s}
+        if silent:
+            self._heard = {r: heard for r, heard in self._heard.items() if r not in silent}
+            self._known = {o: k for o, k in self._known.items() if not self._is_over(k)}
+
+    def _is_over(self, known: _Known) -> bool:
+        """Whether a group is settled, and its sender is forgotten."""
+        return known.state is GroupState.SETTLED and known.route not in self._heard
+
     def _answer(self, route: bytes, refused: dict[int, str] | None = None) -> None:
-        number = self._numbers.get(route, 0)
+        number, _ = self._heard.get(route, (0, 0.0))
         states = {o: k.state.value for o, k in self._known.items() if k.route == route}
         answer = {"number": number, "states": states, "max_group_bytes": self._max_group_bytes}
         answer["refused"] = refused or {}
-        if not self._wire.send([route, json.dumps(answer).encode()]):
-            self._numbers.pop(route, None)  # Gone, or too slow: it asks again.
+        self._wire.send([route, json.dumps(answer).encode()])  # One that is too slow asks again.

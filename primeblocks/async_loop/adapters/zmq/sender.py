@@ -125,7 +125,12 @@ class RolloutSender:
                 f"the group of ordinal {ordinal} has {len(payload):,} bytes, above the receiver's "
                 f"max_group_bytes={most:,}. Raise it there."
             )
-        await self._until(lambda: self._kept_bytes + len(payload) <= self._capacity_bytes)
+
+        def is_room() -> bool:
+            used = sum(len(each.payload) for each in self._kept.values())
+            return used + len(payload) <= self._capacity_bytes
+
+        await self._until(is_room)
         if ordinal in self._kept:
             raise UsageError(f"a group of ordinal {ordinal} is not settled yet. Give each its own.")
         kept = _Kept(payload, asyncio.get_running_loop().create_future())
@@ -137,10 +142,6 @@ class RolloutSender:
             if self._kept.get(ordinal) is kept:
                 self._drop(ordinal)
             raise
-
-    @property
-    def _kept_bytes(self) -> int:
-        return sum(len(each.payload) for each in self._kept.values())
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():

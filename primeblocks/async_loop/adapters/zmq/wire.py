@@ -31,7 +31,7 @@ __all__ = [
 Configure = Callable[["zmq.Socket[Any]"], None]
 
 GROUP, LOOK = b"group", b"look"
-HEAD_BYTES = 1 << 20
+HEAD_BYTES = 64 << 20  # The longest list of groups or of their states: some two million.
 _QUEUED = 4  # Messages per connection that ZeroMQ may hold, each of at most a group.
 _log = logging.getLogger(__name__)
 

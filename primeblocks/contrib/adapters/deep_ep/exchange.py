@@ -11,14 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ....errors import ClosedError, PlanError, ShapeError, UnsupportedError, UsageError
-from ....groups import Carried, check_group, check_tensors, facts_of, settle
+from ....errors import (
+    ClosedError,
+    PlanError,
+    ShapeError,
+    UnsupportedError,
+    UsageError,
+    check_counts,
+)
+from ....groups import agreed, check_group, check_tensors, facts_of
 from ....parallel.experts.dispatcher import (
     Dispatched,
     align,
     check_outputs,
     check_slots,
-    checked_alignment,
     judge_slots,
     measure_slots,
     pad_rows,
@@ -161,13 +167,11 @@ class DeepEpDispatcher:
             ClosedError: after `close`.
         """
         buffer = self._open()
-
-        def look() -> dict[str, object]:
+        name = "DeepEpDispatcher.combine"
+        with agreed(name, y, group=self.group, check=self.check) as call:
             check_outputs(y, dispatched)
             _check_rows("y", y, self.hidden)
-            return facts_of("y", y)
-
-        settle("DeepEpDispatcher.combine", look, y, group=self.group, check=self.check)
+            call.facts |= facts_of("y", y)
         handle, row_map, weights, places, tokens = dispatched.handle
         rows = unpermute(unalign(y, places), row_map, weights)
         out = _SumBack.apply(rows, buffer, handle)
@@ -197,8 +201,8 @@ class DeepEpDispatcher:
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
         """Refuse arguments that DeepEP cannot take. Collective if `check`, else local."""
-
-        def look() -> dict[str, object]:
+        name = "DeepEpDispatcher.dispatch"
+        with agreed(name, x, scores, group=self.group, check=self.check) as call:
             check_tensors(x=x)
             _check_rows("x", x, self.hidden)
             check_slots(x, scores, expert_ids, num_experts=num_experts, values=False)
@@ -208,19 +212,15 @@ class DeepEpDispatcher:
                     f"{num_experts} experts cannot be shared equally by {self.group.size()} ranks. "
                     f"Plan with an expert degree that divides {num_experts}."
                 )
-            facts = {"num_experts": num_experts, "top_k": expert_ids.shape[1]}
-            facts |= {"hidden": self.hidden, "max_tokens": self.max_tokens or 0}
-            return facts | facts_of("x", x) | facts_of("scores", scores)
-
-        def judge(told: list[int]) -> UsageError | None:
-            return judge_slots(told, num_experts, scores.numel()) or _judge_distinct(told[3])
-
-        def carry() -> Carried:
-            found = torch.cat((measure_slots(scores, expert_ids), _count_twice(expert_ids)))
-            return Carried(found, judge)
-
-        call = "DeepEpDispatcher.dispatch"
-        settle(call, look, x, scores, group=self.group, check=self.check, carry=carry)
+            call.facts |= {"num_experts": num_experts, "top_k": expert_ids.shape[1]}
+            call.facts |= {"hidden": self.hidden, "max_tokens": self.max_tokens or 0}
+            call.facts |= facts_of("x", x) | facts_of("scores", scores)
+            if self.check:
+                measured = measure_slots(scores, expert_ids), _count_twice(expert_ids)
+                call.numbers = torch.cat(measured)
+                call.judge = lambda told: (
+                    judge_slots(told, num_experts, scores.numel()) or _judge_distinct(told[3])
+                )
 
     def _check_room(self, tokens: int, top_k: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:
@@ -275,7 +275,7 @@ def check_sizes(group: dist.ProcessGroup, *, hidden: int, alignment: int) -> Non
             f"{_UNIT_BYTES // ROWS.itemsize}; got {hidden}."
         )
     check_group(group)
-    checked_alignment(alignment)
+    check_counts(alignment=alignment)
 
 
 def _check_rows(name: str, x: Tensor, hidden: int) -> None:

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....errors import ShapeError, UnsupportedError
-from ...formats import check_choice
-from ...quantize import Quantized
+from ...quantize import Quantized, check_choice
 from .quantize import check_device
 
 __all__ = ["TritonGemm"]
@@ -119,14 +118,21 @@ def _add_tiles(
         codes = tl.load(a + start, inside_k[None, :], other=0.0)
         scales = b0_scales + tl.cast(i, tl.int64) * b_scale_tile
         total0 = _add_part(
-            *(total0, codes, a_scale, b0 + start, scales, inside_k, inside_b0, own),
-            *(PARTIAL, B_ROWS),
+            total0, codes, a_scale, b0 + start, scales, inside_k, inside_b0, own, PARTIAL, B_ROWS
         )
         if PARTS == 2:
             scales = b1_scales + tl.cast(i, tl.int64) * b_scale_tile
             total1 = _add_part(
-                *(total1, codes, a_scale, b1 + start, scales, inside_k, inside_b1, own),
-                *(PARTIAL, B_ROWS),
+                total1,
+                codes,
+                a_scale,
+                b1 + start,
+                scales,
+                inside_k,
+                inside_b1,
+                own,
+                PARTIAL,
+                B_ROWS,
             )
     return total0, total1
 
@@ -220,17 +226,15 @@ def _multiply_blocks(
         begin, limit = _find_tokens(group, offsets, inner)
         out += group.to(tl.int64) * rows * columns
 
-    of_a = _places_of(
-        *(a, a_scales, first, end, a_row, a_scale_row, a_scale_tile, 1, BLOCK, TILE, 1)
-    )
+    of_a = _places_of(a, a_scales, first, end, a_row, a_scale_row, a_scale_tile, 1, BLOCK, TILE, 1)
     of_b0 = _places_of(
-        *(b, b_scales, left, columns, b_row, b_scale_row, b_scale_tile, B_ROWS, BLOCK, TILE, 0)
+        b, b_scales, left, columns, b_row, b_scale_row, b_scale_tile, B_ROWS, BLOCK, TILE, 0
     )
     of_b1 = of_b0
     if PARTS == 2:
+        right = left + BLOCK
         of_b1 = _places_of(
-            *(b, b_scales, left + BLOCK, columns, b_row, b_scale_row, b_scale_tile),
-            *(B_ROWS, BLOCK, TILE, 0),
+            b, b_scales, right, columns, b_row, b_scale_row, b_scale_tile, B_ROWS, BLOCK, TILE, 0
         )
     total0 = tl.zeros((BLOCK, BLOCK), tl.float32)
     total1 = total0
@@ -240,20 +244,17 @@ def _multiply_blocks(
     stop = tl.cdiv(limit, TILE)
     last = stop
     if MODE == "tokens":
-        head = tl.minimum(whole, stop)
+        tile, head = begin // TILE, tl.minimum(whole, stop)
         total0, total1 = _add_tiles(
-            *(total0, total1, of_a, of_b0, of_b1, span, begin // TILE, head),
-            *(True, B_ROWS, TILE, PARTS, 1),
+            total0, total1, of_a, of_b0, of_b1, span, tile, head, True, B_ROWS, TILE, PARTS, 1
         )
         last = tl.maximum(whole, limit // TILE)
     total0, total1 = _add_tiles(
-        *(total0, total1, of_a, of_b0, of_b1, span, whole, last),
-        *(False, B_ROWS, TILE, PARTS, STAGES),
+        total0, total1, of_a, of_b0, of_b1, span, whole, last, False, B_ROWS, TILE, PARTS, STAGES
     )
     if MODE == "tokens":
         total0, total1 = _add_tiles(
-            *(total0, total1, of_a, of_b0, of_b1, span, last, stop),
-            *(True, B_ROWS, TILE, PARTS, 1),
+            total0, total1, of_a, of_b0, of_b1, span, last, stop, True, B_ROWS, TILE, PARTS, 1
         )
 
     row = first + tl.arange(0, BLOCK)
@@ -351,10 +352,21 @@ def _launch(
         return
     with torch.cuda.device_of(out):
         _multiply_blocks[(grid,)](
-            *(codes_a, codes_b, out, a.scales, b.scales, out if offsets is None else offsets),
-            *(groups, *a.shape, out.shape[-1], codes_a.stride(0), *a.scales.stride()),
-            *(codes_b.stride(0), codes_b.stride(-2)),
-            *(b.scales.stride(0), *b.scales.stride()[-2:]),
+            codes_a,
+            codes_b,
+            out,
+            a.scales,
+            b.scales,
+            out if offsets is None else offsets,
+            groups,
+            *a.shape,
+            out.shape[-1],
+            codes_a.stride(0),
+            *a.scales.stride(),
+            codes_b.stride(0),
+            codes_b.stride(-2),
+            b.scales.stride(0),
+            *b.scales.stride()[-2:],
             MODE=mode,
             B_ROWS=b.tile.rows,
             TILE=a.tile.columns,

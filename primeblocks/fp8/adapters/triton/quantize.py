@@ -18,8 +18,15 @@ from torch import Tensor
 
 from ....errors import ShapeError, UnsupportedError
 from ....groups import check_tensors
-from ...formats import Nonfinite, Quotient, Scale, Tile
-from ...quantize import Quantized, check_operands, refuse_nonfinite
+from ...quantize import (
+    Nonfinite,
+    Quantized,
+    Quotient,
+    Scale,
+    Tile,
+    check_operands,
+    refuse_nonfinite,
+)
 
 __all__ = ["TritonQuantizer", "check_device"]
 

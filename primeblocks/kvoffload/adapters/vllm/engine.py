@@ -19,7 +19,7 @@ from .tier import COUNTED, METRIC
 
 __all__ = ["EngineStatistics", "engine_args", "engine_statistics", "server_args"]
 
-# What vLLM calls reused tokens that came from a tier like ours; its own pools are "device", "host".
+# vLLM's name for reused tokens from a tier like ours. Its own pools are "device" and "host".
 _TOKENS, _SOURCE = "vllm:prompt_tokens_cached_by_source", "external_unspecified"
 
 
@@ -58,7 +58,7 @@ def engine_args(
             change with everything that the pages depend on and a `cache_salt` does not name: above
             all, the weights that the engine starts with. Pages are found again by engines with
             equal model, layout, parallel sizes and vLLM version; after a reset of the connector
-            none is kept. None starts empty and leaves no pages.
+            no page is kept. None starts empty and leaves no pages.
 
     Raises:
         PlanError: sizes that do not fit together.

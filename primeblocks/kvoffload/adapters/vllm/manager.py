@@ -29,7 +29,7 @@ __all__ = ["Speeds", "StoreManager", "Turns"]
 _UNMEASURED_S = 1.0
 _FORGET = 0.9  # weight of what was measured before, at each new measurement
 _AHEAD = 64  # pages of queued requests that a step looks up
-# Of a step: 0.32 says that it is planned, then prepares its stores; 0.33 the other way round.
+# vLLM 0.32 ends a step's plan before it prepares the step's stores, 0.33 after it.
 _STORES_COME_LAST = vllm.__version__.startswith("0.32.")
 
 

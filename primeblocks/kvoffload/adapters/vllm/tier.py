@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from ....errors import PrimeblocksError, UsageError, check_version
 from ... import DiskTier, HostTier, PageKey, Tier, TieredStore
 from ...evict import Evict, RolloutAware, VersionAware
-from ...jobs import Job, PageJobs
+from ...jobs import PageJobs
 from ...page import pack_attachments
 from .routes import Tail
 
@@ -84,10 +84,10 @@ def request_args(
         ends: names of rollouts that need their pages no longer once this request is over: its own
             in its last turn, or others that ended without one.
         waits: for rollouts between two turns, the tool that each waits for: {"a/2": "pytest"}. A
-            rollout of which nobody says it waits for "turn".
+            rollout without an entry waits for "turn".
 
     Raises:
-        UsageError: names that are not text, or a version that is no integer below 2**63.
+        UsageError: names that are not text, or a version that is not an integer below 2**63.
     """
     if version is not None:
         version = check_version(version)
@@ -174,7 +174,6 @@ class StoreTier(SecondaryTierManager):
         if not self._persists:
             self._store.clear().wait(timeout_s=_TIMEOUT_S)
         self._jobs = PageJobs(self._store, timeout_s=_TIMEOUT_S)
-        self._drained: list[Job] = []
         self._rows = np.asarray(primary_kv_view)
         self._reported: Counter[tuple[str, str]] = Counter()
         self._version = 0
@@ -222,8 +221,7 @@ class StoreTier(SecondaryTierManager):
         self._jobs.load(job_metadata.job_id, keys, into, rollout=rollout, of=job_metadata)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        over, self._drained = [*self._drained, *self._jobs.finished()], []
-        for job in over:
+        for job in self._jobs.finished():
             transfer: TransferJob = job.of
             if transfer.is_promotion and self._tail is not None:
                 for chunk, attachments in zip(transfer.chunk_ids, job.attachments, strict=True):
@@ -247,7 +245,7 @@ class StoreTier(SecondaryTierManager):
             self._jobs.rest(first, at_most_s=_REST_S)
 
     def drain_jobs(self) -> None:
-        self._drained += self._jobs.drain(timeout_s=_TIMEOUT_S)
+        self._jobs.drain(timeout_s=_TIMEOUT_S)
 
     def forget(self) -> None:
         """Make every page unreachable at once, and drop them in the background."""

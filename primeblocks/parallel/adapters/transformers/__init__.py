@@ -14,9 +14,8 @@ except ImportError as error:
 
 from .checkpoint import load_pretrained
 from .checkpoint_save import save_pretrained
-from .families import FAMILIES, Family
 from .indexed import IndexedAttention
-from .parallelize import local_inputs, parallelize
+from .parallelize import FAMILIES, Family, local_inputs, parallelize
 
 __all__ = [
     "FAMILIES",

@@ -22,7 +22,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ....errors import PlanError, UnsupportedError
-from ....groups import agree
+from ....groups import agreed
 from ....layout import Shard, layout_of, local_part
 from .checkpoint_files import CODES, open_checkpoint, with_numbers
 from .deferred import Deferred
@@ -70,29 +70,26 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
     reshard(model)
     everyone, first = dist.group.WORLD, dist.get_rank() == 0
     assert everyone is not None
-    device, told = backend_device(next(model.parameters())), {}
+    device = backend_device(next(model.parameters()))
     wanted: dict[str, Deferred] | str = {}
-    problem = None
+    boxes: dict[str, Shard] = {}
     for turn in (True, False):  # Rank 0 before the others, to fetch, and to name what is wrong.
-        if turn == first:
-            try:
+        with agreed("load_pretrained", group=everyone, device=device) as call:
+            call.facts["turn"] = turn
+            if turn == first:
                 wanted = _plan(model, path)
-                told = {} if isinstance(wanted, str) else _boxes(model)
-            except PlanError as error:
-                problem = error
-        agree("load_pretrained", {"turn": turn}, problem=problem, group=everyone, device=device)
-    how = wanted if isinstance(wanted, str) else f"{_stored_bytes(wanted)} bytes"
-    agree("load_pretrained", {"the checkpoint": how}, group=everyone, device=device)
+                boxes = {} if isinstance(wanted, str) else _boxes(model)
+    with agreed("load_pretrained", group=everyone, device=device) as call:
+        how = wanted if isinstance(wanted, str) else f"{_stored_bytes(wanted)} bytes"
+        call.facts["the checkpoint"] = how
     if isinstance(wanted, str):
         _load_whole(model, path, wanted)
         return
-    try:
-        _fill(model, path, wanted, told)
-    except PlanError as error:
-        problem = error
-    except (OSError, SafetensorError) as error:
-        problem = PlanError(f"{path} could not be read to its end: {error}")
-    agree("load_pretrained, at its end", {}, problem=problem, group=everyone, device=device)
+    with agreed("load_pretrained, at its end", group=everyone, device=device):
+        try:
+            _fill(model, path, wanted, boxes)
+        except (OSError, SafetensorError) as error:
+            raise PlanError(f"{path} could not be read to its end: {error}") from error
 
 
 def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred] | str:
@@ -213,16 +210,13 @@ def _fill(
 def _load_whole(model: PreTrainedModel, path: str | Path, why: str) -> None:
     """Let transformers read on rank 0, and send each parameter from there."""
     state: dict[str, Any] = {}
-    problem, everyone = None, dist.group.WORLD
+    everyone = dist.group.WORLD
     assert everyone is not None
-    if dist.get_rank() == 0:
-        warnings.warn(f"rank 0 reads the whole of {path}: {why}", stacklevel=3)
-        try:
-            state = _read(model, path)
-        except PlanError as error:
-            problem = error
     device = backend_device(next(model.parameters()))
-    agree("load_pretrained", {}, problem=problem, group=everyone, device=device)
+    with agreed("load_pretrained", group=everyone, device=device):
+        if dist.get_rank() == 0:
+            warnings.warn(f"rank 0 reads the whole of {path}: {why}", stacklevel=3)
+            state = _read(model, path)
     sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=sent)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from transformers.modeling_utils import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ....errors import PlanError, UnsupportedError
-from ....groups import agree
+from ....groups import Call, agreed
 from ....layout import Shard, layout_of, local_part
 from .checkpoint import backend_device, class_before, refuse_adapters, reshard
 from .checkpoint_files import TensorFile, in_file_order
@@ -61,50 +61,50 @@ def save_pretrained(
     """
     refuse_adapters(model)
     reshard(model)
-    problem = _refused_size(max_shard_size)
-    # Files are cut on every rank, and each tensor goes to the one that it was cut to.
-    _agree(model, problem, {"max_shard_size": max_shard_size} if problem is None else {})
+    with _agreed(model) as call:
+        _check_size(max_shard_size)
+        # Files are cut on every rank, and each tensor goes to the one that it was cut to.
+        call.facts["max_shard_size"] = max_shard_size
     with _as_before(model):
         try:
             tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
         except UnsupportedError as error:
             _save_whole(model, path, max_shard_size, str(error))
             return
-        # All but the weights.
-        problem = _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
-    _agree(model, problem)
+        with _agreed(model):  # All but the weights.
+            _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
     split = split_torch_state_dict_into_shards(
         {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()},
         filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."),
         max_shard_size=max_shard_size,
     )
-    boxes = _boxes(model)
+    boxes, problem = _boxes(model), None
     for file, names in split.filename_to_tensors.items():
         held = {name: tensors[name] for name in names}
         problem = _write(Path(path) / file, held, boxes, problem)
-    if problem is None:
-        problem = _on_first(path, partial(_finish, model, Path(path), split))
-    _agree(model, problem)
+    with _agreed(model):
+        if problem is not None:
+            raise problem
+        _on_first(path, partial(_finish, model, Path(path), split))
 
 
-def _refused_size(size: object) -> PlanError | None:
-    """Say what is wrong with a size of files, before transformers reads it in its own ways."""
+def _check_size(size: object) -> None:
+    """Refuse a size of files before transformers reads it in its own ways."""
     if isinstance(size, str) and _SIZE.fullmatch(size):
-        return None
+        return
     if isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 63:
-        return None
+        return
     shown = f"{size!r:.40}" if isinstance(size, str) else f"a {type(size).__name__}"
-    return PlanError(f'max_shard_size is bytes, or text like "5GB"; got {shown}.')
+    raise PlanError(f'max_shard_size is bytes, or text like "5GB"; got {shown}.')
 
 
-def _on_first(path: str | Path, write: Callable[[], object]) -> PlanError | None:
-    """Call it on rank 0, and say what went wrong."""
+def _on_first(path: str | Path, write: Callable[[], object]) -> None:
+    """Call it on rank 0, and raise a PlanError where it fails."""
     if dist.get_rank() == 0:
         try:
             write()
         except (OSError, SafetensorError, ValueError) as error:
-            return PlanError(f"{path} cannot be written: {error}")
-    return None
+            raise PlanError(f"{path} cannot be written: {error}") from error
 
 
 def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
@@ -242,13 +242,11 @@ def _staged(held: Tensor, part: TensorPiece, box: Shard) -> Tensor:
     return cut.to(backend_device(held)).contiguous()
 
 
-def _agree(
-    model: PreTrainedModel, problem: PlanError | None, facts: Mapping[str, object] | None = None
-) -> None:
+def _agreed(model: PreTrainedModel) -> AbstractContextManager[Call]:
     everyone = dist.group.WORLD
     assert everyone is not None
     device = backend_device(next(model.parameters()))
-    agree("save_pretrained", facts or {}, problem=problem, group=everyone, device=device)
+    return agreed("save_pretrained", group=everyone, device=device)
 
 
 @contextmanager
@@ -270,7 +268,8 @@ def _save_whole(
         warnings.warn(f"rank 0 gathers the whole model: {why}", stacklevel=3)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=whole)
-    _agree(model, _on_first(path, partial(_write_whole, model, Path(path), state, max_shard_size)))
+    with _agreed(model):
+        _on_first(path, partial(_write_whole, model, Path(path), state, max_shard_size))
 
 
 def _write_whole(

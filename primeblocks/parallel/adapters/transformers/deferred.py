@@ -84,7 +84,7 @@ class Deferred(Tensor):
     """A tensor without memory: it knows which boxes of which sources it is made of.
 
     Slices, stacks, concatenations and permutations of it are deferred too, casts are left to
-    whoever reads it, and every other operator raises UnsupportedError. Local.
+    the reader, and every other operator raises UnsupportedError. Local.
     """
 
     pieces: tuple[TensorPiece, ...]

@@ -8,7 +8,7 @@ the factors, and asks `select` for the tokens in the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ....errors import PlanError, ShapeError, UnsupportedError
-from ....groups import outside_graphs, settle
+from ....groups import agreed, outside_graphs
 from ...attention.dsa import (
     IndexerInputs,
     Rows,
@@ -169,18 +169,20 @@ class _Chosen(NamedTuple):
     indices: Tensor
 
 
+# What an indexer does to keys, one after the other: products with queries, and sums over heads.
+_STEPS = (torch.matmul, F.relu, torch.matmul)
+
+
 class _Scores:
     """Scores of all tokens, in the hands of an indexer's own code; they are never computed.
 
-    First the keys, then their products with the queries, then the sum over heads, and at last
-    `topk`. Of the mask nothing is needed: `select` knows the documents.
+    It collects the operands of `_STEPS`, and `topk` hands them to `select`, which knows the
+    documents and needs no mask.
     """
 
     def __init__(self, call: _Call, keys: Tensor) -> None:
         self._call, self._keys = call, keys
-        self._q: Tensor | None = None
-        self._weights: Tensor | None = None
-        self._rectified = False
+        self._operands: list[Any] = []
         self._factor = 1.0
 
     def _itself(self, *arguments: Any, **named: Any) -> _Scores:
@@ -200,17 +202,11 @@ class _Scores:
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> _Scores:
         found = args[-1] if function is torch.matmul else args[0]
-        if isinstance(found, _Scores):
-            if function is F.relu and found._q is not None:
-                found._rectified = True
-                return found
-            if function is torch.matmul and found._q is None:
-                found._q = args[0]
-                return found
-            if function is torch.matmul and found._rectified and found._weights is None:
-                found._weights = args[0]
-                return found
-        raise _unknown(f"calls {getattr(function, '__name__', function)}")
+        done = len(found._operands) if isinstance(found, _Scores) else len(_STEPS)
+        if function not in _STEPS[done : done + 1]:
+            raise _unknown(f"calls {getattr(function, '__name__', function)}")
+        found._operands.append(args[0])
+        return found
 
     @property
     def shape(self) -> tuple[int]:
@@ -219,11 +215,12 @@ class _Scores:
 
     def topk(self, k: int, dim: int = -1) -> _Chosen:
         """Collective: see `_choose`."""
-        if self._q is None or self._weights is None:
+        if len(self._operands) < len(_STEPS):
             raise _unknown("chooses before it has scores")
+        q, _, weights = self._operands
         # Queries were widened for the product; engines want them as the keys are.
-        q = self._q[0].to(self._keys.dtype)
-        inputs = IndexerInputs(q, self._keys, self._weights[0, :, 0] * self._factor)
+        q = q[0].to(self._keys.dtype)
+        inputs = IndexerInputs(q, self._keys, weights[0, :, 0] * self._factor)
         return _Chosen(_choose(self._call, inputs, k).transpose(0, 1))
 
 
@@ -232,11 +229,21 @@ def _choose(call: _Call, indexer: IndexerInputs, k: int) -> Tensor:
     """Gather the latents and the index keys of all ranks at once, and select. Collective."""
     assert call.latents is not None
     latents, sequence, group = call.latents, call.sequence, call.group
-
-    def look() -> Mapping[str, object]:
-        return _look(latents, indexer.k, sequence, group)
-
-    settle("an indexer", look, latents, group=group, check=call.engines.check)
+    with agreed("an indexer", latents, group=group, check=call.engines.check) as agreement:
+        check_plan(sequence, group)
+        tokens = sequence.counts[group.rank()]
+        if latents.shape[0] != tokens:
+            raise ShapeError(
+                f"the plan gives this rank {tokens} tokens; the model was called with "
+                f"{latents.shape[0]}. Pass local_inputs(tokens, sequence=plan, group=...)."
+            )
+        agreement.facts |= {
+            "plan": sequence.fingerprint,
+            "width of a latent": latents.shape[1],
+            "latent dtype": latents.dtype,
+            "width of an index key": indexer.k.shape[1],
+            "index dtype": indexer.k.dtype,
+        }
     call.whole, keys = gather_tokens(latents, indexer.k, sequence=sequence, group=group)
     return select(
         indexer,
@@ -246,26 +253,6 @@ def _choose(call: _Call, indexer: IndexerInputs, k: int) -> Tensor:
         rank=group.rank(),
         scores=call.engines.scores,
     )
-
-
-def _look(
-    latents: Tensor, keys: Tensor, sequence: SequencePlan, group: dist.ProcessGroup
-) -> dict[str, object]:
-    """Facts of a gather that must be equal on all ranks. Local."""
-    check_plan(sequence, group)
-    tokens = sequence.counts[group.rank()]
-    if latents.shape[0] != tokens:
-        raise ShapeError(
-            f"the plan gives this rank {tokens} tokens; the model was called with "
-            f"{latents.shape[0]}. Pass local_inputs(tokens, sequence=plan, group=...)."
-        )
-    return {
-        "plan": sequence.fingerprint,
-        "width of a latent": latents.shape[1],
-        "latent dtype": latents.dtype,
-        "width of an index key": keys.shape[1],
-        "index dtype": keys.dtype,
-    }
 
 
 def _unknown(deed: str) -> UnsupportedError:
@@ -292,7 +279,7 @@ def _forward(
 
     Keys are absorbed into queries, and values are expanded from the sum of latents: one row of
     latents serves all heads. `indices`, `[1, tokens, k]`, are those that the indexer module
-    returned, whoever put them there.
+    returned, also if a hook replaced them.
     """
     call: _Call = module.indexed_call
     if dropout:

@@ -99,7 +99,7 @@ def _nemotron_h(m: Any, hidden: Tensor, chosen: dict[str, Any], **where: Any) ->
     return m.out_proj(m.norm(out.flatten(1), gate).to(hidden.dtype))
 
 
-# By the name of the class: families.py says which models were compared.
+# By the name of the class: `FAMILIES` says which models were compared.
 _LAYERS: dict[str, Callable[..., Tensor]] = {
     "NemotronHMamba2Mixer": _nemotron_h,
     "Qwen3NextGatedDeltaNet": _qwen3_next,

@@ -1,8 +1,8 @@
 """Attention to selected rows (DSA and its relatives) over a sequence that ranks share.
 
-`dsa_attention` does all of it; its parts are functions too: `gather_tokens`, `select`,
-`sparse_attention`. Which rows a query sees is data, one of `selectors`; `entries` are rows made of
-neighbouring tokens; who computes is an engine.
+`dsa_attention` does all of it. Its parts are functions too: `gather_tokens`, `select`,
+`sparse_attention`. A selector such as `TopK` chooses the rows that a query sees. A `SparseKernel`
+computes attention to them.
 """
 
 from .attention import dsa_attention, sparse_attention

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ....errors import PlanError, ShapeError
-from ....groups import check_tensors, facts_of, outside_graphs, settle
+from ....groups import agreed, check_alike, check_tensors, facts_of, outside_graphs
 from ...sequence import SequencePlan, check_plan
-from ..inputs import autocast
+from ..hops import gradient_of_sinks, with_sinks
+from ..inputs import autocast, check_sinks
 from .gather import gather_tokens, scatter_gradients
 from .indexer import IndexerInputs, IndexScores, Selector, check_indexer, select
 from .kernel import ReferenceKernel, Rows, SparseKernel
 
-__all__ = ["dsa_attention", "look_at", "sparse_attention"]
+__all__ = ["checked_facts", "dsa_attention", "sparse_attention"]
 
 
 @outside_graphs
@@ -73,18 +74,14 @@ def dsa_attention(
 
     Source: arXiv:2512.02556 (DeepSeek-V3.2); docs/dsa.md.
     """
-
-    def look() -> dict[str, object]:
-        facts = look_at(q, kv, sinks, None, sequence, sequence, group, rows, scale)
+    with agreed("dsa_attention", q, kv, group=group, check=check) as call:
+        call.facts |= checked_facts(q, kv, sinks, None, sequence, sequence, group, rows, scale)
         check_indexer(indexer, sequence.counts[group.rank()])
-        return {
-            **facts,
+        call.facts |= {
             "selector": selector,
             "index_dim": indexer.k.shape[1],
             "index_dtype": indexer.k.dtype,
         }
-
-    settle("dsa_attention", look, q, kv, group=group, check=check)
     q, kv = autocast(q), autocast(kv)
     whole, keys = gather_tokens(kv, indexer.k, sequence=sequence, group=group)
     indices = select(
@@ -115,53 +112,38 @@ def sparse_attention(
 ) -> Tensor:
     """Attention of each query to the rows that `indices` name, over a split sequence.
 
-    Whoever chose them: another layer, an engine whose selection is replayed, `select`.
+    `select` may have chosen them, another layer, or an engine whose selection is replayed.
     Differentiable in q, kv and sinks. Collective, as `dsa_attention` without the indexer.
 
     Args:
         indices: `[local_tokens, groups, k]`, int32: places in the whole sequence, -1 behind the
-            last one. The values are taken as they are: nothing looks whether a place is in the
-            future, or named twice.
-        entries: the plan of the rows of kv, where these are not the tokens; default: `sequence`.
-        whole: what `gather_tokens(kv, ...)` returned, where it is at hand; it is used in forward
-            alone.
+            last one. No check refuses a place that is in the future, or named twice.
+        entries: the plan of the rows of kv, if they are not the tokens; default: `sequence`.
+        whole: what `gather_tokens(kv, ...)` returned, if it was called. Used only in forward.
 
     Args, Returns, Raises: else as `dsa_attention`.
     """
-
     plan = sequence if entries is None else entries
-
-    def look() -> dict[str, object]:
+    with agreed("sparse_attention", q, kv, group=group, check=check) as call:
         check_tensors(indices=indices)
-        return look_at(q, kv, sinks, indices, sequence, plan, group, rows, scale)
-
-    settle("sparse_attention", look, q, kv, group=group, check=check)
+        call.facts |= checked_facts(q, kv, sinks, indices, sequence, plan, group, rows, scale)
     q, kv = autocast(q), autocast(kv)
     if whole is None:
         (whole,) = gather_tokens(kv, sequence=plan, group=group)
-    call = _Call(
-        plan,
-        group,
-        rows,
-        rows.key_dim**-0.5 if scale is None else scale,
-        ReferenceKernel() if kernel is None else kernel,
-    )
-    return _Sparse.apply(q, kv, sinks, indices, whole, call)
+    factor = rows.key_dim**-0.5 if scale is None else scale
+    engine = ReferenceKernel() if kernel is None else kernel
+    settings = _Settings(plan, group, rows, factor, engine)
+    return _Sparse.apply(q, kv, sinks, indices, whole, settings)
 
 
-class _Call:
+class _Settings(NamedTuple):
     """Arguments of one call that are no tensors."""
 
-    def __init__(
-        self,
-        entries: SequencePlan,
-        group: dist.ProcessGroup,
-        rows: Rows,
-        scale: float,
-        kernel: SparseKernel,
-    ) -> None:
-        self.entries, self.group = entries, group
-        self.rows, self.scale, self.kernel = rows, scale, kernel
+    entries: SequencePlan
+    group: dist.ProcessGroup
+    rows: Rows
+    scale: float
+    kernel: SparseKernel
 
 
 class _Sparse(torch.autograd.Function):
@@ -173,37 +155,40 @@ class _Sparse(torch.autograd.Function):
         sinks: Tensor | None,
         indices: Tensor,
         whole: Tensor,
-        call: _Call,
+        settings: _Settings,
     ) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = call.kernel.forward(
-                q, _grouped(whole), indices, rows=call.rows, scale=call.scale
+            out, lse = settings.kernel.forward(
+                q, _grouped(whole), indices, rows=settings.rows, scale=settings.scale
             )
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype))
-            out, lse = (out * (lse - total).exp().unsqueeze(-1)).to(q.dtype), total
+            out, lse = with_sinks(out, lse, sinks)
+            out = out.to(q.dtype)
         # This rank's rows: those of all ranks, kept for every layer, would be gigabytes.
         ctx.save_for_backward(q, kv, sinks, indices, out, lse)
-        ctx.call = call
+        ctx.settings = settings
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, kv, sinks, indices, out, lse = ctx.saved_tensors
-        call, grad = ctx.call, grads[0].contiguous()
-        (whole,) = gather_tokens(kv, sequence=call.entries, group=call.group)
+        settings, grad = ctx.settings, grads[0].contiguous()
+        (whole,) = gather_tokens(kv, sequence=settings.entries, group=settings.group)
         with torch.autocast(q.device.type, enabled=False):
-            dq, dkv = call.kernel.backward(
-                grad, q, _grouped(whole), indices, out, lse, rows=call.rows, scale=call.scale
+            dq, dkv = settings.kernel.backward(
+                grad,
+                q,
+                _grouped(whole),
+                indices,
+                out,
+                lse,
+                rows=settings.rows,
+                scale=settings.scale,
             )
         del whole
-        dkv = scatter_gradients(dkv, sequence=call.entries, group=call.group)
-        of_sinks = None
-        if sinks is not None:
-            weight = (sinks.to(lse.dtype) - lse).exp()
-            delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            of_sinks = -(weight * delta).sum(0).to(sinks.dtype)
+        dkv = scatter_gradients(dkv, sequence=settings.entries, group=settings.group)
+        of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         return dq, dkv.reshape(kv.shape).to(kv.dtype), of_sinks, None, None, None
 
 
@@ -211,7 +196,7 @@ def _grouped(kv: Tensor) -> Tensor:
     return kv if kv.ndim == 3 else kv.unsqueeze(1)
 
 
-def look_at(
+def checked_facts(
     q: Tensor,
     kv: Tensor,
     sinks: Tensor | None,
@@ -226,13 +211,18 @@ def look_at(
     check_plan(sequence, group)
     check_plan(entries, group)
     check_tensors(q=q, kv=kv, **({} if sinks is None else {"sinks": sinks}))
-    tokens = sequence.counts[group.rank()]
     if kv.ndim and kv.shape[0] != entries.counts[group.rank()]:
         raise ShapeError(
             f"the plan gives this rank {entries.counts[group.rank()]} rows; got kv "
             f"{tuple(kv.shape)}. Split by the same plan."
         )
-    _check(autocast(q), autocast(kv), sinks, indices, tokens, rows)
+    q, kv = autocast(q), autocast(kv)
+    groups = _checked_groups(q, kv, rows)
+    sequence.check_tokens(group, q=q)
+    check_alike(q=q, kv=kv)
+    check_sinks(sinks, q)
+    if indices is not None:
+        _check_indices(indices, q, groups)
     if not isinstance(scale, float | int | None):
         raise PlanError(f"scale must be a number; got {scale!r}.")
     return {
@@ -240,24 +230,19 @@ def look_at(
         "entries": entries.fingerprint,
         "rows": rows,
         "scale": scale,
-        "sinks": "none" if sinks is None else facts_of("sinks", sinks),
-        **facts_of("q", autocast(q)),
-        **facts_of("kv", autocast(kv)),
+        "sinks": sinks is not None,
+        **({} if sinks is None else facts_of("sinks", sinks)),
+        **facts_of("q", q),
+        **facts_of("kv", kv),
     }
 
 
-def _check(
-    q: Tensor, kv: Tensor, sinks: Tensor | None, indices: Tensor | None, tokens: int, rows: Rows
-) -> None:
+def _checked_groups(q: Tensor, kv: Tensor, rows: Rows) -> int:
     shapes = f"q {tuple(q.shape)}, kv {tuple(kv.shape)}"
     if q.ndim != 3 or kv.ndim not in (2, 3) or 0 in (*q.shape[1:], *kv.shape[1:]):
         raise ShapeError(
             "needs q [local_tokens, heads, key_dim] and kv [local_tokens, width] or "
             f"[local_tokens, groups, width]; got {shapes}."
-        )
-    if q.shape[0] != tokens:
-        raise ShapeError(
-            f"the plan gives this rank {tokens} tokens; got {shapes}. Split by the same plan."
         )
     groups = kv.shape[1] if kv.ndim == 3 else 1
     if q.shape[2] != rows.key_dim or kv.shape[-1] < rows.width or q.shape[1] % groups:
@@ -265,20 +250,13 @@ def _check(
             f"{rows} needs q of {rows.key_dim} columns and kv of {rows.width}, and groups that "
             f"divide the heads; got {shapes}."
         )
-    if q.dtype != kv.dtype or not q.is_floating_point() or q.device != kv.device:
+    return groups
+
+
+def _check_indices(indices: Tensor, q: Tensor, groups: int) -> None:
+    if indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (len(q), groups):
         raise ShapeError(
-            f"q and kv need one floating dtype and one device; got {q.dtype} on {q.device}, "
-            f"{kv.dtype} on {kv.device}."
-        )
-    if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
-        raise ShapeError(
-            f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
-        )
-    if indices is None:
-        return
-    if indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (tokens, groups):
-        raise ShapeError(
-            f"needs indices [{tokens}, {groups}, k] of torch.int32; got {tuple(indices.shape)} of "
+            f"needs indices [{len(q)}, {groups}, k] of torch.int32; got {tuple(indices.shape)} of "
             f"{indices.dtype}."
         )
     if not indices.shape[2] or indices.device != q.device:

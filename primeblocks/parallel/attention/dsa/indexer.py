@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -131,8 +132,8 @@ def select(
     A checkpointed layer chooses again when it is recomputed; `keep_indices` keeps the first choice.
 
     Args:
-        keys: `[tokens, index_dim]`, those of all ranks, in the order of the sequence; of entries,
-            where the selector says so.
+        keys: `[tokens, index_dim]`, those of all ranks, in the order of the sequence; or those of
+            entries, for a selector of entries.
         scores: an engine; default: `index_scores`.
 
     Returns:
@@ -140,7 +141,7 @@ def select(
         the last one. A score that is no number counts as infinite, so that it reaches the output.
 
     Raises:
-        ShapeError, UnsupportedError: operands do not fit the selector, one of `selectors`.
+        ShapeError, UnsupportedError: operands do not fit the selector.
     """
     score = index_scores if scores is None else scores
 
@@ -151,7 +152,11 @@ def select(
                 indexer.q, indexer.weights, keys, sequence=sequence, rank=rank, scores=score
             )
 
-    return _choose_once(indexer.q, choose)
+    call = _CALL.set(choose)
+    try:
+        return torch.ops.primeblocks.select_indices(indexer.q.detach())
+    finally:
+        _CALL.reset(call)
 
 
 def keep_indices() -> Any:
@@ -165,24 +170,16 @@ def keep_indices() -> Any:
     return create_selective_checkpoint_contexts([torch.ops.primeblocks.select_indices.default])
 
 
-# What checkpointing can keep is the result of an operator, and operators take tensors and numbers:
-# the call waits here, by number, until the operator runs it, or is not run because it is known.
-_WAITING: dict[int, Callable[[], Tensor]] = {}
-
-
-def _choose_once(q: Tensor, choose: Callable[[], Tensor]) -> Tensor:
-    _WAITING[id(choose)] = choose
-    try:
-        return torch.ops.primeblocks.select_indices(q.detach(), id(choose))
-    finally:
-        del _WAITING[id(choose)]
+# Checkpointing keeps results of operators, and operators take only tensors and numbers. So the
+# operator finds its call here. A recomputation that knows the result does not run the operator.
+_CALL: ContextVar[Callable[[], Tensor]] = ContextVar("the call of select_indices")
 
 
 @torch.library.custom_op(
-    "primeblocks::select_indices", mutates_args=(), schema="(Tensor q, int call) -> Tensor"
+    "primeblocks::select_indices", mutates_args=(), schema="(Tensor q) -> Tensor"
 )
-def _select_indices(q: Tensor, call: int) -> Tensor:
-    return _WAITING[call]()
+def _select_indices(q: Tensor) -> Tensor:
+    return _CALL.get()()
 
 
 class Candidates(NamedTuple):

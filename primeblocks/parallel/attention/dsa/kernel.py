@@ -111,7 +111,7 @@ class ReferenceKernel:
     Sums are taken in float32, or float64 for float64.
 
     Args:
-        chunk_bytes: about as much memory is used meanwhile, but for one query at least.
+        chunk_bytes: the memory that a call needs meanwhile, roughly; one query is the least.
     """
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:

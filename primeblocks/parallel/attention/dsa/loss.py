@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ....errors import ShapeError, UnsupportedError
-from ....groups import check_tensors, facts_of, outside_graphs, settle
+from ....groups import agreed, check_tensors, facts_of, outside_graphs
 from ...sequence import SequencePlan
 from ..inputs import autocast
 from ..kernel import accumulator_dtype
-from .attention import look_at
+from .attention import checked_facts
 from .gather import gather_tokens, scatter_gradients
 from .indexer import IndexerInputs, check_indexer
 from .kernel import Rows, row_scores, selected_rows
@@ -55,7 +55,7 @@ def indexer_loss(
         q, kv, rows, scale, sinks, check: as in `dsa_attention`.
         indices: `[local_tokens, 1, k]`, what it returned.
         whole: what `gather_tokens(kv, indexer.k, ...)` returned, where it is at hand.
-        chunk_bytes: about as much memory is used meanwhile, but for one query at least.
+        chunk_bytes: the memory that a call needs meanwhile, roughly; one query is the least.
 
     Returns:
         A scalar in float32, or float64 for float64.
@@ -66,10 +66,9 @@ def indexer_loss(
 
     Source: arXiv:2512.02556, sparse training stage.
     """
-
-    def look() -> dict[str, object]:
+    with agreed("indexer_loss", q, kv, group=group, check=check) as call:
         check_tensors(indices=indices)
-        facts = look_at(q, kv, sinks, indices, sequence, sequence, group, rows, scale)
+        call.facts |= checked_facts(q, kv, sinks, indices, sequence, sequence, group, rows, scale)
         if indices.shape[1] != 1:
             raise UnsupportedError(
                 f"the loss is that of one list a query; got {indices.shape[1]}, one a key head. "
@@ -77,11 +76,9 @@ def indexer_loss(
             )
         check_indexer(indexer, sequence.counts[group.rank()])
         for name, x in zip(IndexerInputs._fields, indexer, strict=True):
-            facts = {**facts, **facts_of(f"index_{name}", x)}
+            call.facts |= facts_of(f"index_{name}", x)
         _check_whole(whole, kv, indexer.k, sequence.tokens)
-        return {**facts, "whole": whole is not None}
-
-    settle("indexer_loss", look, q, kv, group=group, check=check)
+        call.facts["whole"] = whole is not None
     q, kv = (autocast(x).detach() for x in (q, kv))
     if whole is None:
         attended, keys = gather_tokens(kv, indexer.k, sequence=sequence, group=group)
@@ -91,17 +88,19 @@ def indexer_loss(
         q, attended.view(sequence.tokens, 1, kv.shape[-1]), sinks, rows,
         rows.key_dim**-0.5 if scale is None else scale,
     )  # fmt: skip
-    return _Loss.apply(*indexer, keys, target, _Call(sequence, group, indices, chunk_bytes))
+    return _Loss.apply(
+        *indexer, keys, target, _Settings(sequence, group, indices[:, 0], chunk_bytes)
+    )
 
 
-class _Call:
+class _Settings(NamedTuple):
     """Arguments of one call that are no operands."""
 
-    def __init__(
-        self, sequence: SequencePlan, group: dist.ProcessGroup, indices: Tensor, chunk_bytes: int
-    ) -> None:
-        self.sequence, self.group, self.indices = sequence, group, indices[:, 0]
-        self.chunk_bytes = chunk_bytes
+    sequence: SequencePlan
+    group: dist.ProcessGroup
+    indices: Tensor
+    """`[local_tokens, k]`"""
+    chunk_bytes: int
 
     def chunks(self, numbers: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
         """Cut queries where each selected row takes so many numbers."""
@@ -147,14 +146,16 @@ class _Loss(torch.autograd.Function):
         weights: Tensor,
         keys: Tensor,
         target: _Target,
-        call: _Call,
+        settings: _Settings,
     ) -> Tensor:
         dtype = accumulator_dtype(q)
         learns = any(ctx.needs_input_grad)
-        slopes = torch.empty(call.indices.shape if learns else (0,), dtype=dtype, device=q.device)
+        slopes = torch.empty(
+            settings.indices.shape if learns else (0,), dtype=dtype, device=q.device
+        )
         loss = torch.zeros((), dtype=dtype, device=q.device)
         with torch.autocast(q.device.type, enabled=False):
-            for some, ids in call.chunks(target.numbers + _numbers(q), dtype):
+            for some, ids in settings.chunks(target.numbers + _numbers(q), dtype):
                 wanted = target.log_probabilities(some, ids)
                 _, products = _products(q[some], keys, ids, dtype)
                 scores = (products.relu_() * weights[some].to(dtype).unsqueeze(2)).sum(1)
@@ -164,19 +165,19 @@ class _Loss(torch.autograd.Function):
                 if learns:
                     slopes[some] = found.exp() - p
         ctx.save_for_backward(q, k, weights, slopes)
-        ctx.call = call
+        ctx.settings = settings
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, k, weights, slopes = ctx.saved_tensors
-        call, dtype = ctx.call, slopes.dtype
-        (keys,) = gather_tokens(k, sequence=call.sequence, group=call.group)
+        settings, dtype = ctx.settings, slopes.dtype
+        (keys,) = gather_tokens(k, sequence=settings.sequence, group=settings.group)
         dq, dweights = torch.empty_like(q), torch.empty_like(weights)
         dkeys = torch.zeros(keys.shape, dtype=dtype, device=q.device)
         with torch.autocast(q.device.type, enabled=False):
-            for some, ids in call.chunks(2 * _numbers(q), dtype):
+            for some, ids in settings.chunks(2 * _numbers(q), dtype):
                 chosen, products = _products(q[some], keys, ids, dtype)
                 slope = (slopes[some] * grads[0]).unsqueeze(1)
                 dweights[some] = (products.relu() * slope).sum(2).to(weights.dtype)
@@ -186,7 +187,9 @@ class _Loss(torch.autograd.Function):
                 dkeys.index_add_(0, ids.clamp_min(0).flatten(), of_rows.flatten(0, 1))
         dk = None
         if ctx.needs_input_grad[1]:
-            dk = scatter_gradients(dkeys, sequence=call.sequence, group=call.group).to(k.dtype)
+            dk = scatter_gradients(dkeys, sequence=settings.sequence, group=settings.group).to(
+                k.dtype
+            )
         return dq, dk, dweights, None, None, None
 
 

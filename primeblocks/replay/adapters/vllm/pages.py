@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from ...pages import PageArena, StoreStatistics
+from ...pages import KeptPages, StoreStatistics
 
 __all__ = ["CapturedPages", "RowTable"]
 
 
 class CapturedPages:
-    """The interface of vLLM 0.32's `BlockObjectStore` over a `PageArena`.
+    """The interface of vLLM 0.32's `BlockObjectStore` over a `KeptPages`.
 
     vLLM raises for a page that it evicted, or that a tier kept over a reset of the prefix cache,
     and the engine dies. Here such a page is filled with the largest number in every slot: no
@@ -27,7 +27,7 @@ class CapturedPages:
 
     def __init__(self, *, max_bytes: int, object_nbytes: int) -> None:
         self.object_nbytes = object_nbytes
-        self._pages = PageArena(page_bytes=object_nbytes, capacity_bytes=max_bytes)
+        self._pages = KeptPages(page_bytes=object_nbytes, capacity_bytes=max_bytes)
         self.num_slots = self._pages.capacity_pages
 
     def put(

@@ -22,8 +22,7 @@ from .front import (
     update_all,
     update_llm,
 )
-from .launch import BACKEND, engine_args, register, server_args
-from .server import VllmServer
+from .server import BACKEND, VllmServer, engine_args, register, server_args
 
 if TYPE_CHECKING:
     from .worker import PrimeblocksEngine, WorkerExtension

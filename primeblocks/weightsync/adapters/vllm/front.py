@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ....errors import EngineError, PrimeblocksError, UnsupportedError, UsageError
-from ...convert.recorded import Reads
+from ...convert.conversion import Reads
 from ...engines.remote import (
     Steps,
     Update,

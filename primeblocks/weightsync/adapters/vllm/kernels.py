@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import EngineError
-from ...convert.recorded import Reads
+from ...convert.conversion import Reads
 from ...observed import HELD, MULTIPLIED, Observed, Seen, observe
 from ...receive import Subscriber
 

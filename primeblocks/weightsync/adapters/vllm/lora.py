@@ -24,8 +24,8 @@ from ...marker import Receipt
 from ...plan import Plan
 from ...transports.transport import Transport
 from .front import refuse_replicas
-from .launch import engine_args
 from .lora_worker import is_versioned, versioned_request
+from .server import engine_args
 
 try:
     from vllm.exceptions import VLLMValidationError

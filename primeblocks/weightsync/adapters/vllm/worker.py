@@ -21,8 +21,7 @@ from ....errors import (
     UnsupportedError,
 )
 from ....layout import Layout
-from ...convert.conversion import Wiring
-from ...convert.recorded import Reads, filling, record_reads
+from ...convert.conversion import Reads, Wiring, filling, record_reads
 from ...engines.remote import WorkerState
 from ...manifest import Manifest
 from ...observed import Observed

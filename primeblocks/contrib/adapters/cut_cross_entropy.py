@@ -1,0 +1,99 @@
+"""Log-probabilities by Apple's cut cross-entropy: its kernels never run here.
+
+    logprobs = token_logprobs(hidden, head.weight, ids)
+
+On CUDA its kernels in Triton run, which keep no logits at all; on a CPU its plain computation,
+compiled by torch, with all of them: for tests. Checked against 25.1.1 on a CPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ...errors import MissingPackageError, UnsupportedError
+from ...losses.logit_chunks import Head, check_operands
+
+try:
+    from cut_cross_entropy import linear_cross_entropy
+except ModuleNotFoundError as error:
+    # On Linux it imports triton, its plain computation too.
+    if (error.name or "").partition(".")[0] not in {"cut_cross_entropy", "triton"}:
+        raise
+    raise MissingPackageError("cut_cross_entropy", "cut_cross_entropy") from error
+
+__all__ = ["token_logprobs"]
+
+_DTYPES = {
+    "cuda": (torch.bfloat16, torch.float16),
+    "cpu": (torch.float32, torch.bfloat16, torch.float16),
+}
+_NEUTRAL = {"bias": None, "temperature": 1.0, "head_dtype": None, "group": None, "first_word": 0}
+_OTHER = "Use primeblocks.losses.logprobs.token_logprobs, which does."
+
+
+def token_logprobs(
+    hidden: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "words hidden"],
+    ids: Int[Tensor, " tokens"],
+    *,
+    softcap: float | None = None,
+    filter_eps: float | None = None,
+    **options: Any,
+) -> Float[Tensor, " tokens"]:
+    """Log-probabilities of one word a row, in float32, as `losses.logprobs.token_logprobs`.
+
+    Local; differentiable once, in `hidden` and `weight`. Its kernels round each product of the
+    chosen word's logit to the operands' dtype before they add them up, which in bfloat16 errs as
+    much as logits in bfloat16; they add to gradients in that dtype, in any order, so that
+    gradients do not repeat to the bit. One host read a call.
+
+    Args:
+        ids: one outside the vocabulary, such as -100, has the log-probability NaN.
+        filter_eps: skip blocks of the backward whose probabilities are below it, less one for the
+            chosen word, whatever gradient a token has; the package's own default is the dtype's
+            epsilon / 32. None skips none.
+        options: the other keywords of `losses.logprobs.token_logprobs`, at their neutral values.
+
+    Raises:
+        UnsupportedError: an option, several words a row, a dtype or a device that it does not do.
+        ShapeError, UsageError: as `losses.logprobs.token_logprobs`.
+
+    Source: arXiv:2411.09009; github.com/apple/ml-cross-entropy.
+    """
+    check_operands(hidden, weight, ids, None, 1.0, Head(0, softcap, None, (1, 1), None, False))
+    _check(hidden, ids, options)
+    if not len(ids):  # No grid of programs has no side.
+        return (hidden @ weight[:1].mT)[:, 0].float()
+    here = (ids >= 0) & (ids < len(weight))
+    losses = linear_cross_entropy(
+        hidden,
+        weight.contiguous(),
+        # It reads the rows of ids that it is given, unchecked, and leaves -100 at a loss of 0.
+        ids.long().clamp(0, len(weight) - 1),
+        softcap=softcap,
+        reduction="none",
+        filter_eps=filter_eps,
+        impl="cce" if hidden.device.type == "cuda" else "torch_compile",
+    )
+    return torch.where(here, -losses, torch.nan)
+
+
+def _check(hidden: Tensor, ids: Tensor, options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        neutral = name in _NEUTRAL and not isinstance(value, Tensor) and value == _NEUTRAL[name]
+        if not neutral:
+            raise UnsupportedError(f"cut_cross_entropy does not do {name}=. {_OTHER}")
+    if ids.ndim != 1:
+        raise UnsupportedError(
+            f"cut_cross_entropy takes one word a row; got ids {list(ids.shape)}. {_OTHER}"
+        )
+    device = hidden.device.type
+    if hidden.dtype not in (dtypes := _DTYPES.get(device, ())):
+        can = f"{device} in {', '.join(map(str, dtypes))}" if dtypes else "cpu and cuda"
+        raise UnsupportedError(
+            f"cut_cross_entropy works on {can}; got {hidden.dtype} on {device}. {_OTHER}"
+        )

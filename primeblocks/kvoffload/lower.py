@@ -1,0 +1,368 @@
+"""Lower tiers as the store knows them: their pages, their counts, their circuit breakers.
+
+A circuit breaker decides how much a tier is given, from what it did with what it was given.
+
+    CLOSED     Every page is written. Saves wait for the tier, `patience_s` at most.
+    OPEN       The tier takes `room` pages, and each further page takes the place of another. If
+               `room` is 0, no page is written. A silent tier is neither written to nor read.
+    HALF_OPEN  One write at a time after a rest, a few to a slow tier. Saves do not wait for them.
+
+    CLOSED -> HALF_OPEN      A page waited for the tier's writes longer than `patience_s`.
+    any -> OPEN              The tier was full: its `room` is what it has. Or it refused a page for
+                             which another had left: its `room` is 0. Or it was silent for
+                             `patience_s`.
+    OPEN -> HALF_OPEN        The rest is over, or a silent tier answered.
+    HALF_OPEN -> CLOSED      A page was written. If the tier was slow or silent: nothing is under
+                             way, and no page was skipped for `patience_s`.
+
+A rest takes 1 s, and twice as long each time, up to 8 s: each trial may cost the tier a page, and a
+disk that has room again should not wait long. After CLOSED the next rest takes 1 s again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from enum import Enum, auto
+
+from ..errors import CapacityError, CorruptionError, PlanError, UnsupportedError
+from .evict import Evict
+from .evict.ledger import PageLedger
+from .host import HostTier
+from .moves import HostPage, LowerCopy, Recalled
+from .page import PageKey
+from .tier import Tier, TierStatistics
+
+__all__ = ["Breaker", "Circuit", "Level", "in_order", "is_below", "no_room", "statistics_of"]
+
+logger = logging.getLogger(__name__)
+
+_REST_S, _LONGEST_REST_S = 1.0, 8.0
+_UNBOUNDED = 1 << 62
+
+
+class Circuit(Enum):
+    """State of a breaker."""
+
+    CLOSED = auto()
+    OPEN = auto()
+    HALF_OPEN = auto()
+
+
+class Breaker:
+    """The circuit breaker of one tier.
+
+    Args:
+        patience_s: seconds that pages wait for the tier.
+        clock: seconds.
+
+    Attributes:
+        writing: writes under way.
+        room: pages that the tier takes, as of the last look at the circuit.
+    """
+
+    def __init__(self, *, patience_s: float, clock: Callable[[], float]) -> None:
+        self.writing = self._moving = 0
+        self._patience_s, self._clock = patience_s, clock
+        self._circuit = Circuit.CLOSED
+        self._rest_s = _REST_S
+        self._retry_s = 0.0  # end of the rest
+        self.room = _UNBOUNDED
+        self._silent = False
+        self._slow = False  # half open because it was slow or silent
+        self._proven = False  # a page was written since it was half open, or it was only slow
+        self._skipped_s = 0.0  # when a page was skipped last
+        self._heard_s = 0.0
+        self._waits_s: float | None = None  # since when a page waits for the writes under way
+        self._recalled = False  # no move was given since the last recall
+
+    def circuit(self) -> Circuit:
+        """Return the state, after what the clock changes."""
+        if self._circuit is Circuit.CLOSED and not self._moving:
+            return self._circuit
+        now_s = self._clock()
+        if self._moving and now_s - self._heard_s > self._patience_s:
+            self._silent = True
+            self._open(now_s)
+        elif self._circuit is Circuit.OPEN and now_s >= self._retry_s:
+            self._half_open(now_s, slow=self._silent, proven=False)
+        elif self._circuit is Circuit.CLOSED and self._waited_s(now_s) > self._patience_s:
+            self._half_open(now_s, slow=True, proven=True)
+        elif self._circuit is Circuit.HALF_OPEN and self._keeps_up(now_s):
+            self._circuit, self._rest_s = Circuit.CLOSED, _REST_S
+        return self._circuit
+
+    def silent(self) -> bool:
+        """Whether the tier answers nothing, and is left alone."""
+        return self.circuit() is Circuit.OPEN and self._silent
+
+    def skips(self, *, feed: int | None) -> bool:
+        """Look at the circuit, and tell whether to skip a page.
+
+        Args:
+            feed: most writes at a time to a tier that is slow. None skips no page.
+        """
+        circuit = self.circuit()
+        if circuit is Circuit.CLOSED or feed is None:
+            return False
+        match circuit:
+            case Circuit.OPEN:
+                skipped = self._silent or self.room == 0 or (self._late() and self.writing >= feed)
+            case Circuit.HALF_OPEN:
+                skipped = self.writing >= (feed if self._proven else 1)
+        if skipped:
+            self._skipped_s = self._clock()
+        return skipped
+
+    def unawaited(self) -> int:
+        """Count the writes that saves do not wait for."""
+        circuit = self.circuit()
+        waits = circuit is Circuit.OPEN and not self._silent and not self._late()
+        return 0 if waits or circuit is Circuit.CLOSED else self.writing
+
+    def replaces(self) -> bool:
+        """Whether another page may leave for one: after a rest for one at a time."""
+        match self.circuit():
+            case Circuit.CLOSED:
+                return True
+            case Circuit.OPEN:
+                return self.room > 0
+            case Circuit.HALF_OPEN:
+                return self._proven or self.writing == 0
+
+    def given(self, *, write: bool) -> None:
+        """Take note that the tier has a move to answer."""
+        if not self._moving:
+            self._heard_s = self._clock()
+        self._moving += 1
+        self.writing += write
+        self._recalled = False
+
+    def heard(self, error: Exception | None, *, write: bool) -> None:
+        """Take note that the tier answered a move, or did not begin it."""
+        now_s = self._clock()
+        self._moving -= 1
+        self.writing -= write
+        if not self.writing:
+            self._waits_s = None
+        if isinstance(error, Recalled):
+            self._silent = True
+            self._open(now_s)
+            return
+        self._heard_s, self._recalled = now_s, False
+        if self._silent:
+            self._half_open(now_s, slow=True, proven=False)
+        if write and error is None and self._circuit is Circuit.HALF_OPEN:
+            self._proven = True
+            if not self._slow:
+                self._circuit, self._rest_s = Circuit.CLOSED, _REST_S
+
+    def refused(self, *, room: int) -> None:
+        """Take note that the tier refused a page; until the next trial it takes `room` pages."""
+        self.room = min(self.room, room)
+        self._open(self._clock())
+
+    def page_waits(self) -> bool:
+        """Take note that a page waits for room; return whether to recall moves not begun."""
+        if self.writing and self._waits_s is None:
+            self._waits_s = self._clock()
+        recall = self._moving > 0 and self.silent() and not self._recalled
+        self._recalled |= recall
+        return recall
+
+    def _open(self, now_s: float) -> None:
+        if self._circuit is not Circuit.OPEN or now_s >= self._retry_s:  # of many, the first counts
+            self._retry_s = now_s + self._rest_s
+            self._rest_s = min(2 * self._rest_s, _LONGEST_REST_S)
+        self._circuit = Circuit.OPEN
+
+    def _half_open(self, now_s: float, *, slow: bool, proven: bool) -> None:
+        self._circuit, self._silent, self.room = Circuit.HALF_OPEN, False, _UNBOUNDED
+        self._slow, self._proven, self._skipped_s = slow, proven, now_s
+
+    def _keeps_up(self, now_s: float) -> bool:
+        skipped_s = now_s - self._skipped_s
+        return self._proven and not self.writing and skipped_s > self._patience_s
+
+    def _late(self) -> bool:
+        return self._waited_s(self._clock()) > self._patience_s
+
+    def _waited_s(self, now_s: float) -> float:
+        return 0.0 if self._waits_s is None else now_s - self._waits_s
+
+
+class Level:
+    """A lower tier: its copies, its ledger, its counts. A shared tier has counts alone.
+
+    Args:
+        evict: chooses the page that leaves the tier once it is full.
+        patience_s: seconds that pages wait for this tier; `Breaker` says for what.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, tier: Tier, evict: Evict, *, patience_s: float, clock: Callable[[], float]
+    ) -> None:
+        self.name, self.shared = tier.name, tier.shared
+        self.capacity_pages = 0 if tier.shared else tier.capacity_pages
+        try:
+            keys = tier.keys()
+        except CorruptionError as error:  # of the tier's index: it has no pages then
+            logger.warning("%s: %s", tier.name, error)
+            keys = []
+        self.copies = {key: LowerCopy(here=True) for key in keys}
+        self.ledger = PageLedger(evict, self.copies)  # of those that are here
+        self.counts: Counter[str] = Counter()
+        self.refusal: Exception | None = None  # the last of a write
+        self.refusals = 0
+        self.breaker = Breaker(patience_s=patience_s, clock=clock)
+
+    def found(self, key: PageKey) -> LowerCopy | None:
+        """Return the copy that a read would find. A shared tier has to be asked instead."""
+        copy = self.copies.get(key)
+        return copy if copy is not None and copy.here else None
+
+    def admit(
+        self, key: PageKey, *, version: int, feed: int | None
+    ) -> tuple[LowerCopy | None, PageKey | None]:
+        """Make room for a page; return its copy, and the key of the page that leaves for it.
+
+        Without a copy the page is not written.
+
+        Args:
+            feed: writes at once to a tier that does not keep up. None is a flush: it skips no page
+                but those for which others would leave a tier that has to prove itself.
+        """
+        if self.breaker.skips(feed=feed):
+            self.counts["skipped"] += 1
+            return None, None
+        if self.shared:
+            return LowerCopy(here=False), None
+        victim = None
+        room = self.capacity_pages if feed is None else min(self.breaker.room, self.capacity_pages)
+        if len(self.copies) >= room:
+            if not self.breaker.replaces():
+                self.counts["skipped"] += 1
+                return None, None
+            if not len(self.ledger):
+                self.counts["failures"] += 1
+                return None, None
+            victim, _ = self.ledger.victim(version=version)
+            self.ledger.remove(victim)
+            del self.copies[victim]
+            self.counts["evictions"] += 1
+        copy = self.copies[key] = LowerCopy(here=False, replaces=victim is not None)
+        return copy, victim
+
+    def written(
+        self, key: PageKey, copy: LowerCopy, *, length: int, users: Iterable[Hashable]
+    ) -> None:
+        """Take note that a page was written; it may have been dropped since."""
+        self.counts["stores"] += 1
+        self.counts["bytes_written"] += length
+        if self.copies.get(key) is copy:
+            copy.here = True
+            # It comes before the pages behind it, which left host memory earlier.
+            self.ledger.touch(key, rollouts=users, front=True)
+
+    def refused(self, key: PageKey, copy: LowerCopy, error: Exception) -> bool:
+        """Take note that a page was not written; return whether to drop what may be there."""
+        self.refusal = error
+        self.refusals += 1
+        dropped = self.failed(key, copy, error)
+        if not self.shared and (copy.replaces or isinstance(error, CapacityError)):
+            self.breaker.refused(room=0 if copy.replaces else max(1, len(self.copies)))
+        return dropped
+
+    def failed(self, key: PageKey, copy: LowerCopy, error: Exception | None) -> bool:
+        """Take note that a page is gone or was changed; return whether to drop what is there."""
+        damaged = isinstance(error, CorruptionError)
+        if damaged:
+            self.counts["checksum_failures"] += 1
+        elif error is not None:
+            self.counts["failures"] += 1
+        if self.shared:
+            return damaged
+        if isinstance(error, Recalled) and copy.here:  # not read yet: the page is as it was
+            return False
+        return self.copies.get(key) is copy and self.forget(key)
+
+    def forget(self, key: PageKey) -> bool:
+        """Forget a page that is to be dropped; return whether there is one."""
+        if self.copies.pop(key, None) is None:
+            return False
+        self.ledger.remove(key)
+        return True
+
+    def lose(self, copies: Mapping[PageKey, LowerCopy]) -> None:
+        """Forget these, which the tier lost, if no newer ones took their place."""
+        for key, copy in copies.items():
+            if self.copies.get(key) is copy:
+                self.forget(key)
+
+    def clear(self) -> None:
+        for key in list(self.copies):
+            self.forget(key)
+
+    def served(self, length: int) -> None:
+        """Count a read that found its page."""
+        self.counts["hits"] += 1
+        self.counts["bytes_read"] += length
+
+    def users(self, key: PageKey) -> tuple[Hashable, ...]:
+        """Return the rollouts that use the page here."""
+        return self.ledger.rollouts(key) if self.found(key) else ()
+
+    def statistics(self) -> TierStatistics:
+        pages = len(self.copies)
+        return statistics_of(self.counts, pages=pages, capacity_pages=self.capacity_pages)
+
+
+def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
+    """Split tiers into host memory and those below it.
+
+    Raises:
+        UnsupportedError: no host tier in front, or a tier below one that others write to.
+        PlanError: the tiers differ in their page or attachment size.
+    """
+    names = [tier.name for tier in tiers]
+    if not tiers or not isinstance(tiers[0], HostTier):
+        raise UnsupportedError(
+            f"the first tier must be a HostTier; got {names}. Put HostTier(...) in front."
+        )
+    host = tiers[0]
+    below = [tier for tier in tiers[1:] if not isinstance(tier, HostTier)]
+    if len(below) != len(tiers) - 1 or len(set(names)) != len(names):
+        raise UnsupportedError(f"tiers need different names and one host tier; got {names}")
+    if any(tier.shared for tier in below[:-1]):
+        raise UnsupportedError(f"a tier that others write to must be the last; got {names}")
+    sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
+    if len(sizes) != 1:
+        raise PlanError(f"tiers with different (page, attachment) bytes: {sorted(sizes)}")
+    return host, below
+
+
+def is_below(page: HostPage, levels: Iterable[Level]) -> bool:
+    """Whether a lower tier has the page or will have it."""
+    return page.writes > 0 or page.shared or any(page.key in level.copies for level in levels)
+
+
+def no_room(pages: Sequence[HostPage], levels: Sequence[Level]) -> CapacityError | None:
+    """Return an error that counts the pages that no tier has or will have."""
+    missing = sum(not is_below(page, levels) for page in pages)
+    if not missing or not levels:
+        return None
+    names = ", ".join(level.name for level in levels)
+    return CapacityError(
+        f"{missing} of {len(pages)} pages in host memory find no room in {names}. Make that "
+        "larger, or wait until a tier that refused pages is tried again."
+    )
+
+
+def statistics_of(counts: Counter[str], *, pages: int, capacity_pages: int) -> TierStatistics:
+    """Return counts as `TierStatistics`."""
+    held = {"pages": pages, "capacity_pages": capacity_pages}
+    named = {field.name: counts[field.name] for field in fields(TierStatistics)}
+    return TierStatistics(**named | held)

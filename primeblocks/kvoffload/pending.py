@@ -1,0 +1,354 @@
+"""Pages that a caller handed over, as requests, and their result, which is on its way.
+
+A `Pending` is in one of three states:
+
+    RUNNING   Copies from and into the caller's buffers may begin.
+    GIVEN_UP  No further copy begins. A copy under way is waited for: it lasts as long as copying
+              16 MiB in memory.
+    OVER      The result is there, or the error. The buffers are the caller's.
+
+    RUNNING -> OVER          Every page of the batch has its result.
+    RUNNING -> GIVEN_UP      A deadline, `cancel`, or an error of one page.
+    GIVEN_UP -> OVER         No copy is under way, or every page has its result all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from enum import Enum, auto
+from threading import Condition, Lock
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import CancelledError, DeadlineError, ShapeError, UnsupportedError, UsageError
+from .host import HostTier
+from .moves import LoadRequest, SaveRequest
+from .page import PageKey, pack_attachments
+from .tier import Loaded, Saved
+
+__all__ = [
+    "Batch",
+    "Parts",
+    "Pending",
+    "PendingState",
+    "finish_all",
+    "load_requests",
+    "page_parts",
+    "same_length",
+    "save_requests",
+    "users_of",
+]
+
+T = TypeVar("T")
+Part = Tensor | np.ndarray  # an array where it is read-only
+Parts = Part | list[Part]
+
+
+class PendingState(Enum):
+    """State of an operation."""
+
+    RUNNING = auto()
+    GIVEN_UP = auto()
+    OVER = auto()
+
+
+class Pending(Generic[T]):
+    """The result of a `save` or `load` in progress: ask `done()`, `wait`, `await`, or `cancel`.
+
+    A wait that ends at its deadline gives the operation up, as `cancel` does and as cancelling a
+    task that awaits it does: afterwards the caller's buffers are neither read nor written any more.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._state = PendingState.RUNNING
+        self._busy = 0  # copies under way
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._then: list[Callable[[], object]] = []
+
+    def done(self, *, within_s: float = 0.0) -> bool:
+        """Whether `wait` would return, or raise, at once; sleeps until then, at most so long."""
+        if within_s and not self._is_over():
+            with self._changed:
+                self._changed.wait_for(self._is_over, within_s)
+        return self._is_over()
+
+    def wait(self, *, timeout_s: float) -> T:
+        """Wait for the result and return it.
+
+        Raises:
+            DeadlineError: not ready within `timeout_s`; the operation is given up.
+            CancelledError: the operation was cancelled.
+        """
+        with self._changed:
+            if not self._changed.wait_for(self._is_over, timeout_s):
+                self._give_up(DeadlineError(f"the page store took longer than {timeout_s} s"))
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Wait in an asyncio task, without a thread; `asyncio.timeout` sets a deadline."""
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop ended before this operation did
+                loop.call_soon_threadsafe(over.set)
+
+        with self._changed:
+            self._then.append(wake)
+            if self._is_over():
+                wake()
+        try:
+            yield from over.wait().__await__()
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self.wait(timeout_s=0)
+
+    def cancel(self) -> bool:
+        """Give the operation up; return false if it was over. Pages that moved stay moved."""
+        with self._changed:
+            if self._is_over():
+                return False
+            self._give_up(CancelledError("the caller cancelled this operation"))
+            return True
+
+    @contextmanager
+    def buffers(self) -> Iterator[bool]:
+        """Hold the caller's buffers for a copy; yield false if the operation was given up."""
+        with self._changed:
+            held = self._state is PendingState.RUNNING
+            self._busy += held
+        try:
+            yield held
+        finally:
+            if held:
+                with self._changed:
+                    self._busy -= 1
+                    self._changed.notify_all()
+
+    def finish(self, result: T) -> None:
+        """Hand the result over; do nothing if the operation is over."""
+        with self._changed:
+            if not self._is_over():
+                self._result = result
+                self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Make `wait` raise `error`, once no other page of the batch is being copied."""
+        with self._changed:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        if not self._is_over():
+            self._state = PendingState.GIVEN_UP
+        self._changed.wait_for(lambda: self._busy == 0)
+        if not self._is_over():
+            self._error = error
+            self._end()
+
+    def _is_over(self) -> bool:
+        return self._state is PendingState.OVER
+
+    def _end(self) -> None:
+        self._state = PendingState.OVER
+        self._changed.notify_all()
+        for wake in self._then:
+            wake()
+
+
+class Batch(Generic[T]):
+    """Pages that a caller handed over together: `pending` is over when each of them is.
+
+    Args:
+        result: makes the result of the batch from those of its pages.
+
+    Attributes:
+        parts: for each page, its bytes where they lie: one part, or several in a row.
+        extras: packed attachments, by page; they follow it in its frame.
+        fences: copies on a device wait for this work, which the caller gave to it before.
+    """
+
+    def __init__(self, pages: int, result: Callable[[list[T]], Any] = list) -> None:
+        self.pending: Pending[Any] = Pending()
+        self.parts: Sequence[Any] = ()
+        self.extras: dict[int, bytes] = {}
+        self.fences: dict[Any, Any] = {}
+        self._lock = Lock()
+        self._result = result
+        self._results: list[T | None] = [None] * pages
+        self._missing = pages
+        if not pages:
+            self.pending.finish(result([]))
+
+    def finish(self, results: Iterable[tuple[int, T]]) -> None:
+        """Set the results of pages, by their index; call once for each page."""
+        over = False
+        with self._lock:
+            for index, result in results:
+                self._results[index] = result
+                self._missing -= 1
+                over = self._missing == 0
+        if over:
+            self.pending.finish(self._result(self._results))  # type: ignore[arg-type]
+
+
+def finish_all(results: Iterable[tuple[Batch[Any], int, Any]]) -> None:
+    """Set the results of pages of several batches."""
+    by_batch: dict[Batch[Any], list[tuple[int, Any]]] = {}
+    for batch, index, result in results:
+        by_batch.setdefault(batch, []).append((index, result))
+    for batch, each in by_batch.items():
+        batch.finish(each)
+
+
+def save_requests(
+    batch: Batch[Saved],
+    keys: Sequence[PageKey],
+    pages: Sequence[Any],
+    attachments: Sequence[Mapping[str, bytes] | None],
+    *,
+    host: HostTier,
+    rollout: Hashable,
+) -> list[SaveRequest]:
+    """Make one save request for each page.
+
+    Raises:
+        ShapeError: a page or its packed attachments have the wrong size.
+        UnsupportedError: a page is not in host memory.
+        UsageError: a key is not a `PageKey`, or the rollout's name is not hashable.
+    """
+    users = users_of(rollout)
+    _refer(batch, keys, pages, page_bytes=host.page_bytes, writable=False)
+    for index, named in enumerate(attachments):
+        if named:
+            extra = batch.extras[index] = pack_attachments(named)
+            if len(extra) > (room := host.attachment_bytes):
+                raise ShapeError(
+                    f"the packed attachments have {len(extra)} bytes; the tiers keep {room}. "
+                    f"Make them with attachment_bytes={len(extra)} or more."
+                )
+    return [
+        SaveRequest(key, host.page_bytes + len(batch.extras.get(index, b"")), users, batch, index)
+        for index, key in enumerate(keys)
+    ]
+
+
+def load_requests(
+    batch: Batch[Loaded],
+    keys: Sequence[PageKey],
+    into: Sequence[Any],
+    *,
+    host: HostTier,
+    rollout: Hashable,
+) -> list[LoadRequest]:
+    """Make one load request for each page.
+
+    Raises:
+        ShapeError: a buffer has the wrong size or is read-only.
+        UnsupportedError: a buffer is not in host memory.
+        UsageError: a key is not a `PageKey`, or the rollout's name is not hashable.
+    """
+    users = users_of(rollout)
+    _refer(batch, keys, into, page_bytes=host.page_bytes, writable=True)
+    return [LoadRequest(key, users, batch, index) for index, key in enumerate(keys)]
+
+
+def _refer(
+    batch: Batch[Any],
+    keys: Sequence[PageKey],
+    pages: Sequence[Any],
+    *,
+    page_bytes: int,
+    writable: bool,
+) -> None:
+    for key in keys:
+        if not isinstance(key, PageKey):
+            raise UsageError(f"a page is named by a PageKey; got {key!r}")
+    batch.parts = [page_parts(page, page_bytes=page_bytes, writable=writable) for page in pages]
+    batch.fences = {
+        part.device: torch.cuda.current_stream(part.device).record_event()
+        for parts in batch.parts
+        for part in (parts if isinstance(parts, list) else (parts,))
+        if isinstance(part, Tensor) and part.is_cuda
+    }
+
+
+def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
+    """Refer to the bytes of a page, without a copy.
+
+    Args:
+        page: a contiguous tensor, array or buffer, or a list or tuple of them: the pieces of a page
+            that is not contiguous, such as one for each layer.
+        writable: whether they are to be written to.
+
+    Raises:
+        ShapeError: wrong number of bytes, not contiguous, or read-only where `writable`.
+        UnsupportedError: a tensor that is neither in host memory nor on a CUDA device, or an array
+            of references.
+    """
+    parts: Parts
+    if isinstance(page, list | tuple):
+        parts = [each for part in page if (each := _bytes_of(part, writable=writable)).nbytes]
+        size = sum(part.nbytes for part in parts)
+    else:
+        parts = _bytes_of(page, writable=writable)
+        size = parts.nbytes
+    if size != page_bytes:
+        raise ShapeError(f"a page of this store has {page_bytes} bytes; got {size}")
+    return parts
+
+
+def _bytes_of(part: Any, *, writable: bool) -> Part:
+    if isinstance(part, np.ndarray) and part.dtype.hasobject:
+        raise UnsupportedError(f"a page is bytes; got an array of {part.dtype}, of references")
+    if isinstance(part, np.ndarray) and part.flags.c_contiguous and part.flags.writeable:
+        flat = part if part.dtype == np.uint8 and part.ndim == 1 else part.reshape(-1).view("u1")
+        return torch.from_numpy(flat)
+    if isinstance(part, Tensor):
+        if not (part.is_cpu or part.is_cuda):
+            raise UnsupportedError(
+                f"pages lie in host memory or on CUDA devices; got a tensor on {part.device}. "
+                "Copy it with .cpu(), or let the engine's own worker copy."
+            )
+        if not part.is_contiguous():
+            raise ShapeError(f"a page must be contiguous; got strides {part.stride()}")
+        if part.dtype is torch.uint8 and part.stride() == (1,):
+            return part
+        return part.detach().as_strided((part.numel(),), (1,)).view(torch.uint8)
+    raw = memoryview(part)
+    if not raw.c_contiguous:
+        raise ShapeError(f"a page must be contiguous; got strides {raw.strides}")
+    if writable and raw.readonly:
+        raise ShapeError("a page is loaded into a writable buffer; got a read-only one")
+    if raw.readonly or not raw.nbytes:  # torch refers to neither
+        return np.frombuffer(raw, dtype=np.uint8)
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+def users_of(*names: Hashable) -> tuple[Hashable, ...]:
+    """Return the names that are not None; raise `UsageError` for one that is not hashable."""
+    for name in names:
+        try:
+            hash(name)
+        except TypeError as error:
+            raise UsageError(
+                f"rollouts, and what they wait for, have names that can be hashed, such as text; "
+                f"got {name!r}"
+            ) from error
+    return tuple(name for name in names if name is not None)
+
+
+def same_length(**sequences: Sequence[Any]) -> None:
+    """Raise `ShapeError` unless a batch has one of each for every page."""
+    lengths = {name: len(each) for name, each in sequences.items()}
+    if len(set(lengths.values())) != 1:
+        raise ShapeError(f"a batch has one of each for every page; got {lengths}")

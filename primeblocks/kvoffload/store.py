@@ -1,0 +1,400 @@
+"""A store of pages over several tiers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from threading import Condition
+from time import monotonic
+from typing import Any, Literal, Self
+from weakref import WeakSet
+
+from ..errors import ClosedError, DeadlineError, PlanError, UsageError, check_version
+from .catalogue import Catalogue
+from .copier import Copiers, Copies
+from .evict import Evict, lru
+from .host import HostTier
+from .lower import Level, in_order
+from .moves import CopyIn, CopyOut, LoadRequest, PageRead, SaveRequest, Write
+from .page import PageKey
+from .pending import (
+    Batch,
+    Pending,
+    finish_all,
+    load_requests,
+    same_length,
+    save_requests,
+    users_of,
+)
+from .tier import Loaded, Saved, Tier, TierStatistics
+from .worker import Holds, Outcome, TierWorker, Until
+
+__all__ = ["TieredStore"]
+
+logger = logging.getLogger(__name__)
+
+
+class TieredStore:
+    """Pages in host memory first, in slower tiers when room runs out.
+
+    A page is saved into host memory and written to the tiers below, either when it leaves ("back")
+    or at once ("through"); a page found below is copied back to host memory. Calls return at once;
+    threads of the store copy and do I/O. A load sees every save that was called before it. The
+    store's only page memory is the host tier: pages on their way up or down lie in its frames.
+
+    Args:
+        tiers: fastest first; the first must be a `HostTier`. The store closes them.
+        evict: chooses the page to leave: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
+        max_pending: pages that may wait for room in host memory; further saves are declined.
+        write: "back" saves writes below, "through" loses less in a crash and shares pages sooner.
+        copy_threads: threads that copy between the caller's buffers and host memory.
+        patience_s: seconds that saves wait for a tier below that does not keep up. Then pages leave
+            host memory without being written there, as they do where it refuses them; a tier that
+            does not answer is not read either.
+        clock: seconds.
+
+    Raises:
+        UnsupportedError: no host tier in front, or a tier below one that others write to.
+        PlanError: the tiers differ in their page or attachment size.
+        UsageError: the host tier belongs to another store.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[HostTier | Tier],
+        *,
+        evict: Evict = lru,
+        max_pending: int = 1024,
+        write: Literal["back", "through"] = "back",
+        copy_threads: int = 2,
+        patience_s: float = 1.0,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        host, below = in_order(tiers)
+        if min(max_pending, copy_threads) < 1 or patience_s <= 0:
+            raise PlanError(
+                f"max_pending={max_pending} and copy_threads={copy_threads} must be at least 1, "
+                f"patience_s={patience_s} above 0"
+            )
+        if write not in ("back", "through"):
+            raise PlanError(f'write is "back" or "through"; got {write!r}')
+        self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
+        self._host = host
+        host.claim()
+        self._answers: list[tuple[Batch[Any], int, Saved | Loaded]] = []
+        self._catalogue = Catalogue(
+            frames=host.capacity_pages,
+            levels=[Level(tier, evict, patience_s=patience_s, clock=clock) for tier in below],
+            evict=evict,
+            max_pending=max_pending,
+            through=write == "through",
+            answer=self._answer,
+        )
+        self._changed = Condition()
+        self._pid = os.getpid()
+        self._closed = False
+        self._error: ClosedError | None = None  # the store broke
+        self._pending: WeakSet[Pending[Any]] = WeakSet()
+        copied, moved = partial(self._change, self._copied), partial(self._change, self._moved)
+        self._copiers = Copiers(host, threads=copy_threads, report=copied, broke=self._break)
+        self._workers = [TierWorker(tier, host, report=moved, broke=self._break) for tier in below]
+
+    def save(
+        self,
+        key: PageKey,
+        page: Any,
+        *,
+        attachments: Mapping[str, bytes] | None = None,
+        rollout: Hashable = None,
+    ) -> Pending[Saved]:
+        """Keep a page. Local.
+
+        The page is read until the result is there, and must not change before. It replaces the page
+        that `key` named, except in a tier that others write to. Without room in host memory
+        `stored` is False; what a tier below refuses later, `flush` tells.
+
+        Args:
+            page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
+            rollout: any name, of who will ask for the page again until `end`; first page first.
+
+        Raises:
+            ShapeError: the page or its packed attachments have the wrong size.
+            UnsupportedError: the page is not in host memory.
+            ClosedError: the store is closed.
+        """
+        batch = Batch[Saved](1, itemgetter(0))
+        requests = save_requests(
+            batch, [key], [page], [attachments], host=self._host, rollout=rollout
+        )
+        return self._ask(self._catalogue.save, requests, pending=batch.pending)
+
+    def save_batch(
+        self,
+        keys: Sequence[PageKey],
+        pages: Sequence[Any],
+        *,
+        attachments: Sequence[Mapping[str, bytes] | None] | None = None,
+        rollout: Hashable = None,
+    ) -> Pending[list[Saved]]:
+        """Save several pages as `save` does, with one result for each. An error saves none."""
+        attachments = [None] * len(keys) if attachments is None else attachments
+        same_length(keys=keys, pages=pages, attachments=attachments)
+        batch = Batch[Saved](len(keys))
+        requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
+        return self._ask(self._catalogue.save, requests, pending=batch.pending)
+
+    def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
+        """Copy a page into `into`, or report a miss. Local, unless a tier is on the network.
+
+        Never a wrong page: what comes from below host memory and does not pass its checksum is
+        dropped and is a miss. `into` is written once, after the check, and not at all on a miss or
+        after a deadline.
+
+        Args:
+            into: writable, otherwise as the page in `save`.
+            rollout: name of the rollout that asks, as in `save`.
+
+        Raises:
+            ShapeError: `into` has the wrong size or is read-only. Or as `save`.
+        """
+        batch = Batch[Loaded](1, itemgetter(0))
+        requests = load_requests(batch, [key], [into], host=self._host, rollout=rollout)
+        return self._ask(self._catalogue.load, requests, pending=batch.pending)
+
+    def load_batch(
+        self, keys: Sequence[PageKey], *, into: Sequence[Any], rollout: Hashable = None
+    ) -> Pending[list[Loaded]]:
+        """Load several pages as `load` does, with one result for each."""
+        same_length(keys=keys, into=into)
+        batch = Batch[Loaded](len(keys))
+        requests = load_requests(batch, keys, into, host=self._host, rollout=rollout)
+        return self._ask(self._catalogue.load, requests, pending=batch.pending)
+
+    def __contains__(self, key: PageKey) -> bool:
+        """Whether a load may hit, shared tiers aside; answers at once, from any thread."""
+        return self._catalogue.knows(key)
+
+    def holds(self, keys: Sequence[PageKey]) -> Pending[list[bool]]:
+        """Tell for which pages a load may hit, shared tiers included. May ask over the network.
+
+        Raises:
+            ClosedError: the store is closed.
+        """
+        batch = Batch[bool](len(keys))
+        known = [key in self for key in keys]
+        shared = bool(self._workers) and self._catalogue.levels[-1].shared
+        asked = [index for index, here in enumerate(known) if shared and not here]
+        question = Holds(
+            [keys[index] for index in asked],
+            lambda held: batch.finish(zip(asked, held, strict=True)),
+        )
+        give = partial(self._workers[-1].give, question) if asked else lambda: None
+        self._ask(give, pending=batch.pending)
+        batch.finish((index, here) for index, here in enumerate(known) if here or not shared)
+        return batch.pending
+
+    def advance(self, *, version: int) -> None:
+        """Move to the policy at `version`; older pages may have become useless. Local.
+
+        Raises:
+            UsageError: the version went backwards, or is no version.
+        """
+        with self._changed:
+            if (version := check_version(version)) < (now := self._catalogue.version):
+                raise UsageError(f"the store is at version {now}; got {version}")
+            self._catalogue.version = version
+
+    def pause(self, rollout: Hashable, reason: Hashable) -> None:
+        """Note that a rollout waits for `reason`, one of a few names such as "pytest". Local."""
+        users_of(rollout, reason)
+        self._ask(self._catalogue.note, lambda ledger: ledger.pause(rollout, reason))
+
+    def resume(self, rollout: Hashable) -> None:
+        """Note that a rollout writes again; a save or load that names it says so too. Local."""
+        users_of(rollout)
+        self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
+
+    def queue(self, rollouts: Sequence[Hashable]) -> None:
+        """Note the engine's whole queue, who runs next first. Who left it runs. Local."""
+        names = users_of(*rollouts)
+        self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
+
+    def end(self, rollout: Hashable) -> None:
+        """End a rollout: its own pages go next. A caller that names rollouts ends them. Local."""
+        users_of(rollout)
+        self._ask(self._catalogue.end, rollout)
+
+    def clear(self) -> Pending[None]:
+        """Drop every page of every tier. No later load finds any. Local.
+
+        The result is there when the tiers below have done so too; an error means that one of them
+        did not, and may have pages again when it is next opened.
+        """
+        return self._after(self._catalogue.clear)
+
+    def flush(self) -> Pending[None]:
+        """Write pages that only host memory has to the tiers below, and make them durable. Local.
+
+        Pages whose save is not over are not included. An error means that a page found no room
+        below or was refused there, and a later call tries it again.
+        """
+        return self._after(self._catalogue.write_down, flush=True)
+
+    def statistics(self) -> dict[str, TierStatistics]:
+        """Return counts for each tier, by its name; from any thread."""
+        with self._changed:
+            return self._catalogue.statistics()
+
+    def close(self, *, timeout_s: float = 30.0) -> None:
+        """Finish what was asked for, then release the tiers. A second call does nothing.
+
+        Pages that only host memory has are lost; `flush` first to keep them.
+
+        Raises:
+            DeadlineError: the store's threads did not finish.
+        """
+        if os.getpid() != self._pid:  # a fork has none of the threads, and perhaps a lock
+            return
+        end = monotonic() + timeout_s
+        late = DeadlineError(f"the page store did not finish its work within {timeout_s} s")
+        with self._changed:
+            self._closed = True
+            idle = self._catalogue.idle
+            if not self._changed.wait_for(lambda: self._error or idle(), timeout_s):
+                raise late
+        threads = [*self._copiers.stop(), *(worker.stop() for worker in self._workers)]
+        for thread in threads:
+            thread.join(max(0.0, end - monotonic()))
+            if thread.is_alive():
+                raise late
+        self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
+        """Do `what`, and finish when every lower tier has done what it was given so far."""
+        batch = Batch[None](len(self._workers), lambda results: None)
+        return self._ask(self._give_markers, batch, what, flush, pending=batch.pending)
+
+    def _give_markers(
+        self, batch: Batch[None], what: Callable[[], Exception | None], flush: bool
+    ) -> None:
+        refusals = [level.refusals for level in self._catalogue.levels]
+        missing = what()
+        self._hand_out()
+        for depth, worker in enumerate(self._workers):
+            before = refusals[depth] if flush else None
+            done = partial(self._pass_marker, batch, depth, before, missing)
+            worker.give(Until(done, flush=flush))
+
+    def _pass_marker(
+        self,
+        batch: Batch[None],
+        depth: int,
+        refusals: int | None,
+        missing: Exception | None,
+        error: BaseException | None,
+    ) -> None:
+        """Take note that a tier has done all that it was given before, or of its error.
+
+        Args:
+            refusals: writes that the tier had refused before a flush; None for a clear.
+            missing: why a page is written to no tier.
+        """
+        level = self._catalogue.levels[depth]
+        if refusals is not None and level.refusals > refusals:
+            error = level.refusal
+        if error is not None and not level.shared:  # another flush writes again what it lost
+            with self._changed:
+                here = {key: copy for key, copy in level.copies.items() if copy.here}
+            lost = self._workers[depth].lacks(list(here))  # without the lock: a tier may hang
+            with self._changed:
+                level.lose({key: here[key] for key in lost})
+        if (error := error or missing) is not None:
+            batch.pending.fail(error)
+        batch.finish([(depth, None)])
+
+    def _ask(
+        self, what: Callable[..., object], *of: Any, pending: Pending[Any] | None = None
+    ) -> Any:
+        """Change the catalogue for a caller, and return `pending`."""
+        if os.getpid() != self._pid:
+            raise ClosedError("the page store is its parent's in a forked process; make a new one")
+        with self._changed:
+            if self._closed:
+                raise ClosedError("the page store is closed")
+            if pending is not None:
+                self._pending.add(pending)
+            self._change(what, *of)
+            if self._error is not None:
+                raise self._error
+        return pending
+
+    # Every change of the catalogue goes through here, and `_hand_out` gives away its moves.
+
+    def _change(self, what: Callable[..., object], *of: Any) -> None:
+        with self._changed:
+            if self._error is None:
+                try:
+                    what(*of)
+                    self._hand_out()
+                except BaseException as error:
+                    self._break(error)
+            answers, self._answers = self._answers, []
+            if self._closed:
+                self._changed.notify_all()
+            finish_all(answers)
+
+    def _answer(self, request: SaveRequest | LoadRequest, outcome: Saved | None) -> None:
+        self._answers.append((request.batch, request.index, outcome or Loaded(None)))
+
+    def _break(self, error: BaseException) -> None:
+        """Stop using the catalogue, which may be half changed, and tell waiting callers."""
+        logger.critical("the page store broke", exc_info=error)
+        with self._changed:
+            self._error = ClosedError(f"the page store broke: {error!r}. Close it, make a new one.")
+            self._error.__cause__ = error
+            self._changed.notify_all()
+            for pending in list(self._pending):
+                pending.fail(self._error)
+
+    def _hand_out(self) -> None:
+        while moves := self._catalogue.take():
+            copies: list[CopyIn | CopyOut] = []
+            below: list[list[Any]] = [[] for _ in self._workers]
+            for move in moves:
+                if isinstance(move, (CopyIn, CopyOut)):
+                    copies.append(move)
+                else:
+                    below[move.depth].append(move)
+            self._copiers.give(copies)
+            for worker, given in zip(self._workers, below, strict=True):
+                self._moved(worker.give(*given))
+
+    def _copied(self, done: list[tuple[Copies, bool]]) -> None:
+        for copies, copied in done:
+            for copy in copies:
+                if isinstance(copy, CopyIn):
+                    self._catalogue.copied_in(copy, copied=copied)
+                else:
+                    self._catalogue.copied_out(copy)
+        if not done:
+            self._catalogue.settle()
+
+    def _moved(self, outcomes: list[Outcome]) -> None:
+        for move, answer in outcomes:
+            error = answer if isinstance(answer, Exception) else None
+            if isinstance(move, Write):
+                self._catalogue.written(move, error)
+            elif isinstance(move, PageRead):
+                length = answer if isinstance(answer, int) else 0
+                self._catalogue.read(move, length=length, error=error)
+            else:
+                self._catalogue.asked(move, held=answer is True)

@@ -1,1 +1,0 @@
-"""One module for each outside package that this block can work with."""

@@ -1,0 +1,343 @@
+"""Lossless sparse deltas, of one tensor and of a packed bucket.
+
+A delta is a set of overwrites, each of the low bits of one element: *the low w bits become b*. It
+holds new bits, never differences. So applying it twice is harmless, and so is finishing one that
+was applied in part. It is small because an optimizer step moves a weight by one unit in the last
+place or two, and so leaves all but its low bits as they were.
+
+A delta does not know its base: versions, and a digest of the result, are its sender's. A bucket
+travels as a delta for each run of elements of one size, or as all of the run where that is less.
+Derivation and numbers: docs/weightsync.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from ...errors import CorruptionError, ShapeError, UnsupportedError, UsageError
+from ..digest import Digest, as_buffer, bucket_digest
+from ..plan import Copy, Plan
+from .entries import (
+    ITEMSIZES,
+    Bits,
+    Bytes,
+    Entries,
+    Opened,
+    flat_bits,
+    open_delta,
+    read_changes,
+    read_segments,
+    seal_delta,
+    segments,
+    write_entries,
+)
+
+__all__ = [
+    "CHUNK_BYTES",
+    "Chunk",
+    "DeltaInfo",
+    "apply_delta",
+    "apply_payloads",
+    "encode_delta",
+    "inspect_delta",
+    "take_payload",
+]
+
+# Elements of one tensor; what is compared is still in the cache when it is gathered.
+_CHUNK = 1 << 18
+# Bytes of a bucket, compared or written at a time. Each numpy call gives up the interpreter's lock:
+# two threads that work on less wait for each other longer than the cache saves.
+CHUNK_BYTES = 8 << 20
+_HEAD = struct.Struct("<BQ")
+_FULL, _DELTA = 0, 1
+# Bytes of an element by those of the dtype; 8 bytes count as twice 4, and 16 as four times.
+_WIDTHS = {1: 1, 2: 2, 4: 4, 8: 4, 16: 4}
+
+Chunk = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class DeltaInfo:
+    """The facts of a delta, from its header and counts.
+
+    Args:
+        itemsize: bytes an element.
+        numel: elements of the tensor it belongs to.
+        changed: elements that it writes.
+        size_bytes: of the delta.
+    """
+
+    itemsize: int
+    numel: int
+    changed: int
+    size_bytes: int
+
+
+def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
+    """Return the delta from `old` to `new`, bit for bit, or None where `new` is no more bytes.
+
+    Bit patterns are compared: NaN and -0.0 are values like others. Local; reads both tensors
+    once; on a device only what changed comes to the host. To keep `old` for the next call, apply
+    the delta to it: cheaper than a copy.
+
+    Raises:
+        ShapeError: shapes or dtypes differ, or a tensor is not contiguous.
+        UnsupportedError: elements of other than 1, 2 or 4 bytes, or a tensor without stored bits.
+        UsageError: the tensors are on different devices.
+    """
+    if new.shape != old.shape or new.dtype != old.dtype:
+        raise ShapeError(
+            f"a delta needs equal shapes and dtypes; got {new.dtype} {list(new.shape)} and"
+            f" {old.dtype} {list(old.shape)}. Send the tensor in full where its shape changed."
+        )
+    if new.device != old.device:
+        raise UsageError(f"new is on {new.device}, old on {old.device}. Keep both on one device.")
+    one, other = _bits_of(new), _bits_of(old)
+
+    def chunks(span: slice) -> Iterator[tuple[Bits, Bits]]:
+        for at in range(span.start, span.stop, _CHUNK):
+            here = slice(at, min(at + _CHUNK, span.stop))
+            yield one[here], other[here]
+
+    numel = new.numel()
+    spans = segments(numel)
+    return seal_delta(new.itemsize, numel, (read_changes(chunks(span)) for span in spans))
+
+
+def apply_delta(target: Tensor, delta: Bytes) -> None:
+    """Overwrite what changed, in place. Local; costs what changed, not what there is.
+
+    Idempotent. On another base than the delta's it writes the same bits, and the result is not the
+    new version: check versions first, and a digest after.
+
+    Raises:
+        CorruptionError: a byte of the delta was changed, added or lost; nothing was written.
+        ShapeError: the target has other elements or is not contiguous; nothing was written.
+        UnsupportedError: another version of the format, or the target has no stored bits.
+    """
+    opened = open_delta(delta)
+    if target.itemsize != opened.itemsize or target.numel() != opened.numel:
+        raise ShapeError(
+            f"the delta is for {opened.numel} elements of {opened.itemsize} bytes; the target has"
+            f" {target.numel()} of {target.itemsize}. Ask for the tensor in full."
+        )
+    bits = _bits_of(target)
+    for span, entries in zip(segments(opened.numel), read_segments(opened), strict=True):
+        write_entries(bits[span], entries)
+
+
+def inspect_delta(delta: Bytes) -> DeltaInfo:
+    """Return the facts of a delta, after checking its digest. Local; reads every byte once.
+
+    Raises:
+        CorruptionError: a byte was changed, added or lost.
+        UnsupportedError: another version of the format.
+    """
+    opened = open_delta(delta)
+    return DeltaInfo(
+        itemsize=opened.itemsize,
+        numel=opened.numel,
+        changed=int(opened.counts[:, 0].sum()),
+        size_bytes=memoryview(delta).nbytes,
+    )
+
+
+def _bits_of(tensor: Tensor) -> Bits:
+    if tensor.is_meta or tensor.is_neg() or tensor.is_conj():
+        raise UnsupportedError(
+            "a delta needs a tensor whose bits are stored; got a "
+            f"{'meta tensor' if tensor.is_meta else 'negated or conjugated view'} of "
+            f"{list(tensor.shape)}. Pass the result of resolve_neg() or resolve_conj(), or a "
+            "tensor that has memory."
+        )
+    if tensor.itemsize not in ITEMSIZES:
+        raise UnsupportedError(
+            f"elements of 1, 2 or 4 bytes, not {tensor.dtype}. View them as torch.int32."
+        )
+    if not tensor.is_contiguous():
+        raise ShapeError(
+            f"needs a contiguous tensor; got strides {tensor.stride()} for {list(tensor.shape)}."
+            " Pass its local shard or .contiguous()."
+        )
+    return flat_bits(tensor, tensor.itemsize)
+
+
+def take_payload(
+    plan: Plan, index: int, chunks: Iterator[Chunk], old: UInt8[Tensor, " bytes"]
+) -> bytes | None:
+    """Overwrite a packed bucket, and return what changed, or None where that is no fewer bytes.
+
+    Local; each chunk is compared and written while it is in the cache.
+
+    Args:
+        chunks: the new bytes beside the old, in the order of the bucket; all are consumed.
+    """
+    parts: list[bytes | memoryview] = []
+    stream, at = _Stream(chunks), 0
+    for copies, width in _runs(plan, index):
+        end = copies[-1].offset + copies[-1].bytes
+        numel = (end - at) // width
+        rows = (_read(stream, span.stop - span.start, width) for span in segments(numel))
+        delta = seal_delta(width, numel, rows)
+        for new, place in stream.until(end):  # Where it gave up.
+            np.copyto(place, new)
+        body = as_buffer(old[at:end]) if delta is None else delta
+        parts += [_HEAD.pack(_FULL if delta is None else _DELTA, len(body)), body]
+        at = end
+    return b"".join(parts) if sum(map(len, parts)) < at else None
+
+
+def apply_payloads(
+    plan: Plan, index: int, pieces: Sequence[Tensor], payloads: Sequence[memoryview]
+) -> str:
+    """Overwrite a bucket's copies with what changed, where they lie, and return their digest.
+
+    Local; idempotent; each chunk is written and digested while it is in the cache.
+
+    Args:
+        payloads: oldest first. All are checked before anything is written.
+
+    Raises:
+        CorruptionError: a payload is not what was written; some of it may be there.
+    """
+    opened = [_open(plan, index, each) for each in payloads]
+    are_plain = all(piece.is_contiguous() and piece.device.type == "cpu" for piece in pieces)
+    plain = pieces if are_plain else [piece.contiguous() for piece in pieces]
+    digest, rest = Digest(), list(plain)
+    for (copies, width), parts in zip(_runs(plan, index), zip(*opened, strict=True), strict=True):
+        mine, rest = rest[: len(copies)], rest[len(copies) :]
+        places = [
+            ((copy.offset - copies[0].offset) // width, flat_bits(piece, width))
+            for copy, piece in zip(copies, mine, strict=True)
+        ]
+        _write(parts, places, digest)
+    if are_plain:
+        return digest.hexdigest()
+    for piece, made in zip(pieces, plain, strict=True):
+        if made is not piece:
+            piece.copy_(made)
+    return bucket_digest(plain)
+
+
+def _read(stream: _Stream, numel: int, width: int) -> Entries:
+    """Return what changed in the next elements of a stream."""
+    chunks = stream.until(stream.at + numel * width)
+    pairs = ((new.view(f"u{width}"), old.view(f"u{width}")) for new, old in chunks)
+    return read_changes(pairs, update=True)
+
+
+def _open(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarray]:
+    """Return the part of a payload for each run of a bucket: what changed, or all of its elements.
+
+    Raises:
+        CorruptionError: it is not of this bucket, or its digest is wrong.
+    """
+    parts: list[Opened | np.ndarray] = []
+    is_all, at = len(payload) == plan.buckets[index].bytes, 0
+    for copies, width in _runs(plan, index):
+        numel = (copies[-1].offset + copies[-1].bytes - copies[0].offset) // width
+        kind, size = _FULL, numel * width
+        if not is_all:
+            if len(payload) < at + _HEAD.size:
+                raise CorruptionError(
+                    f"the delta of bucket {index} ends after {len(payload)} bytes"
+                )
+            kind, size = _HEAD.unpack_from(payload, at)
+            at += _HEAD.size
+        body = payload[at : at + size]
+        at += size
+        if kind == _FULL and len(body) == numel * width:
+            parts.append(np.frombuffer(body, dtype=f"u{width}"))
+        elif kind == _DELTA:
+            parts.append(opened := open_delta(body))
+            if (opened.itemsize, opened.numel) != (width, numel):
+                raise CorruptionError(
+                    f"a delta is not of bucket {index}: of {opened.numel} elements of "
+                    f"{opened.itemsize} bytes, where the bucket has {numel} of {width}"
+                )
+        else:
+            raise CorruptionError(
+                f"{len(body)} bytes of kind {kind} in the delta of bucket {index}"
+            )
+    if at != len(payload):
+        raise CorruptionError(f"{len(payload)} bytes in the delta of bucket {index}, {at} expected")
+    return parts
+
+
+def _write(
+    parts: Sequence[Opened | np.ndarray],
+    places: Sequence[tuple[int, Bits]],
+    digest: Digest,
+) -> None:
+    """Write the parts of a run to its pieces, each with the place of its first element."""
+    start, last = places[-1]
+    spans = segments(start + len(last))
+    for span, *rows in zip(spans, *(_rows(part, spans) for part in parts), strict=True):
+        for start, target in places:
+            end = min(start + len(target), span.stop)
+            step = CHUNK_BYTES // target.itemsize
+            for low in range(max(start, span.start), end, step):
+                high = min(low + step, end)
+                room = target[low - start : high - start]
+                for row in rows:
+                    _put(room, row, low - span.start, high - span.start)
+                if isinstance(room, np.ndarray):
+                    digest.update(room.data)
+
+
+def _rows(part: Opened | np.ndarray, spans: Sequence[slice]) -> Iterator[Entries | np.ndarray]:
+    if isinstance(part, np.ndarray):
+        return (part[span] for span in spans)
+    return read_segments(part)
+
+
+def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> None:
+    """Write the elements of a segment from one to another."""
+    if isinstance(row, Entries):
+        here = slice(*np.searchsorted(row.positions, (first, end)))
+        write_entries(room, Entries(row.positions[here] - first, row.bits[here], row.mask[here]))
+    elif isinstance(room, np.ndarray):
+        np.copyto(room, row[first:end])
+    else:
+        room.view(torch.uint8).copy_(torch.from_numpy(row[first:end].view(np.uint8).copy()))
+
+
+def _runs(plan: Plan, index: int) -> Iterator[tuple[list[Copy], int]]:
+    """Yield runs of copies whose elements have one size, and that size."""
+    run: list[Copy] = []
+    width = 0
+    for copy in plan.buckets[index].copies:
+        wide = plan.target[copy.name].dtype.itemsize
+        if wide != width and run:
+            yield run, _WIDTHS[width]
+            run = []
+        width = wide
+        run.append(copy)
+    yield run, _WIDTHS[width]
+
+
+class _Stream:
+    """Chunks of two sides, cut where it is asked for.
+
+    Attributes:
+        at: the number of bytes that were read.
+    """
+
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
+        self._chunks, self.at = chunks, 0
+        self._rest: Chunk | None = None
+
+    def until(self, end: int) -> Iterator[Chunk]:
+        while self.at < end:
+            new, old = next(self._chunks) if self._rest is None else self._rest
+            size = min(len(new), end - self.at)
+            self._rest = (new[size:], old[size:]) if size < len(new) else None
+            self.at += size
+            yield new[:size], old[:size]

@@ -1,0 +1,356 @@
+"""Carriers of packed buffers: their protocol, handles of memory, and a wire of one-sided reads.
+
+Handles let other processes of the host open a buffer where it lies. On the CPU a buffer is
+anonymous shared memory, found through /proc; torch's own handles of CPU tensors are each for one
+reader, which opens it once. On a GPU it is CUDA IPC through torch's handles: that half has run on
+one GPU, between two processes. `tcp_wire` and `adapters.nixl` have wires.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from ...errors import CapacityError, CorruptionError, UnsupportedError
+from ..marker import is_count
+from .blobs import allocate, mapped, open_of
+
+__all__ = [
+    "ALIGN_BYTES",
+    "Carrier",
+    "HandleCarrier",
+    "OpenedSpans",
+    "Read",
+    "Shared",
+    "Span",
+    "Wire",
+    "WireCarrier",
+    "noted",
+    "starts_of",
+]
+
+ALIGN_BYTES = 256  # What GPUs and network cards like; every element type is aligned, too.
+_TURNS = 2
+_DEVICE = 6  # Of the arguments of rebuild_cuda_tensor: what follows it is bytes and numbers.
+
+
+class Shared(NamedTuple):
+    """A buffer of this process, and what others need to reach it. JSON-able."""
+
+    buffer: UInt8[Tensor, " bytes"]
+    note: Mapping[str, Any]
+
+
+class Span(NamedTuple):
+    """Bytes of a shared buffer of another process."""
+
+    note: Mapping[str, Any]
+    start: int
+    bytes: int
+
+
+class OpenedSpans(NamedTuple):
+    """Spans that were fetched: in a buffer of this process, or where their writer may write."""
+
+    parts: Sequence[UInt8[Tensor, " bytes"]]
+    is_own: bool
+    close: Callable[[], object]
+
+
+def noted(note: Mapping[str, Any], key: str) -> int:
+    """Return a number of a note, which somebody else has written.
+
+    Raises:
+        CorruptionError: there is none.
+    """
+    value = note.get(key) if isinstance(note, Mapping) else None
+    if is_count(value):
+        return value
+    raise CorruptionError(f"the note of a buffer cannot be read: {str(note)[:100]!r}")
+
+
+class Carrier(Protocol):
+    """Buffers of this process, and reads of those of others."""
+
+    def spec(self) -> dict[str, Any]:
+        """Return what opens its reading end in another process. JSON-able."""
+        ...
+
+    def make(self, size_bytes: int) -> Shared:
+        """Return a new buffer.
+
+        Raises:
+            CapacityError: there is no memory for it.
+        """
+        ...
+
+    def drop(self, shared: Shared) -> None:
+        """Let nobody else reach a buffer from now on."""
+        ...
+
+    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
+        """Return spans of others' buffers, in order.
+
+        Args:
+            again: whether more will be fetched from the same buffers, or as much of others.
+
+        Raises:
+            TransferError: a process is gone, or has let go of its buffer.
+            DeadlineError: they were not fetched in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. Twice is fine."""
+        ...
+
+
+def starts_of(
+    sizes: Mapping[int, int], *, align_bytes: int = ALIGN_BYTES
+) -> tuple[dict[int, int], int]:
+    """Return the start of each bucket in a buffer, and the bytes of the buffer. Pure."""
+    starts, end = {}, 0
+    for index, size in sizes.items():
+        starts[index] = end
+        end += -(-size // align_bytes) * align_bytes
+    return starts, end
+
+
+class HandleCarrier:
+    """A `Carrier` whose reader gets the bytes where they lie. Each buffer is opened once.
+
+    On a GPU, close engines' ends before the trainer's: their memory is the trainer's.
+
+    Args:
+        device: the device of this process's buffers. Engines follow.
+
+    Raises:
+        UnsupportedError: the device cannot be used.
+    """
+
+    def __init__(self, *, device: torch.device | str = "cpu") -> None:
+        self._device = torch.device(device)
+        if self._device.type not in ("cpu", "cuda"):
+            raise UnsupportedError(
+                f"no handles of memory on {device}; pass a CUDA device, or the CPU"
+            )
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedError(f"{device}, and torch sees no GPU. Pass device='cpu'.")
+        self._ends: dict[str, weakref.finalize[..., HandleCarrier]] = {}
+        self._opened: dict[str, UInt8[Tensor, " bytes"]] = {}
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "handles"}
+
+    def make(self, size_bytes: int) -> Shared:
+        token = secrets.token_hex(8)
+        note: dict[str, Any] = {"token": token, "bytes": size_bytes}
+        try:
+            if self._device.type == "cuda":
+                buffer = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+                note |= {"uuid": _uuid(buffer.device), "cuda": _cuda_handle(buffer)}
+                return Shared(buffer, note)
+            fd = allocate(_name(token), size_bytes)
+            # It ends with this process, or with this object.
+            self._ends[token] = weakref.finalize(self, os.close, fd)
+            note |= {"pid": os.getpid(), "fd": fd}
+            return Shared(mapped(fd, size_bytes, shared=True), note)
+        except (OSError, torch.OutOfMemoryError) as error:
+            self._end(token)
+            raise CapacityError(
+                f"no {size_bytes:,} bytes on {self._device} for packed weights: {error}. A trainer "
+                "rank needs twice the bytes that it sends."
+            ) from error
+
+    def drop(self, shared: Shared) -> None:
+        """Let nobody else open a buffer. On the CPU, readers that did keep its memory."""
+        self._end(shared.note["token"])
+
+    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
+        notes = {_token(span.note): span.note for span in spans}
+        opened = {}
+        for token, note in notes.items():
+            kept = self._opened.get(token)
+            opened[token] = _opened(note) if kept is None else kept
+        parts = [opened[_token(note)][start : start + size] for note, start, size in spans]
+        if any(len(part) != span.bytes for part, span in zip(parts, spans, strict=True)):
+            raise CorruptionError("a buffer is smaller than its note says")
+        if again:
+            self._keep(opened)
+        gpus = {part.device for part in parts if part.device.type == "cuda"}
+
+        def close() -> None:
+            for gpu in gpus:
+                torch.cuda.synchronize(gpu)  # Copies out of the buffer may be on their way.
+
+        return OpenedSpans(parts, False, close)
+
+    def close(self) -> None:
+        self._opened.clear()
+        while self._ends:
+            self._ends.popitem()[1]()
+
+    def _end(self, token: str) -> None:
+        end = self._ends.pop(token, None)
+        if end is not None:
+            end()
+
+    def _keep(self, opened: Mapping[str, Tensor]) -> None:
+        """Keep these open, and as many that were opened before: a rank's buffers take turns."""
+        for token, buffer in opened.items():
+            self._opened.pop(token, None)
+            self._opened[token] = buffer
+        while len(self._opened) > _TURNS * len(opened):
+            del self._opened[next(iter(self._opened))]
+
+
+class Read(NamedTuple):
+    """Bytes of a buffer of another process, and their destination: a buffer shared here."""
+
+    note: Mapping[str, Any]
+    start: int
+    target: Tensor
+
+
+class Wire(Protocol):
+    """A reader of other processes' memory. Each process has its own; `adapters.nixl` has one."""
+
+    def spec(self) -> dict[str, Any]:
+        """Return what opens the reading end in another process. JSON-able."""
+        ...
+
+    def share(self, buffer: Tensor) -> dict[str, Any]:
+        """Register a buffer, and return what others need to read from it. JSON-able."""
+        ...
+
+    def unshare(self, buffer: Tensor) -> None:
+        """Deregister a buffer. Nobody reads it any more, or their reads are refused."""
+        ...
+
+    def read(self, reads: Sequence[Read], *, deadline: float) -> None:
+        """Do all reads.
+
+        Raises:
+            TransferError: the other process is gone.
+            DeadlineError: they were not done in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything. Twice is fine."""
+        ...
+
+
+class WireCarrier:
+    """A `Carrier` whose reader copies what it wants into one registered buffer of its own.
+
+    Args:
+        device: the device of this process's buffers.
+    """
+
+    def __init__(self, wire: Wire, *, device: torch.device | str = "cpu") -> None:
+        self._wire, self._device = wire, torch.device(device)
+        self._spare: Tensor | None = None
+        self._closed = False
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": "wire", "wire": self._wire.spec()}
+
+    def make(self, size_bytes: int) -> Shared:
+        # Not 0: there is nothing to register then.
+        buffer = torch.empty(max(1, size_bytes), dtype=torch.uint8, device=self._device)
+        return Shared(buffer, self._wire.share(buffer))
+
+    def drop(self, shared: Shared) -> None:
+        self._wire.unshare(shared.buffer)
+
+    def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
+        starts, size_bytes = starts_of({i: span.bytes for i, span in enumerate(spans)})
+        buffer, self._spare = self._spare, None
+        if buffer is None or len(buffer) != max(1, size_bytes):
+            self._give_back(buffer, again=False)
+            buffer = self.make(size_bytes).buffer
+        parts = [buffer[starts[i] : starts[i] + span.bytes] for i, span in enumerate(spans)]
+        reads = [Read(s.note, s.start, part) for s, part in zip(spans, parts, strict=True)]
+        try:
+            self._wire.read(reads, deadline=deadline)
+        except BaseException:
+            self._give_back(buffer, again=False)  # A read may go on.
+            raise
+        return OpenedSpans(parts, True, partial(self._give_back, buffer, again=again))
+
+    def close(self) -> None:
+        # The wire deregisters the buffers.
+        self._closed, self._spare = True, None
+        self._wire.close()
+
+    def _give_back(self, buffer: Tensor | None, *, again: bool) -> None:
+        if buffer is None or self._closed:
+            return
+        if again and self._spare is None:
+            self._spare = buffer
+        else:
+            self._wire.unshare(buffer)
+
+
+def _token(note: Mapping[str, Any]) -> str:
+    noted(note, "bytes")
+    return str(note.get("token"))
+
+
+def _opened(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
+    """Open the buffer of another process, shared. On the CPU, writing to it harms the writer only.
+
+    Raises:
+        TransferError: its process is gone, or closed it.
+        UnsupportedError: it is on a GPU that this process does not see.
+    """
+    if "cuda" in note:
+        return _open_cuda(note)
+    fd = open_of(noted(note, "pid"), noted(note, "fd"), _name(_token(note)), os.O_RDONLY)
+    try:
+        if os.fstat(fd).st_size != note["bytes"]:  # Beyond its end is a SIGBUS.
+            raise CorruptionError("a buffer has another size than its note says")
+        return mapped(fd, note["bytes"], shared=False)
+    finally:
+        os.close(fd)
+
+
+def _cuda_handle(buffer: Tensor) -> list[Any]:
+    # No pickle: others may be able to write where a note lies.
+    args = reduce_tensor(buffer)[1]
+    return [arg.hex() if isinstance(arg, bytes) else arg for arg in args[_DEVICE + 1 :]]
+
+
+def _open_cuda(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
+    seen = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
+    if note["uuid"] not in seen:
+        raise UnsupportedError(
+            f"the weights are on GPU {note['uuid']}, this process sees {seen}. Make it visible, "
+            "or use SharedMemoryTransport."
+        )
+    handle = [bytes.fromhex(arg) if isinstance(arg, str) else arg for arg in note["cuda"]]
+    # Processes count the same GPUs differently.
+    device = seen.index(note["uuid"])
+    storage, shape = torch.storage.TypedStorage, torch.Size([note["bytes"]])
+    what = (Tensor, shape, (1,), 0, storage, torch.uint8, device, *handle)
+    opened = rebuild_cuda_tensor(*what)
+    assert isinstance(opened, Tensor)
+    return opened
+
+
+def _name(token: str) -> str:
+    return f"primeblocks-{token}"
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

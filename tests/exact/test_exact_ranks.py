@@ -1,0 +1,63 @@
+"""A trainer of several ranks computes the bits of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from primeblocks.errors import UnsupportedError
+from primeblocks.exact import batch_invariant
+from primeblocks.parallel import plan_mesh
+from primeblocks.parallel.adapters.transformers import parallelize
+from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher
+from primeblocks.testing import ranks
+from tests.exact.test_models import logits, model_of, tokens
+
+LENGTHS = [45, 3, 33, 1]  # Packed on each rank.
+
+
+def _split(family, dtype, expert):
+    """Whether the rows of this rank have the bits of one rank's, and whether gradients arrived."""
+    ids, whole = tokens(dist.get_world_size(), sum(LENGTHS)), model_of(family, dtype)
+    mine = ids[dist.get_rank()]
+    want = [logits(whole, each[None])[0] for each in mine.split(LENGTHS)]
+    model = model_of(family, dtype)
+    meshes = plan_mesh(world_size=dist.get_world_size(), expert=expert).build("cpu")
+    parallelize(model, meshes)
+    at = torch.cat([torch.arange(length) for length in LENGTHS])
+    with batch_invariant():
+        found = model(input_ids=mine[None], position_ids=at[None], use_cache=False).logits
+    found.float().square().mean().backward()
+    trained = all(each.grad is not None for each in model.parameters() if each.requires_grad)
+    return torch.equal(found[0], torch.cat(want)), trained
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sharded_weights_and_experts_on_other_ranks_change_no_bit(family, dtype):
+    expert = 1 if family == "qwen3" else 2
+    assert ranks.run(_split, family, dtype, expert, world_size=4) == [(True, True)] * 4
+
+
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3", "minimax_m2"])
+def test_routers_in_float32_beside_a_model_in_float32(family):
+    assert ranks.run(_split, family, "float32", 2) == [(True, True)] * 2
+
+
+def _refused(dispatcher, family, dtype):
+    model = model_of(family, dtype)
+    meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+    parallelize(model, meshes, dispatcher=dispatcher(meshes.expert.get_group()))
+    with pytest.raises(UnsupportedError, match="default dispatcher"):
+        logits(model, tokens(1, 40 + dist.get_rank()))
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "family", "dtype"),
+    [
+        (AllToAllDispatcher, "deepseek_v3", "bfloat16"),
+        (OncePerRankDispatcher, "qwen3_moe", "float32"),
+    ],
+)
+def test_experts_that_are_added_in_another_order_are_refused(dispatcher, family, dtype):
+    ranks.run(_refused, dispatcher, family, dtype)
