@@ -68,7 +68,7 @@ STEPS, PROMPTS, GROUP = 100, 16, 8
 MAX_OFF_POLICY_STEPS = 2
 MAX_IN_FLIGHT = 24  # groups
 PROBE_EVERY = 10  # steps between measurements of the mismatch
-TIMEOUT_S = 120.0
+TIMEOUT_S, START_S = 120.0, 600.0  # of the engine, on a busy machine too
 
 
 # --- rank 0: the loop ----------------------------------------------------------------------------
@@ -115,7 +115,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         use_exact=options.exact,
     )
     history, probes, receipts, sync_seconds = [], [], [], []
-    async with await VllmEngine.start(arguments, timeout_s=TIMEOUT_S) as engine:
+    async with await VllmEngine.start(arguments, timeout_s=START_S) as engine:
         rollouts = Rollouts(engine, None if options.exact else router_shape(config))
         await weightsync_vllm.attach(
             engine.llm, trainer.sync_plan, trainer.transport, timeout_s=TIMEOUT_S
@@ -239,7 +239,7 @@ def main() -> None:
     torch.set_num_threads(1)
     device = trainer_device()
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=2 * TIMEOUT_S))
+    dist.init_process_group(backend, timeout=timedelta(seconds=START_S))
     folder = tempfile.TemporaryDirectory(prefix="primeblocks-")
     checkpoint = Path(folder.name) / "checkpoint"
     checkpoint_on_all(checkpoint, partial(tiny_models.save, "qwen3_moe", seed=SEED, **MODEL))

@@ -45,7 +45,7 @@ from primeblocks.testing import tiny_models
 
 QUESTIONS = 3
 STEPS, BATCH, LR = 150, 8, 3e-3
-TIMEOUT_S = 120.0
+TIMEOUT_S, START_S = 120.0, 600.0
 TEMPLATE = """
 {%- if tools %}{{- "<|im_start|>system\\n" }}
     {%- for tool in tools %}{{- tool.function.name + "\\n" }}{%- endfor %}{{- "<|im_end|>\\n" }}
@@ -153,7 +153,7 @@ async def record(path: Path, template: ChatTemplate) -> None:
         path, dtype="float32", max_model_len=1024, max_num_seqs=4, kv_bytes=32 << 20
     )
     arguments |= engine_args(max_bytes=16 << 20, device="cpu")
-    async with await VllmEngine.start(arguments, timeout_s=TIMEOUT_S) as engine:
+    async with await VllmEngine.start(arguments, timeout_s=START_S) as engine:
 
         async def generate(prompt: list[int], **options: Any) -> Any:
             version = int(len(returned) >= QUESTIONS)

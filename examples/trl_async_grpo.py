@@ -49,7 +49,7 @@ MODEL = {"num_layers": 2, "hidden": 64, "num_experts": 8, "top_k": 2, "vocab": 6
 STEPS, PROMPTS, GROUP, LR = 80, 8, 8, 3e-3
 PROMPT, ANSWER = 4, 8  # tokens
 MAX_OFF_POLICY_STEPS, FULL_EVERY = 2, 4
-TIMEOUT_S = 60.0
+TIMEOUT_S, START_S = 60.0, 600.0
 
 
 def reward_of(answer: tuple[int, ...]) -> float:
@@ -113,8 +113,8 @@ def run(options: argparse.Namespace, folder: str, thread: EventThread, transport
     arguments = base_engine_args(
         path, dtype="bfloat16", max_model_len=64, max_num_seqs=64, kv_bytes=64 << 20
     )
-    start = VllmEngine.start(arguments | into_vllm.engine_args(), timeout_s=2 * TIMEOUT_S)
-    engine = thread.call(start, timeout_s=3 * TIMEOUT_S)
+    start = VllmEngine.start(arguments | into_vllm.engine_args(), timeout_s=START_S)
+    engine = thread.call(start, timeout_s=START_S + TIMEOUT_S)
     worker = TrlWorker(
         thread,
         prompts=draw_prompts(seed=0),

@@ -463,7 +463,7 @@ async def main(options: argparse.Namespace) -> None:
         base.save_pretrained(folder)  # Before PEFT puts its modules into it.
         trainer = Trainer(base, list(TENANTS))
         async with await VllmEngine.start(
-            engine_arguments(Path(folder)), timeout_s=TIMEOUT_S
+            engine_arguments(Path(folder)), timeout_s=5 * TIMEOUT_S
         ) as engine:
             faults = {"down": options.fault}
             tenants = [Tenant(name, trainer, engine, faults.get(name, "")) for name in TENANTS]

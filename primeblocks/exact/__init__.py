@@ -9,5 +9,6 @@ log-probabilities, bit for bit: the mismatch is zero. On a CPU.
 
 from .attention import attend
 from .invariant import batch_invariant
+from .trace import Difference, Trace, first_difference
 
-__all__ = ["attend", "batch_invariant"]
+__all__ = ["Difference", "Trace", "attend", "batch_invariant", "first_difference"]

@@ -25,12 +25,12 @@ def _engine(folder, dtype, **more):
     return LLM(model=folder, **options | more)
 
 
-def _sampled(engine, prompts, temperature):
+def _sampled(engine, prompts, temperature, tokens=24):
     """The tokens of each answer, and their log-probabilities as the engine said them."""
     from vllm import SamplingParams
 
     settings = SamplingParams(
-        max_tokens=24, logprobs=0, ignore_eos=True, detokenize=False, temperature=temperature
+        max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False, temperature=temperature
     )
     answers = engine.generate(
         [{"prompt_token_ids": each} for each in prompts], settings, use_tqdm=False
@@ -97,6 +97,45 @@ def test_every_log_probability_is_the_trainers_to_the_bit(family, dtype, tempera
         family, tmp_path / family, num_layers=2, hidden=64, init_std=0.2, dtype=dtype
     )
     assert call(_compare, str(folder), dtype, temperature) == (2 * 23 * 24, [])
+
+
+def _traced(folder):
+    """What differs between engine and trainer, right and with one element changed in the engine."""
+    from transformers import AutoModelForCausalLM
+
+    from primeblocks.exact import Trace, first_difference
+
+    engine, found = _engine(folder, "float32"), []
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    prompt = list(range(5, 35))
+    with Trace(model) as mine:
+        _trained(model, prompt[:-1], prompt[-1:], 1.0)
+
+    def change(module, args, output):
+        output = output.clone()
+        output.view(-1)[3] += 1.0
+        return output
+
+    for wrong in (None, "model.layers.1.mlp.experts"):
+        traces = []
+
+        def start(held, wrong=wrong, traces=traces):
+            if wrong is not None:
+                held.get_submodule(wrong).register_forward_hook(change)
+            traces.append(Trace(held))
+
+        engine.apply_model(start)
+        engine.reset_prefix_cache()
+        list(_sampled(engine, [prompt], 0.0, tokens=1))
+        found.append(first_difference(mine, traces[0].stop()))
+    return found
+
+
+def test_an_element_that_one_layer_of_the_engine_has_otherwise_is_found(tmp_path):
+    folder = tiny_models.save("qwen3_moe", tmp_path / "tiny", num_layers=2, hidden=64)
+    right, wrong = call(_traced, str(folder))
+    assert right is None
+    assert (wrong.module, wrong.side, wrong.rows) == ("model.layers.1.mlp.experts", "output", 1)
 
 
 def _refused(folder):

@@ -1,0 +1,141 @@
+"""The place where two computations of one model part: the first module whose numbers differ."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_leaves_with_path
+
+from ..errors import UsageError
+
+__all__ = ["Difference", "Trace", "first_difference"]
+
+
+class _Event(NamedTuple):
+    module: str
+    side: Literal["input", "output"]
+    values: dict[str, Tensor]
+
+
+class Difference(NamedTuple):
+    """The first numbers that differ.
+
+    Attributes:
+        module: its name in the model. If `side` is `"output"`, it computed them, or what follows
+            its last submodule did. If `"input"`, its caller did, after the event `after`.
+        after: the last event that agrees, such as `"model.layers.0.self_attn.v_proj output"`.
+        rows: how many of those compared differ, and `of` how many.
+        largest: difference of two elements; NaN where shapes or dtypes differ.
+    """
+
+    module: str
+    side: Literal["input", "output"]
+    after: str
+    rows: int
+    of: int
+    largest: float
+
+
+class Trace:
+    """A note of what every module of a model takes and returns, from now until `stop`. Local.
+
+    Cost: a copy of all of it, in host memory. Use it as a context manager too.
+
+    Args:
+        model: changed in nothing but hooks, until `stop`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.events: list[_Event] = []
+        self._handles = []
+        for name, module in model.named_modules():
+            before, after = self._noting(name)
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after))
+
+    def __enter__(self) -> "Trace":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> "Trace":
+        """Note nothing more, and return this trace."""
+        for each in self._handles:
+            each.remove()
+        self._handles.clear()
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Of the sequence: rows of what the first module returned, which embeds them."""
+        first = (each.values for each in self.events if each.side == "output" and each.values)
+        return len(_rows(next(iter(next(first).values()))))
+
+    def _noting(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.events.append(_Event(name, "input", _tensors((args, kwargs))))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self.events.append(_Event(name, "output", _tensors(output)))
+
+        return before, after
+
+
+def first_difference(one: Trace, other: Trace) -> Difference | None:
+    """Compare two traces in the order of the first; None if all that both have agrees. Local.
+
+    A step over a cache is compared with the end of the whole sequence: rows, of the last dimension,
+    from the last one backwards. Then what has more rows than tokens is left out, such as rows
+    sorted by expert, which are compared where both traces have as many. Give each trace one
+    sequence alone.
+
+    Raises:
+        UsageError: no module was called in both.
+    """
+    theirs: defaultdict[tuple[str, str], list[_Event]] = defaultdict(list)
+    for each in reversed(other.events):
+        theirs[each.module, each.side].append(each)
+    pairs = [
+        (each, calls.pop()) for each in one.events if (calls := theirs[each.module, each.side])
+    ]
+    if not pairs:
+        raise UsageError("the two traces have no call of a module in common; names have to agree.")
+    after = "the start"
+    for mine, their in pairs:
+        for path in mine.values.keys() & their.values.keys():
+            rows, more = _rows(mine.values[path]), _rows(their.values[path])
+            if len(rows) != len(more) and (len(rows) > one.tokens or len(more) > other.tokens):
+                continue
+            found = _compare(rows, more)
+            if found is not None:
+                return Difference(mine.module, mine.side, after, *found)
+        after = f"{mine.module} {mine.side}"
+    return None
+
+
+def _tensors(values: Any) -> dict[str, Tensor]:
+    found = tree_leaves_with_path(values)
+    return {
+        keystr(path): each.detach().to("cpu", copy=True)
+        for path, each in found
+        if isinstance(each, Tensor) and each.is_floating_point() and each.dim()
+    }
+
+
+def _rows(values: Tensor) -> Tensor:
+    return values.reshape(-1, values.shape[-1])
+
+
+def _compare(rows: Tensor, more: Tensor) -> tuple[int, int, float] | None:
+    """How many rows differ, of how many, and by how much; None if none does."""
+    count = min(len(rows), len(more))
+    if rows.shape[1] != more.shape[1] or rows.dtype != more.dtype:
+        return count, count, torch.nan
+    rows, more = rows[len(rows) - count :], more[len(more) - count :]
+    differs = ((rows != more) & ~(rows.isnan() & more.isnan())).any(1)
+    if not differs.any():
+        return None
+    return int(differs.sum()), count, (rows.double() - more.double()).abs().max().item()
