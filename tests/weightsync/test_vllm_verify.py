@@ -259,5 +259,5 @@ def test_the_notebook_names_what_it_breaks(tmp_path):
     said = fork_job(tmp_path / "cells.py")
     assert "0 not proved" in said
     assert "the parameter that is left: (0,)" in said
-    assert "are others in the engine than in the trainer" in said
+    assert "are others in the engine after the push" in said
     assert "RoundTrip(versions=(10, 11, 12)" in said
