@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ class _Event(NamedTuple):
     values: dict[str, Tensor]
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """The first numbers that differ.
 
     Attributes:
