@@ -1,5 +1,6 @@
 """A trainer rank: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
 
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -143,7 +144,7 @@ class Trainer:
                 without = self.logprobs(packed)
             with self.as_in_the_engine(routes):
                 imposed = self.logprobs(packed)
-        agreement = 1.0 if routes is None else replay.compare(routes, tape.routes).overall
+        agreement = math.nan if routes is None else replay.compare(routes, tape.routes).overall
         parts: list = [None] * self.world_size
         mine = without.cpu(), imposed.cpu(), torch.from_numpy(packed.logprobs), agreement
         dist.all_gather_object(parts, mine)
@@ -198,9 +199,8 @@ class Trainer:
                 F.linear(hidden[0, places], head.weight).log_softmax(-1).gather(-1, ids[:, None])
             ).clone()
             positions = torch.cat([torch.arange(length) for length in packed.document_lengths])
-            return self.model(tokens[None], position_ids=positions[None], use_cache=False).logits[
-                :, 0
-            ]
+            found = self.model(tokens[None], position_ids=positions[None], use_cache=False)
+            return found.logits[:, 0]
         # Inside the model's forward, where FSDP2 has the head's weight whole, it answers with
         # log-probabilities: no matrix of logits is made.
         head.forward = lambda hidden: losses.logprobs.token_logprobs(

@@ -73,8 +73,8 @@ class Trace:
     @property
     def tokens(self) -> int:
         """Of the sequence: rows of what the first module returned, which embeds them."""
-        first = (each.values for each in self.events if each.side == "output" and each.values)
-        return len(_rows(next(iter(next(first).values()))))
+        found = (each.values for each in self.events if each.side == "output" and each.values)
+        return next((len(_rows(next(iter(values.values())))) for values in found), 0)
 
     def _noting(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -95,26 +95,30 @@ def first_difference(one: Trace, other: Trace) -> Difference | None:
     sequence alone.
 
     Raises:
-        UsageError: no module was called in both.
+        UsageError: they have no numbers in common.
     """
     theirs: defaultdict[tuple[str, str], list[_Event]] = defaultdict(list)
     for each in reversed(other.events):
         theirs[each.module, each.side].append(each)
-    pairs = [
-        (each, calls.pop()) for each in one.events if (calls := theirs[each.module, each.side])
-    ]
-    if not pairs:
-        raise UsageError("the two traces have no call of a module in common; names have to agree.")
-    after = "the start"
-    for mine, their in pairs:
-        for path in mine.values.keys() & their.values.keys():
-            rows, more = _rows(mine.values[path]), _rows(their.values[path])
+    after, compared = "the start", 0
+    for mine in one.events:
+        calls = theirs[mine.module, mine.side]
+        if not calls:
+            continue
+        values = calls.pop().values
+        for path in [path for path in mine.values if path in values]:
+            rows, more = _rows(mine.values[path]), _rows(values[path])
             if len(rows) != len(more) and (len(rows) > one.tokens or len(more) > other.tokens):
                 continue
-            found = _compare(rows, more)
+            found, compared = _compare(rows, more), compared + 1
             if found is not None:
                 return Difference(mine.module, mine.side, after, *found)
         after = f"{mine.module} {mine.side}"
+    if not compared:
+        raise UsageError(
+            f"traces of {len(one.events)} and {len(other.events)} events have no numbers in "
+            "common. Trace a forward pass in each, of models whose modules have the same names."
+        )
     return None
 
 
@@ -123,7 +127,7 @@ def _tensors(values: Any) -> dict[str, Tensor]:
     return {
         keystr(path): each.detach().to("cpu", copy=True)
         for path, each in found
-        if isinstance(each, Tensor) and each.is_floating_point() and each.dim()
+        if isinstance(each, Tensor) and each.is_floating_point() and each.dim() and each.numel()
     }
 
 
@@ -132,12 +136,13 @@ def _rows(values: Tensor) -> Tensor:
 
 
 def _compare(rows: Tensor, more: Tensor) -> tuple[int, int, float] | None:
-    """How many rows differ, of how many, and by how much; None if none does."""
+    """Count the rows that differ, and all; measure by how much. None if none does."""
     count = min(len(rows), len(more))
     if rows.shape[1] != more.shape[1] or rows.dtype != more.dtype:
         return count, count, torch.nan
     rows, more = rows[len(rows) - count :], more[len(more) - count :]
-    differs = ((rows != more) & ~(rows.isnan() & more.isnan())).any(1)
+    differs = (rows != more) & ~(rows.isnan() & more.isnan())
     if not differs.any():
         return None
-    return int(differs.sum()), count, (rows.double() - more.double()).abs().max().item()
+    largest = (rows[differs].double() - more[differs].double()).abs().max().item()
+    return int(differs.any(1).sum()), count, largest
