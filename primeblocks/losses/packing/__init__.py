@@ -1,6 +1,21 @@
-"""Micro-batches of packed rollouts, balanced over ranks by tokens and by cost."""
+"""Micro-batches of packed rollouts, balanced over ranks by tokens and by cost.
+
+Positions that several rollouts share are computed once, in trees.
+"""
 
 from .pack import Pack, pack, unpack
 from .plan import PackingPlan, plan_packing, sequence_flops
+from .tree_packing import plan_tree_packing
+from .trees import TreePlan, plan_trees
 
-__all__ = ["Pack", "PackingPlan", "pack", "plan_packing", "sequence_flops", "unpack"]
+__all__ = [
+    "Pack",
+    "PackingPlan",
+    "TreePlan",
+    "pack",
+    "plan_packing",
+    "plan_tree_packing",
+    "plan_trees",
+    "sequence_flops",
+    "unpack",
+]

@@ -1,0 +1,390 @@
+"""Trees of rollouts: positions that several rollouts share become one row.
+
+Rollouts are inserted one after the other into a trie whose nodes are ranges of one rollout's
+tokens. A rollout follows a node while tokens, values that belong to tokens, and imposed routes
+agree. At the first difference the node is cut in two, and the rollout goes on as a new child. The
+nodes in preorder are the segments of a `TreePlan`: a segment is followed by its whole subtree, so a
+token sees exactly the rows j <= i whose subtree holds row i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...attachments import Aligned, common_tokens
+from ...errors import ShapeError, UsageError
+from ...rollout import Rollout
+
+__all__ = ["TreePlan", "plan_trees"]
+
+RULES = ("exact", "first", "own")
+
+
+@dataclass(frozen=True, eq=False)
+class TreePlan:
+    """Segments of a forest in preorder, and the row of each token of the rollouts.
+
+    Tokens are counted as `pack` counts them: rollouts one behind the other, then padding. A row is
+    a distinct position. A model reads `values[places]` for anything that has a value a token, and
+    `hidden[rows[packed.predictors]]` predicts `packed.targets`. Log-probabilities, versions, masks
+    and advantages stay those of each rollout, so losses and corrections need not know of trees.
+
+    Attributes:
+        segment_lengths: rows of each segment, in preorder.
+        parents: the segment that each segment continues, or -1 for a root.
+        lengths: tokens of each rollout.
+        padding: tokens after the last rollout. They are a root of their own.
+        rows: int64 `[tokens]`, the row of each token.
+        places: int64 `[rows]`, the token whose values a row has.
+        differing: bool `[rows]`, shared rows for which the rollouts recorded different routes. All
+            False with `routes="exact"`.
+    """
+
+    segment_lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+    lengths: tuple[int, ...]
+    padding: int
+    rows: NDArray[np.int64]
+    places: NDArray[np.int64]
+    differing: NDArray[np.bool_]
+
+    def __repr__(self) -> str:
+        return (
+            f"<TreePlan of {len(self.lengths)} rollouts, {len(self.segment_lengths)} segments, "
+            f"{len(self.rows)} tokens in {len(self.places)} rows>"
+        )
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """int64 `[rows]`: the depth of each row, which is its position in its rollouts."""
+        starts = np.cumsum([0, *self.lengths])
+        return self.places - starts[np.searchsorted(starts, self.places, side="right") - 1]
+
+    @property
+    def pairs(self) -> tuple[int, int]:
+        """Queries, each with every key that it sees: of separate rollouts, and of the trees."""
+        separate = sum(n * (n + 1) // 2 for n in (*self.lengths, self.padding))
+        return separate, int((self.positions + 1).sum())
+
+    def flops(
+        self, *, active_parameters: float = 3.3e9, layers: int = 48, attention_width: int = 4096
+    ) -> tuple[float, float]:
+        """FLOPs of training on separate rollouts, and on the trees. Pure.
+
+        Forward and backward, counted as `sequence_flops` counts them, with the same defaults.
+        """
+        each, pair = 6.0 * active_parameters, 12.0 * layers * attention_width
+        positions = len(self.rows), len(self.places)
+        separate, shared = (
+            each * n + pair * seen for n, seen in zip(positions, self.pairs, strict=True)
+        )
+        return separate, shared
+
+    def table(self, *, bytes_a_position: int = 48 * 2048 * 2, **sizes: Any) -> str:
+        """Return positions, pairs of attention, FLOPs and bytes: separate, shared, and the ratio.
+
+        Args:
+            bytes_a_position: activations that a position keeps for the backward. Default: one
+                hidden state a layer, as activation checkpointing keeps it, of Qwen3-30B-A3B in
+                bfloat16.
+            sizes: keywords of `flops`.
+        """
+        positions = len(self.rows), len(self.places)
+        found = {
+            "positions": positions,
+            "pairs": self.pairs,
+            "FLOPs": self.flops(**sizes),
+            "bytes": tuple(n * bytes_a_position for n in positions),
+        }
+        lines = [f"{'':<10}{'separate':>12}{'shared':>12}{'ratio':>8}"]
+        for name, (before, after) in found.items():
+            shown = (f"{x:,}" if x < 1e9 else f"{x:.4g}" for x in (before, after))
+            lines.append(f"{name:<10}{'{:>12}{:>12}'.format(*shown)}{before / (after or 1):>8.2f}")
+        return "\n".join(lines)
+
+    def held(self, rows: NDArray[np.int64], predictors: NDArray[np.int64]) -> tuple[NDArray, ...]:
+        """Return what some of the rows predict: where ranks share the rows. Pure.
+
+        Args:
+            rows: the rows at hand, ascending: `sequence.indices(rank).numpy()` for instance.
+            predictors: `packed.predictors`.
+
+        Returns:
+            Two int64 arrays of one length: which completion tokens the rows at hand predict, and
+            the place of each one's predictor among these rows.
+        """
+        wanted = self.rows[predictors]
+        if not len(rows):
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        found = np.searchsorted(rows, wanted).clip(max=len(rows) - 1)
+        completions = np.flatnonzero(rows[found] == wanted)
+        return completions, found[completions]
+
+    def distinct(
+        self, predictors: NDArray[np.int64], targets: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the distinct pairs of a predicting row and a target, and each token's pair. Pure.
+
+        Score the pairs and expand them, `logprobs[pair]`. A pair that several rollouts train then
+        passes the head once, and its gradient is that of the sum of their losses.
+
+        Args:
+            predictors: `packed.predictors`.
+            targets: `packed.targets`.
+        """
+        both = np.stack([self.rows[predictors], targets])
+        found, pair = np.unique(both, axis=1, return_inverse=True)
+        return found[0], found[1], pair.reshape(-1)
+
+
+def plan_trees(
+    rollouts: Sequence[Rollout],
+    *,
+    routes: str = "exact",
+    imposed: Sequence[Any] | None = None,
+    per_token: Sequence[str] = (),
+    padding: int = 0,
+) -> TreePlan:
+    """Share the positions that rollouts have in common. Pure; compares each token once a level.
+
+    A row is shared by rollouts whose tokens agree up to it, whose images and other values that
+    cannot be cut (`Aligned`) begin alike up to it, and whose imposed routes agree up to it. Values
+    that belong to a rollout as a whole are not compared.
+
+    Args:
+        rollouts: of one micro-batch, or of a batch. All rollouts of a `Conversation` are such.
+        routes: "exact" shares a row only if the routes that are to be imposed agree, there and
+            before. "first" shares it anyway, and its routes are those of the first rollout that has
+            them. "own" shares it too. Leave the routes of `differing` rows out, as missing ones,
+            and the trainer's routers choose there.
+        imposed: for each rollout an array with a row a token, or None for a rollout without routes;
+            the last token may have no row. `replay.Routes` are given as `value.tensor()[0]`.
+            Default: the attachment "routes".
+        per_token: names of further attachments with a row a token that the model reads. Their rows
+            must agree whatever `routes` says.
+        padding: `packed.padding`, if `packed` was made of these rollouts.
+
+    Raises:
+        UsageError: an unknown rule, a missing attachment, or routes that are bytes.
+        ShapeError: an attachment has another number of rows than its rollout has tokens, or
+            rollouts differ in dtype or in trailing dims.
+    """
+    if routes not in RULES:
+        raise UsageError(f"plan_trees got routes={routes!r}; it takes {', '.join(RULES)}.")
+    if imposed is not None and len(imposed) != len(rollouts):
+        raise ShapeError(
+            f"plan_trees got imposed= for {len(imposed)} rollouts of {len(rollouts)}. Give one "
+            "array, or None, for each rollout."
+        )
+    given = [rollout.attachments.get("routes") for rollout in rollouts]
+    chosen = _same_kind(given if imposed is None else imposed, rollouts, "routes")
+    compared = [chosen] if routes == "exact" else []
+    for name in per_token:
+        if name == "routes" and imposed is None:
+            continue
+        lacking = [i for i, each in enumerate(rollouts) if name not in each.attachments]
+        if lacking:
+            raise UsageError(f"rollouts {lacking[:8]} have no attachment {name!r}.")
+        values = [rollout.attachments[name] for rollout in rollouts]
+        compared.append(_same_kind(values, rollouts, name))
+    trie = _Trie(rollouts, compared)
+    for index in range(len(rollouts)):
+        trie.insert(index)
+    return _planned(trie, chosen, padding, compare=routes != "exact")
+
+
+@dataclass(eq=False)
+class _Node:
+    """Tokens `[start, stop)` of a rollout. The last rollouts that end in it are in `ends`."""
+
+    rollout: int
+    start: int
+    stop: int
+    parent: _Node | None
+    children: list[_Node] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    row: int = 0
+
+
+class _Trie:
+    def __init__(self, rollouts: Sequence[Rollout], compared: list[list[NDArray | None]]) -> None:
+        self.tokens = [rollout.tokens for rollout in rollouts]
+        self.attachments = [rollout.attachments for rollout in rollouts]
+        self.compared = compared
+        self.root = _Node(-1, 0, 0, None)
+
+    def insert(self, new: int) -> None:
+        node, length = self.root, len(self.tokens[new])
+        while True:
+            for child in node.children:
+                stop = self._agree(child, new)
+                if stop > child.start:
+                    break
+            else:
+                node.children.append(_Node(new, node.stop, length, node, ends=[new]))
+                return
+            if stop < min(child.stop, length):
+                child = self._cut(child, stop)
+            elif stop == child.stop and self._completes(child, new):
+                child.rollout = new
+            if stop == length:
+                child.ends.append(new)
+                return
+            if stop == child.stop and not child.children:  # No fork: the node grows.
+                child.rollout, child.stop = new, length
+                child.ends.append(new)
+                return
+            node = child
+
+    def _agree(self, node: _Node, new: int) -> int:
+        """Return the position at which a rollout and a node part."""
+        old, start = node.rollout, node.start
+        stop = min(node.stop, len(self.tokens[new]))
+        one, other = self.tokens[old], self.tokens[new]
+        if start >= stop or one[start] != other[start]:
+            return start
+        stop = start + _same(one[start:stop], other[start:stop])
+        for rows in self.compared:
+            stop = _agreed_rows(rows[old], rows[new], start, stop)
+        # What neither has is not compared, so both sides are asked.
+        for held, asked in ((old, new), (new, old)):
+            stop = common_tokens(self.attachments[held], self.attachments[asked], stop)
+        return max(stop, start)
+
+    def _completes(self, node: _Node, new: int) -> bool:
+        """Whether a rollout has rows that the node's own lacks at its last token."""
+        pairs = ((rows[node.rollout], rows[new]) for rows in self.compared)
+        return any(
+            own is not None and other is not None and len(own) < node.stop <= len(other)
+            for own, other in pairs
+        )
+
+    def _cut(self, node: _Node, stop: int) -> _Node:
+        """Cut a node in two, and return the upper one. Rollouts that end above move there."""
+        assert node.parent is not None
+        upper = _Node(node.rollout, node.start, stop, node.parent, [node])
+        upper.ends = [i for i in node.ends if len(self.tokens[i]) <= stop]
+        node.ends = [i for i in node.ends if len(self.tokens[i]) > stop]
+        node.parent.children[node.parent.children.index(node)] = upper
+        node.parent, node.start = upper, stop
+        return upper
+
+
+def _planned(trie: _Trie, chosen: list[NDArray | None], padding: int, *, compare: bool) -> TreePlan:
+    nodes = [*_preorder(trie.root)]
+    index = {id(node): i for i, node in enumerate(nodes)}
+    sizes = [node.stop - node.start for node in nodes]
+    for node, stop in zip(nodes, np.cumsum(sizes, dtype=np.int64).tolist(), strict=True):
+        node.row = stop - (node.stop - node.start)
+    lengths = [len(tokens) for tokens in trie.tokens]
+    starts = np.cumsum([0, *lengths], dtype=np.int64)
+    total = sum(sizes)
+    rows = np.empty(starts[-1] + padding, np.int64)
+    rows[starts[-1] :] = total + np.arange(padding)
+    for leaf in nodes:
+        for i in leaf.ends:
+            node, stop = leaf, lengths[i]
+            while node.parent is not None:
+                at = starts[i] + node.start
+                rows[at : starts[i] + stop] = node.row + np.arange(stop - node.start)
+                node, stop = node.parent, node.start
+    places = np.empty(total + padding, np.int64)
+    places[rows] = np.arange(len(rows))
+    # The first rollout that has a row, and then the first that has its routes, goes last.
+    for known in (False, True):
+        for i in reversed(range(len(lengths))):
+            found = chosen[i]
+            count = lengths[i] if not known else 0 if found is None else min(len(found), lengths[i])
+            own = slice(starts[i], starts[i] + count)
+            places[rows[own]] = np.arange(own.start, own.stop)
+    own_roots = [-1] if padding else []
+    parents = [index.get(id(node.parent), -1) for node in nodes]
+    plan = TreePlan(
+        segment_lengths=(*sizes, *([padding] if padding else [])),
+        parents=(*parents, *own_roots),
+        lengths=tuple(lengths),
+        padding=padding,
+        rows=rows,
+        places=places,
+        differing=np.zeros(len(places), np.bool_),
+    )
+    if compare:
+        _mark_differing(plan, chosen, starts)
+    return plan
+
+
+def _mark_differing(
+    plan: TreePlan, chosen: list[NDArray | None], starts: NDArray[np.int64]
+) -> None:
+    """Mark the rows whose routes are not those of some rollout that shares them."""
+    for i, own in enumerate(chosen):
+        rows = plan.rows[starts[i] : starts[i + 1]]
+        owners = np.searchsorted(starts, plan.places[rows], side="right") - 1
+        cuts = np.flatnonzero(np.diff(owners)) + 1
+        for start, stop in pairwise([0, *cuts.tolist(), len(rows)]):
+            other = chosen[owners[start]]
+            if owners[start] == i or other is None:
+                continue
+            part = slice(start, stop if own is None else min(stop, len(own), len(other)))
+            plan.differing[rows[part]] |= True if own is None else _unequal(own[part], other[part])
+
+
+def _preorder(root: _Node) -> Iterator[_Node]:
+    stack = [*reversed(root.children)]
+    while stack:
+        node = stack.pop()
+        yield node
+        stack.extend(reversed(node.children))
+
+
+def _same(one: NDArray, other: NDArray) -> int:
+    """Return how many rows both begin with."""
+    differs = _unequal(one, other)
+    return int(differs.argmax()) if differs.any() else len(differs)
+
+
+def _agreed_rows(one: NDArray | None, other: NDArray | None, start: int, stop: int) -> int:
+    """Return the position up to which two rollouts that agree before `start` have equal rows."""
+    if one is None or other is None:
+        return stop if one is other else start
+    known = min(len(one), len(other), stop)
+    found = start + _same(one[start:known], other[start:known])
+    # A last token without a row predicts nothing, so any row does.
+    return stop if found >= known else found
+
+
+def _unequal(one: NDArray, other: NDArray) -> NDArray[np.bool_]:
+    return (one != other).any(axis=tuple(range(1, one.ndim)))
+
+
+def _same_kind(
+    values: Sequence[Any], rollouts: Sequence[Rollout], name: str
+) -> list[NDArray | None]:
+    """Return a row a token by rollout, as arrays of one kind."""
+    found: list[NDArray | None] = []
+    for i, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
+        if isinstance(value, bytes | memoryview | bytearray):
+            raise UsageError(
+                f"plan_trees compares {name!r} row by row, but those of rollout {i} are bytes. "
+                "Pass imposed=[Routes.unpack(each).tensor()[0] for each in ...]."
+            )
+        start = value.start if isinstance(value, Aligned) else 0
+        given = value.value if isinstance(value, Aligned) else value
+        rows = None if given is None else np.asarray(given)
+        tokens = len(rollout.tokens)
+        if rows is not None and (not rows.ndim or start or not tokens - 1 <= len(rows) <= tokens):
+            raise ShapeError(
+                f"{name!r} of rollout {i} needs a row for each of {tokens} tokens, or for all but "
+                f"the last; it has {list(rows.shape)} from token {start} on."
+            )
+        found.append(rows)
+    kinds = {(rows.dtype, rows.shape[1:]) for rows in found if rows is not None}
+    if len(kinds) > 1:
+        raise ShapeError(f"{name!r} differs between rollouts: {sorted(map(str, kinds))}.")
+    return found
