@@ -56,10 +56,14 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Float[Tensor, " heads"] | None = None,
+    parents: Sequence[int] | None = None,
 ) -> Float[Tensor, "tokens heads value_dim"]:
     """Compute what `ring_attention` and `ulysses_attention` do: all scores, masked. Local.
 
     Differentiable; returns float64.
+
+    Args:
+        parents: the document that each one continues, or -1; in preorder.
     """
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
@@ -72,6 +76,11 @@ def attention(
     seen = document[:, None] == document
     if causal:
         seen = seen & (behind >= 0)
+    if parents is not None:
+        behind = torch.full_like(behind, -1)
+        for query, path in enumerate(_paths(document_lengths, parents)):
+            behind[query, path] = torch.arange(len(path)).flip(0)
+        seen = behind >= 0
     if window is not None:
         seen = seen & (behind < window)
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -191,6 +200,17 @@ def state_space(
 def _documents(lengths: Sequence[int]) -> list[tuple[int, int]]:
     stops = [sum(lengths[: i + 1]) for i in range(len(lengths))]
     return [(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+
+
+def _paths(lengths: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+    """By token the places that it sees, itself last."""
+    of_documents: list[list[int]] = []
+    found = []
+    for (start, stop), parent in zip(_documents(lengths), parents, strict=True):
+        trunk = of_documents[parent] if parent >= 0 else []
+        found += [[*trunk, *range(start, place + 1)] for place in range(start, stop)]
+        of_documents.append([*trunk, *range(start, stop)])
+    return found
 
 
 def _stack(rows: list[Tensor], like: Tensor) -> Tensor:

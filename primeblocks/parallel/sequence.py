@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, wraps
-from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from numbers import Integral
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -16,15 +15,15 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from ..errors import PlanError, ShapeError
+from ..errors import PlanError, ShapeError, UnsupportedError
 from ..groups import agreed, all_to_all_rows, check_group, check_tensors, facts_of, outside_graphs
+from .ancestry import Ancestry
+from .orders import costs_before, merge_pieces, pieces_in_order
 
-__all__ = ["Run", "SequencePlan", "check_plan", "kept_on_plan", "merge_pieces", "plan_sequence"]
+__all__ = ["Run", "SequencePlan", "check_plan", "kept_on_plan", "plan_sequence"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-ORDERS = ("balanced", "contiguous", "zigzag")
 
 
 class Run(NamedTuple):
@@ -53,12 +52,14 @@ class SequencePlan:
         document_lengths: tokens of each document; some may be 0.
         pieces: by rank, (start, stop) of each run of tokens, ascending.
         costs: by rank, in the unit of `plan_sequence`'s `cost`.
+        parents: the document that each one continues, or -1; None where none continues another.
     """
 
     document_lengths: tuple[int, ...]
     order: str
     pieces: tuple[tuple[tuple[int, int], ...], ...]
     costs: tuple[float, ...] = field(compare=False)
+    parents: tuple[int, ...] | None = None
 
     def __repr__(self) -> str:
         return (
@@ -92,7 +93,13 @@ class SequencePlan:
     @cached_property
     def fingerprint(self) -> int:
         """A 63-bit number by which ranks see that they hold the same plan."""
-        return xxhash.xxh3_64_intdigest(repr((self.document_lengths, self.pieces)).encode()) >> 1
+        known = [self.document_lengths, self.pieces, *([self.parents] if self.parents else [])]
+        return xxhash.xxh3_64_intdigest(repr(known).encode()) >> 1
+
+    @cached_property
+    def ancestry(self) -> Ancestry:
+        """Depths and subtrees of the documents."""
+        return Ancestry.of(self.document_lengths, self.parents)
 
     def table(self) -> str:
         """Return one line a rank: tokens, runs, cost over the mean."""
@@ -119,7 +126,12 @@ class SequencePlan:
         return starts.repeat_interleave(lengths)
 
     def positions(self, rank: int) -> Tensor:
-        """`[local_tokens]`, int64: the place of each token inside its document, from 0."""
+        """`[local_tokens]`, int64: the place of each token inside its document, from 0.
+
+        The tokens of a document that continues another one are counted from the root.
+        """
+        if self.parents is not None:
+            return torch.from_numpy(self.ancestry.depths)[self.indices(rank)]
         return self.indices(rank) - self.document_starts(rank)
 
     def labels(self, tokens: Tensor, *, dim: int = -1, ignore_index: int = -100) -> Tensor:
@@ -130,7 +142,14 @@ class SequencePlan:
 
         Raises:
             ShapeError: `tokens` does not hold the whole sequence along `dim`.
+            PlanError: documents continue others, so a token may have several next tokens.
         """
+        if self.parents is not None:
+            raise PlanError(
+                "labels was called on a plan with parents, where the last token of a document "
+                "precedes a token of each child. Take predictors and targets from the pack: "
+                "TreePlan.held(sequence.indices(rank).numpy(), packed.predictors)."
+            )
         check_tensors(tokens=tokens)
         self._check(tokens, dim, self.tokens, "the whole sequence")
         shifted = tokens.roll(-1, dim)
@@ -193,7 +212,8 @@ class SequencePlan:
     def whole(self) -> SequencePlan:
         """The same documents on one rank."""
         pieces = merge_pieces([(0, self.tokens)])
-        return SequencePlan(self.document_lengths, "contiguous", (pieces,), (sum(self.costs),))
+        costs = (sum(self.costs),)
+        return SequencePlan(self.document_lengths, "contiguous", (pieces,), costs, self.parents)
 
     @cached_property
     def token_of_row(self) -> Tensor:
@@ -278,16 +298,26 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
     return call
 
 
-def check_plan(sequence: object, group: dist.ProcessGroup) -> None:
+def check_plan(sequence: object, group: dist.ProcessGroup, *, trees: bool = False) -> None:
     """Refuse anything but a plan for this group. Local.
+
+    Args:
+        trees: the caller follows documents that continue others.
 
     Raises:
         PlanError: no plan, or as `SequencePlan.check_group`.
+        UnsupportedError: documents continue others, and the caller does not follow that.
     """
     if not isinstance(sequence, SequencePlan):
         raise PlanError(
             f"sequence must be a SequencePlan; got a {type(sequence).__name__}. Make it with "
             f"plan_sequence(document_lengths, ranks={group.size()})."
+        )
+    if sequence.parents is not None and not trees:
+        raise UnsupportedError(
+            "the plan has parents, so documents fork. Causal softmax attention follows forks. "
+            "Recurrences, convolutions, sparse attention and causal=False do not. Pack whole "
+            "rollouts for them, without trees."
         )
     sequence.check_group(group)
 
@@ -297,6 +327,7 @@ def plan_sequence(
     *,
     ranks: int,
     order: str = "balanced",
+    parents: Sequence[int] | None = None,
     cost: Callable[[np.ndarray], np.ndarray] | None = None,
     chunk_tokens: int = 128,
 ) -> SequencePlan:
@@ -311,12 +342,16 @@ def plan_sequence(
 
     Args:
         document_lengths: tokens of each document, in the order in which they are packed.
+        parents: for each document the one that it continues, or -1. A token then sees its own
+            document and those that it continues, to the root. Documents are in preorder: each is
+            followed by all that continue it, as in `losses.packing.TreePlan`.
         cost: from the positions of tokens inside their documents to the cost of each of them;
             default: position + 1, the keys that causal attention reads.
         chunk_tokens: size of the chunks of `balanced`.
 
     Raises:
-        PlanError: an unknown order, no ranks, a negative length, or a cost that is no number.
+        PlanError: an unknown order, no ranks, a negative length, a cost that is no number, or
+            parents that are not in preorder.
 
     Source: arXiv:2407.21783 (zigzag); Graham 1969 (longest processing time first).
     """
@@ -337,64 +372,9 @@ def plan_sequence(
             f"needs ranks >= 1, chunk_tokens >= 1 and lengths >= 0; "
             f"got ranks={ranks}, chunk_tokens={chunk_tokens}, lengths={list(lengths)}."
         )
-    tokens = sum(lengths)
-    paid = _costs(lengths, cost)
-    if order == "balanced":
-        pieces = _balanced(paid, tokens, ranks, chunk_tokens)
-    elif order == "zigzag":
-        cuts = [tokens * i // (2 * ranks) for i in range(2 * ranks + 1)]
-        early = [(cuts[r], cuts[r + 1]) for r in range(ranks)]
-        late = [(cuts[2 * ranks - 1 - r], cuts[2 * ranks - r]) for r in range(ranks)]
-        pieces = [[one, other] for one, other in zip(early, late, strict=True)]
-    elif order == "contiguous":
-        cuts = [tokens * r // ranks for r in range(ranks + 1)]
-        pieces = [[(cuts[r], cuts[r + 1])] for r in range(ranks)]
-    else:
-        raise PlanError(f"order must be one of {list(ORDERS)}; got {order!r}.")
+    tree = Ancestry.of(lengths, parents)
+    paid = costs_before(tree.depths, cost)
+    pieces = pieces_in_order(order, paid, ranks, chunk_tokens)
     merged = tuple(merge_pieces(own) for own in pieces)
     costs = tuple(float(sum(paid[b] - paid[a] for a, b in own)) for own in merged)
-    return SequencePlan(lengths, order, merged, costs)
-
-
-def _costs(lengths: tuple[int, ...], cost: Callable[[np.ndarray], np.ndarray] | None) -> np.ndarray:
-    """Cost of all tokens before each place."""
-    starts = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
-    positions = np.arange(sum(lengths)) - starts
-    each = positions + 1.0 if cost is None else np.asarray(cost(positions), dtype=np.float64)
-    if each.shape != positions.shape or not np.isfinite(each).all() or (each < 0).any():
-        lowest, highest = each.min(initial=0) + 0.0, each.max(initial=0) + 0.0  # -0.0 becomes 0.0.
-        raise PlanError(
-            f"cost must return one finite number >= 0 for each of {positions.size} positions; "
-            f"got shape {each.shape}, from {lowest} to {highest}."
-        )
-    return np.concatenate([[0.0], np.cumsum(each)])
-
-
-def _balanced(
-    paid: np.ndarray, tokens: int, ranks: int, chunk_tokens: int
-) -> list[list[tuple[int, int]]]:
-    chunks = [(a, min(a + chunk_tokens, tokens)) for a in range(0, tokens, chunk_tokens)]
-    share = -(-len(chunks) // ranks)
-    dearest_first = sorted(chunks, key=lambda chunk: (paid[chunk[0]] - paid[chunk[1]], chunk))
-    idle = [(0.0, rank) for rank in range(ranks)]
-    heapify(idle)
-    dealt: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
-    for start, stop in dearest_first:
-        load, rank = heappop(idle)
-        dealt[rank].append((start, stop))
-        if len(dealt[rank]) < share:
-            heappush(idle, (load + float(paid[stop] - paid[start]), rank))
-    return dealt
-
-
-def merge_pieces(pieces: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sort pieces, drop empty ones and merge neighbours. Pure."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(pieces):
-        if start == stop:
-            continue
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
+    return SequencePlan(lengths, order, merged, costs, tree.parents)

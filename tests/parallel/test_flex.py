@@ -23,7 +23,8 @@ from primeblocks.parallel.attention import (
     latent_ring_attention,
     latent_ulysses_attention,
 )
-from primeblocks.parallel.attention.flex import _NAMES, tile_lists
+from primeblocks.parallel.attention.flex import _NAMES
+from primeblocks.parallel.attention.tiles import tile_lists
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 from tests.parallel.test_attention import (

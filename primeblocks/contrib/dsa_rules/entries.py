@@ -23,7 +23,8 @@ from ...errors import PlanError, ShapeError
 from ...groups import agreed, check_tensors, facts_of, outside_graphs
 from ...parallel.attention.kernel import accumulator_dtype
 from ...parallel.linear.convolution import Halo, find_halo
-from ...parallel.sequence import Run, SequencePlan, check_plan, kept_on_plan, merge_pieces
+from ...parallel.orders import merge_pieces
+from ...parallel.sequence import Run, SequencePlan, check_plan, kept_on_plan
 from .ids import check_whole, first_entries
 
 __all__ = ["gated_mean", "plan_entries", "tokens_and_entries", "windows"]

@@ -59,7 +59,7 @@ class ContextParallel(TorchFunctionMode):
         check: bool = True,
     ) -> None:
         super().__init__()
-        check_plan(sequence, group)
+        check_plan(sequence, group, trees=causal)
         if isinstance(attention, type) or not callable(attention):
             raise PlanError(
                 f"attention must be a function like ring_attention; got {attention!r:.80}."

@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ...errors import CapacityError, PlanError, UnsupportedError
-from ..sequence import SequencePlan, kept_on_plan
-from .kernel import AttentionSpec, Hop, seen_rows
+from ...errors import PlanError, UnsupportedError
+from .kernel import AttentionSpec, Hop
+from .tiles import TileLists, check_lists, tile_lists
 
-__all__ = ["FlexKernel", "TileLists", "tile_lists"]
+__all__ = ["FlexKernel"]
 
 # From this version on torch compiles FlexAttention's backward by itself: pytorch#178357.
 _BACKWARD_ALONE = "2.13"
@@ -84,7 +83,7 @@ class FlexKernel:
         Raises:
             CapacityError: lists of tiles of the rank with the most tokens take over `list_bytes`.
         """
-        _check_lists(spec.plan, self.tile_tokens, self.list_bytes)
+        check_lists(spec.plan, self.tile_tokens, self.list_bytes)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
         run: Callable[..., Any] = self._compiled_forward if self._compiles(q) else _dense_forward
@@ -122,13 +121,13 @@ class FlexKernel:
         """Mask, scale, softcap and options of one hop."""
         from torch.nn.attention.flex_attention import BlockMask
 
+        counts = hop.spec.plan.counts
         lists = tile_lists(hop, device, self.tile_tokens, self.list_bytes)
-        *listed, first, last = lists
-        named: dict[str, Any] = dict(zip(_NAMES, listed, strict=True))
+        named: dict[str, Any] = dict(zip(_NAMES, lists, strict=False))
         mask = BlockMask(
-            seq_lengths=(len(first), hop.spec.plan.counts[hop.key_rank]),
+            seq_lengths=(counts[hop.query_rank], counts[hop.key_rank]),
             BLOCK_SIZE=(self.tile_tokens, self.tile_tokens),
-            mask_mod=_seen(first, last),
+            mask_mod=(_seen if isinstance(lists, TileLists) else _seen_in_tree)(*lists[8:]),
             **named,
         )
         return mask, hop.spec.scale, hop.spec.softcap, self.options
@@ -159,6 +158,17 @@ def _whole_graph(function: Callable[..., Any]) -> Callable[..., Any]:
 def _seen(first: Tensor, last: Tensor) -> Callable[..., Tensor]:
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first[query]) & (key < last[query])
+
+    return seen
+
+
+def _seen_in_tree(
+    place: Tensor, least: Tensor, key_place: Tensor, key_end: Tensor, key_depth: Tensor
+) -> Callable[..., Tensor]:
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        at = place[query]
+        inside = (key_place[key] <= at) & (at < key_end[key])
+        return inside & (key_depth[key] >= least[query])
 
     return seen
 
@@ -236,106 +246,3 @@ def _backward(
         (), (),
     )  # fmt: skip
     return _tokens_first(dq, dk, dv)
-
-
-class TileLists(NamedTuple):
-    """The tiles of one hop, int32; `[1, 1, rows of tiles, ...]` except the last two.
-
-    In "full" tiles every query sees every key, in the others some do. Each row of tiles has a count
-    and its columns, ascending, and behind them the columns that do not count. Each column of tiles
-    has the same. The last two, `[queries]`, are the rows of keys that a query sees.
-    """
-
-    key_counts: Tensor
-    key_tiles: Tensor
-    full_key_counts: Tensor
-    full_key_tiles: Tensor
-    query_counts: Tensor
-    query_tiles: Tensor
-    full_query_counts: Tensor
-    full_query_tiles: Tensor
-    first: Tensor
-    last: Tensor
-
-
-def tile_lists(hop: Hop, device: torch.device, tile_tokens: int, limit_bytes: int) -> TileLists:
-    """Return the lists of one hop, on the device. Local; planned once for all hops of a rank.
-
-    They live as long as the plan, at most `limit_bytes` for each query rank, window and `causal`.
-
-    Raises:
-        CapacityError: those of some rank would take more.
-    """
-    spec = hop.spec
-    _check_lists(spec.plan, tile_tokens, limit_bytes)
-    every = _of_rank(spec.plan, hop.query_rank, spec.causal, spec.window, tile_tokens, device)
-    return every[hop.key_rank]
-
-
-def _check_lists(plan: SequencePlan, tile_tokens: int, limit_bytes: int) -> None:
-    # All lists of the queries of one rank, that with the most.
-    queries = max(plan.counts)
-    rows, need = -(-queries // tile_tokens), 0
-    for keys in plan.counts:
-        columns = -(-keys // tile_tokens)
-        need += 4 * 2 * (rows + columns + 2 * rows * columns + queries)
-    if need > limit_bytes:
-        raise CapacityError(
-            f"lists of tiles of {tile_tokens} tokens take {need} bytes for {plan.tokens} "
-            f"tokens on {plan.ranks} ranks, over {limit_bytes}. Use "
-            f"FlexKernel(tile_tokens={2 * tile_tokens}) or a larger list_bytes."
-        )
-
-
-@kept_on_plan
-def _of_rank(
-    plan: SequencePlan,
-    query_rank: int,
-    causal: bool,
-    window: int | None,
-    tile_tokens: int,
-    device: torch.device,
-) -> tuple[TileLists, ...]:
-    """By rank of keys, the lists. One copy to the device brings all."""
-    by_rank = []
-    for rank in range(plan.ranks):
-        first, last = seen_rows(plan, query_rank, rank, causal, window)
-        by_rank.append(_plan_lists(first, last, plan.counts[rank], tile_tokens))
-    arrays = [x.ravel() for lists in by_rank for x in lists]
-    there = torch.from_numpy(np.concatenate(arrays)).to(device)
-    parts = iter(there.split([x.size for x in arrays]))
-    return tuple(
-        # Tensors of their own: torch compiles anew where a view begins elsewhere.
-        TileLists(*(next(parts).view(x.shape).clone() for x in lists))
-        for lists in by_rank
-    )
-
-
-def _plan_lists(
-    first: np.ndarray, last: np.ndarray, keys: int, tile_tokens: int
-) -> list[np.ndarray]:
-    """Arrays in the order of `TileLists`, from the rows of keys that each query sees. Pure.
-
-    Each query adds one to the tiles of its interval, by differences along the row of tiles.
-    """
-    rows, columns = -(-len(first) // tile_tokens), -(-keys // tile_tokens)
-    seeing = first < last
-    row = np.arange(len(first)) // tile_tokens
-    touched, whole = (np.zeros((rows, columns + 1), np.int32) for _ in range(2))
-    inside = -(-first // tile_tokens), last // tile_tokens
-    for counts, low, high, where in (
-        (touched, first // tile_tokens, (last - 1) // tile_tokens + 1, seeing),
-        (whole, *inside, inside[0] < inside[1]),
-    ):
-        np.add.at(counts, (row[where], low[where]), 1)
-        np.add.at(counts, (row[where], high[where]), -1)
-    full = whole.cumsum(1)[:, :columns] == tile_tokens
-    partial = (touched.cumsum(1)[:, :columns] > 0) & ~full
-    return [*_listed(partial), *_listed(full), *_listed(partial.T), *_listed(full.T), first, last]
-
-
-def _listed(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By row a count, and the columns that count before those that do not."""
-    count = dense.sum(1, dtype=np.int32)
-    columns = np.argsort(~dense, axis=1, kind="stable").astype(np.int32)
-    return count[None, None], columns[None, None]

@@ -72,7 +72,7 @@ def checked(
         ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as `ring_attention` says.
     """
     with agreed(name, q, k, v, group=group, check=check) as call:
-        check_plan(sequence, group)
+        check_plan(sequence, group, trees=causal)
         check_tensors(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
         if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
             raise ShapeError(

@@ -9,9 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...errors import UnsupportedError
 from ..sequence import SequencePlan, kept_on_plan
 
-__all__ = ["AttentionKernel", "AttentionSpec", "Hop", "accumulator_dtype", "seen_rows"]
+__all__ = [
+    "AttentionKernel",
+    "AttentionSpec",
+    "Hop",
+    "accumulator_dtype",
+    "rows_before",
+    "seen_ranges",
+    "seen_rows",
+]
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:
@@ -24,10 +33,10 @@ class AttentionSpec:
     """Rules of one attention call: the keys that a query sees, and what becomes of scores.
 
     Attributes:
-        plan: of documents and ranks; a query sees its own document.
+        plan: of documents and ranks; a query sees its own document and those that it continues.
         causal: a token sees itself and those before it.
         scale: of the scores.
-        window: a token sees itself and the `window - 1` before it; None for all.
+        window: a token sees itself and the `window - 1` before it, by position; None for all.
         softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
     """
 
@@ -47,7 +56,8 @@ class Hop:
     """A part of an attention call: the queries of one rank, the keys of another.
 
     A rank keeps its tokens in the order of the whole sequence, so the keys that a query sees are
-    neighbouring rows, whatever the order, the documents and the window.
+    neighbouring rows, whatever the order, the documents and the window. Not so if documents fork:
+    then `Ancestry` tells what a query sees.
     """
 
     spec: AttentionSpec
@@ -63,6 +73,9 @@ class Hop:
     def seen_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """`[queries]` each, int32: the first row of keys that a query sees, and the one after
         the last. Pure.
+
+        Raises:
+            UnsupportedError: documents fork, so these rows are not neighbours.
         """
         plan, causal, window = self.spec.plan, self.spec.causal, self.spec.window
         return seen_rows(plan, self.query_rank, self.key_rank, causal, window)
@@ -110,6 +123,8 @@ def _pairs(
     plan: SequencePlan, query_rank: int, causal: bool, window: int | None
 ) -> tuple[int, ...]:
     """By rank of keys: pairs of a query of `query_rank` and a key that it sees."""
+    if plan.parents is not None:
+        return _pairs_of_tree(plan, query_rank, window)
     seen = (seen_rows(plan, query_rank, rank, causal, window) for rank in range(plan.ranks))
     return tuple(int((last - first).sum(dtype=np.int64)) for first, last in seen)
 
@@ -117,6 +132,11 @@ def _pairs(
 def seen_rows(
     plan: SequencePlan, query_rank: int, key_rank: int, causal: bool, window: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
+    if plan.parents is not None:
+        raise UnsupportedError(
+            "this kernel reads one range of keys a query, and the plan has documents that fork. "
+            "Use kernel=FlexKernel() or kernel=RectangleKernel(), or pack whole rollouts."
+        )
     queries = plan.indices(query_rank).numpy()
     first = plan.document_starts(query_rank).numpy()
     if causal:
@@ -126,10 +146,45 @@ def seen_rows(
         stop = starts[np.searchsorted(starts, first, side="right")]
     if window is not None:
         first = np.maximum(first, queries - window + 1)
-    return _rows_before(plan, key_rank, first), _rows_before(plan, key_rank, stop)
+    return rows_before(plan, key_rank, first), rows_before(plan, key_rank, stop)
 
 
-def _rows_before(plan: SequencePlan, rank: int, places: np.ndarray) -> np.ndarray:
+def seen_ranges(
+    plan: SequencePlan, key_rank: int, start: int, stop: int, window: int | None
+) -> list[tuple[int, int]]:
+    """Return the rows of keys that tokens `[start, stop)` of one document see, as ranges. Pure.
+
+    The ranges ascend by position. The first token sees all rows before itself that are in them, and
+    each later token those, those between, and itself, if a window does not hide them.
+    """
+    depth = int(plan.ancestry.depths[start])
+    least = 0 if window is None else max(depth - window + 1, 0)
+    places = [*plan.ancestry.before(start, least=least), (start, stop)]
+    found: list[tuple[int, int]] = []
+    for first, last in rows_before(plan, key_rank, np.array(places)).tolist():
+        if found and found[-1][1] == first:
+            found[-1] = (found[-1][0], last)
+        elif first < last:
+            found.append((first, last))
+    return found
+
+
+def _pairs_of_tree(plan: SequencePlan, query_rank: int, window: int | None) -> tuple[int, ...]:
+    found = []
+    for key_rank in range(plan.ranks):
+        of_keys, count = plan.positions(key_rank).numpy(), 0
+        for start, stop, *_ in plan.runs(query_rank):
+            ranges = seen_ranges(plan, key_rank, start, stop, window)
+            seen = np.concatenate([of_keys[:0], *(of_keys[a:b] for a, b in ranges)])
+            queries = plan.ancestry.depths[start:stop]
+            last = np.searchsorted(seen, queries, side="right")
+            hidden = 0 if window is None else np.searchsorted(seen, queries - window, side="right")
+            count += int((last - hidden).sum())
+        found.append(count)
+    return tuple(found)
+
+
+def rows_before(plan: SequencePlan, rank: int, places: np.ndarray) -> np.ndarray:
     """Count the rows of a rank before each place, int32. Its pieces are far fewer than rows."""
     starts, stops = np.asarray(plan.pieces[rank], np.int64).reshape(-1, 2).T
     rows, stops = (np.concatenate([[0], x]) for x in (np.cumsum(stops - starts), stops))

@@ -176,7 +176,7 @@ def _checked(
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, _Expanded]:
     """Return the operands, cast where autocast is on. Collective if `check`."""
     with agreed(name, q, latents, up, group=group, check=check) as call:
-        check_plan(sequence, group)
+        check_plan(sequence, group, trees=causal)
         check_tensors(q=q, latents=latents, up=up)
         if not isinstance(scale, Real | None):
             raise PlanError(f"scale must be a number; got {scale!r}.")

@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..sequence import SequencePlan, kept_on_plan
-from .kernel import Hop, accumulator_dtype
+from .kernel import Hop, accumulator_dtype, seen_ranges
 
 __all__ = ["FusedRectangle", "OnlineSoftmax", "RectangleKernel", "rectangles_of"]
 
+# Rows of keys, as (start, stop).
+Ranges = tuple[tuple[int, int], ...]
 # Long runs are cut for windowed attention: a mask is as wide as its queries and the window.
 _WINDOW_ROWS = 128
 
@@ -30,7 +32,7 @@ class RectangleKernel:
         q, k, v = _side_by_side(q, k, v)
         merge = OnlineSoftmax(q, v)
         for rows, keys, fused in rectangles_of(hop, q.device):
-            merge.add(rows, *fused.forward(q[rows], k[keys], v[keys]))
+            merge.add(rows, *fused.forward(q[rows], _taken(k, keys), _taken(v, keys)))
         return merge.out, merge.lse
 
     def backward(
@@ -40,12 +42,23 @@ class RectangleKernel:
         dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v))
         for rows, keys, fused in rectangles_of(hop, q.device):
             more_q, more_k, more_v = fused.backward(
-                grad[rows], q[rows], k[keys], v[keys], out[rows], lse[rows]
+                grad[rows], q[rows], _taken(k, keys), _taken(v, keys), out[rows], lse[rows]
             )
             dq[rows] += more_q
-            dk[keys] += more_k
-            dv[keys] += more_v
+            _add(dk, keys, more_k)
+            _add(dv, keys, more_v)
         return dq, dk, dv
+
+
+def _taken(x: Tensor, ranges: Ranges) -> Tensor:
+    parts = [x[start:stop] for start, stop in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _add(total: Tensor, ranges: Ranges, more: Tensor) -> None:
+    parts = more.split([stop - start for start, stop in ranges])
+    for (start, stop), part in zip(ranges, parts, strict=True):
+        total[start:stop] += part
 
 
 def _side_by_side(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -78,14 +91,17 @@ class OnlineSoftmax:
         self.lse[rows] = total
 
 
-def rectangles_of(hop: Hop, device: torch.device) -> Iterator[tuple[slice, slice, FusedRectangle]]:
-    """Yield each rectangle's rows of queries, its rows of keys, and the kernel for it."""
-    spec = hop.spec
-    seen = None if spec.window is None else hop.seen_rows()
-    for found in _rectangles(spec.plan, hop.query_rank, hop.key_rank, spec.causal, spec.window):
+def rectangles_of(hop: Hop, device: torch.device) -> Iterator[tuple[slice, Ranges, FusedRectangle]]:
+    """Yield each rectangle's rows of queries, its ranges of rows of keys, and the kernel for it."""
+    spec, plan = hop.spec, hop.spec.plan
+    positions = None
+    if spec.window is not None:
+        positions = plan.positions(hop.query_rank), plan.positions(hop.key_rank)
+    find = _rectangles if plan.parents is None else _rectangles_of_tree
+    for found in find(plan, hop.query_rank, hop.key_rank, spec.causal, spec.window):
         mask = None
-        if seen is not None:
-            mask = _mask_of(found, *seen)
+        if positions is not None and spec.window is not None:
+            mask = _mask_of(found, *positions, spec.window)
             mask = None if mask.all() else mask.to(device)
         fused = FusedRectangle(found.kind == "causal", mask, spec.scale, spec.softcap)
         yield found.queries, found.keys, fused
@@ -95,22 +111,12 @@ class _Rectangle(NamedTuple):
     """A rectangle of the attention matrix: rows of the query rank, rows of the key rank.
 
     `kind` is "full" (every query sees every key), "causal" (a square, query i sees keys up to i)
-    or "masked" (`_mask_of` says).
+    or "masked" (`_mask_of` says). Keys of several ranges stand side by side.
     """
 
-    query_start: int
-    query_stop: int
-    key_start: int
-    key_stop: int
+    queries: slice
+    keys: Ranges
     kind: str
-
-    @property
-    def queries(self) -> slice:
-        return slice(self.query_start, self.query_stop)
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.key_start, self.key_stop)
 
 
 # The layers of one batch ask alike; the next batch has another plan.
@@ -128,8 +134,8 @@ def _rectangles(
 
     def rectangle(start: int, stop: int, offset: int, low: int, high: int, kind: str) -> _Rectangle:
         """Turn places in the sequence into rows."""
-        first, last = np.searchsorted(places, [low, high])
-        return _Rectangle(offset, offset + stop - start, int(first), int(last), kind)
+        first, last = np.searchsorted(places, [low, high]).tolist()
+        return _Rectangle(slice(offset, offset + stop - start), ((first, last),), kind)
 
     found = []
     for start, stop, document, offset in plan.runs(query_rank):
@@ -146,14 +152,36 @@ def _rectangles(
         else:
             end = int(starts[np.searchsorted(starts, document, side="right")])
             found.append(rectangle(start, stop, offset, document, end, "full"))
-    return tuple(t for t in found if t.key_stop > t.key_start)
+    return tuple(t for t in found if t.keys[0][1] > t.keys[0][0])
 
 
-def _mask_of(rectangle: _Rectangle, first: np.ndarray, last: np.ndarray) -> Tensor:
+@kept_on_plan
+def _rectangles_of_tree(
+    plan: SequencePlan, query_rank: int, key_rank: int, causal: bool, window: int | None
+) -> tuple[_Rectangle, ...]:
+    """The same where documents fork: the keys of a path are put side by side. Pure."""
+    found = []
+    for start, stop, _, offset in plan.runs(query_rank):
+        step = stop - start if window is None else max(window, _WINDOW_ROWS)
+        for low in range(start, stop, step):
+            high = min(low + step, stop)
+            queries = slice(offset + low - start, offset + high - start)
+            if window is not None:
+                keys = seen_ranges(plan, key_rank, low, high, window)
+                found.append(_Rectangle(queries, tuple(keys), "masked"))
+                continue
+            found.append(
+                _Rectangle(queries, tuple(seen_ranges(plan, key_rank, low, low, None)), "full")
+            )
+            if key_rank == query_rank:
+                found.append(_Rectangle(queries, ((queries.start, queries.stop),), "causal"))
+    return tuple(t for t in found if t.keys)
+
+
+def _mask_of(rectangle: _Rectangle, queries: Tensor, keys: Tensor, window: int) -> Tensor:
     """`[queries, keys]`, bool: the keys that each query of a masked rectangle sees. Local."""
-    low, high = (torch.from_numpy(x[rectangle.queries, None]) for x in (first, last))
-    keys = torch.arange(rectangle.key_start, rectangle.key_stop)
-    return (keys >= low) & (keys < high)
+    behind = queries[rectangle.queries, None] - _taken(keys, rectangle.keys)
+    return (behind >= 0) & (behind < window)
 
 
 class FusedRectangle:

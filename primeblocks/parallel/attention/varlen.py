@@ -61,6 +61,11 @@ class VarlenKernel:
         Raises:
             UnsupportedError: see the class.
         """
+        if spec.plan.parents is not None:
+            raise UnsupportedError(
+                "torch's flash attention has no mask for documents that fork. Use "
+                "kernel=FlexKernel(), or pack whole rollouts."
+            )
         if spec.softcap is not None:
             raise UnsupportedError(
                 f"torch's flash attention has no softcap; got {spec.softcap:g}. Use "

@@ -1,0 +1,102 @@
+"""Documents that continue others: depths, subtrees, and the places that a token sees.
+
+Documents are in preorder, so a document and all that continue it, directly or not, are neighbours.
+A token at place j is visible from place i exactly if `j <= i < ends[j]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from numbers import Integral
+
+import numpy as np
+
+from ..errors import PlanError
+
+__all__ = ["Ancestry"]
+
+
+@dataclass(frozen=True, eq=False)
+class Ancestry:
+    """The tree of a sequence's documents.
+
+    Attributes:
+        parents: the document that each one continues, or -1; None where none continues another.
+        starts: int64 `[documents + 1]`, the place where each document begins, and the end.
+    """
+
+    parents: tuple[int, ...] | None
+    starts: np.ndarray
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], parents: Sequence[int] | None) -> Ancestry:
+        """Check parents. Pure.
+
+        Raises:
+            PlanError: another number of them, or documents that are not in preorder.
+        """
+        starts = np.cumsum([0, *lengths], dtype=np.int64)
+        if parents is None:
+            return cls(None, starts)
+        if len(parents) != len(lengths) or not all(isinstance(each, Integral) for each in parents):
+            raise PlanError(
+                f"plan_sequence got {len(parents)} parents for {len(lengths)} documents. Give one "
+                "whole number for each document, -1 for a root."
+            )
+        path: list[int] = []  # The last document and those that it continues.
+        for document, parent in enumerate(parents):
+            while path and path[-1] != parent:
+                path.pop()
+            if parent != -1 and not path:
+                raise PlanError(
+                    f"plan_sequence got parent {parent} for document {document}, which is not in "
+                    "preorder. Put each document behind the one that it continues, and all that "
+                    "continue it right behind it, or pass TreePlan.parents."
+                )
+            path.append(document)
+        known = tuple(int(each) for each in parents)
+        return cls(known if max(known, default=-1) >= 0 else None, starts)
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """int64 `[tokens]`: the position of each token, counted from its root."""
+        lengths = np.diff(self.starts)
+        first = np.zeros(len(lengths), np.int64)
+        for document, parent in enumerate(self.parents or ()):
+            if parent >= 0:
+                first[document] = first[parent] + lengths[parent]
+        return np.arange(self.starts[-1]) + np.repeat(first - self.starts[:-1], lengths)
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """int64 `[tokens]`: the place behind the last token that sees a token."""
+        ends = self.starts[1:].copy()
+        for document, parent in reversed([*enumerate(self.parents or ())]):
+            if parent >= 0:
+                ends[parent] = max(ends[parent], ends[document])
+        return np.repeat(ends, np.diff(self.starts))
+
+    def before(self, place: int, *, least: int = 0) -> list[tuple[int, int]]:
+        """Return what a token sees before itself, as ranges of places, ascending. Pure.
+
+        Args:
+            least: the depth of the first token that it sees.
+        """
+        found: list[tuple[int, int]] = []
+        # Of documents that begin at one place all but the last are empty.
+        document, stop = int(np.searchsorted(self.starts, place, side="right")) - 1, place
+        while document >= 0:
+            start = int(self.starts[document])
+            if start < stop:
+                last = int(self.depths[stop - 1])
+                if last < least:
+                    break
+                first = max(start, stop - 1 - last + least)
+                if found and found[-1][0] == stop:
+                    stop = found.pop()[1]
+                found.append((first, stop))
+            document = -1 if self.parents is None else self.parents[document]
+            stop = int(self.starts[document + 1])
+        return found[::-1]

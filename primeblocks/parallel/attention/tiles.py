@@ -1,0 +1,190 @@
+"""Lists of the tiles of a hop's attention matrix, from the plan: what FlexAttention reads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import CapacityError
+from ..sequence import SequencePlan, kept_on_plan
+from .kernel import Hop, seen_rows
+
+__all__ = ["TileLists", "TreeLists", "check_lists", "tile_lists"]
+
+
+class TileLists(NamedTuple):
+    """The tiles of one hop, int32; `[1, 1, rows of tiles, ...]` except the last two.
+
+    In "full" tiles every query sees every key, in the others some do. Each row of tiles has a count
+    and its columns, ascending, and behind them the columns that do not count. Each column of tiles
+    has the same. The last two, `[queries]`, are the rows of keys that a query sees.
+    """
+
+    key_counts: Tensor
+    key_tiles: Tensor
+    full_key_counts: Tensor
+    full_key_tiles: Tensor
+    query_counts: Tensor
+    query_tiles: Tensor
+    full_query_counts: Tensor
+    full_query_tiles: Tensor
+    first: Tensor
+    last: Tensor
+
+
+class TreeLists(NamedTuple):
+    """The tiles of one hop where documents fork. As `TileLists`, except the last five.
+
+    A query sees the keys of at least `least[query]` whose `key_place` is not behind its `place`,
+    and whose `key_end` is. Some tiles that are listed may hold no pair at all.
+    """
+
+    key_counts: Tensor
+    key_tiles: Tensor
+    full_key_counts: Tensor
+    full_key_tiles: Tensor
+    query_counts: Tensor
+    query_tiles: Tensor
+    full_query_counts: Tensor
+    full_query_tiles: Tensor
+    place: Tensor
+    least: Tensor
+    key_place: Tensor
+    key_end: Tensor
+    key_depth: Tensor
+
+
+def tile_lists(
+    hop: Hop, device: torch.device, tile_tokens: int, limit_bytes: int
+) -> TileLists | TreeLists:
+    """Return the lists of one hop, on the device. Local; planned once for all hops of a rank.
+
+    They live as long as the plan, at most `limit_bytes` for each query rank, window and `causal`.
+
+    Raises:
+        CapacityError: those of some rank would take more.
+    """
+    spec = hop.spec
+    check_lists(spec.plan, tile_tokens, limit_bytes)
+    every = _of_rank(spec.plan, hop.query_rank, spec.causal, spec.window, tile_tokens, device)
+    return every[hop.key_rank]
+
+
+def check_lists(plan: SequencePlan, tile_tokens: int, limit_bytes: int) -> None:
+    """Refuse lists of tiles that take too many bytes, of the rank with the most queries. Pure.
+
+    Raises:
+        CapacityError: with their bytes.
+    """
+    queries = max(plan.counts)
+    rows, need = -(-queries // tile_tokens), 0
+    for keys in plan.counts:
+        columns = -(-keys // tile_tokens)
+        need += 4 * 2 * (rows + columns + 2 * rows * columns + queries)
+        need += 0 if plan.parents is None else 4 * 3 * keys
+    if need > limit_bytes:
+        raise CapacityError(
+            f"lists of tiles of {tile_tokens} tokens take {need} bytes for {plan.tokens} "
+            f"tokens on {plan.ranks} ranks, over {limit_bytes}. Use "
+            f"FlexKernel(tile_tokens={2 * tile_tokens}) or a larger list_bytes."
+        )
+
+
+@kept_on_plan
+def _of_rank(
+    plan: SequencePlan,
+    query_rank: int,
+    causal: bool,
+    window: int | None,
+    tile_tokens: int,
+    device: torch.device,
+) -> tuple[TileLists | TreeLists, ...]:
+    """By rank of keys, the lists. One copy to the device brings all."""
+    by_rank = []
+    kind: Any = TileLists if plan.parents is None else TreeLists
+    for rank in range(plan.ranks):
+        if plan.parents is not None:
+            by_rank.append(_plan_tree_lists(plan, query_rank, rank, window, tile_tokens))
+            continue
+        first, last = seen_rows(plan, query_rank, rank, causal, window)
+        by_rank.append(_plan_lists(first, last, plan.counts[rank], tile_tokens))
+    arrays = [x.ravel() for lists in by_rank for x in lists]
+    there = torch.from_numpy(np.concatenate(arrays)).to(device)
+    parts = iter(there.split([x.size for x in arrays]))
+    return tuple(
+        # Tensors of their own: torch compiles anew where a view begins elsewhere.
+        kind(*(next(parts).view(x.shape).clone() for x in lists))
+        for lists in by_rank
+    )
+
+
+def _plan_lists(
+    first: np.ndarray, last: np.ndarray, keys: int, tile_tokens: int
+) -> list[np.ndarray]:
+    """Arrays in the order of `TileLists`, from the rows of keys that each query sees. Pure.
+
+    Each query adds one to the tiles of its interval, by differences along the row of tiles.
+    """
+    rows, columns = -(-len(first) // tile_tokens), -(-keys // tile_tokens)
+    seeing = first < last
+    row = np.arange(len(first)) // tile_tokens
+    touched, whole = (np.zeros((rows, columns + 1), np.int32) for _ in range(2))
+    inside = -(-first // tile_tokens), last // tile_tokens
+    for counts, low, high, where in (
+        (touched, first // tile_tokens, (last - 1) // tile_tokens + 1, seeing),
+        (whole, *inside, inside[0] < inside[1]),
+    ):
+        np.add.at(counts, (row[where], low[where]), 1)
+        np.add.at(counts, (row[where], high[where]), -1)
+    full = whole.cumsum(1)[:, :columns] == tile_tokens
+    partial = (touched.cumsum(1)[:, :columns] > 0) & ~full
+    return [*_all_listed(partial, full), first, last]
+
+
+def _plan_tree_lists(
+    plan: SequencePlan, query_rank: int, key_rank: int, window: int | None, tile_tokens: int
+) -> list[np.ndarray]:
+    """Arrays in the order of `TreeLists`. Pure.
+
+    Of a tile the first and the last query, and the least and the greatest end of its keys, tell
+    whether all pairs see each other, and whether some may.
+    """
+    depths, ends = plan.ancestry.depths, plan.ancestry.ends
+    place, key = (plan.indices(rank).numpy() for rank in (query_rank, key_rank))
+    least = np.zeros_like(place) if window is None else depths[place] - window + 1
+    key_end, key_depth = ends[key], depths[key]
+    (first, last), (lowest, highest) = (_extremes(x, tile_tokens) for x in (place, least))
+    (first_key, last_key), (first_end, last_end), (shallow, deep) = (
+        _extremes(x, tile_tokens) for x in (key, key_end, key_depth)
+    )
+    full = (
+        (last_key <= first[:, None]) & (last[:, None] < first_end) & (shallow >= highest[:, None])
+    )
+    # Tiles at the border hold fewer tokens than FlexAttention reads of a full tile.
+    full[len(place) // tile_tokens :] = False
+    full[:, len(key) // tile_tokens :] = False
+    some = (first_key <= last[:, None]) & (first[:, None] < last_end) & (deep >= lowest[:, None])
+    more = (place, least, key, key_end, key_depth)
+    return [*_all_listed(some & ~full, full), *(x.astype(np.int32) for x in more)]
+
+
+def _extremes(x: np.ndarray, tile_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest value of each tile."""
+    starts = np.arange(0, len(x), tile_tokens)
+    if not len(x):
+        return x, x
+    return np.minimum.reduceat(x, starts), np.maximum.reduceat(x, starts)
+
+
+def _all_listed(partial: np.ndarray, full: np.ndarray) -> list[np.ndarray]:
+    return [*_listed(partial), *_listed(full), *_listed(partial.T), *_listed(full.T)]
+
+
+def _listed(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """By row a count, and the columns that count before those that do not."""
+    count = dense.sum(1, dtype=np.int32)
+    columns = np.argsort(~dense, axis=1, kind="stable").astype(np.int32)
+    return count[None, None], columns[None, None]
