@@ -153,7 +153,7 @@ def parallelize(
             "model, and load its weights with load_pretrained."
         )
     _own_configs(model)
-    experts = experts_of(model)
+    experts, recurrent = experts_of(model), bool(recurrent_layers(model))
     fully_shard_moe(
         model,
         meshes,
@@ -175,7 +175,7 @@ def parallelize(
         _install(model, attention, family, meshes.context.get_group(), recurrence_kernel)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            admit = partial(_admit_sequence, kind, family)
+            admit = partial(_admit_sequence, kind, family, recurrent)
             module.register_forward_pre_hook(admit, with_kwargs=True)
     if plan.world_size > 1:
         model.register_forward_pre_hook(_admit_loss, with_kwargs=True)
@@ -271,15 +271,27 @@ def _own_configs(model: PreTrainedModel) -> None:
 
 
 def _admit_sequence(
-    kind: str, family: Family, module: PreTrainedModel, args: Any, arguments: dict[str, Any]
+    kind: str,
+    family: Family,
+    recurrent: bool,
+    module: PreTrainedModel,
+    args: Any,
+    arguments: dict[str, Any],
 ) -> None:
     arguments = _by_name(module, args) | arguments
-    if arguments.get("sequence") is None:
+    sequence = arguments.get("sequence")
+    if sequence is None:
         return
     if family.context:
         raise UnsupportedError(
             f"{kind} cannot take packed documents: {family.context}. Call it with one document a "
             "row, without a plan."
+        )
+    if getattr(sequence, "parents", None) is not None and (recurrent or family.indexed):
+        what = "recurrent layers carry one state" if recurrent else "an indexer ranks one range"
+        raise UnsupportedError(
+            f"{kind} cannot take a plan with parents: its {what} a document, and does not follow "
+            "forks. Pack whole rollouts for this family, without trees."
         )
     if arguments.get("position_ids") is None:
         raise PlanError(
