@@ -31,6 +31,7 @@ from primeblocks.weightsync.engines.remote import WorkerState
 from tests.contrib.sglang_fake import FakeSglang
 from tests.deadlines import HANG_S
 from tests.engine_job import ENVIRONMENT
+from tests.integration.tree_site import trees
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
 from tests.serving_page import serving, serving_vllm
 from tests.weightsync.fake_engine import FakeEngine
@@ -239,9 +240,7 @@ def replay():
         "loss_of": loss_of,
         **one_stage(tiny_models.build("qwen3_moe", **SIZES), TOKENS),
         **dict.fromkeys(("trainer_logprobs", "rollout_logprobs"), torch.rand(1, 16).log()),
-        "mask": TOKENS > 0,
-        "other_routes": tape.routes,
-        "torch": torch,
+        **{"mask": TOKENS > 0, "other_routes": tape.routes, "torch": torch},
         **{
             name: tiny_models.build("glm_moe_dsa", seed=seed, **SIZES)
             for seed, name in enumerate(("indexed_engine", "indexed_trainer"))
@@ -379,7 +378,7 @@ PAGES = {
     "README.md": readme,
     "docs/async_loop.md": async_loop,
     "docs/capture.md": conversations,
-    "docs/exact.md": lambda: nullcontext({}),
+    **dict.fromkeys(("docs/exact.md", "docs/weightsync_proof.md"), lambda: nullcontext({})),
     "docs/dsa.md": sparse_attention,
     "docs/fp8.md": fp8,
     "docs/kvoffload.md": kvoffload,
@@ -395,6 +394,6 @@ PAGES = {
     "docs/replay.md": replay,
     "docs/serving.md": serving,
     "docs/serving_vllm.md": serving_vllm,
+    "docs/trees.md": trees,
     "docs/weightsync.md": weightsync,
-    "docs/weightsync_proof.md": lambda: nullcontext({}),
 }

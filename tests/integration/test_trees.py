@@ -30,6 +30,7 @@ from tests.parallel import test_peft
 from tests.parallel.float64 import Float64
 from tests.parallel.test_transformers_families import EAGER, FAMILIES, INDEXED, _errors, _model
 
+WINDOW = 5
 REFUSED = (*INDEXED, "minimax", "nemotron_h", "qwen3_5_moe", "qwen3_next")
 
 
@@ -58,6 +59,8 @@ def _compare(family, degrees, options):
                 )
             if options.get("rule") == "first":
                 routes = _first(batch, routes)
+            if options.get("rule") == "own":
+                routes = _own(batch, routes)
             want += separately(whole, batch, routes, count=count)
         dist.all_reduce(found)
     tokens, rows = len(trees.rows), len(trees.places)
@@ -76,7 +79,12 @@ def _models(family):
             model.set_experts_implementation("eager")
             model.train()
         return models
-    return _model(family), _model(family)
+    models = [_model(family), _model(family)]
+    for module in (module for model in models for module in model.modules()):
+        for each in (module, getattr(module, "config", None)):
+            if isinstance(getattr(each, "sliding_window", None), int):
+                each.sliding_window = WINDOW
+    return models
 
 
 def _first(batch, routes):
@@ -95,6 +103,28 @@ def _first(batch, routes):
     return found
 
 
+def _own(batch, routes):
+    """What the rule "own" leaves of routes: those on which all rollouts agree."""
+    from primeblocks.replay import Routes
+
+    known = {}
+    for rollout, own in zip(batch, routes, strict=True):
+        for at in range(len(own)):
+            prefix = tuple(rollout.tokens[: at + 1].tolist())
+            known.setdefault(prefix, set()).add(own.experts[at].tobytes())
+    found = []
+    for rollout, own in zip(batch, routes, strict=True):
+        prefixes = [tuple(rollout.tokens[: at + 1].tolist()) for at in range(len(own))]
+        missing = np.array([len(known[prefix]) > 1 for prefix in prefixes])
+        assert missing.any() or rollout is not batch[1]
+        found.append(
+            Routes.from_array(
+                own.experts, num_experts=EXPERTS, layer_ids=own.layer_ids, missing=missing
+            )
+        )
+    return found
+
+
 def _assert_equal(found):
     for errors in found:
         assert errors.pop("ratio") > 1.3
@@ -107,6 +137,7 @@ CASES = {
     "equal routes": (1, {}, {"routes": "equal"}),
     "differing routes": (1, {}, {"routes": "differing"}),
     "the first's routes": (1, {}, {"routes": "differing", "rule": "first"}),
+    "own choices": (1, {}, {"routes": "differing", "rule": "own"}),
     "flex": (1, {}, {"attention": "flex", "routes": "equal"}),
     "ulysses": (2, {"context": 2, "expert": 2}, {"routes": "differing", "checkpointing": True}),
     "ring": (2, {"context": 2}, {"attention": "ring", "order": "zigzag", "routes": "equal"}),

@@ -1,15 +1,17 @@
 """Agents whose rollouts fork, and their loss: as trees, and one rollout after the other."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from primeblocks import losses, replay
 from primeblocks.async_loop import Rollout
 from primeblocks.capture import Conversation
 from primeblocks.losses.packing import pack, plan_trees
-from primeblocks.parallel import plan_sequence
+from primeblocks.parallel import plan_mesh, plan_sequence
+from primeblocks.testing import tiny_models
 
 VOCABULARY, EXPERTS, TOP_K, LAYERS = 32, 8, 2, 2
 
@@ -148,3 +150,25 @@ def separately(model, batch, routes, *, count):
             loss.backward()
         total += loss.detach()
     return total
+
+
+@contextmanager
+def trees():
+    """An agent of three turns whose thoughts are stripped, and the routes that it was served by."""
+    generator = np.random.default_rng(0)
+    rollouts = agent(generator, np.arange(4, 10), turns=3)
+    model = tiny_models.build("qwen3_moe", num_layers=2, hidden=128, num_experts=4, dtype="float32")
+    rows = generator.integers(0, 3, (40, 2, 1)) + np.arange(2)  # By position: equal where shared.
+    names = {
+        "model": model,
+        "meshes": plan_mesh(world_size=dist.get_world_size()).build("cpu"),
+        "rollouts": rollouts,
+        "advantages": [1.0, 0.5, -1.0],
+        "routes": [
+            replay.Routes.from_array(rows[: len(each.tokens) - 1], num_experts=4, layer_ids=(0, 1))
+            for each in rollouts
+        ],
+    }
+    yield names
+    assert len(names["trees"].places) < len(names["packed"].tokens)
+    assert all(p.grad is not None for p in model.parameters())

@@ -123,7 +123,7 @@ def test_copies_leave_behind_what_was_kept():
     assert plan.row_of_token.nbytes + sum(x.nbytes for x in lists) > 100 * size
     assert len(pickle.dumps(plan)) == size
     for other in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
-        assert vars(other).keys() == {"document_lengths", "order", "pieces", "costs"}
+        assert vars(other).keys() == {"document_lengths", "order", "pieces", "costs", "parents"}
         assert other == plan
         assert other.costs == plan.costs
         assert torch.equal(other.row_of_token, plan.row_of_token)

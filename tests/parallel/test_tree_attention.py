@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from primeblocks.errors import PlanError, RankError, UnsupportedError
 from primeblocks.parallel import linear, plan_sequence, reference
@@ -168,6 +169,34 @@ def _step(attention, lengths, parents, rules, with_sinks):
 def _cotangent(out):
     g = torch.Generator().manual_seed(1)
     return torch.randn(out.shape, generator=g, dtype=out.dtype)
+
+
+def _compiled():
+    """Count compilations, traced as for a GPU and computed densely, of eight trees."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = partial(torch.compile, backend=counter, fullgraph=True)
+    kernel = FlexKernel(tile_tokens=4, recompute=False, compile=compiled)
+    for more in range(8):
+        lengths = [*LENGTHS[:-1], 7 + 4 * more]
+        plan = plan_sequence(lengths, ranks=1, parents=PARENTS)
+        window = 9 if more % 2 else None
+        hop = AttentionSpec(plan, causal=True, scale=1.0, window=window).hop(0, 0)
+        qkv = _qkv(plan.tokens)
+        out, lse = kernel.forward(*qkv, hop=hop)
+        grad = _cotangent(out)
+        found = [out, *kernel.backward(grad, *qkv, out, lse, hop=hop)]
+        rules = {"parents": PARENTS, "window": window, "scale": 1.0}
+        leaves = [x.clone().requires_grad_() for x in qkv]
+        right = reference.attention(*leaves, lengths, **rules)
+        right.backward(grad)
+        assert_close_float64(found, [right.detach(), *(x.grad for x in leaves)])
+    return counter.frame_count
+
+
+def test_few_compilations_serve_every_tree():
+    """Two of forward, two of backward: the first plan, and all others."""
+    (count,) = ranks.run(_compiled, world_size=1)
+    assert 2 <= count <= 4
 
 
 def _split(lengths, parents, order, rules, with_sinks):
