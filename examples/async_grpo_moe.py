@@ -190,8 +190,10 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         "kv_store_hits": pages.hits,
         "kv_store_tokens": pages.tokens,
         "dropped": sum(record["dropped"] for record in history),
+        "positions_computed": statistics.mean(record["positions_computed"] for record in history),
         "fp8": options.fp8,
         "exact": options.exact,
+        "trees": options.trees,
         "loss": options.loss,
         "loop_seconds": loop_seconds,
         "seconds": time.monotonic() - start,
@@ -232,6 +234,11 @@ def main() -> None:
         action="store_true",
         help="float32 and one order of additions on both sides: the mismatch is 0, and it is slow",
     )
+    one_of.add_argument(
+        "--trees",
+        action="store_true",
+        help="compute the prompt that a group shares once, where its routes agree",
+    )
     options = parser.parse_args()
     # torchrun ends the other ranks with SIGTERM: leave as after an error, cleaning up on the way.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
@@ -250,6 +257,7 @@ def main() -> None:
         transport,
         use_fp8=options.fp8,
         use_exact=options.exact,
+        use_trees=options.trees,
         loss=options.loss,
     )
     if trainer.rank == 0:

@@ -21,6 +21,7 @@ def record_of(step: async_loop.Step, *, at_s: float) -> dict:
         "at_s": at_s,
         "ess": step.metrics["ess"],
         "k3": step.metrics["k3"],
+        "positions_computed": step.metrics["positions_computed"],
         "reward": statistics.mean(rollout.reward for rollout in rollouts),
         "versions": {int(version) for rollout in rollouts for version in rollout.versions},
         "staleness": step.staleness,

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from primeblocks import losses, parallel, replay, weightsync
 from primeblocks.exact import batch_invariant
-from primeblocks.losses.packing import Pack, pack
+from primeblocks.losses.packing import Pack, TreePlan, pack, plan_trees
 from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.rollout import Rollout
@@ -52,10 +52,11 @@ class Trainer:
         *,
         use_fp8: bool = False,
         use_exact: bool = False,
+        use_trees: bool = False,
         loss: str = "grpo",
     ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
-        self.loss, self.use_exact = LOSSES[loss], use_exact
+        self.loss, self.use_exact, self.use_trees = LOSSES[loss], use_exact, use_trees
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         held_as = torch.float32 if use_exact else torch.bfloat16
         whole = weightsync.describe(model, dtype=held_as)  # what the engine holds
@@ -112,7 +113,7 @@ class Trainer:
 
     def train(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> dict[str, float]:
         """One GRPO step; every rank packs its share of the rollouts."""
-        packed, routes = self.share_of(rollouts)
+        packed, routes, trees = self.share_of(rollouts)
         sampled_logprobs = torch.from_numpy(packed.logprobs).float().to(self.device)
         mask = torch.from_numpy(packed.loss_mask).to(self.device)
         lengths = packed.completion_lengths
@@ -120,7 +121,7 @@ class Trainer:
         sequence_ids = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
         count = parallel.global_token_count(mask.sum(), self.meshes)
         with self.as_in_the_engine(routes):
-            logprobs = self.logprobs(packed)
+            logprobs = self.logprobs(packed, trees)
             loss = self.loss(
                 logprobs,
                 sampled_logprobs,
@@ -131,19 +132,27 @@ class Trainer:
             (loss.sum / count).backward()
         norm = self.apply_gradients(LR)
         clipped = parallel.global_token_count(loss.clipped, self.meshes)
+        rows = len(packed.tokens) if trees is None else len(trees.places)
+        read, rows = (
+            parallel.global_token_count(each, self.meshes) for each in (len(packed.tokens), rows)
+        )
         metrics = losses.corrections.off_policy_metrics(
             logprobs, sampled_logprobs, mask=mask, group=dist.group.WORLD
         )
-        return metrics | {"tokens": count, "gradient_norm": norm, "clipped": clipped / count}
+        return (
+            metrics
+            | {"tokens": count, "gradient_norm": norm, "clipped": clipped / count}
+            | {"positions_computed": rows / read}
+        )
 
     def mismatch(self, rollouts: Sequence[Rollout]) -> tuple[float, float, float]:
         """k3 of engine against trainer without and with replay, and how many routes agree."""
-        packed, routes = self.share_of(rollouts)
+        packed, routes, trees = self.share_of(rollouts)
         with torch.no_grad():
             with replay.record(self.routers) as tape:
-                without = self.logprobs(packed)
+                without = self.logprobs(packed, trees)
             with self.as_in_the_engine(routes):
-                imposed = self.logprobs(packed)
+                imposed = self.logprobs(packed, trees)
         agreement = math.nan if routes is None else replay.compare(routes, tape.routes).overall
         parts: list = [None] * self.world_size
         mine = without.cpu(), imposed.cpu(), torch.from_numpy(packed.logprobs), agreement
@@ -155,13 +164,22 @@ class Trainer:
             statistics.mean(part[3] for part in parts),
         )
 
-    def share_of(self, rollouts: Sequence[Rollout]) -> tuple[Pack, replay.Routes | None]:
-        """This rank's rollouts one behind the other, and the engine's routes of their tokens."""
+    def share_of(
+        self, rollouts: Sequence[Rollout]
+    ) -> tuple[Pack, replay.Routes | None, TreePlan | None]:
+        """This rank's rollouts one behind the other, the engine's routes, and maybe their trees."""
         packed = pack(rollouts, range(self.rank, len(rollouts), self.world_size))
         if self.use_exact:  # The trainer chooses the same experts by itself.
-            return packed, None
+            return packed, None, None
         mine = [replay.Routes.unpack(rollouts[i].attachments["routes"]) for i in packed.indices]
-        return packed, replay.Routes.join(mine)
+        if not self.use_trees:
+            return packed, replay.Routes.join(mine), None
+        trees = plan_trees(
+            [rollouts[i] for i in packed.indices],
+            imposed=[each.tensor()[0] for each in mine],
+            padding=packed.padding,
+        )
+        return packed, replay.Routes.join(mine).take(trees.places), trees
 
     def as_in_the_engine(self, routes: replay.Routes | None) -> AbstractContextManager:
         """The engine's choice of experts; or, exact, its computation to the last bit."""
@@ -187,11 +205,15 @@ class Trainer:
             self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments
         )
 
-    def logprobs(self, packed: Pack) -> Tensor:
-        """Log-probability of each sampled token of a pack."""
+    def logprobs(self, packed: Pack, trees: TreePlan | None = None) -> Tensor:
+        """Log-probability of each sampled token of a pack; what its trees share, computed once."""
+        predictors, read, parents = packed.predictors, packed.tokens, None
+        lengths = packed.document_lengths
+        if trees is not None:
+            predictors, read = trees.rows[predictors], read[trees.places]
+            lengths, parents = trees.segment_lengths, trees.parents
         places, ids, tokens = (
-            torch.from_numpy(each).to(self.device)
-            for each in (packed.predictors, packed.targets, packed.tokens)
+            torch.from_numpy(each).to(self.device) for each in (predictors, packed.targets, read)
         )
         head = self.model.lm_head
         if self.use_exact:  # Attention and log-probabilities in the engine's order of additions.
@@ -206,7 +228,7 @@ class Trainer:
         head.forward = lambda hidden: losses.logprobs.token_logprobs(
             hidden[0, places], head.weight, ids
         ).clone()  # FSDP2 asks for no view
-        sequence = parallel.plan_sequence(packed.document_lengths, ranks=1)
+        sequence = parallel.plan_sequence(lengths, ranks=1, parents=parents)
         group = self.meshes.context.get_group()
         return self.model(**local_inputs(tokens, sequence=sequence, group=group)).logits
 

@@ -151,7 +151,7 @@ def plan_trees(
     per_token: Sequence[str] = (),
     padding: int = 0,
 ) -> TreePlan:
-    """Share the positions that rollouts have in common. Pure; compares each token once a level.
+    """Share the positions that rollouts have in common. Pure; reads each token a few times.
 
     A row is shared by rollouts whose tokens agree up to it, whose images and other values that
     cannot be cut (`Aligned`) begin alike up to it, and whose imposed routes agree up to it. Values
@@ -207,7 +207,8 @@ class _Node:
     start: int
     stop: int
     parent: _Node | None
-    children: list[_Node] = field(default_factory=list)
+    # By their first token: of children that begin with one token images or routes differ.
+    children: dict[int, list[_Node]] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
     row: int = 0
 
@@ -222,12 +223,14 @@ class _Trie:
     def insert(self, new: int) -> None:
         node, length = self.root, len(self.tokens[new])
         while True:
-            for child in node.children:
+            # A node ends before the last token of a rollout that goes on below it.
+            alike = node.children.setdefault(int(self.tokens[new][node.stop]), [])
+            for child in alike:
                 stop = self._agree(child, new)
                 if stop > child.start:
                     break
             else:
-                node.children.append(_Node(new, node.stop, length, node, ends=[new]))
+                alike.append(_Node(new, node.stop, length, node, ends=[new]))
                 return
             if stop < min(child.stop, length):
                 child = self._cut(child, stop)
@@ -247,8 +250,6 @@ class _Trie:
         old, start = node.rollout, node.start
         stop = min(node.stop, len(self.tokens[new]))
         one, other = self.tokens[old], self.tokens[new]
-        if start >= stop or one[start] != other[start]:
-            return start
         stop = start + _same(one[start:stop], other[start:stop])
         for rows in self.compared:
             stop = _agreed_rows(rows[old], rows[new], start, stop)
@@ -268,10 +269,12 @@ class _Trie:
     def _cut(self, node: _Node, stop: int) -> _Node:
         """Cut a node in two, and return the upper one. Rollouts that end above move there."""
         assert node.parent is not None
-        upper = _Node(node.rollout, node.start, stop, node.parent, [node])
+        tokens = self.tokens[node.rollout]
+        upper = _Node(node.rollout, node.start, stop, node.parent, {int(tokens[stop]): [node]})
         upper.ends = [i for i in node.ends if len(self.tokens[i]) <= stop]
         node.ends = [i for i in node.ends if len(self.tokens[i]) > stop]
-        node.parent.children[node.parent.children.index(node)] = upper
+        alike = node.parent.children[int(tokens[node.start])]
+        alike[alike.index(node)] = upper
         node.parent, node.start = upper, stop
         return upper
 
@@ -336,11 +339,12 @@ def _mark_differing(
 
 
 def _preorder(root: _Node) -> Iterator[_Node]:
-    stack = [*reversed(root.children)]
+    stack = [root]
     while stack:
         node = stack.pop()
-        yield node
-        stack.extend(reversed(node.children))
+        if node is not root:
+            yield node
+        stack.extend(reversed([child for alike in node.children.values() for child in alike]))
 
 
 def _same(one: NDArray, other: NDArray) -> int:
