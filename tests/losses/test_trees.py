@@ -182,6 +182,20 @@ def test_rollouts_that_are_equal_or_prefixes_need_no_rows_of_their_own():
         assert plan.parents == (-1,)
 
 
+def test_a_last_token_without_routes_goes_with_one_that_has_them():
+    whole = np.zeros((4, LAYERS, TOP_K), np.uint8)
+    other = whole.copy()
+    other[3] = 1
+    for lengths in ((4, 4, 4), (4, 6, 6)):
+        routes = [whole[:3], *(np.resize(x, (n, LAYERS, TOP_K)) for x, n in
+                               zip((whole, other), lengths[1:], strict=True))]  # fmt: skip
+        batch = [rollout(np.arange(n), routes=x) for n, x in zip(lengths, routes, strict=True)]
+        plan = plan_trees(batch)
+        assert plan.segment_lengths == (3, lengths[1] - 3, lengths[2] - 3)
+        assert plan.rows[:4].tolist() == [0, 1, 2, 3]
+        assert plan.places[3] == lengths[0] + 3  # Of the second, which has a row there.
+
+
 def test_one_slot_of_one_layer_parts_rollouts_or_not_by_the_rule():
     routes = [np.zeros((6, LAYERS, TOP_K), np.uint8) for _ in range(2)]
     routes[1][2, 1, 1] = 3
