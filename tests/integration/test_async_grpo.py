@@ -40,12 +40,14 @@ KEYS = {
 }
 
 
-def start(out: Path, *, steps: int, state: Path | None = None) -> subprocess.Popen:
+def start(
+    out: Path, *, steps: int, state: Path | None = None, more: tuple[str, ...] = ()
+) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", "--rdzv-id", run_id(out)]
     command += ["--nproc-per-node", "2", str(EXAMPLE), "--out", str(out)]
     command += ["--warm-steps", "30", "--steps", str(steps)]
-    command += [] if state is None else ["--state", str(state)]
+    command += [*more, *([] if state is None else ["--state", str(state)])]
     with (out / "log").open("w") as log:
         return subprocess.Popen(
             command, env=os.environ | ENVIRONMENT, stdout=log, stderr=log, text=True
@@ -124,6 +126,20 @@ def test_it_runs_and_keeps_its_bounds(tmp_path):
     pictures = {"reward.png", "mismatch_kl.png", "staleness.png", "time.png"}
     assert pictures <= {path.name for path in tmp_path.iterdir()}
     assert shared_memory(tmp_path) == []
+
+
+@pytest.mark.example
+def test_it_runs_on_trees(tmp_path):
+    process = start(tmp_path, steps=4, more=("--trees",))
+    try:
+        code = process.wait(JOB_S)
+    finally:
+        process.kill()
+    assert code == 0, (tmp_path / "log").read_text()[-6000:]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["trees"]
+    assert summary["positions_computed"] < 0.3  # All prompts begin with one instruction.
+    assert 0 < summary["mismatch_kl_with_replay"] < summary["mismatch_kl_without_replay"]
 
 
 @pytest.mark.example
