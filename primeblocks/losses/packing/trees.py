@@ -211,6 +211,7 @@ class _Node:
     children: dict[int, list[_Node]] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
     row: int = 0
+    rows_below: int = 0  # Its own included.
 
 
 class _Trie:
@@ -306,17 +307,11 @@ def _planned(trie: _Trie, chosen: list[NDArray | None], padding: int, *, compare
             count = lengths[i] if not known else 0 if found is None else min(len(found), lengths[i])
             own = slice(starts[i], starts[i] + count)
             places[rows[own]] = np.arange(own.start, own.stop)
-    own_roots = [-1] if padding else []
     parents = [index.get(id(node.parent), -1) for node in nodes]
-    plan = TreePlan(
-        segment_lengths=(*sizes, *([padding] if padding else [])),
-        parents=(*parents, *own_roots),
-        lengths=tuple(lengths),
-        padding=padding,
-        rows=rows,
-        places=places,
-        differing=np.zeros(len(places), np.bool_),
-    )
+    if padding:
+        sizes, parents = [*sizes, padding], [*parents, -1]
+    differing = np.zeros(len(places), np.bool_)
+    plan = TreePlan(tuple(sizes), tuple(parents), tuple(lengths), padding, rows, places, differing)
     if compare:
         _mark_differing(plan, chosen, starts)
     return plan
@@ -339,12 +334,21 @@ def _mark_differing(
 
 
 def _preorder(root: _Node) -> Iterator[_Node]:
+    """Yield nodes, of children that with the largest subtree first: long paths stay neighbours."""
+    below: list[_Node] = [root]
+    for node in below:
+        below.extend(child for alike in node.children.values() for child in alike)
+    for node in reversed(below):  # Children before their parents.
+        node.rows_below += node.stop - node.start
+        if node.parent is not None:
+            node.parent.rows_below += node.rows_below
     stack = [root]
     while stack:
         node = stack.pop()
         if node is not root:
             yield node
-        stack.extend(reversed([child for alike in node.children.values() for child in alike]))
+        children = (child for alike in node.children.values() for child in alike)
+        stack += sorted(children, key=lambda child: -child.rows_below)[::-1]
 
 
 def _same(one: NDArray, other: NDArray) -> int:
@@ -372,7 +376,7 @@ def _same_kind(
 ) -> list[NDArray | None]:
     """Return a row a token by rollout, as arrays of one kind."""
     found: list[NDArray | None] = []
-    for i, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
+    for i, value in enumerate(values):
         if isinstance(value, bytes | memoryview | bytearray):
             raise UsageError(
                 f"plan_trees compares {name!r} row by row, but those of rollout {i} are bytes. "
@@ -381,7 +385,7 @@ def _same_kind(
         start = value.start if isinstance(value, Aligned) else 0
         given = value.value if isinstance(value, Aligned) else value
         rows = None if given is None else np.asarray(given)
-        tokens = len(rollout.tokens)
+        tokens = len(rollouts[i].tokens)
         if rows is not None and (not rows.ndim or start or not tokens - 1 <= len(rows) <= tokens):
             raise ShapeError(
                 f"{name!r} of rollout {i} needs a row for each of {tokens} tokens, or for all but "

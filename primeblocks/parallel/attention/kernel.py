@@ -17,6 +17,7 @@ __all__ = [
     "AttentionSpec",
     "Hop",
     "accumulator_dtype",
+    "chains",
     "rows_before",
     "seen_ranges",
     "seen_rows",
@@ -152,7 +153,7 @@ def seen_rows(
 def seen_ranges(
     plan: SequencePlan, key_rank: int, start: int, stop: int, window: int | None
 ) -> list[tuple[int, int]]:
-    """Return the rows of keys that tokens `[start, stop)` of one document see, as ranges. Pure.
+    """Return the rows of keys that tokens `[start, stop)` of one chain see, as ranges. Pure.
 
     The ranges ascend by position. The first token sees all rows before itself that are in them, and
     each later token those, those between, and itself, if a window does not hide them.
@@ -169,11 +170,25 @@ def seen_ranges(
     return found
 
 
+def chains(plan: SequencePlan, rank: int) -> list[tuple[int, int, int]]:
+    """Return the runs of a rank, those joined of which one goes on with the other. Pure.
+
+    Each has a start, a stop and the row of its first token. Each of its tokens sees the one before.
+    """
+    found: list[tuple[int, int, int]] = []
+    for start, stop, _, row in plan.runs(rank):
+        if found and found[-1][1] == start and start < plan.ancestry.ends[start - 1]:
+            found[-1] = (found[-1][0], stop, found[-1][2])
+        else:
+            found.append((start, stop, row))
+    return found
+
+
 def _pairs_of_tree(plan: SequencePlan, query_rank: int, window: int | None) -> tuple[int, ...]:
     found = []
     for key_rank in range(plan.ranks):
         of_keys, count = plan.positions(key_rank).numpy(), 0
-        for start, stop, *_ in plan.runs(query_rank):
+        for start, stop, _ in chains(plan, query_rank):
             ranges = seen_ranges(plan, key_rank, start, stop, window)
             seen = np.concatenate([of_keys[:0], *(of_keys[a:b] for a, b in ranges)])
             queries = plan.ancestry.depths[start:stop]

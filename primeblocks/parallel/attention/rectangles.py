@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..sequence import SequencePlan, kept_on_plan
-from .kernel import Hop, accumulator_dtype, seen_ranges
+from .kernel import Hop, accumulator_dtype, chains, seen_ranges
 
 __all__ = ["FusedRectangle", "OnlineSoftmax", "RectangleKernel", "rectangles_of"]
 
@@ -161,7 +161,7 @@ def _rectangles_of_tree(
 ) -> tuple[_Rectangle, ...]:
     """The same where documents fork: the keys of a path are put side by side. Pure."""
     found = []
-    for start, stop, _, offset in plan.runs(query_rank):
+    for start, stop, offset in chains(plan, query_rank):
         step = stop - start if window is None else max(window, _WINDOW_ROWS)
         for low in range(start, stop, step):
             high = min(low + step, stop)
