@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from primeblocks.async_loop import Rollout
 from primeblocks.errors import UnsupportedError
 from primeblocks.losses.packing import plan_trees
 from primeblocks.parallel import plan_mesh, plan_sequence
@@ -169,6 +170,46 @@ def test_a_model_on_trees_equals_separate_rollouts(case):
 def test_a_family_on_trees_equals_separate_rollouts(family):
     options = {"attention": "ring" if family in EAGER else "ulysses", "order": "zigzag"}
     _assert_equal(ranks.run(_run, family, {"context": 2}, options, world_size=2))
+
+
+def _random():
+    """Errors of eight batches of short rollouts of two words, with equal and differing routes."""
+    from primeblocks.parallel.adapters.transformers import parallelize
+
+    model, whole = _models("qwen3_moe")
+    meshes = plan_mesh(world_size=1).build("cpu")
+    parallelize(model, meshes)
+    found = []
+    for seed in range(8):
+        generator = np.random.default_rng(seed)
+        batch = []
+        for _ in range(generator.integers(1, 10)):
+            tokens = generator.integers(4, 6, generator.integers(3, 12))
+            prompt = int(generator.integers(1, len(tokens) - 1))
+            batch.append(
+                Rollout(
+                    tokens=tokens,
+                    prompt_length=prompt,
+                    logprobs=-3 - generator.random(len(tokens) - prompt),
+                    versions=np.zeros(len(tokens) - prompt, np.int64),
+                    loss_mask=np.arange(len(tokens) - prompt) != 1,
+                    finish_reason="stop",
+                )
+            )
+        routes = routes_of(batch, seed, differing=seed % 2 == 1)
+        model.zero_grad()
+        whole.zero_grad()
+        with Float64():
+            loss, _ = as_trees(model, meshes.context.get_group(), batch, routes, count=10.0)
+            want = separately(whole, batch, routes, count=10.0)
+        found.append(_errors(loss, model, want, whole))
+    return found
+
+
+def test_random_trees_equal_separate_rollouts():
+    (found,) = ranks.run(_random, world_size=1)
+    assert len(found) == 8
+    assert max(max(errors.values()) for errors in found) < 1e-12, found
 
 
 def _refused(family):
