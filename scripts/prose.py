@@ -33,7 +33,7 @@ def sentences(text):
         plain = paragraph.strip()
         if not plain or plain[0] in "#|<!" or plain.startswith(("---", "===", "(")):
             continue
-        plain = re.sub(r"`[^`]*`", "code", plain)
+        plain = re.sub(r"`[^`]*`", "CODE", plain)
         plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", plain)
         plain = re.sub(r"^\s*(?:[-*+]|\d+\.)\s+", "", plain)
         plain = re.sub(r"[*_]{1,2}(\S.*?\S|\S)[*_]{1,2}", r"\1", plain)
@@ -70,6 +70,7 @@ def main(names):
             for sentence, rules in bad:
                 print(f"      {', '.join(rules)}: {sentence}")
     print(f"{wrong:4d} of {total:4d}  sentences break a rule")
+    sys.exit(min(wrong, 1))
 
 
 if __name__ == "__main__":
