@@ -28,5 +28,6 @@ test-all: setup
 	scripts/peers $(VENV)/bin/uv
 	PYTHON=.venv-peers/bin/python benchmarks/gpu/run.sh --dry-run $$(mktemp -d)
 
+# Without the execution of notebooks, which scripts/docs adds.
 docs:
-	scripts/docs
+	scripts/docs --fast

@@ -31,8 +31,10 @@ from primeblocks.weightsync.engines.remote import WorkerState
 from tests.contrib.sglang_fake import FakeSglang
 from tests.deadlines import HANG_S
 from tests.engine_job import ENVIRONMENT
+from tests.front_pages import FRONT
 from tests.integration.tree_site import trees
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
+from tests.loop_pages import conversations, processes, resume
 from tests.serving_page import serving, serving_vllm
 from tests.weightsync.fake_engine import FakeEngine
 from tests.weightsync.test_vllm_server import FakeServer
@@ -43,17 +45,6 @@ TOKENS = torch.arange(10, 26)[None]
 
 def loss_of(output):
     return output.logits.square().sum()
-
-
-@contextmanager
-def readme():
-    from primeblocks.replay.adapters.transformers import routers
-
-    model = tiny_models.build("qwen3_moe", **SIZES)
-    with record(routers(model)) as tape:
-        model(TOKENS)
-    yield {"model": model, "tokens": TOKENS, "routes": tape.routes, "loss_of": loss_of}
-    assert all(router.module.weight.grad is not None for router in routers(model))
 
 
 @contextmanager
@@ -100,24 +91,6 @@ def losses():
 
 
 @contextmanager
-def conversations():
-    async def generate(prompt):
-        shape = (len(prompt) + 1, 1, 1)
-        return SimpleNamespace(
-            token_ids=[7, 8],
-            logprobs=[-1.0, -2.0],
-            versions=np.array([3, 3]),
-            routed_experts=np.zeros(shape, np.uint8),
-        )
-
-    names = {"first_question": [1, 2], "generate": generate, "tool_result": lambda answer: [5]}
-    yield names
-    assert names["conversation"].counts == {"start": 1, "clean": 2}
-    assert names["rollout"].loss_mask.tolist() == [True, True, False, True, True, False, True, True]
-    assert len(names["rollout"].attachments["routes"].value) == 9
-
-
-@contextmanager
 def a_plan():
     names = {}
     yield names
@@ -127,7 +100,13 @@ def a_plan():
 
 @contextmanager
 def fp8():
-    names = {"model": tiny_models.build("qwen3_moe", **SIZES)}
+    from primeblocks.fp8 import Recipe, encode_weights
+
+    model, engine = tiny_models.build("qwen3_moe", **SIZES), {}
+    encode = encode_weights(Recipe(), only=r"self_attn\.[qkvo]_proj", layouts=None)
+    for name, weight in model.state_dict().items():
+        engine |= encode(name, weight)
+    names = {"model": model, "engine_weights": engine}
     yield names
     assert len(names["names"]) == 2 * 4
 
@@ -221,6 +200,7 @@ def parallel():
         "k": torch.randn(part, 2, 8),
         "v": torch.randn(part, 2, 8),
         "model": model,
+        "rollout": lambda: None,
         "checkpoint": "checkpoint",
     }
 
@@ -240,7 +220,11 @@ def replay():
         "loss_of": loss_of,
         **one_stage(tiny_models.build("qwen3_moe", **SIZES), TOKENS),
         **dict.fromkeys(("trainer_logprobs", "rollout_logprobs"), torch.rand(1, 16).log()),
-        **{"mask": TOKENS > 0, "other_routes": tape.routes, "torch": torch},
+        "mask": TOKENS > 0,
+        "other_routes": tape.routes,
+        "output": SimpleNamespace(token_ids=[7] * 6, routed_experts=tape.routes.experts[:15]),
+        "evaluate": lambda removed: torch.full((1, 16), -2.0 + len(removed)),
+        "torch": torch,
         **{
             name: tiny_models.build("glm_moe_dsa", seed=seed, **SIZES)
             for seed, name in enumerate(("indexed_engine", "indexed_trainer"))
@@ -375,8 +359,10 @@ def assert_served(words):
 
 
 PAGES = {
-    "README.md": readme,
+    **FRONT,
     "docs/async_loop.md": async_loop,
+    "docs/async_loop_processes.md": processes,
+    "docs/async_loop_resume.md": resume,
     "docs/capture.md": conversations,
     **dict.fromkeys(("docs/exact.md", "docs/weightsync_proof.md"), lambda: nullcontext({})),
     "docs/dsa.md": sparse_attention,
@@ -396,4 +382,5 @@ PAGES = {
     "docs/serving_vllm.md": serving_vllm,
     "docs/trees.md": trees,
     "docs/weightsync.md": weightsync,
+    "docs/weightsync_transports.md": lambda: nullcontext({}),
 }

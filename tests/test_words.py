@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,12 @@ ONCE = ("Rollout", "Rollouts", "Routes", "UpdateReport", "Receipt", "PageKey", "
 HOSTS = {"adapters", "plugins"}
 OTHERWISE = {"by", "of", "num"}
 DEFINITIONS = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def test_documents_are_in_plain_english():
+    script = PACKAGE.parent / "scripts" / "prose.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _trees():

@@ -63,10 +63,11 @@ def draw(results: Path = RESULTS) -> str:
 def _section(report: dict[str, Any]) -> list[str]:
     machine = report["machine"]
     versions = [f"{name} {version}" for name, version in machine["packages"].items() if version]
-    lines = [f"## {machine['device']}, {report['commit']}", "", ", ".join(versions) + ".", ""]
+    lines = [f"## {machine['device']}, {report['commit']}", ""]
     lines += [report["note"], ""] if "note" in report else []
     ran = [each for each in report["cases"] if "on a CPU alone" not in each["why"]]
-    return [*lines, "| case | |", "|---|---|", *map(_row, ran), ""]
+    head = ["| case | |", "|---|---|", f"| packages | {', '.join(versions)} |"]
+    return [*lines, *head, *map(_row, ran), ""]
 
 
 def _row(outcome: dict[str, Any]) -> str:

@@ -69,9 +69,9 @@ class AsyncLoop:
         ended: why `steps` ended before it had trained as often as it was asked to; None before.
 
     Raises:
-        UsageError: a batch does not fit the buffer, the buffer is one of several processes, a limit
-            is not positive, `version` is not a policy version, `generate` is not async, or a
-            function does not take what the loop will give it.
+        UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, a limit is
+            not positive, `version` is not a policy version, `generate` is not async, or a function
+            does not take what the loop will give it.
     """
 
     def __init__(

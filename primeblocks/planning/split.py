@@ -2,7 +2,7 @@
 
 It takes all samples as equally long. `simulate` has tails of lengths and bounds on staleness.
 
-Source: arXiv:2505.24034, section 7. The derivation is in `docs/planning.md`.
+Source: arXiv:2505.24034, section 7. The derivation is in `docs/planning_evidence.md`.
 """
 
 from __future__ import annotations

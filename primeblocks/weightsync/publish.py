@@ -101,8 +101,9 @@ class Publisher:
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
                 change, unless rank 0's commit was the last thing that succeeded.
-            UsageError: `version` is no version, or not above the committed one, or ranks disagree;
-                or another call of `publish` is under way.
+            UsageError: `version` is not a policy version, or not above the committed one; or the
+                parameters differ from the plan; or ranks disagree; or another call of `publish` is
+                under way.
             ClosedError: after close().
         """
         if self._closed:

@@ -210,7 +210,7 @@ def test_the_page_tells_what_ran_and_what_did_not(tmp_path):
     before = [cases[0] | {"figures": [figure | {"value": 1.0}, figure | {"figure": "b"}]}]
     (tmp_path / "a.json").write_text(json.dumps(older | {"cases": before}))
     text = page.draw(tmp_path)
-    assert "## H, abc\n\ntorch 2.11.\n" in text
+    assert "## H, abc\n\n| case | |\n|---|---|\n| packages | torch 2.11 |\n" in text
     assert "| fp8_kernels | passed, 3 s |" in text
     assert "| dsa | failed, 1 s: no room |" in text
     assert text.index("## H, abc") < text.index("## H, old")

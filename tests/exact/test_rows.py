@@ -51,6 +51,24 @@ def test_a_product_has_rows_of_its_own(dtype, count, inner, outer, transposed, s
     assert ((whole - exact).abs() <= most).all()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_narrow_products_have_rows_of_their_own(transposed):
+    """MKL on an AMD EPYC adds by the place of a row where there are fewer than twelve columns."""
+    for inner in (1, 2, 5, 10, 23, 64, 131):
+        left = drawn(37, inner, seed=inner)
+        for outer in range(18):
+            right = drawn(outer, inner, seed=outer)
+            right = right.t() if transposed else right.t().contiguous()
+            with batch_invariant():
+                whole = left @ right
+                assert torch.equal(torch.cat([left[:5] @ right, left[5:] @ right]), whole)
+            assert whole.shape == (37, outer)
+            assert whole.is_contiguous()
+            added = left.double().abs() @ right.double().abs()
+            most = 2 * inner * torch.finfo().eps * added
+            assert ((whole - left.double() @ right.double()).abs() <= most).all()
+
+
 @given(st.integers(1, 300), st.integers(0, 80), st.sampled_from(list(DTYPES)), seeds)
 def test_zeros_at_the_end_of_a_sum_change_nothing(size, more, dtype, seed):
     values = drawn(3, size, seed=seed, dtype=DTYPES[dtype])

@@ -65,7 +65,7 @@ def test_planned_bytes_are_what_the_engine_allots(seen):
 
 def test_replay_lowers_the_mismatch_in_bfloat16(model, seen):
     """8 layers of 32 experts, top 4: a fifth of the routings differ; imposing them removes nearly
-    all of the mismatch (docs/replay_factor.md has more seeds and other settings)."""
+    all of the mismatch (docs/replay_evidence.md has more seeds and other settings)."""
     from transformers import AutoModelForCausalLM
 
     from primeblocks.replay.adapters.transformers import routers

@@ -13,7 +13,7 @@ without a near relative. A set that holds its whole prefix costs nothing. The en
     removed     of each that is told from another, how many members go
     sets        the ranks that go, then those that come
 
-Derivation and measurements: docs/replay.md, "Indices".
+Derivation and measurements: docs/replay_evidence.md, "Selections of an indexer".
 """
 
 from __future__ import annotations

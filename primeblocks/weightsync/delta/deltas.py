@@ -7,7 +7,7 @@ place or two, and so leaves all but its low bits as they were.
 
 A delta does not know its base: versions, and a digest of the result, are its sender's. A bucket
 travels as a delta for each run of elements of one size, or as all of the run where that is less.
-Derivation and numbers: docs/weightsync.md.
+Numbers: docs/weightsync_evidence.md.
 """
 
 from __future__ import annotations

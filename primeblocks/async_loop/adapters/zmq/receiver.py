@@ -40,7 +40,7 @@ class RolloutReceiver:
             ...  # train, save
             receiver.settle(*groups)
 
-    An `AsyncLoop` counts the groups that it starts itself, and refuses such a buffer.
+    Do not give this buffer to an `AsyncLoop`, which counts only the groups that it starts itself.
 
     Args:
         buffer: its capacity bounds the groups that are accepted.
