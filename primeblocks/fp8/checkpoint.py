@@ -154,6 +154,8 @@ class WeightEncoder:
     def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Encode this rank's part of a tensor. Local.
 
+        Returns the named tensors to send: codes and scales, or the tensor as it is.
+
         Raises:
             UsageError: a rule is found in the name by accident; codes are encoded again; the
                 recipe needs master weights.

@@ -60,6 +60,7 @@ def load_prefix(
 
     The result has an entry for each of these lead pages. Pages that the store does not know are
     not asked for. Buffers behind the lead pages may have been written, where one was damaged.
+    Each load counts as a use, first page first, so the least recently used page is the first one.
 
     Args:
         keys: the prompt's pages, in order; `page_hashes` names them.

@@ -118,11 +118,12 @@ class TieredStore:
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
-            rollout: any name, of who will ask for the page again until `end`; first page first.
+            rollout: any name, of the rollout that will load the page again until `end`. The order of
+                its saves is the order of its pages: save the first page first.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
-            UnsupportedError: the page is not in host memory.
+            UnsupportedError: the page is neither in host memory nor on a CUDA device.
             ClosedError: the store is closed.
         """
         batch = Batch[Saved](1, itemgetter(0))

@@ -120,8 +120,9 @@ def weigh(
     if own.shape[0] != rows.ids.shape[0]:
         raise ShapeError(
             f"layer {router.layer_id} runs on {own.shape[0]} tokens, the routes hold"
-            f" {rows.ids.shape[0]}. Rows follow the flattened input [batch * sequence]; fill"
-            " up with routes.pad(tokens)."
+            f" {rows.ids.shape[0]}. Rows follow the flattened input [batch * sequence]. For"
+            " one sequence call routes.pad(tokens). For a batch call with_missing(after=) on each"
+            " sequence, and join them."
         )
     # Widened on the device only; a no-op copy unless the device was guessed wrongly.
     ids = rows.ids.to(own.device).to(torch.int64)

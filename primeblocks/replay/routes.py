@@ -239,7 +239,8 @@ class Routes:
 
         Padding tokens are alike, so left to choose they would all choose the same few experts.
         Experts that follow in turn are far apart in number, so that even a few rows load all ranks
-        of an expert-parallel group.
+        of an expert-parallel group. The rows go to the end of the flattened input: for a batch call
+        `with_missing` on each sequence, or `join(pad_to=)`.
 
         Raises:
             ShapeError: there are more tokens already, or `tokens` is no whole number.

@@ -34,7 +34,8 @@ def announce(
     """Plan for engines that hold whole tensors, and leave the plan for them to `find`. Collective.
 
     It gathers manifests, which waits as long as the group does. Give a `Publisher` the plan, the
-    transport, and the same parameters and `convert`.
+    transport, and the same parameters and `convert`. With a name, the plan and the weights are
+    removed when this process ends: keep it alive until engines have loaded.
 
     Args:
         where: a name, for `SharedMemoryTransport`; or this rank's end of a transport.
