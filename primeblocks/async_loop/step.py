@@ -51,7 +51,7 @@ class Step:
 
     @property
     def lags(self) -> Mapping[int, int]:
-        """Sampled tokens, masked ones too, by how many optimizer steps old they are: a histogram."""
+        """Sampled tokens, masked ones too, by age in optimizer steps: a histogram."""
         ages: Counter[int] = Counter()
         for group in self.groups:
             for rollout in group.rollouts:

@@ -118,8 +118,7 @@ class TieredStore:
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
-            rollout: any name, of the rollout that will load the page again until `end`. The order of
-                its saves is the order of its pages: save the first page first.
+            rollout: any name, of what will load the page again until `end`; first page first.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
