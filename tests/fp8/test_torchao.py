@@ -173,7 +173,8 @@ def test_mxfp8_is_that_of_torchao(dtype):
         assert torch.equal(*pairs)
         assert (scales[~some] == 2.0**-127).all()  # Ours is 1; the codes are zeros in both.
         seen += int(rounded_down.sum())
-    assert (seen > 0) == (dtype is torch.float32)  # Values of bfloat16 lie 2**-7 apart.
+    # A processor whose log2 does not round has none. Values of bfloat16 lie 2**-7 apart.
+    assert seen == 0 or dtype is torch.float32
 
 
 def powers_of_two(dtype):

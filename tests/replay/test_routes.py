@@ -167,10 +167,11 @@ def test_missing_tokens_are_added_on_either_side():
 
 
 def test_fill_takes_a_row_wherever_one_of_the_two_has_it():
-    ours, other = random_routes(seed=1), random_routes(seed=2)
+    ours, other = random_routes(seed=1), random_routes(seed=3)
     halves = [rows(ours), rows(other)]
     wanted = [row if row is not None else theirs for row, theirs in zip(*halves, strict=True)]
-    assert {row is None for row in halves[0]} == {row is None for row in halves[1]} == {True, False}
+    known = {(row is not None, theirs is not None) for row, theirs in zip(*halves, strict=True)}
+    assert len(known) == 4  # A row that both have, each alone, and neither.
     assert rows(ours.fill(other)) == wanted
     assert ours.fill(other).known == sum(row is not None for row in wanted) > ours.known
     padded = random_routes(tokens=6, seed=2).pad(10)

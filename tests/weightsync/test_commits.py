@@ -194,6 +194,31 @@ def test_close_ends_a_begin_that_waits_for_a_reader_in_another_thread(make, monk
     lease.close()
 
 
+def test_threads_commit_to_a_store_one_after_the_other(tmp_path, monkeypatch):
+    """A second thread commits between the look of the first one and its replacement: it waits."""
+    owner = StoreCommits(dist.FileStore(str(tmp_path / "store")), owner=True)
+    markers = [
+        Marker.make(run=owner.run, version=version, plan="", sizes=(), buckets=())
+        for version in (1, 2)
+    ]
+    for marker in markers:
+        begun(owner, marker.version)
+    replace = owner._board.replace
+
+    def slow(*args, **how):
+        monkeypatch.setattr(owner._board, "replace", replace)
+        second.start()
+        second.join(0.5)  # Without a lock it ends here. With one it cannot.
+        return replace(*args, **how)
+
+    second = threading.Thread(target=owner.commit, args=markers[1:], kwargs={"deadline": soon()})
+    monkeypatch.setattr(owner._board, "replace", slow)
+    owner.commit(markers[0], deadline=soon())
+    second.join()
+    assert seen(owner) == markers
+    owner.close()
+
+
 def test_names_are_apart(make):
     owner, other = make(owner=True), make("draft", owner=True)
     committed(owner, 1)

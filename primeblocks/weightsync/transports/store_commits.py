@@ -6,13 +6,13 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import CapacityError, TransferError, UsageError
+from ...errors import CapacityError, DeadlineError, TransferError, UsageError
 from ..marker import Marker, as_corruption
 from .board import Board, store_spec
 from .commits import Lease, check_call, retired
@@ -37,6 +37,7 @@ class StoreCommits:
 
     Every call ends by its deadline. A new owner takes over from one that died; if the old one still
     lives, its next commit is refused: it writes over its own note only, in one step of the store.
+    Calls that write wait for each other, in all threads.
 
     Args:
         store: the same for all; one that outlives the ranks.
@@ -61,6 +62,8 @@ class StoreCommits:
         self._owner, self._closed = owner, False
         self._begun: set[int] = set()
         self._hidden: dict[int, float] = {}
+        # Between its look at the note and its replacement a second thread would replace it too.
+        self._writing = threading.Lock()
         self.run = ""
         if owner:
             self.run = secrets.token_hex(8)
@@ -75,22 +78,33 @@ class StoreCommits:
 
         It waits for a reader that died until its lease is over.
         """
-        mine = self._owned(deadline)
-        gone = [marker for marker in mine.markers if marker not in keep]
-        if gone:
-            self._replace(mine, tuple(keep), deadline)
-            self._hidden.update((marker.version, time.monotonic()) for marker in gone)
-        for hidden, hidden_at in list(self._hidden.items()):
-            self._await_readers(mine, hidden, hidden_at + mine.lease_s, deadline)
-            del self._hidden[hidden]
-        self._begun.add(version)
+        with self._write(deadline):
+            mine = self._owned(deadline)
+            gone = [marker for marker in mine.markers if marker not in keep]
+            if gone:
+                self._replace(mine, tuple(keep), deadline)
+                self._hidden.update((marker.version, time.monotonic()) for marker in gone)
+            for hidden, hidden_at in list(self._hidden.items()):
+                self._await_readers(mine, hidden, hidden_at + mine.lease_s, deadline)
+                del self._hidden[hidden]
+            self._begun.add(version)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
-        mine = self._owned(deadline)
-        if marker.version not in self._begun:
-            raise UsageError(f"commit of version {marker.version}, which was not begun")
-        self._replace(mine, (*mine.markers, marker), deadline)
-        self._begun.discard(marker.version)
+        with self._write(deadline):
+            mine = self._owned(deadline)
+            if marker.version not in self._begun:
+                raise UsageError(f"commit of version {marker.version}, which was not begun")
+            self._replace(mine, (*mine.markers, marker), deadline)
+            self._begun.discard(marker.version)
+
+    @contextmanager
+    def _write(self, deadline: float) -> Iterator[None]:
+        if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise DeadlineError("another thread of this owner still wrote at the deadline")
+        try:
+            yield
+        finally:
+            self._writing.release()
 
     def abort(self, version: int) -> None:
         self._check(owner=True)
