@@ -67,7 +67,7 @@ nitpick_ignore_regex = [
         "py:.*",
         r"(_?asyncio|collections\.abc|enum|os|pathlib|signals?|sqlite3|threading|types|typing|weakref)\..*",
     ),
-    ("py:class", r"'.*'|[A-Z]|Tensor|Path"),
+    ("py:class", r"'.*'|[A-Z]|Tensor|Path|primeblocks\.parallel\.ancestry\.Ancestry"),
     (
         "py:class",
         r"Configure|Encode|Fault|Optimizer|ParamsT|Generate|Ledger|Load|LoRARequest|Make|NamedTensors|"

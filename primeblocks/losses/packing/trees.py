@@ -116,8 +116,8 @@ class TreePlan:
             predictors: `packed.predictors`.
 
         Returns:
-            Two int64 arrays of one length: which completion tokens the rows at hand predict, and
-            the place of each one's predictor among these rows.
+            Two int64 arrays of one length. The first has the completion tokens that the rows at
+            hand predict. The second has the place of each one's predictor among these rows.
         """
         wanted = self.rows[predictors]
         if not len(rows):
