@@ -37,6 +37,8 @@ CARRIERS = ("shared_memory", "file", *PACKED, "group")
 FEW = ("shared_memory", "directory-handles", "store-tcp", "group")
 # Twice as wide, so that two ranks have a head of keys and values each.
 WIDE = SIZES | {"hidden": 128}
+# Room for requests that a fast engine does not finish while this process waits for the processor.
+ROOMY, LONG = ENGINE | {"max_model_len": 4096}, 4000
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "qwen3", "gpt_oss"])
@@ -104,7 +106,7 @@ def _start(path):
     arguments = adapter.engine_args() | {"worker_extension_cls": f"{__name__}.Counting"}
     return AsyncLLM.from_engine_args(
         AsyncEngineArgs(
-            str(path), dtype="float32", tensor_parallel_size=RANKS, **ENGINE, **arguments
+            str(path), dtype="float32", tensor_parallel_size=RANKS, **ROOMY, **arguments
         )
     )
 
@@ -170,8 +172,10 @@ async def _updates(requests, model, publisher, kind, updates):
         publish = partial(publisher.publish, version, timeout_s=TIMEOUT_S)
         receipt = Receipt(version, 0, 0.0, "") if kind == "group" else publish()
         name = f"{kind}-{version}-"
-        running = requests.start(name, 900)
+        running = requests.start(name, LONG)
         await requests.reach(*names(name), tokens=5)
+        if kind != "group":  # There the publish is a part of the update.
+            await engine.pause_generation(mode="keep", clear_cache=False)
         updating = adapter.update(engine, receipt, timeout_s=TIMEOUT_S)
         if kind == "group":  # A publish waits for its readers.
             receipt, _ = await asyncio.gather(asyncio.to_thread(publish), updating)

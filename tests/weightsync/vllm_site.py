@@ -172,7 +172,7 @@ class Requests:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.progress: dict[str, int] = {}
+        self.progress: dict[str, float] = {}
         self.moved = asyncio.Condition()
 
     async def one(self, name: str, ids: list[int], tokens: int, lora: Any = None) -> Any:
@@ -185,6 +185,9 @@ class Requests:
             async with self.moved:
                 self.progress[name] = len(output.outputs[0].token_ids)
                 self.moved.notify_all()
+        async with self.moved:
+            self.progress[name] = math.inf
+            self.moved.notify_all()
         return output
 
     async def all(self, name: str, tokens: int) -> list[Any]:
@@ -198,12 +201,12 @@ class Requests:
         return [asyncio.create_task(self.one(one, ids, tokens, lora)) for one, ids in pairs]
 
     async def reach(self, *names: str, tokens: int) -> None:
-        """Wait until each of them has so many tokens."""
+        """Wait until each of them has so many tokens, or has ended."""
         async with self.moved:
             await self.moved.wait_for(lambda: all(self.progress.get(n, 0) >= tokens for n in names))
 
     async def advance(self, *names: str, tokens: int) -> None:
-        """Wait until each of them has so many tokens more than now."""
+        """Wait until each of them has so many tokens more than now, or has ended."""
         await asyncio.gather(
             *(self.reach(name, tokens=self.progress.get(name, 0) + tokens) for name in names)
         )

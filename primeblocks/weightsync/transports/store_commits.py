@@ -100,7 +100,10 @@ class StoreCommits:
     @contextmanager
     def _write(self, deadline: float) -> Iterator[None]:
         if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise DeadlineError("another thread of this owner still wrote at the deadline")
+            raise DeadlineError(
+                f"the owner of {self._name!r} waited until its deadline for another thread that "
+                "writes its commits. Raise timeout_s, or publish from one thread."
+            )
         try:
             yield
         finally:
