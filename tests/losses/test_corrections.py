@@ -321,6 +321,13 @@ def test_a_large_mean_does_not_round_differences_away():
         assert torch.equal(rule(large), rule(small))
 
 
+@pytest.mark.parametrize("rule", ["group", "leave_one_out", "max_rl"])
+def test_advantages_are_found_in_float64_and_rounded_once(rule):
+    rewards = torch.rand((64, 7), generator=torch.Generator().manual_seed(0)) * 1000
+    rule = getattr(advantages, f"{rule}_advantages")
+    assert torch.equal(rule(rewards), rule(rewards.double()).float())
+
+
 def test_equal_advantages_vary_with_nothing():
     a, p = torch.full((3000,), 12345.67), torch.linspace(-20, 0, 3000)
     mask = torch.ones_like(a, dtype=torch.bool)
