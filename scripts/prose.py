@@ -1,9 +1,12 @@
 """Count the sentences of documents that break the rules of plain English which a program can see.
 
 Usage: python scripts/prose.py [--list] FILE...
-Without files: README.md, docs/*.md and docs/recipes/*.md.
+Without files: README.md, docs/*.md and docs/recipes/*.md. Of a Python file it reads the docstrings
+of its module and of what is public there.
 """
 
+import ast
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -24,6 +27,23 @@ RULES = {
 }
 FENCE = re.compile(r"^(`{3,}|:{3,}|~{3,}).*?^\1\s*$", re.DOTALL | re.MULTILINE)
 ABBREVIATION = re.compile(r"\b(e\.g|i\.e|vs|cf|etc|al|No|Fig)\.$")
+
+
+def docstrings(source):
+    """The docstrings of a module and of its public classes and functions, as Markdown."""
+
+    def walk(node):
+        if found := ast.get_docstring(node, clean=False):
+            text = re.sub(r"^ *Source: .*", "", inspect.cleandoc(found), flags=re.DOTALL | re.M)
+            text = re.sub(r"^(Args|Raises|Returns|Yields|Attributes):$", "\n\n", text, flags=re.M)
+            # An entry of a section is a list item: its name begins no sentence.
+            yield re.sub(r"^    [\w*`, .]+: ", "\n- ", text, flags=re.M)
+        for child in ast.iter_child_nodes(node):
+            named = isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            if named and not child.name.startswith("_"):
+                yield from walk(child)
+
+    return "\n\n".join(walk(ast.parse(source)))
 
 
 def sentences(text):
@@ -62,7 +82,9 @@ def main(names):
     files = [Path(name) for name in names if not name.startswith("--")]
     total = wrong = 0
     for file in files or [ROOT / "README.md", *PAGES]:
-        each = [(sentence, faults(sentence)) for sentence in sentences(file.read_text())]
+        text = file.read_text()
+        text = docstrings(text) if file.suffix == ".py" else text
+        each = [(sentence, faults(sentence)) for sentence in sentences(text)]
         bad = [(sentence, rules) for sentence, rules in each if rules]
         total, wrong = total + len(each), wrong + len(bad)
         print(f"{len(bad):4d} of {len(each):4d}  {file}")
