@@ -220,7 +220,7 @@ def dppo_loss(
 ) -> TokenLoss:
     """Policy gradient in a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure. Local.
 
-    With the engine's probability q and the trainer's p, a token counts 0 in one case: p has moved
+    q is the engine's probability of a token and p the trainer's. The token counts 0 if p has moved
     in the direction of its advantage, and (p, 1 - p) diverges from (q, 1 - q) beyond the bound.
     "tv" is |p - q|, "kl" is KL(q || p). Rare tokens, whose ratios are large after small moves, are
     not cut off. Frequent tokens are cut off earlier.

@@ -153,8 +153,8 @@ def plan_trees(
 ) -> TreePlan:
     """Share the positions that rollouts have in common. Pure. Reads each token a few times.
 
-    Rollouts share a row if they agree up to the row in their tokens, their imposed routes, and
-    their values that cannot be cut, such as images (`Aligned`). Values that belong to a whole
+    Rollouts share a row if their tokens and imposed routes agree up to it. Their values that cannot
+    be cut, such as images (`Aligned`), must begin alike up to it too. Values that belong to a whole
     rollout are not compared.
 
     Args:
