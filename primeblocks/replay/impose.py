@@ -36,7 +36,8 @@ def impose(
 
     Local. Uses documented forward hooks. On entering, the ids are copied once to the device of each
     router's weights, from pinned memory and without waiting. They stay there in the narrow dtype
-    until the context closes. 131,072 tokens x 75 layers x 8 of up to 256 experts take 79 MB.
+    until the context closes. For 131,072 tokens x 75 layers x 8 of up to 256 experts they take 79
+    MB.
 
     Args:
         routers: the routers of the model, from an adapter.

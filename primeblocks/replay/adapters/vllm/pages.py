@@ -14,8 +14,8 @@ class CapturedPages:
     """The interface of vLLM 0.32's `BlockObjectStore` over a `KeptPages`.
 
     vLLM raises an error for a page that it evicted, or that a tier kept over a reset of the prefix
-    cache, and the engine dies. Here such a page is filled with the largest number in every slot. No
-    router names one expert twice, so `routes_from_output` recognises it.
+    cache. The engine then dies. Here such a page is filled with the largest number in every slot.
+    No router names one expert twice, so `routes_from_output` recognises it.
 
     With one expert per token out of 256 or 65,536, and no dense layer, one real row looks the same.
     A row that chose the last expert in every layer is then taken for missing. The plug-in's patch
