@@ -70,8 +70,8 @@ class AsyncLoop:
         ended: the reason why `steps` ended early, or None.
 
     Raises:
-        UsageError: `buffer` is too small or not a `RolloutBuffer`, a number is out of range, or a
-            function is of the wrong kind or takes other arguments.
+        UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, a number is
+            out of range, or a function takes other arguments.
     """
 
     def __init__(
