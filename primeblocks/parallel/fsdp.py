@@ -168,6 +168,8 @@ def clip_grad_norm_(
     with agreed("clip_grad_norm_", total, group=group, check=check) as call:
         if not isinstance(max_norm, Real) or not max_norm >= 0:
             raise PlanError(f"max_norm must be a number from 0 up; got {max_norm!r}.")
+        if not isinstance(parameters, Iterable):
+            raise PlanError(f"parameters must be tensors; got one {type(parameters).__name__}.")
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for parameter in given:
             check_tensors(parameter=parameter)
@@ -258,9 +260,11 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
         whole = isinstance(local, Integral) or (
             isinstance(local, Tensor) and local.numel() == 1 and not local.is_floating_point()
         )
-        if not whole or local < 0:
+        if not whole or not 0 <= int(local) < 2**63:
             shown = f"{local.dtype} {tuple(local.shape)}" if isinstance(local, Tensor) else local
-            raise ShapeError(f"a count is one whole number from 0 up; got {shown}. Sum a mask.")
+            raise ShapeError(
+                f"a count is one whole number from 0 to 2**63 - 1; got {shown}. Sum a mask."
+            )
         count.fill_(int(local))
     dist.all_reduce(count, group=group)
     return int(count)

@@ -144,7 +144,8 @@ def state_space(
         if (
             not shaped
             or dt.shape != x.shape[:2]
-            or x.shape[1] % max(B.shape[1], 1)
+            or not B.shape[1]
+            or x.shape[1] % B.shape[1]
             or not all(t is None or t.shape == x.shape[1:2] for t in (A, D))
         ):
             raise ShapeError(
