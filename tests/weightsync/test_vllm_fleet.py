@@ -97,10 +97,7 @@ async def _flight(requests: Requests, trainer: Trainer) -> dict[str, Any]:
 
 
 class PausedAmid:
-    """An engine that is given long requests when it is to pause, and pauses amid them.
-
-    What an update does before it pauses takes longer than long requests, on a busy machine.
-    """
+    """Pauses amid long requests, which end before an update pauses on a busy machine."""
 
     def __init__(self, requests: Requests, name: str) -> None:
         self._requests, self._name = requests, name
