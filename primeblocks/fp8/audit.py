@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,6 +85,7 @@ def audit(
     only: Expression,
     exclude: Expression | None = None,
     excluded: Iterable[str] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Audit:
     """Compare a trainer's weights, quantized by a recipe, with what an engine holds, bit by bit.
 
@@ -108,6 +109,7 @@ def audit(
         exclude: names those that it does not.
         excluded: the engine's own list, `modules_to_not_convert` of its `quantization_config`: why
             it left out a weight is then told by the entry.
+        progress: called with the tensors compared and to compare, after each one.
 
     Raises:
         UsageError: a rule names nothing, or something by accident; the recipe needs master weights
@@ -125,7 +127,11 @@ def audit(
     kept = tuple(name.removesuffix(".weight") for name in matrices if name not in chosen)
     # A value that is not finite is a finding, or the same on both sides.
     sides = _Sides(mine, held, replace(recipe, nonfinite="nan"), chosen, *rules, entries, kept)
-    reasons = {name: sides.compare(name) for name in mine}
+    reasons = {}
+    for name in mine:
+        reasons[name] = sides.compare(name)
+        if progress is not None:
+            progress(len(reasons), len(mine))
     reasons |= {name: sides.extra(name) for name in held if name not in mine}
     return Audit(tuple(Finding(n, reason) for n, reason in reasons.items() if reason), len(mine))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,6 +188,7 @@ def simulate(
     steps: int = 100,
     settle: int = 0,
     seed: int = 0,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Simulation:
     """Run `AsyncLoop` itself, buffer and scheduler too, for `steps` steps of virtual time. Local.
 
@@ -207,6 +208,7 @@ def simulate(
         capacity: groups that the buffer holds; default: what may wait within the bound.
         retries: of samples that fail.
         settle: first steps that averages leave out.
+        progress: called with the steps simulated and `steps`, after each step.
 
     Raises:
         UsageError: no engine or step, or `pause_s` is longer than `publish_s`.
@@ -235,8 +237,12 @@ def simulate(
             step_timeout_s=_NEVER_S,
             clock=clock,
         )
+        records = []
         async with loop:
-            records = [_record(step, world) async for step in loop.steps(steps)]
+            async for step in loop.steps(steps):
+                records.append(_record(step, world))
+                if progress is not None:
+                    progress(len(records), steps)
         made = sum(engine.made for engine in world.engines)
         return Simulation(tuple(records), settle, np.array(world.sampled), made)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,12 @@ __all__ = [
 ]
 
 
-def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
+def load_pretrained(
+    model: PreTrainedModel,
+    path: str | Path,
+    *,
+    progress: Callable[[int, int], object] | None = None,
+) -> None:
     """Fill the parts with the weights of a checkpoint of transformers. Collective.
 
     Each rank reads the boxes that it holds from the files, in the dtype that they have there, and
@@ -54,6 +59,8 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
 
     Args:
         model: what `parallelize` was called with; it may have come from the meta device.
+        progress: called with the tensors that this rank has read and will read, after each one.
+            Not called if rank 0 reads the whole.
 
     Raises:
         UnsupportedError: it has adapters, whose names no such checkpoint holds.
@@ -87,7 +94,7 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
         return
     with agreed("load_pretrained, at its end", group=everyone, device=device):
         try:
-            _fill(model, path, wanted, boxes)
+            _fill(model, path, wanted, boxes, progress)
         except (OSError, SafetensorError) as error:
             raise PlanError(f"{path} could not be read to its end: {error}") from error
 
@@ -184,7 +191,11 @@ def _boxes(model: PreTrainedModel) -> dict[str, Shard]:
 
 
 def _fill(
-    model: PreTrainedModel, path: str | Path, wanted: dict[str, Deferred], boxes: dict[str, Shard]
+    model: PreTrainedModel,
+    path: str | Path,
+    wanted: dict[str, Deferred],
+    boxes: dict[str, Shard],
+    progress: Callable[[int, int], object] | None,
 ) -> None:
     """Read into each local part, box by box; compare what a second name of it stands for.
 
@@ -193,18 +204,21 @@ def _fill(
     """
     state, names = model.state_dict(keep_vars=True), model.all_tied_weights_keys
     with torch.no_grad():
-        for name in sorted(state, key=lambda name: name in names):  # Sources first.
+        for done, name in enumerate(
+            sorted(state, key=lambda name: name in names)
+        ):  # Sources first.
             source = names.get(name, name)
             second = source != name and state[name] is state[source]
-            if second and wanted[name] is wanted[source]:
-                continue
+            known = second and wanted[name] is wanted[source]
             local = local_part(state[name])
-            for piece in wanted[name].within(boxes[name]):
+            for piece in () if known else wanted[name].within(boxes[name]):
                 here, read = local[piece.place.slices], piece.source.read(piece.box)
                 if not second:
                     here.copy_(piece.arrange(read))
                 elif not torch.equal(here, piece.arrange(read).to(here)):
                     raise _apart(path, name, source)
+            if progress is not None:
+                progress(done + 1, len(state))
 
 
 def _load_whole(model: PreTrainedModel, path: str | Path, why: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,11 @@ _SIZE = re.compile(r"\d{1,15}(\.\d{1,15})? ?[KMGT]B", re.ASCII | re.IGNORECASE)
 
 
 def save_pretrained(
-    model: PreTrainedModel, path: str | Path, *, max_shard_size: int | str = "50GB"
+    model: PreTrainedModel,
+    path: str | Path,
+    *,
+    max_shard_size: int | str = "50GB",
+    progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Write the whole model, as its own `save_pretrained` would from one rank. Collective.
 
@@ -48,6 +53,8 @@ def save_pretrained(
         model: what `parallelize` was called with.
         max_shard_size: of a file, equal on all ranks; a larger checkpoint is several, with an
             index.
+        progress: called with the tensors written and to write, after each one. Not called if rank
+            0 gathers the whole.
 
     Raises:
         UnsupportedError: it has adapters, under whose names nothing could load it.
@@ -78,10 +85,15 @@ def save_pretrained(
         filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."),
         max_shard_size=max_shard_size,
     )
-    boxes, problem = _boxes(model), None
+    boxes, problem, done = _boxes(model), None, count(1)
+
+    def tell() -> None:
+        if progress is not None:
+            progress(next(done), len(tensors))
+
     for file, names in split.filename_to_tensors.items():
         held = {name: tensors[name] for name in names}
-        problem = _write(Path(path) / file, held, boxes, problem)
+        problem = _write(Path(path) / file, held, boxes, problem, tell)
     with _agreed(model):
         if problem is not None:
             raise problem
@@ -175,6 +187,7 @@ def _write(
     tensors: dict[str, Any],
     boxes: list[dict[str, Shard]],
     problem: PlanError | None,
+    tell: Callable[[], None],
 ) -> PlanError | None:
     """Write a file, and say what went wrong, here or before. Collective: rank 0 takes all that is
     sent, and writes nothing after a problem.
@@ -188,6 +201,7 @@ def _write(
     for name in in_file_order(tensors):
         if dist.get_rank() != 0:
             _send(tensors[name])
+            tell()
             continue
         whole = _receive(tensors[name], boxes)
         try:
@@ -196,6 +210,7 @@ def _write(
         except OSError as error:
             problem = PlanError(f"{path} cannot be written: {error}")
         del whole  # Before the next one is made.
+        tell()
     try:
         if file is not None:
             file.close()
