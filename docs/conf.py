@@ -14,6 +14,8 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"primeblocks {version}"
+html_static_path = ["_static"]
+html_css_files = ["page.css"]
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
