@@ -39,6 +39,7 @@ def chunk_gated_delta_rule(
 
     Returns:
         The output, shaped like `v`, and the last state, both in the dtype of the computation.
+
     Source: arXiv:2412.06464 (gated delta networks).
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
