@@ -47,7 +47,8 @@ def attend(
     if heads % groups or key.shape[:2] != value.shape[:2]:
         raise ShapeError(
             f"attend: {heads} heads over keys of {groups} and values of {value.shape[1]} groups, "
-            f"{keys} and {len(value)} of them; groups must divide the heads, and keys have values."
+            f"{keys} and {len(value)} of them. Groups must divide the heads, and each key needs a "
+            "value."
         )
     with _disable_current_modes():
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < keys:

@@ -69,9 +69,9 @@ def batch_invariant() -> Iterator[None]:
       `context_fn=lambda: (nullcontext(), batch_invariant())`.
 
     Raises (inside):
-        UnsupportedError: an operation has no batch-invariant form. The message names it.
-        UnsupportedError: a tensor is not on a CPU, or this processor's products depend on the
-            batch.
+        UnsupportedError: an operation has no batch-invariant form, which the message names.
+
+        UnsupportedError: a tensor is not on a CPU, or products depend on the batch here.
     """
     with _Attention(), _Operations():
         yield
@@ -104,7 +104,7 @@ class _Operations(TorchDispatchMode):
             found = func(*args, **kwargs)
             if any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(found)):
                 raise UnsupportedError(
-                    f"{func} has no batch-invariant form; compute it outside, or in other words."
+                    f"{func} has no batch-invariant form; compute it outside, or with others."
                 )
         return found
 
@@ -155,9 +155,9 @@ def _addmm(
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[-1] != 1:
         raise UnsupportedError(
-            "a batch of products may add over the tokens of a sequence, in an order of their "
-            "number. Let attention call torch's scaled_dot_product_attention (transformers: "
-            'attn_implementation="sdpa") and experts grouped_mm.'
+            "a batch of products may add over the tokens of a sequence, in an order that depends "
+            "on their number. Let attention call torch's scaled_dot_product_attention "
+            '(transformers: attn_implementation="sdpa") and experts grouped_mm.'
         )
     return left * right
 
@@ -199,8 +199,8 @@ def _embedding_bag(
     in_two = size % 2 == 0 and torch.equal(bags[:, 0::2], bags[:, 1::2])
     if mode != 0 or include_last_offset or padding_idx != -1 or not is_even or in_two:
         raise UnsupportedError(
-            "embedding_bag adds as many rows for each token, each once. Experts: keep the default "
-            "dispatcher, and a model in float32 where its router's weights are."
+            "embedding_bag must add equally many rows for each token, each row once. For experts "
+            "keep the default dispatcher, and a model in float32 if its router's weights are."
         )
     each = table.index_select(0, chosen)
     each = each if weights is None else each * weights[:, None]

@@ -106,7 +106,7 @@ def _runs(
         return torch.zeros_like(last), last
     seen = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool(((mask < -1e4) | seen).all()):
-        raise UnsupportedError("the mask adds to scores; give one of bools.")
+        raise UnsupportedError("the mask adds to scores; give a mask of bools.")
     seen = seen.broadcast_to(batch, seen.shape[1] if seen.dim() == 4 else 1, queries, keys)
     if not torch.equal(seen, seen[:, :1].expand_as(seen)):
         raise UnsupportedError("the mask differs between heads; compute these apart.")

@@ -275,7 +275,9 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
 
 def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
     if isinstance(given, nn.Module) and not isinstance(given, Iterable):
-        raise PlanError(f"{name} must be a list of modules; got one {type(given).__name__}.")
+        raise PlanError(
+            f"{name} must be a list of modules; got one {type(given).__name__}. Pass [it]."
+        )
     found, inside = list(given), set(model.modules())  # type: ignore[call-overload]
     odd = [x for x in found if not isinstance(x, nn.Module) or x not in inside]
     if odd:

@@ -320,8 +320,8 @@ class _Load:
             raise CapacityError(
                 f"{most} replicas of tensor={self.tensor} are not enough: one prompt with its "
                 f"samples and the weights need {lack(most)} bytes more on a GPU. Raise tensor, "
-                "shorten rollouts, use an fp8 cache, or give up sharing: write samples as prompts "
-                "of their own."
+                "shorten rollouts, use an fp8 cache, or do not share prompts: write each sample as "
+                "a prompt of its own."
             )
         return bisect_left(range(1, most), True, key=lambda data: lack(data) <= 0) + 1
 

@@ -44,7 +44,7 @@ class CostTable:
         if not choices or not all(min(b, m) >= 1 and 0 < s < math.inf for (b, m), s in choices):
             raise PlanError(
                 "sample_s needs positive seconds by (micro_batch, degree), both at least 1; got "
-                f"{dict(self.sample_s)!r:.80}"
+                f"{dict(self.sample_s)!r:.80}."
             )
         if not (0 <= self.weight_bytes < math.inf and 0 <= self.sample_bytes < math.inf):
             raise PlanError(

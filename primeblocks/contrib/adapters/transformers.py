@@ -100,7 +100,7 @@ def place_experts(
     with agreed("place_experts", *model.parameters(), group=group) as call:
         if len(placements) != len(experts):
             raise PlanError(
-                f"{len(placements)} placements for {len(experts)} layers of experts. Pass one a "
+                f"{len(placements)} placements for {len(experts)} layers of experts. Pass one per "
                 "layer, None for a layer without copies."
             )
         for layer, (plan, module) in enumerate(zip(placements, experts, strict=True)):
@@ -126,8 +126,8 @@ class _Copies:
     def __init__(self, module: Any, placement: Placement, group: dist.ProcessGroup) -> None:
         if module.grouped_mm is not None:
             raise UnsupportedError(
-                "copies of experts are multiplied by torch's product alone. Leave out the "
-                "placement, or the other product (of fp8, say)."
+                "copies of experts are multiplied only by torch's product. Leave out the "
+                "placement, or the other product, such as one of fp8."
             )
         self._module, self._placement, self._group = module, placement, group
         self.num_experts = placement.num_physical

@@ -60,7 +60,7 @@ def tokens_and_entries(sequence: SequencePlan, entries: SequencePlan) -> Sequenc
     if sequence.ranks != entries.ranks:
         raise PlanError(
             f"tokens are planned for {sequence.ranks} ranks, entries for {entries.ranks}. Make "
-            "the latter by plan_entries of the former."
+            "the entries with plan_entries(sequence, ratio)."
         )
     return _both(sequence, entries)
 

@@ -119,7 +119,7 @@ def check_operands(
             f"this rank's {tokens} tokens and the {candidates} {what} of all ranks need q "
             f"[{tokens}, heads, dim], weights [{tokens}, heads] and keys [{candidates}, dim]; got "
             f"{tuple(q.shape)}, {tuple(weights.shape)} and {tuple(keys.shape)}. Gather keys by the "
-            "plan of what they are keys of."
+            "plan of their rows."
         )
 
 

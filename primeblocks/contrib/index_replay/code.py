@@ -159,13 +159,13 @@ def _read_rows(reader: _Reader, rows: _Rows) -> np.ndarray:
     lengths = np.zeros(len(rows.known), dtype=np.int64)
     lengths[rows.known] = rows.most[rows.known] - reader.numbers(int(rows.known.sum()))
     if (lengths < 0).any():
-        raise CorruptionError("a row has fewer members than none.")
+        raise CorruptionError("a row has a negative number of members.")
     chosen = rows.choosing(lengths)
     distance = reader.numbers(len(chosen))
     told = distance > 0
     relatives = chosen - distance
     if (distance > rows.history[chosen]).any() or not rows.known[relatives[told]].all():
-        raise CorruptionError("a row is told from one that is not there.")
+        raise CorruptionError("a row is coded from a row that does not exist.")
     sizes = np.where(told, lengths[relatives], 0)
     removed = np.zeros(len(chosen), dtype=np.int64)
     removed[told] = reader.numbers(int(told.sum()))
@@ -224,7 +224,7 @@ class _Reader:
     def sets(self, counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         members, self._rest = decode_sets(self._rest, counts, sizes)
         if len(self._rest):
-            raise CorruptionError(f"{len(self._rest)} bytes are left behind the last set.")
+            raise CorruptionError(f"{len(self._rest)} bytes are left after the last set.")
         return members
 
     def positions(self, documents: int, tokens: int) -> np.ndarray:

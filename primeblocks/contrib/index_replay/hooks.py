@@ -64,7 +64,7 @@ class _Where:
         if not self.positions.shape == self.starts.shape == (batch * tokens,):
             raise ShapeError(
                 f"an indexer ran on {batch} x {tokens} tokens; positions "
-                f"{tuple(self.positions.shape)}, starts {tuple(self.starts.shape)} are of others."
+                f"{tuple(self.positions.shape)} and starts {tuple(self.starts.shape)} do not fit."
             )
         return self.positions, self.starts
 
@@ -280,7 +280,7 @@ class _Closed:
         if torch._C._current_graph_task_id() != -1:
             raise UsageError(
                 f"layer {self._layer_id} is recomputed after its impose was closed, and would "
-                "select otherwise than its forward. Call backward inside the context."
+                "select differently from its forward. Call backward inside the context."
             )
         self._handle.remove()
 
@@ -289,7 +289,7 @@ def _ordered(indexers: Sequence[Indexer]) -> list[Indexer]:
     if isinstance(indexers, nn.Module):
         raise UsageError(
             f"pass the indexers of the model, not the {type(indexers).__name__} itself: "
-            "replay.adapters.transformers.indexers(model)"
+            "contrib.adapters.transformers.indexers(model)."
         )
     ordered = sorted(indexers, key=lambda indexer: indexer.layer_id)
     if not ordered:

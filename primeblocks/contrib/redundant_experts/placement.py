@@ -272,12 +272,12 @@ def _checked(
     loads: Sequence[float] | Tensor, ranks: int, redundant: int, slack: float
 ) -> tuple[float, ...]:
     if isinstance(loads, Tensor) and loads.ndim != 1:
-        raise PlanError(f"loads must be one number an expert; got shape {tuple(loads.shape)}.")
+        raise PlanError(f"loads must be one number per expert; got shape {tuple(loads.shape)}.")
     if not isinstance(loads, Iterable) or not all(
         isinstance(n, Integral) for n in (ranks, redundant)
     ):
         raise PlanError(
-            "needs loads, one number an expert, and whole ranks and redundant; got a "
+            "needs loads, one number per expert, and whole ranks and redundant; got a "
             f"{type(loads).__name__}, ranks={ranks!r}, redundant={redundant!r}."
         )
     tokens = tuple(map(float, loads.tolist() if isinstance(loads, Tensor) else loads))

@@ -180,7 +180,7 @@ class FromTorchtitan:
             raise PlanError(
                 f"{num_experts} experts, {expert_ids.shape[1]} a token, over {ranks} ranks;"
                 f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
-                " and ranks take equal shares."
+                " and ranks take equal shares. Configure it for this layer."
             )
 
     @property

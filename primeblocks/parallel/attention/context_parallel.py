@@ -122,11 +122,13 @@ class ContextParallel(TorchFunctionMode):
         if q.shape[1] != k.shape[1] and not gqa:
             raise ShapeError(f"fewer key heads than heads need enable_gqa=True; got {shapes}.")
         if mask is not None:
-            raise PlanError("the plan says who sees whom, beside an attn_mask. Pass None.")
+            raise PlanError("the plan says who sees whom; got an attn_mask too. Pass None.")
         if dropout:
             raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
         if bool(causal) != self._causal:
-            raise PlanError(f"got is_causal={causal}, ContextParallel causal={self._causal}.")
+            raise PlanError(
+                f"got is_causal={causal}, ContextParallel causal={self._causal}. Pass equal values."
+            )
         if not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
             raise UnsupportedError(
                 "a checkpoint with use_reentrant=True would recompute this without its plan. Use "

@@ -136,7 +136,7 @@ def seen_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     if plan.parents is not None:
         raise UnsupportedError(
-            "this kernel reads one range of keys a query, and the plan has documents that fork. "
+            "this kernel reads one range of keys per query, and the plan has documents that fork. "
             "Use kernel=FlexKernel() or kernel=RectangleKernel(), or pack whole rollouts."
         )
     queries = plan.indices(query_rank).numpy()

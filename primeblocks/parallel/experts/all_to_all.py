@@ -46,8 +46,8 @@ class AllToAllDispatcher:
     Args:
         group: the ranks that share the experts. Rank r owns the r-th share.
         alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
-            kernels need 128. The last expert also gets the padding that no expert needed, so that
-            the host can know the number of rows without reading counts.
+            kernels need 128. There are as many rows as any counts could need, so that the host need
+            not read counts. The last expert gets the surplus rows of zeros.
         capacity_rows: the most rows that a rank sends to one rank, equal on all ranks. Always this
             many rows travel, so the host reads no counts. If more rows are needed, the call raises
             PlanError on all ranks with `check`, and otherwise an assertion of the device fails.
@@ -141,7 +141,7 @@ class AllToAllDispatcher:
             return None
         return PlanError(
             f"{most} rows go to one rank; capacity_rows is {self.capacity_rows}. Raise it, or "
-            "leave it out: the host then reads the counts."
+            "leave it out, and the host reads the counts."
         )
 
 
@@ -149,8 +149,8 @@ class OncePerRankDispatcher:
     """A dispatcher that sends a token once to each rank that owns experts it chose.
 
     The owner copies the token for its experts, and sums their weighted outputs before they return.
-    With top-8 over two ranks, a quarter of the rows travel. An id and a score, of 4 and 4 or 8
-    bytes, travel for each choice in addition.
+    With top-8 over two ranks, a quarter of the bytes of rows travel. Each choice adds an id of 4
+    bytes and a score of 4 or 8 bytes.
 
     Otherwise works like `AllToAllDispatcher`, without a capacity, and with one more collective in
     `dispatch` for the scores. Outputs are rounded to their dtype once more.

@@ -197,12 +197,13 @@ def check_slots(
         )
     if scores.shape != expert_ids.shape:
         raise ShapeError(
-            f"scores {tuple(scores.shape)} and expert_ids {tuple(expert_ids.shape)} differ."
+            f"scores {tuple(scores.shape)} and expert_ids {tuple(expert_ids.shape)} differ. Pass "
+            "one score per id."
         )
     if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
         raise ShapeError(f"expert_ids must be integers; got {expert_ids.dtype}.")
     if not x.is_floating_point() or not scores.is_floating_point():
-        raise ShapeError(f"x and scores must be floating; got {x.dtype} and {scores.dtype}.")
+        raise ShapeError(f"x and scores must be floating point; got {x.dtype}, {scores.dtype}.")
     if values:
         told = measure_slots(scores, expert_ids).tolist()
         problem = judge_slots(told, num_experts, scores.numel())
@@ -258,7 +259,7 @@ def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
             f"combine takes what dispatch returned; got a {type(dispatched).__name__}."
         )
     if not y.is_floating_point():
-        raise ShapeError(f"y must be floating; got {y.dtype}.")
+        raise ShapeError(f"y must be floating point; got {y.dtype}.")
     if y.ndim != 2 or y.shape[0] != dispatched.tokens.shape[0]:
         raise ShapeError(
             f"combine needs one row for each of {dispatched.tokens.shape[0]} slots; "

@@ -66,7 +66,10 @@ def grouped_linear(
     kernel = _fits_kernel(tokens, weight)
     rows = [] if kernel and counts.device.type != "cpu" else counts.tolist()
     if sum(rows) > len(tokens):
-        raise ShapeError(f"counts add up to {sum(rows)}; tokens has {len(tokens)} rows.")
+        raise ShapeError(
+            f"counts add up to {sum(rows)}; tokens has {len(tokens)} rows. Pass the counts of "
+            "these tokens."
+        )
     if kernel:
         ends = counts.cumsum(0, dtype=torch.int32).to(tokens.device)
         out = F.grouped_mm(tokens.contiguous(), weight.transpose(1, 2), offs=ends)

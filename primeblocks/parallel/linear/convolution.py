@@ -62,7 +62,7 @@ def causal_conv1d(
                 f"{shapes(x, weight)}. Of an nn.Conv1d, pass weight.squeeze(1)."
             )
         if bias is not None and bias.shape != x.shape[1:]:
-            raise ShapeError(f"needs one bias a channel, [{x.shape[1]}]; got {shapes(bias)}.")
+            raise ShapeError(f"needs one bias per channel, [{x.shape[1]}]; got {shapes(bias)}.")
         sequence.check_tokens(group, x=x)
     rank = group.rank()
     table = _table(sequence, rank, weight.shape[1] - 1, x.device)

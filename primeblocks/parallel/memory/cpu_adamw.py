@@ -158,7 +158,7 @@ class CpuAdamW(AdamW):
         if group["amsgrad"]:
             raise UnsupportedError("amsgrad=True is not kept on the host. Use amsgrad=False.")
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise UnsupportedError(f"{name}: sparse gradients have no fused AdamW.")
+            raise UnsupportedError(f"{name}: sparse gradients have no fused AdamW. Use dense ones.")
         host = self._hosts.get(parameter)
         if host is not None and host.tensor_version != parameter._version:
             raise UsageError(

@@ -280,7 +280,7 @@ class HostMemory:
             if written := [storage.nbytes() for storage, _, _ in places if storage.nbytes()]:
                 raise ShapeError(
                     f"{len(written)} released {kind} were allocated again ({sum(written)} bytes). "
-                    "Free them: what was released returns by restore() alone."
+                    "Free them, because restore() brings the released ones back."
                 )
 
     def _wait(self) -> None:

@@ -202,7 +202,7 @@ class DeepEpDispatcher:
 
     def _open(self) -> DeepEpBuffer:
         if self._buffer is None:
-            raise ClosedError("this DeepEpDispatcher was closed.")
+            raise ClosedError("this DeepEpDispatcher was closed. Build a new one.")
         return self._buffer
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
@@ -230,7 +230,7 @@ class DeepEpDispatcher:
 
     def _check_room(self, tokens: int, top_k: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:
-            raise ShapeError(f"{tokens} tokens; max_tokens is {self.max_tokens}.")
+            raise ShapeError(f"{tokens} tokens; max_tokens is {self.max_tokens}. Raise it.")
         if not 1 <= top_k <= self.top_k:
             raise ShapeError(f"{top_k} choices a token; the buffer takes 1 to {self.top_k}.")
 

@@ -241,7 +241,7 @@ def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
         raise _unreadable(path, kind, error) from error
     if getattr(whole, "hf_quantizer", None) is not None:
         raise PlanError(
-            f"{path} stays quantized ({method.get('quant_method')}) where transformers reads it. "
+            f"{path} stays quantized ({method.get('quant_method')}) when transformers reads it. "
             "Save it dequantized first."
         )
     if _holds_codes(path):  # transformers ignores a method that it does not know.
@@ -327,7 +327,7 @@ def refuse_adapters(model: nn.Module) -> None:
     for name, _ in model.named_parameters():
         if "lora_" in name or ".base_layer." in name:
             raise UnsupportedError(
-                f"the model has adapters ({name}). Keep theirs by PEFT and "
-                "expert_lora_state_dict, and the weights with adapters added by "
+                f"the model has adapters ({name}). Save adapters with PEFT and "
+                "expert_lora_state_dict. For weights with adapters added use "
                 "merged_expert_weights."
             )

@@ -297,12 +297,12 @@ def _admit_sequence(
         )
     if arguments.get("position_ids") is None:
         raise PlanError(
-            "a plan came without position_ids, and the model would count from the first token at "
-            "hand. Call model(**local_inputs(tokens, sequence=plan, group=...))."
+            "a plan came without position_ids, and the model would count from this rank's first "
+            "token. Call model(**local_inputs(tokens, sequence=plan, group=...))."
         )
     if arguments.get("attention_mask") is not None:
         raise PlanError(
-            "attention over split sequences knows documents and no masks. Leave padding out of "
+            "attention over split sequences takes documents and no masks. Leave padding out of "
             "the plan, and do not pass attention_mask."
         )
     if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
@@ -319,9 +319,9 @@ def _admit_loss(module: PreTrainedModel, args: Any, arguments: dict[str, Any]) -
     config = module.config.get_text_config()
     if getattr(config, "output_router_logits", False) if asked is None else asked:
         raise UnsupportedError(
-            "output_router_logits makes an auxiliary loss of this rank's tokens alone; no sum over "
-            "ranks turns these into that of all. Switch it off, also in the configuration; read "
-            "the routers by forward hooks."
+            "output_router_logits makes an auxiliary loss of this rank's tokens only, and the sum "
+            "over ranks is not the loss of all tokens. Switch it off, also in the configuration. "
+            "Read the routers with forward hooks."
         )
     if arguments.get("labels") is not None and arguments.get("num_items_in_batch") is None:
         raise PlanError(
