@@ -104,7 +104,7 @@ class _Operations(TorchDispatchMode):
             found = func(*args, **kwargs)
             if any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(found)):
                 raise UnsupportedError(
-                    f"{func} has no batch-invariant form; compute it outside, or with others."
+                    f"{func} has no batch-invariant form; compute it outside, or use another one."
                 )
         return found
 

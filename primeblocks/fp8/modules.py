@@ -158,8 +158,8 @@ class WeightCache:
     counter: a write to `weight.data`, as PEFT does to merge adapters, and `torch._foreach_*` on a
     DTensor. After such a write, call `advance()`.
 
-    The cache holds whole weights, also under FSDP2, at one byte per value. It takes two bytes if
-    the engine copies transposed codes.
+    The cache keeps codes of whole weights, also under FSDP2. They take one byte per value, or two
+    if the engine copies transposed codes.
 
     Args:
         model: a converted model. If you shard it, shard it first.

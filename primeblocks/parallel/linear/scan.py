@@ -40,8 +40,8 @@ def scan_states(
 
     Collective, and so is its backward: two exchanges each, or none if no document is cut. Let a
     head have `s` elements of state and `t` elements of transition. The exchanges then move at most
-    `heads x (2 s + t)` elements per cut run. Only used elements travel: no transition of a
-    document's first run, nothing of its last run, and no state to its first run.
+    `heads x (2 s + t)` elements per cut run. Unused elements do not travel: the transition of
+    a document's first run, the summary of its last run, and the state of its first run.
 
     Args:
         updates: `[runs, heads, ...]`, one row for each of `cut_runs(sequence, rank)`: the state

@@ -1,4 +1,13 @@
-"""AdamW whose state and arithmetic are on the host."""
+"""AdamW whose state and arithmetic are on the host.
+
+The host holds three tensors per parameter: a float32 master, a page-locked copy of the gradient,
+and a page-locked copy of the weight. A step starts to copy all gradients. Then, parameter by
+parameter, it waits for the gradient, updates the master, and starts to copy the weight back.
+
+The master would undo writes from outside. So each step compares the parameter's version counter
+with its value after the last step, and refuses a parameter that was written. `refresh` copies all
+parameters to the masters.
+"""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def install_attention(model: nn.Module, context: Context) -> None:
     AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
     for module in use_attention(_IMPLEMENTATION, model.modules(), context.group):
         module.context_parallel = context
-        # A rank alone expands its latents as before, because nothing travels.
+        # A rank alone keeps the model's own expansion of latents, because nothing travels.
         if hasattr(module, "expand_kv") and context.group.size() > 1:
             module.expand_kv = partial(_keep_latents, module, module.expand_kv)
 
