@@ -105,7 +105,7 @@ class FusedQuantizer(Protocol):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How float8 products round. Equal recipes round alike. Hashable.
+    """The rules by which float8 products round. Equal recipes round alike. Hashable.
 
     Compare `fingerprint` to check equality across processes.
 
