@@ -1,7 +1,7 @@
 """Documents that continue other documents: depths, subtrees, and the tokens that a token sees.
 
-Documents are in preorder: all documents that continue a document, directly or not, follow it.
-The token at place i sees the token at place j exactly if `j <= i < ends[j]`.
+Documents are in preorder: all that continue a document, directly or not, come right after it. The
+token at place i sees the token at place j exactly if `j <= i < ends[j]`.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class AllToAllDispatcher:
 
     Works on gloo and NCCL. Ranks may have different numbers of tokens, also zero.
 
-    Collective. `dispatch` exchanges the counts and then the rows. `combine` exchanges the rows.
-    Each backward exchanges the rows once. The host reads the counts once per dispatch, or never if
+    Collective. `dispatch` makes three exchanges: the check, the counts of each expert, and the
+    rows. `combine` exchanges the rows, after a check. Each backward exchanges the rows once. The host reads the counts once per dispatch, or never if
     you pass `capacity_rows` and `check=False`.
 
     `dispatch` and `combine` take `meanwhile=`, a function such as a layer's shared experts. It is
@@ -46,8 +46,8 @@ class AllToAllDispatcher:
     Args:
         group: the ranks that share the experts. Rank r owns the r-th share.
         alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
-            kernels need 128. There are as many rows as any counts could need, so that the host need
-            not read counts. The last expert gets the surplus rows of zeros.
+            kernels need 128. Then there are as many rows as any counts could need, so that the host
+            need not read counts. The last expert gets the surplus rows of zeros.
         capacity_rows: the most rows that a rank sends to one rank, equal on all ranks. Always this
             many rows travel, so the host reads no counts. If more rows are needed, the call raises
             PlanError on all ranks with `check`, and otherwise an assertion of the device fails.

@@ -109,8 +109,8 @@ def parallelize(
         model: a whole model on every rank, or a model on the meta device. In the second case each
             rank allocates memory for its parts only, and parameters are NaN until they are loaded.
         attention: `ring_attention`, `ulysses_attention`, or a function with their signature, for
-            calls with `local_inputs`. Default: `ulysses_attention`. Split sequences need such a
-            call. With context=1, a call without a plan keeps the model's own attention and masks.
+            calls with `local_inputs`. Default: `ulysses_attention`. Split sequences need a plan.
+            With context=1, a call without a plan keeps the model's own attention and masks.
             Families with an indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4) take no such function.
             For them pass `IndexedAttention(kernel=..., scores=...)` or nothing.
         precision: see `fully_shard_moe`. Routers and the weights of indexers stay in float32.

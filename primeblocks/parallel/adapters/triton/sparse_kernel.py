@@ -143,7 +143,7 @@ class _Backward:
 
     @property
     def _programs(self) -> int:
-        """The programs of `find_slopes`. No more of their contributions meet in one row."""
+        """The number of programs of `find_slopes`, which bounds the contributions to one row."""
         queries, groups, _ = self.indices.shape
         heads = self.q.shape[1] // groups
         return queries * groups * triton.cdiv(heads, self._launch("queries")["HEADS"])
