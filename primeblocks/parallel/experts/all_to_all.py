@@ -37,8 +37,8 @@ class AllToAllDispatcher:
     Works on gloo and NCCL. Ranks may have different numbers of tokens, also zero.
 
     Collective. `dispatch` makes three exchanges: the check, the counts of each expert, and the
-    rows. `combine` exchanges the rows, after a check. Each backward exchanges the rows once. The host reads the counts once per dispatch, or never if
-    you pass `capacity_rows` and `check=False`.
+    rows. `combine` exchanges the rows, after a check. Each backward exchanges the rows once. The
+    host reads the counts once per dispatch, or never if you pass `capacity_rows` and `check=False`.
 
     `dispatch` and `combine` take `meanwhile=`, a function such as a layer's shared experts. It is
     called once, while the rows travel. Its backward runs while the gradients of the rows travel.
