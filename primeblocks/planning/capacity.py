@@ -308,8 +308,7 @@ class _Load:
         return [(cut, after - cut) for cut, after in pairwise(cuts)]
 
     def fewest(self) -> int:
-        """Find the fewest replicas by bisection, because no replica holds more if there are
-        more."""
+        """Find the fewest replicas by bisection. With more replicas, each never holds more."""
         most = max(sum(kind.prompts for kind, _ in self.kinds), self.weights.experts, 1)
         most = min(most, sys.maxsize)  # What bisection can count.
 
