@@ -56,6 +56,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+nb_output_stderr = "remove"  # Warnings name folders of the machine that built the pages.
 # This one needs vLLM: tests/weightsync/test_vllm_verify.py runs its cells.
 nb_execution_excludepatterns = ["notebooks/does_my_engine_run_my_weights.ipynb"]
 

@@ -124,6 +124,7 @@ class Shipment:
 
     Args:
         pool: threads that take buckets; None takes them one after another, in this one.
+        progress: called with bytes taken and bytes to take, after each bucket, in this thread.
 
     Attributes:
         digests: of each bucket that was asked for.
@@ -141,11 +142,13 @@ class Shipment:
         history: SentBytes | None,
         pool: Executor | None,
         deadline: float,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         self.plan, self.rank, self.version, self.base = plan, rank, version, base
         self.digests: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
         self._parts, self._pool, self._deadline = parts, pool, deadline
+        self._progress = progress
         self._history, self._payloads = history, dict[int, memoryview]()
         if base is not None and (history is None or history.version != base):
             raise TransferError(f"rank {rank} has not what it sent as version {base} any more")
@@ -155,14 +158,14 @@ class Shipment:
     def fill_all(self, buckets: Iterable[tuple[int, Sequence[Tensor] | None]]) -> None:
         """Copy buckets in full, several at a time: each of their copies, shaped as its box."""
         for index, digest in self._each(self._fill, buckets):
-            self.digests[index], self.sizes[index] = digest, self.plan.buckets[index].bytes
+            self._note(index, digest, self.plan.buckets[index].bytes)
 
     def payload(self, index: int) -> memoryview:
         """Return a bucket as it travels: a delta if `base` is given and smaller, else packed."""
         if not self._payloads:
             mine = [(each, None) for each in self.plan.of_rank(self.rank)]
             for each, (digest, payload) in self._each(self._encode, mine):
-                self.digests[each], self.sizes[each] = digest, len(payload)
+                self._note(each, digest, len(payload))
                 self._payloads[each] = payload
         return self._payloads[index]
 
@@ -189,6 +192,12 @@ class Shipment:
         start = time.monotonic()
         apply_payloads(self.plan, index, [piece.clone() for piece in pieces], [payload])
         return (time.monotonic() - start) / len(payload)
+
+    def _note(self, index: int, digest: str, size_bytes: int) -> None:
+        self.digests[index], self.sizes[index] = digest, size_bytes
+        if self._progress is not None:
+            done = sum(self.plan.buckets[each].bytes for each in self.digests)
+            self._progress(done, self.plan.written_bytes(self.rank))
 
     def _fill(self, index: int, views: Views, into: Sequence[Tensor] | None) -> str:
         if self._history is None:

@@ -87,7 +87,13 @@ class Publisher:
         self._publishing = threading.Lock()
         self._closed = False
 
-    def publish(self, version: int, *, timeout_s: float) -> Receipt:
+    def publish(
+        self,
+        version: int,
+        *,
+        timeout_s: float,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Receipt:
         """Send and commit one version. Collective.
 
         Readers see either all of it or nothing. Call it again with the same version after a
@@ -97,6 +103,10 @@ class Publisher:
 
         Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; eight small
         all-gathers. A delta costs one more pass, over what was sent before.
+
+        Args:
+            progress: called with the bytes that this rank has taken and will take, after each
+                bucket.
 
         Raises:
             TransferError: some rank failed, died or was late; the committed version did not
@@ -110,12 +120,14 @@ class Publisher:
             raise ClosedError("this Publisher was closed")
         try:
             with alone(self._publishing, f"publish({shown(version)})"):
-                return self._publish(version, timeout_s)
+                return self._publish(version, timeout_s, progress)
         finally:
             if self._closed:  # Meanwhile.
                 self.close()
 
-    def _publish(self, version: int, timeout_s: float) -> Receipt:
+    def _publish(
+        self, version: int, timeout_s: float, progress: Callable[[int, int], object] | None
+    ) -> Receipt:
         start = time.monotonic()
         deadline = start + timeout_s
         checked: int | None = None
@@ -125,7 +137,7 @@ class Publisher:
             version = checked = told[self._rank]["version"]
             opened = self._step(self._open, version, deadline)[0]
             begun = time.monotonic()
-            sent = self._step(self._send, version, opened, deadline)
+            sent = self._step(self._send, version, opened, progress, deadline)
             sent_s = time.monotonic() - begun
             done = self._step(self._commit, version, opened, sent, deadline)[0]
         except BaseException:
@@ -197,7 +209,13 @@ class Publisher:
         begun = self._transport.begin(version, plan=self._plan, base=base, deadline=deadline)
         return {"sends": True, "run": begun.run, "base": begun.base}
 
-    def _send(self, version: int, opened: dict[str, Any], deadline: float) -> dict[str, Any]:
+    def _send(
+        self,
+        version: int,
+        opened: dict[str, Any],
+        progress: Callable[[int, int], object] | None,
+        deadline: float,
+    ) -> dict[str, Any]:
         with _pool(self._plan.written_bytes(self._rank)) as pool:
             self._shipment = shipment = Shipment(
                 self._parts,
@@ -208,6 +226,7 @@ class Publisher:
                 history=self._history if opened["sends"] else None,
                 pool=pool,
                 deadline=deadline,
+                progress=progress,
             )
             if opened["sends"]:
                 self._transport.send(shipment, deadline=deadline)
