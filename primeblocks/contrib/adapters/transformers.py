@@ -9,14 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.integrations.moe import ExpertsInterface
 
-from ...errors import PlanError, UnsupportedError
+from ...errors import MissingPackageError, PlanError, UnsupportedError
 from ...groups import agreed
 from ...layout import local_part
 from ...parallel import Meshes
 from ...parallel.adapters.transformers.experts import experts_of, run_experts
 from ..redundant_experts import Placement
+
+try:
+    from transformers.integrations.moe import ExpertsInterface
+except ImportError as error:
+    raise MissingPackageError("transformers", "transformers") from error
 
 __all__ = ["TransformersIndexer", "indexers", "place_experts"]
 

@@ -13,6 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+
+from ...errors import MissingPackageError, PlanError, UnsupportedError
+from ..attention import attend
+from ..invariant import batch_invariant
+
+try:
+    import vllm  # noqa: F401
+except ImportError as error:
+    raise MissingPackageError("vllm", "vllm") from error
+
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.model_executor.models.transformers.base import Base
@@ -20,10 +30,6 @@ from vllm.model_executor.models.transformers.fusers import AttentionFuser
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.sample.sampler import Sampler
-
-from ...errors import PlanError, UnsupportedError
-from ..attention import attend
-from ..invariant import batch_invariant
 
 __all__ = [
     "ARCHITECTURE",

@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ExpertsInterface
 
-from ...errors import UnsupportedError
+from ...errors import MissingPackageError, UnsupportedError
 from ..modules import Fp8GroupedMm, plain_name
 from ..modules import convert as convert_modules
 from ..recipe import Recipe
 from ..rules import Expression, Rule
+
+try:
+    from transformers.integrations.moe import ExpertsInterface
+except ImportError as error:
+    raise MissingPackageError("transformers", "transformers") from error
 
 __all__ = ["convert"]
 
