@@ -2,7 +2,7 @@
 VENV ?= .venv
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-examples test-peers test-all docs
+.PHONY: setup demo test test-examples test-peers test-packages test-all docs
 setup: $(READY)
 
 $(READY): pyproject.toml scripts/setup requirements/cpu-overrides.txt requirements/cpu-constraints.txt
@@ -22,10 +22,15 @@ test-examples: setup
 test-peers: setup
 	scripts/peers $(VENV)/bin/uv
 
+# The wheel and the source distribution, in bare environments.
+test-packages: setup
+	scripts/packages $(VENV)/bin/uv
+
 # All of these, with random tests at their stated size: hours.
 test-all: setup
 	scripts/check --full $(VENV)
 	scripts/peers $(VENV)/bin/uv
+	scripts/packages $(VENV)/bin/uv
 	PYTHON=.venv-peers/bin/python benchmarks/gpu/run.sh --dry-run $$(mktemp -d)
 
 # Without the execution of notebooks, which scripts/docs adds.

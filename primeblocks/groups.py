@@ -260,11 +260,14 @@ def _agree(
     group: dist.ProcessGroup,
     device: torch.device | str,
 ) -> list[list[int]]:
-    if problem is None:
-        told = {"the call": name} | {fact: str(value) for fact, value in call.facts.items()}
-        mine, text = call.numbers, json.dumps(told)
-        assert len(text.encode()) <= _TEXT_BYTES, text
-    else:
+    told = {"the call": name} | {fact: str(value) for fact, value in call.facts.items()}
+    mine, text = call.numbers, json.dumps(told)
+    if problem is None and len(text.encode()) > _TEXT_BYTES:
+        problem = CapacityError(
+            f"{name} compares arguments of at most {_TEXT_BYTES} bytes between ranks; these have "
+            f"{len(text.encode())}. Shorten names."
+        )
+    if problem is not None:
         mine, text = None, f"{type(problem).__name__}: {problem}"
     if group.size() == 1:
         rows = [] if mine is None else [mine.tolist()]

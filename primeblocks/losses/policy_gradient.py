@@ -220,11 +220,10 @@ def dppo_loss(
 ) -> TokenLoss:
     """Policy gradient in a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure. Local.
 
-    q is the engine's probability of a token, and p is the trainer's. The token counts 0 if both
-    hold: p has moved in the direction of the advantage, and the divergence of `(p, 1 - p)` from
-    `(q, 1 - q)` is beyond the bound.
-    "tv" is |p - q|, "kl" is KL(q || p). Rare tokens, whose ratios are large after small moves, are
-    not cut off. Frequent tokens are cut off earlier.
+    q is the engine's probability of a token, and p is the trainer's. The token counts 0 if p has
+    moved too far in the direction of its advantage. Too far means that (p, 1 - p) diverges from
+    (q, 1 - q) beyond the bound. "tv" is |p - q|, "kl" is KL(q || p). Rare tokens, whose ratios are
+    large after small moves, are not cut off. Frequent tokens are cut off earlier.
 
     Args:
         max_low: the bound if the advantage is not above 0.

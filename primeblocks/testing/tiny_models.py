@@ -78,7 +78,7 @@ def build(
     dtype: str | torch.dtype = "bfloat16",
     router_std: float | None = None,
     **sizes: Any,
-) -> torch.nn.Module:
+) -> Any:  # A PreTrainedModel.
     """Build a random model in memory, in eval mode. Torch's random state is unchanged. Local.
 
     Args:

@@ -26,6 +26,7 @@ __all__ = [
     "GroupState",
     "ServedSocket",
     "check_ordinal",
+    "zmq",
 ]
 
 Configure = Callable[["zmq.Socket[Any]"], None]
