@@ -3,7 +3,8 @@
 `follow` adds hooks to a model until `close`. A call of the model passes the rows on to its layers.
 The call of a layer binds its rows, and the router inside the layer uses them and forgets them. So
 rows are bound only from a layer's call to its router's call. A recomputation starts with the
-layer's call, which brings the same rows again. A leftover or a missing row is an error.
+layer's call, which brings the same rows again. If rows did not reach a router, the model's call
+raises an error.
 """
 
 from __future__ import annotations

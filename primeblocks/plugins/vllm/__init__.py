@@ -56,7 +56,7 @@ def _is(version: str, release: str) -> bool:
 
 
 def refusals(*, release: str, is_cpu: bool, off: str) -> dict[str, str]:
-    """Return, for each patch that cannot be applied, the reason and the remedy. Local. Pure."""
+    """Return, for each patch that is not to be applied, the reason and the remedy. Local. Pure."""
     switched_off = {name.strip() for name in off.split(",")}
     refused = {}
     for patch in PATCHES:
