@@ -1,4 +1,4 @@
-"""The place of each page and the next moves: the store without threads, memory or I/O."""
+"""`Catalogue`: the place of each page and the next moves, without threads, memory or I/O."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _RESERVE = 16  # one page in so many is chosen, and written down, before its fra
 
 
 class Catalogue:
-    """A catalogue of pages that decides on moves and is told their results.
+    """A catalogue of pages. It decides on moves, and gets their results.
 
-    `take` returns what is to be done. Within a lower tier `Write`, `Drop` and `Clear` keep their
-    order, and a `PageRead` or `Ask` may overtake them. Results are reported by `copied_in`,
+    `take` returns the moves to make. Within a lower tier `Write`, `Drop` and `Clear` keep their
+    order, and a `PageRead` or `Ask` may overtake them. Report results with `copied_in`,
     `copied_out`, `written`, `read` and `asked`. Not thread-safe.
 
     Args:
-        frames: pages that fit in host memory.
-        levels: lower tiers, fastest first.
+        frames: how many pages fit in host memory.
+        levels: the lower tiers, fastest first.
         evict: chooses the page that leaves host memory once it is full.
-        max_pending: pages that may wait for a frame; further saves are declined.
+        max_pending: how many pages may wait for a frame. Further saves are declined.
         through: write a page to the lower tiers when it arrives, not when it leaves.
-        answer: called with a save and its result, or with a load that is a miss and None.
+        answer: called with a save and its result, or with a load that missed and None.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Catalogue:
     # Requests of callers.
 
     def save(self, requests: Iterable[SaveRequest]) -> None:
-        """Save pages: from now on each key names its last page; earlier loads are still served."""
+        """Save pages. Later loads get the new pages, and earlier loads are still served."""
         for request in requests:
             if (page := self._pages.get(request.key)) is not None:
                 self._detach(page)
@@ -128,7 +128,7 @@ class Catalogue:
             page.ended += (rollout,)
 
     def write_down(self) -> CapacityError | None:
-        """Start writing every page that no lower tier has; return an error if some find no room."""
+        """Start to write every page that lower tiers lack. Return an error if room is missing."""
         here = {key: page for key, page in self._pages.items() if page not in self._coming}
         waiting = deque(here.values())
         while waiting:  # a page that had to leave for another is written again
@@ -137,7 +137,7 @@ class Catalogue:
         return no_room(list(here.values()), self.levels)
 
     def settle(self) -> None:
-        """Give frames to waiting pages and make room ahead of need, after a look at the clock."""
+        """Give frames to waiting pages, and make room ahead of need. Reads the clock."""
         if not self._waiting and len(self._free) >= self._reserve:
             return
         while True:
@@ -155,7 +155,7 @@ class Catalogue:
                 self._moves.append(Recall(depth))
 
     def take(self) -> list[Move]:
-        """Return the moves not returned before; frames are given once for all results."""
+        """Return the new moves. Frames are assigned once for all results before."""
         if self._unsettled:
             self.settle()
             self._unsettled = False
@@ -163,11 +163,11 @@ class Catalogue:
         return moves
 
     def knows(self, key: PageKey) -> bool:
-        """Whether a load may hit, shared tiers aside. From any thread."""
+        """Whether a load may hit, without shared tiers. Call it from any thread."""
         return key in self._pages or any(level.found(key) for level in self.levels)
 
     def idle(self) -> bool:
-        """Whether nothing is under way but `Drop` and `Clear`."""
+        """Whether all running moves are a `Drop` or a `Clear`."""
         return self._underway == 0 and not self._waiting
 
     def statistics(self) -> dict[str, TierStatistics]:
@@ -179,7 +179,7 @@ class Catalogue:
     # Results of moves.
 
     def copied_in(self, move: CopyIn, *, copied: bool) -> None:
-        """Take note that the frame holds the page, or that its caller gave up."""
+        """Note that the frame has the page, or that its caller gave up."""
         self._underway -= 1
         page = move.page
         if not copied:
@@ -215,7 +215,7 @@ class Catalogue:
         self._release(page)
 
     def read(self, move: PageRead, *, length: int, error: Exception | None = None) -> None:
-        """Take note that the frame holds a page of `length` bytes; 0 is a miss, or an error."""
+        """Note that the frame has a page of `length` bytes. 0 is a miss, or an error."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
         level.breaker.heard(error, write=False)
@@ -299,7 +299,7 @@ class Catalogue:
             self._do(PageRead(depth, page, copy))
 
     def _arrive(self, page: HostPage, users: Users, *, by: Users) -> tuple[LoadRequest, ...]:
-        """Enter a page; return those who waited. What its callers gave with it is let go of."""
+        """Enter a page, and return the loads that waited. Releases what its callers gave."""
         waiters, page.waiters, page.request = page.waiters, (), None
         del self._coming[page]
         page.state = HostState.HERE
@@ -330,7 +330,7 @@ class Catalogue:
         self._release(page)
 
     def _lose(self, page: HostPage, depth: int) -> None:
-        """Give up a page that does not come; loads waiting for it look elsewhere."""
+        """Give up a page that does not come. Loads that waited for it look elsewhere."""
         if not page.gone:
             del self._pages[page.key]
             page.gone = True
@@ -344,7 +344,7 @@ class Catalogue:
                 self._look_below(waiter, depth)
 
     def _release(self, page: HostPage) -> None:
-        """Take back the frame of a page that is gone or leaves, once nothing needs it."""
+        """Take back the frame of a page that was dropped or leaves, once it is unused."""
         self._unsettled = True
         if page.busy or page.frame < 0:
             return
@@ -382,7 +382,7 @@ class Catalogue:
         self._ready.pop(page, None)
 
     def _write(self, page: HostPage, *, feed: int | None) -> list[PageKey]:
-        """Write a page to each tier, unless one has it or will; return those that leave for it."""
+        """Write a page to each tier unless one has it. Return the pages that leave for it."""
         left: list[PageKey] = []
         for depth, level in enumerate(() if is_below(page, self.levels) else self.levels):
             copy, victim = level.admit(page.key, version=self.version, feed=feed)

@@ -1,4 +1,4 @@
-"""Threads that copy between the callers' buffers and host memory."""
+"""Threads that copy pages between the callers' buffers and host memory."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _WIDE_BYTES = 64 << 10  # larger ones are faster one by one
 
 
 class Copiers:
-    """A few threads that make copies in order of arrival.
+    """A few threads that make copies, in order of arrival.
 
     Args:
-        report: called with copies that are over, and whether they were made. A thread without
-            copies calls it with an empty list ten times a second.
+        report: called with finished copies, and whether each was made. A thread without copies
+            calls it with an empty list ten times per second.
         broke: called with an error that ended a thread.
     """
 
@@ -62,7 +62,7 @@ class Copiers:
             thread.start()
 
     def give(self, copies: Copies) -> None:
-        """Give copies; those of one batch and in one direction are made together."""
+        """Queue copies. The copies of one batch in one direction are made together."""
         for _, each in groupby(copies, lambda copy: (type(copy), copy.request.batch)):
             alike = list(each)
             share = -(-len(alike) // len(self._threads))
@@ -71,7 +71,7 @@ class Copiers:
                 self._queue.put(alike[start : start + pages])
 
     def stop(self) -> list[Thread]:
-        """End after the copies given so far; return the threads to be joined."""
+        """End after the copies queued so far. Return the threads to join."""
         for _ in self._threads:
             self._queue.put(None)
         return self._threads
@@ -101,7 +101,7 @@ class Copiers:
                 return
 
     def _copy(self, copies: Copies) -> bool:
-        """Make the copies; return false if the caller gave them up or they failed."""
+        """Make the copies. Return False if the caller gave them up or they failed."""
         copies = sorted(copies, key=lambda copy: copy.page.frame)
         batch, size = copies[0].request.batch, self._host.page_bytes
         try:
@@ -136,10 +136,10 @@ def copy_pages(
     out: bool,
     fences: Mapping[torch.device, torch.cuda.Event],
 ) -> None:
-    """Copy pages into rooms of host memory, or `out` of them: small ones together.
+    """Copy pages into rooms of host memory, or `out` of them. Small pages are copied in one call.
 
-    A copy that is one call lets go of the interpreter once. With a call for each page, the thread
-    would wait for it after each.
+    A call releases the interpreter's lock once. With one call per page, the thread would wait for
+    the lock after each page.
     """
     parts: list[Tensor] = []
     spaces: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Pages in host memory: one slab, cut into equal frames."""
+"""`HostTier`: pages in host memory, as equal frames of one slab."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["HostTier"]
 
 
 class HostTier:
-    """A pool of equal frames in one allocation, reserved once.
+    """A pool of equal frames in one allocation.
 
-    Saving and dropping pages never allocate, so the pool cannot fragment. The operating system
-    hands out its memory when a frame is first written, unless it is pinned.
+    Saves and drops do not allocate, so the pool cannot fragment. The operating system provides
+    memory when a frame is first written, unless the pool is pinned.
 
     Args:
-        capacity_bytes: size of the slab; rounded down to whole frames. A frame takes the page and
-            its attachments, rounded up to 4096 bytes.
-        page_bytes: bytes of a page.
-        attachment_bytes: room beside each page for its packed attachments.
-        pinned: lock the slab in memory for direct copies from and to a CUDA device.
+        capacity_bytes: the size of the slab, rounded down to whole frames. A frame has room for a
+            page and its attachments, rounded up to 4096 bytes.
+        page_bytes: the bytes of a page.
+        attachment_bytes: the room next to each page for its packed attachments.
+        pinned: lock the slab in memory, for direct copies from and to a CUDA device.
 
     Raises:
         PlanError: not even one page fits.
@@ -55,7 +55,7 @@ class HostTier:
         self.attachment_bytes = attachment_bytes
         self.pinned = pinned
         if pinned and not torch.cuda.is_available():
-            raise UnsupportedError("pinned=True needs a CUDA device; leave it out on the CPU")
+            raise UnsupportedError("pinned=True needs a CUDA device; leave pinned out on the CPU")
         self._slab = _reserve(self.capacity_pages * self.frame_bytes)
         self._pages = torch.from_numpy(self._slab).view(-1, self.frame_bytes)[:, :page_bytes]
         self._claimed = Lock()
@@ -63,20 +63,20 @@ class HostTier:
             _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
 
     def claim(self) -> None:
-        """Take the pool for one store: two would overwrite each other's frames.
+        """Claim the pool for one store, because two stores would overwrite each other's frames.
 
         Raises:
-            UsageError: a store has it, or had it.
+            UsageError: a store has claimed the pool before.
         """
         if not self._claimed.acquire(blocking=False):
-            raise UsageError("this HostTier belongs to another store. Give each store its own.")
+            raise UsageError("this HostTier belongs to another store. Make one for each store.")
 
     def frame(self, number: int) -> np.ndarray:
-        """Return the bytes of a frame: a view, aligned to 4096 bytes."""
+        """Return the bytes of a frame, as a view aligned to 4096 bytes."""
         return self._slab[number * self.frame_bytes : (number + 1) * self.frame_bytes]
 
     def pages(self, frames: Sequence[int]) -> list[torch.Tensor]:
-        """Return the bytes of the pages in these frames; frames in a row cost one call."""
+        """Return the bytes of the pages in these frames. Adjacent frames cost only one call."""
         pages: list[torch.Tensor] = []
         start = 0
         while start < len(frames):
@@ -88,7 +88,7 @@ class HostTier:
         return pages
 
     def close(self) -> None:
-        """Release the slab once the last view of it is gone. A second call does nothing."""
+        """Release the slab. Its memory is freed with the last view. A second call does nothing."""
         if self.pinned and self._slab.nbytes:
             _cuda("cudaHostUnregister", self._slab.ctypes.data)
         self._slab = np.empty(0, dtype=np.uint8)
@@ -99,7 +99,9 @@ def _reserve(size: int) -> np.ndarray:
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise CapacityError(f"cannot reserve {size} bytes of host memory: {error}") from error
+        raise CapacityError(
+            f"cannot reserve {size} bytes of host memory: {error}. Lower capacity_bytes."
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint8)
@@ -108,4 +110,7 @@ def _reserve(size: int) -> np.ndarray:
 def _cuda(call: str, *arguments: Any) -> None:
     code = getattr(torch.cuda.cudart(), call)(*arguments)
     if int(code) != 0:
-        raise CapacityError(f"{call} refused to pin the host tier: error {int(code)}")
+        raise CapacityError(
+            f"{call} refused to pin the host tier: error {int(code)}. Lower capacity_bytes, or use "
+            "pinned=False."
+        )

@@ -1,4 +1,4 @@
-"""Batches of pages moved for a caller that must not wait."""
+"""Batches of pages, moved for a scheduler that must not wait."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Job:
     """A batch that is over.
 
     Args:
-        id: the caller's number.
-        of: whatever else the caller gave with it.
+        id: the caller's number of the batch.
+        of: the value that the caller passed as `of`.
         succeeded: for each page, in order, whether it was saved or loaded.
-        attachments: for each page, those loaded with it; empty mappings for a save.
-        seconds: time from the start of the batch to its end.
+        attachments: for each page, the attachments loaded with it. Empty for a save.
+        seconds: the time from the start of the batch to its end.
     """
 
     id: int
@@ -38,15 +38,15 @@ class Job:
 
 
 class PageJobs:
-    """Batches of pages in flight, for the scheduler of an engine. Not thread-safe.
+    """The batches in flight of an engine's scheduler. Not thread-safe.
 
-    No call but `rest` and `drain` waits for memory or disks. The pages of a batch belong to it
-    until it is over, or until its deadline, when all of them count as failed.
+    Only `rest` and `drain` wait for memory or disks. Do not use the buffers of a batch until the
+    batch is over or its deadline has passed. At the deadline, all its pages count as failed.
 
     Args:
-        store: where the pages go.
-        timeout_s: the deadline of a batch.
-        clock: seconds.
+        store: the store to save to and load from.
+        timeout_s: how long a batch may take.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PageJobs:
         rollout: Hashable = None,
         of: Any = None,
     ) -> None:
-        """Start saving a batch; pages that the store already has count as saved."""
+        """Start to save a batch. Pages that the store already has count as saved."""
         new = [index for index, key in enumerate(keys) if key not in self._store]
         pending = self._store.save_batch(
             [keys[index] for index in new],
@@ -90,13 +90,13 @@ class PageJobs:
         rollout: Hashable = None,
         of: Any = None,
     ) -> None:
-        """Start loading a batch; a miss leaves its page as it was."""
+        """Start to load a batch. A miss leaves its buffer unchanged."""
         pending = self._store.load_batch(keys, into=into, rollout=rollout)
         pages = range(len(keys))
         self._running[job_id] = _Running(of, len(keys), pages, pending, self._clock())
 
     def finished(self) -> list[Job]:
-        """Return the batches that ended since the last call; never waits."""
+        """Return the batches that ended since the last call. Never waits."""
         now = self._clock()
         over = [
             job_id
@@ -106,16 +106,16 @@ class PageJobs:
         return [self._finish(job_id) for job_id in over]
 
     def running(self) -> Iterator[tuple[int, Any]]:
-        """Tell the batches in flight: the caller's number, and what it gave with it."""
+        """Return the number and the `of` of each batch in flight."""
         return ((job_id, each.of) for job_id, each in self._running.items())
 
     def rest(self, job_id: int, *, at_most_s: float) -> None:
-        """Sleep until a batch is over, or so long; it stays in flight."""
+        """Wait until a batch is over, for at most `at_most_s`. It stays in flight."""
         if (job := self._running.get(job_id)) is not None:
             job.pending.done(within_s=at_most_s)
 
     def drain(self, *, timeout_s: float) -> None:
-        """Wait until every batch is over, and give up those that take longer."""
+        """Wait until every batch is over, and give up the batches that take longer."""
         end = self._clock() + timeout_s
         for job in self._running.values():
             if not job.pending.done(within_s=max(0.0, end - self._clock())):

@@ -1,22 +1,24 @@
 """Lower tiers as the store knows them: their pages, their counts, their circuit breakers.
 
-A circuit breaker decides how much a tier is given, from what it did with what it was given.
+A circuit breaker decides how many pages a tier gets, from how it handled the pages before.
 
-    CLOSED     Every page is written. Saves wait for the tier, `patience_s` at most.
-    OPEN       The tier takes `room` pages, and each further page takes the place of another. If
-               `room` is 0, no page is written. A silent tier is neither written to nor read.
-    HALF_OPEN  One write at a time after a rest, a few to a slow tier. Saves do not wait for them.
+- CLOSED: every page is written. Saves wait for the tier, at most `patience_s`.
+- OPEN: the tier takes `room` pages, and each further page takes the place of another. If `room` is
+  0, pages are not written. A silent tier is neither written to nor read.
+- HALF_OPEN: after a rest, one write at a time, or a few to a slow tier. Saves do not wait for them.
 
-    CLOSED -> HALF_OPEN      A page waited for the tier's writes longer than `patience_s`.
-    any -> OPEN              The tier was full: its `room` is what it has. Or it refused a page for
-                             which another had left: its `room` is 0. Or it was silent for
-                             `patience_s`.
-    OPEN -> HALF_OPEN        The rest is over, or a silent tier answered.
-    HALF_OPEN -> CLOSED      A page was written. If the tier was slow or silent: nothing is under
-                             way, and no page was skipped for `patience_s`.
+The breaker changes its state when:
 
-A rest takes 1 s, and twice as long each time, up to 8 s: each trial may cost the tier a page, and a
-disk that has room again should not wait long. After CLOSED the next rest takes 1 s again.
+- CLOSED -> HALF_OPEN: a page waited for the tier's writes longer than `patience_s`.
+- any -> OPEN: the tier was full, and `room` becomes the number of its pages.
+- any -> OPEN: the tier refused a page for which another had left, and `room` becomes 0.
+- any -> OPEN: the tier was silent for `patience_s`.
+- OPEN -> HALF_OPEN: the rest is over, or a silent tier answered.
+- HALF_OPEN -> CLOSED: a page was written. If the tier was slow or silent, its moves must also be
+  over, and it must not have skipped a page for `patience_s`.
+
+A rest takes 1 s, then 2, 4 and 8 s, because each trial may cost the tier a page. It is not longer,
+so that a disk with new room does not wait long. After CLOSED the next rest takes 1 s again.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _UNBOUNDED = 1 << 62
 
 
 class Circuit(Enum):
-    """State of a breaker."""
+    """The state of a breaker. The head of this file explains the states."""
 
     CLOSED = auto()
     OPEN = auto()
@@ -55,12 +57,12 @@ class Breaker:
     """The circuit breaker of one tier.
 
     Args:
-        patience_s: seconds that pages wait for the tier.
-        clock: seconds.
+        patience_s: how many seconds pages wait for the tier.
+        clock: returns seconds.
 
     Attributes:
-        writing: writes under way.
-        room: pages that the tier takes, as of the last look at the circuit.
+        writing: the number of running writes.
+        room: how many pages the tier takes, at the last look at the circuit.
     """
 
     def __init__(self, *, patience_s: float, clock: Callable[[], float]) -> None:
@@ -95,7 +97,7 @@ class Breaker:
         return self._circuit
 
     def silent(self) -> bool:
-        """Whether the tier answers nothing, and is left alone."""
+        """Whether the tier does not answer, and is left alone."""
         return self.circuit() is Circuit.OPEN and self._silent
 
     def skips(self, *, feed: int | None) -> bool:
@@ -133,7 +135,7 @@ class Breaker:
                 return self._proven or self.writing == 0
 
     def given(self, *, write: bool) -> None:
-        """Take note that the tier has a move to answer."""
+        """Note that the tier has a move to answer."""
         if not self._moving:
             self._heard_s = self._clock()
         self._moving += 1
@@ -141,7 +143,7 @@ class Breaker:
         self._recalled = False
 
     def heard(self, error: Exception | None, *, write: bool) -> None:
-        """Take note that the tier answered a move, or did not begin it."""
+        """Note that the tier answered a move, or did not begin it."""
         now_s = self._clock()
         self._moving -= 1
         self.writing -= write
@@ -160,12 +162,12 @@ class Breaker:
                 self._circuit, self._rest_s = Circuit.CLOSED, _REST_S
 
     def refused(self, *, room: int) -> None:
-        """Take note that the tier refused a page; until the next trial it takes `room` pages."""
+        """Note that the tier refused a page. Until the next trial it takes `room` pages."""
         self.room = min(self.room, room)
         self._open(self._clock())
 
     def page_waits(self) -> bool:
-        """Take note that a page waits for room; return whether to recall moves not begun."""
+        """Note that a page waits for room. Return whether to recall the moves not begun."""
         if self.writing and self._waits_s is None:
             self._waits_s = self._clock()
         recall = self._moving > 0 and self.silent() and not self._recalled
@@ -194,12 +196,12 @@ class Breaker:
 
 
 class Level:
-    """A lower tier: its copies, its ledger, its counts. A shared tier has counts alone.
+    """A lower tier: its copies, its ledger, its counts. A shared tier has only counts.
 
     Args:
         evict: chooses the page that leaves the tier once it is full.
-        patience_s: seconds that pages wait for this tier; `Breaker` says for what.
-        clock: seconds.
+        patience_s: how many seconds pages wait for this tier, as the head of this file says.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -220,20 +222,20 @@ class Level:
         self.breaker = Breaker(patience_s=patience_s, clock=clock)
 
     def found(self, key: PageKey) -> LowerCopy | None:
-        """Return the copy that a read would find. A shared tier has to be asked instead."""
+        """Return the copy that a read would find. For a shared tier, use `Ask` instead."""
         copy = self.copies.get(key)
         return copy if copy is not None and copy.here else None
 
     def admit(
         self, key: PageKey, *, version: int, feed: int | None
     ) -> tuple[LowerCopy | None, PageKey | None]:
-        """Make room for a page; return its copy, and the key of the page that leaves for it.
+        """Make room for a page. Return its copy, and the key of the page that leaves for it.
 
         Without a copy the page is not written.
 
         Args:
-            feed: writes at once to a tier that does not keep up. None is a flush: it skips no page
-                but those for which others would leave a tier that has to prove itself.
+            feed: the most writes at a time to a tier that does not keep up. None is for a flush,
+                which only skips pages for which others would leave a tier on trial.
         """
         if self.breaker.skips(feed=feed):
             self.counts["skipped"] += 1
@@ -259,7 +261,7 @@ class Level:
     def written(
         self, key: PageKey, copy: LowerCopy, *, length: int, users: Iterable[Hashable]
     ) -> None:
-        """Take note that a page was written; it may have been dropped since."""
+        """Note that a page was written. It may have been dropped since."""
         self.counts["stores"] += 1
         self.counts["bytes_written"] += length
         if self.copies.get(key) is copy:
@@ -268,7 +270,7 @@ class Level:
             self.ledger.touch(key, rollouts=users, front=True)
 
     def refused(self, key: PageKey, copy: LowerCopy, error: Exception) -> bool:
-        """Take note that a page was not written; return whether to drop what may be there."""
+        """Note that a page was not written. Return whether to drop a page that may be there."""
         self.refusal = error
         self.refusals += 1
         dropped = self.failed(key, copy, error)
@@ -277,7 +279,7 @@ class Level:
         return dropped
 
     def failed(self, key: PageKey, copy: LowerCopy, error: Exception | None) -> bool:
-        """Take note that a page is gone or was changed; return whether to drop what is there."""
+        """Note that a page was lost or changed. Return whether to drop a page that is there."""
         damaged = isinstance(error, CorruptionError)
         if damaged:
             self.counts["checksum_failures"] += 1
@@ -290,14 +292,14 @@ class Level:
         return self.copies.get(key) is copy and self.forget(key)
 
     def forget(self, key: PageKey) -> bool:
-        """Forget a page that is to be dropped; return whether there is one."""
+        """Forget a page before it is dropped. Return whether the tier had the page."""
         if self.copies.pop(key, None) is None:
             return False
         self.ledger.remove(key)
         return True
 
     def lose(self, copies: Mapping[PageKey, LowerCopy]) -> None:
-        """Forget these, which the tier lost, if no newer ones took their place."""
+        """Forget pages that the tier lost, unless newer pages took their place."""
         for key, copy in copies.items():
             if self.copies.get(key) is copy:
                 self.forget(key)
@@ -312,7 +314,7 @@ class Level:
         self.counts["bytes_read"] += length
 
     def users(self, key: PageKey) -> tuple[Hashable, ...]:
-        """Return the rollouts that use the page here."""
+        """Return the rollouts that use the page in this tier."""
         return self.ledger.rollouts(key) if self.found(key) else ()
 
     def statistics(self) -> TierStatistics:
@@ -324,7 +326,7 @@ def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
     """Split tiers into host memory and those below it.
 
     Raises:
-        UnsupportedError: no host tier in front, or a tier below one that others write to.
+        UnsupportedError: the first tier is not a `HostTier`, or a shared tier is not the last.
         PlanError: the tiers differ in their page or attachment size.
     """
     names = [tier.name for tier in tiers]
@@ -350,7 +352,7 @@ def is_below(page: HostPage, levels: Iterable[Level]) -> bool:
 
 
 def no_room(pages: Sequence[HostPage], levels: Sequence[Level]) -> CapacityError | None:
-    """Return an error that counts the pages that no tier has or will have."""
+    """Return an error with the number of pages that all tiers lack."""
     missing = sum(not is_below(page, levels) for page in pages)
     if not missing or not levels:
         return None

@@ -49,7 +49,7 @@ Users = tuple[Hashable, ...]  # names of rollouts
 
 @dataclass(slots=True, eq=False)
 class LowerCopy:
-    """A page in a lower tier; `here` once it was written; `replaces` where others left for it."""
+    """A page in a lower tier. It is `here` once written. `replaces`: another page left for it."""
 
     here: bool
     replaces: bool = False
@@ -57,7 +57,7 @@ class LowerCopy:
 
 @dataclass(slots=True, eq=False)
 class SaveRequest:
-    """A page that a caller saves: page `index` of whatever batch the copier understands."""
+    """A page that a caller saves: page `index` of a batch, which only the copier reads."""
 
     key: PageKey
     length: int
@@ -68,7 +68,7 @@ class SaveRequest:
 
 @dataclass(slots=True, eq=False)
 class LoadRequest:
-    """A page that a caller asks for: page `index` of whatever batch the copier understands."""
+    """A page that a caller loads: page `index` of a batch, which only the copier reads."""
 
     key: PageKey
     users: Users = ()
@@ -78,7 +78,7 @@ class LoadRequest:
 
 
 class HostState(Enum):
-    """State of a page in host memory."""
+    """The state of a page in host memory. The head of this file explains the states."""
 
     COMING = auto()
     HERE = auto()
@@ -90,17 +90,17 @@ class HostPage:
     """A page in host memory, or on its way into it.
 
     Args:
-        frame: number of its frame; -1 while it waits for one and after it gave it back.
-        length: bytes of the page and its attachments.
-        pins: copies out of the frame that are under way.
-        writes: writes to lower tiers that are under way.
-        shared: a shared tier has it.
-        gone: its key no longer names it; the frame is free once nothing is under way.
-        users: rollouts that used it when it was chosen to leave.
-        ended: rollouts that ended while no ledger had the page.
-        request: the save that it comes from, until it is here; otherwise
-        origin: the depth of the tier that it is read from, and its copy there.
-        waiters: loads that asked before it was here.
+        frame: the number of its frame, or -1 without a frame.
+        length: the bytes of the page and its attachments.
+        pins: the number of running copies out of the frame.
+        writes: the number of running writes to lower tiers.
+        shared: whether a shared tier has the page.
+        gone: whether its key names another page or none. The frame is free once it is unused.
+        users: the rollouts that used the page when it was chosen to leave.
+        ended: the rollouts that ended while no ledger had the page.
+        request: the save that the page comes from, until it is here.
+        origin: for a page read from a lower tier, the depth of that tier and the copy there.
+        waiters: the loads that asked before the page was here.
     """
 
     key: PageKey
@@ -119,7 +119,7 @@ class HostPage:
 
     @property
     def busy(self) -> bool:
-        """Whether something still reads or fills its frame."""
+        """Whether a running move still reads or fills its frame."""
         return self.pins > 0 or self.writes > 0 or self.state is HostState.COMING
 
 
@@ -159,7 +159,7 @@ class PageRead:
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """A question to a shared tier about one page; `clears` clears came before."""
+    """A question to a shared tier about one page. `clears` counts the clears before it."""
 
     depth: int
     request: LoadRequest
@@ -182,12 +182,12 @@ class Clear:
 
 
 class Recalled(DeadlineError):
-    """The error of a move taken back from a lower tier that hangs and had not begun it."""
+    """The error of a move that a hanging tier had not begun, and that was taken back."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """An order to a tier that hangs: return each `Write` and `PageRead` not begun, refused."""
+    """An order to a hanging tier: return each `Write` and `PageRead` not begun, as refused."""
 
     depth: int
 

@@ -33,21 +33,21 @@ _COUNT = struct.Struct("<I")
 
 
 class PageKey(bytes):
-    """The name of one page, as bytes that hold all its fields.
+    """The name of one page, as bytes that encode all its fields.
 
-    Two keys are equal where all fields are equal, so a page saved under one salt, one version or
-    one recipe is never found under another.
+    Two keys are equal only if all their fields are equal. So a page saved under one salt, version
+    or recipe is never found under another.
 
     Args:
-        salt: namespace of one policy; `b""` where `hash` already contains it.
-        hash: hash of every token up to the end of the page.
-        group: group of layers that the page belongs to.
-        version: policy version that wrote the page; None never goes stale.
-        recipe: fingerprint of how the bytes are made: dtype, scales, layout, model.
+        salt: the namespace of one policy. `b""` if `hash` already includes it.
+        hash: a hash of all tokens up to the end of the page.
+        group: the group of layers that the page belongs to.
+        version: the policy version that wrote the page. With None, the page never becomes stale.
+        recipe: a fingerprint of how the bytes are made: dtype, scales, layout and model.
 
     Raises:
-        PlanError: a field has another type, a group does not fit in 32 bits or a version in 64, or
-            text is not Unicode.
+        PlanError: a field has another type, a text is not Unicode, the group does not fit in 32
+            bits, or the version in 64.
     """
 
     # On the way of a page to a disk its key is looked up some 30 times and written 5 times. A hash
@@ -78,7 +78,10 @@ class PageKey(bytes):
             return super().__new__(cls, head + salt_bytes + hash + recipe_bytes + tail)
         except (UnicodeEncodeError, struct.error) as error:
             names = salt, hash, group, version, recipe
-            raise PlanError(f"{names} cannot be written as bytes: {error}") from error
+            raise PlanError(
+                f"PageKey{names} cannot be written as bytes: {error}. Pass Unicode text, and at "
+                "most 4 GiB a field."
+            ) from error
 
     @property
     def salt(self) -> str | bytes:
@@ -102,22 +105,28 @@ class PageKey(bytes):
         return self._fields()[4]
 
     def encode(self) -> bytes:
-        """Encode the key as bytes; different keys give different bytes. Local."""
+        """Return the key as plain bytes. Different keys give different bytes. Local."""
         return bytes(self)
 
     @classmethod
     def decode(cls, data: bytes) -> PageKey:  # type: ignore[override]
-        """Invert `encode`.
+        """Return the key that `encode` turned into `data`. Local.
 
         Raises:
-            CorruptionError: these bytes are not an encoded key.
+            CorruptionError: `data` is not an encoded key.
         """
         try:
             key = cls(*cls._fields(data))
         except (struct.error, UnicodeDecodeError) as error:
-            raise CorruptionError(f"{len(data)} bytes are no page key: {error}") from error
+            raise CorruptionError(
+                f"PageKey.decode() got {len(data)} bytes that are no page key: {error}. Pass what "
+                "encode() returned."
+            ) from error
         if key != data:
-            raise CorruptionError(f"{len(data)} bytes are no page key: they do not round-trip")
+            raise CorruptionError(
+                f"PageKey.decode() got {len(data)} bytes that are no page key: they do not "
+                "round-trip. Pass what encode() returned."
+            )
         return key
 
     def _fields(self: bytes) -> tuple[Any, ...]:
@@ -154,10 +163,10 @@ def _misfit(name: str, value: Any, wanted: str) -> PlanError:
 
 
 def checksum(key: PageKey, content: np.ndarray) -> bytes:
-    """Return a digest of a key and its content: XXH3, 128 bits; local, above 10 GB/s a core.
+    """Return a digest of a key and its content (XXH3, 128 bits). Local, above 10 GB/s per core.
 
-    The key is part of the digest, so intact bytes under another page's key do not pass. A digest
-    detects accidents. It does not defend against forgery.
+    The digest covers the key, so intact bytes under the key of another page fail the check. A
+    digest detects accidents. It does not defend against forgery.
     """
     digest = xxhash.xxh3_128(key)
     digest.update(content.data)
@@ -167,14 +176,16 @@ def checksum(key: PageKey, content: np.ndarray) -> bytes:
 def frames_of(
     tier: str, *, capacity_bytes: int, page_bytes: int, attachment_bytes: int
 ) -> tuple[int, int]:
-    """Return the bytes that a page and its attachments take in a tier, and how many fit.
+    """Return the bytes of a frame of a tier, and how many frames fit.
+
+    A frame has room for a page and its attachments, rounded up to 4096 bytes.
 
     Raises:
-        PlanError: sizes that are not positive, or not even one page fits.
+        PlanError: a size is not positive, or not even one page fits.
     """
     if page_bytes <= 0 or attachment_bytes < 0:
         raise PlanError(
-            f"a page has {page_bytes} bytes, its attachments {attachment_bytes}; "
+            f"got page_bytes={page_bytes} and attachment_bytes={attachment_bytes}; "
             "the first must be positive, the second not negative"
         )
     frame_bytes = -(-(page_bytes + attachment_bytes) // ALIGNMENT) * ALIGNMENT
@@ -182,16 +193,16 @@ def frames_of(
         raise PlanError(
             f"a {tier} tier of {capacity_bytes} bytes does not hold one frame of {frame_bytes}: "
             f"a page of {page_bytes} bytes and {attachment_bytes} bytes of attachments, rounded "
-            f"up to {ALIGNMENT}"
+            f"up to {ALIGNMENT}. Raise capacity_bytes."
         )
     return frame_bytes, capacity_bytes // frame_bytes
 
 
 def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
-    """Pack named bytes into one string of bytes; empty for no attachments.
+    """Pack named bytes into one bytes object, which is empty without attachments.
 
     Raises:
-        ShapeError: a name of more than 65535 bytes.
+        ShapeError: a name has more than 65535 bytes.
         UsageError: a name is not text, or its data are not bytes.
     """
     if not attachments:
@@ -203,16 +214,20 @@ def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
             label, content = name.encode(), memoryview(data).tobytes()
         except (AttributeError, TypeError, UnicodeEncodeError) as error:
             raise UsageError(
-                f"attachments are bytes by name; got {shown(data)} as {shown(name)}. Encode them."
+                f"attachments are bytes by name; got {shown(data)} as {shown(name)}. Encode them "
+                "as bytes."
             ) from error
         if len(label) >= 1 << 16:
-            raise ShapeError(f"the name of an attachment has {len(label)} bytes; at most 65535 fit")
+            raise ShapeError(
+                f"the name of an attachment has {len(label)} bytes; at most 65535 fit. Use a "
+                "shorter name."
+            )
         parts += [_ITEM.pack(len(label), len(content)), label, content]
     return b"".join(parts)
 
 
 def unpack_attachments(data: bytes) -> dict[str, bytes]:
-    """Invert `pack_attachments`; `data` has passed its checksum."""
+    """Return the attachments that `pack_attachments` packed. `data` must have been checked."""
     if not data:
         return {}
     (count,) = _COUNT.unpack_from(data)

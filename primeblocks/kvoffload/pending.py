@@ -1,15 +1,14 @@
-"""Pages that a caller handed over, as requests, and their result, which is on its way.
+"""The requests of a batch of pages, and its `Pending` result.
 
 A `Pending` is in one of three states:
 
-    RUNNING   Copies from and into the caller's buffers may begin.
-    GIVEN_UP  No further copy begins. A copy under way is waited for: it lasts as long as copying
-              16 MiB in memory.
-    OVER      The result is there, or the error. The buffers are the caller's.
+- RUNNING: copies from and to the caller's buffers may begin.
+- GIVEN_UP: further copies do not begin. A running copy ends within the time of copying 16 MiB.
+- OVER: the result or the error is ready. The store does not use the caller's buffers any more.
 
-    RUNNING -> OVER          Every page of the batch has its result.
-    RUNNING -> GIVEN_UP      A deadline, `cancel`, or an error of one page.
-    GIVEN_UP -> OVER         No copy is under way, or every page has its result all the same.
+RUNNING becomes OVER when every page of the batch has its result. RUNNING becomes GIVEN_UP at a
+deadline, by `cancel`, or after an error of one page. GIVEN_UP becomes OVER when all running copies
+have ended, or when every page has its result after all.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Parts = Part | list[Part]
 
 
 class PendingState(Enum):
-    """State of an operation."""
+    """The state of a `Pending`. The head of this file explains the states."""
 
     RUNNING = auto()
     GIVEN_UP = auto()
@@ -58,10 +57,10 @@ class PendingState(Enum):
 
 
 class Pending(Generic[T]):
-    """The result of a `save` or `load` in progress: ask `done()`, `wait`, `await`, or `cancel`.
+    """The result of a `save` or `load` in progress. Use `done()`, `wait`, `await` or `cancel`.
 
-    A wait that ends at its deadline gives the operation up, as `cancel` does and as cancelling a
-    task that awaits it does: afterwards the caller's buffers are neither read nor written any more.
+    The operation is given up if a wait reaches its deadline, if `cancel` is called, or if a task
+    that awaits the result is cancelled. Afterwards the store does not use the caller's buffers.
     """
 
     def __init__(self) -> None:
@@ -73,7 +72,7 @@ class Pending(Generic[T]):
         self._then: list[Callable[[], object]] = []
 
     def done(self, *, within_s: float = 0.0) -> bool:
-        """Whether `wait` would return, or raise, at once; sleeps until then, at most so long."""
+        """Whether `wait` would return or raise at once. Waits for that at most `within_s`."""
         if within_s and not self._is_over():
             with self._changed:
                 self._changed.wait_for(self._is_over, within_s)
@@ -83,18 +82,22 @@ class Pending(Generic[T]):
         """Wait for the result and return it.
 
         Raises:
-            DeadlineError: not ready within `timeout_s`; the operation is given up.
+            DeadlineError: the result was not ready within `timeout_s`. The operation is given up.
             CancelledError: the operation was cancelled.
         """
         with self._changed:
             if not self._changed.wait_for(self._is_over, timeout_s):
-                self._give_up(DeadlineError(f"the page store took longer than {timeout_s} s"))
+                self._give_up(
+                    DeadlineError(
+                        f"the page store took longer than {timeout_s} s. Pass a longer timeout_s."
+                    )
+                )
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait in an asyncio task, without a thread; `asyncio.timeout` sets a deadline."""
+        """Wait in an asyncio task, without a thread. `asyncio.timeout` sets a deadline."""
         loop = asyncio.get_running_loop()
         over = asyncio.Event()
 
@@ -114,7 +117,7 @@ class Pending(Generic[T]):
         return self.wait(timeout_s=0)
 
     def cancel(self) -> bool:
-        """Give the operation up; return false if it was over. Pages that moved stay moved."""
+        """Give the operation up. Returns False if it was over. Pages already moved stay moved."""
         with self._changed:
             if self._is_over():
                 return False
@@ -123,7 +126,7 @@ class Pending(Generic[T]):
 
     @contextmanager
     def buffers(self) -> Iterator[bool]:
-        """Hold the caller's buffers for a copy; yield false if the operation was given up."""
+        """Use the caller's buffers for a copy. Yields False if the operation was given up."""
         with self._changed:
             held = self._state is PendingState.RUNNING
             self._busy += held
@@ -136,14 +139,14 @@ class Pending(Generic[T]):
                     self._changed.notify_all()
 
     def finish(self, result: T) -> None:
-        """Hand the result over; do nothing if the operation is over."""
+        """Set the result, unless the operation is over."""
         with self._changed:
             if not self._is_over():
                 self._result = result
                 self._end()
 
     def fail(self, error: BaseException) -> None:
-        """Make `wait` raise `error`, once no other page of the batch is being copied."""
+        """Make `wait` raise `error`, once the running copies of the batch have ended."""
         with self._changed:
             self._give_up(error)
 
@@ -166,15 +169,16 @@ class Pending(Generic[T]):
 
 
 class Batch(Generic[T]):
-    """Pages that a caller handed over together: `pending` is over when each of them is.
+    """The pages of one call. Its `pending` is over when all pages have their results.
 
     Args:
-        result: makes the result of the batch from those of its pages.
+        pages: the number of pages.
+        result: makes the result of the batch from the results of its pages.
 
     Attributes:
-        parts: for each page, its bytes where they lie: one part, or several in a row.
-        extras: packed attachments, by page; they follow it in its frame.
-        fences: copies on a device wait for this work, which the caller gave to it before.
+        parts: for each page, the buffer with its bytes, or a list of buffers.
+        extras: packed attachments by page. They follow the page in its frame.
+        fences: device work that the caller submitted earlier. Copies on a device wait for it.
     """
 
     def __init__(self, pages: int, result: Callable[[list[T]], Any] = list) -> None:
@@ -190,7 +194,7 @@ class Batch(Generic[T]):
             self.pending.finish(result([]))
 
     def finish(self, results: Iterable[tuple[int, T]]) -> None:
-        """Set the results of pages, by their index; call once for each page."""
+        """Set the results of pages by their index. Call it once for each page."""
         over = False
         with self._lock:
             for index, result in results:
@@ -283,17 +287,18 @@ def _refer(
 
 
 def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
-    """Refer to the bytes of a page, without a copy.
+    """Return flat views of the bytes of a page, without a copy.
 
     Args:
-        page: a contiguous tensor, array or buffer, or a list or tuple of them: the pieces of a page
-            that is not contiguous, such as one for each layer.
-        writable: whether they are to be written to.
+        page: a contiguous tensor, array or buffer. Or a list or tuple of them, such as one for
+            each layer, if the page is not contiguous.
+        page_bytes: the bytes of a page of the store.
+        writable: whether the store will write to the views.
 
     Raises:
-        ShapeError: wrong number of bytes, not contiguous, or read-only where `writable`.
-        UnsupportedError: a tensor that is neither in host memory nor on a CUDA device, or an array
-            of references.
+        ShapeError: the page has another size, is not contiguous, or is read-only.
+        UnsupportedError: a tensor is neither in host memory nor on a CUDA device, or an array has
+            Python objects.
     """
     parts: Parts
     if isinstance(page, list | tuple):
@@ -303,30 +308,38 @@ def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
         parts = _bytes_of(page, writable=writable)
         size = parts.nbytes
     if size != page_bytes:
-        raise ShapeError(f"a page of this store has {page_bytes} bytes; got {size}")
+        raise ShapeError(f"a page of this store has {page_bytes} bytes; got {size} bytes.")
     return parts
 
 
 def _bytes_of(part: Any, *, writable: bool) -> Part:
     if isinstance(part, np.ndarray) and part.dtype.hasobject:
-        raise UnsupportedError(f"a page is bytes; got an array of {part.dtype}, of references")
+        raise UnsupportedError(
+            f"a page is bytes; got an array of {part.dtype}, of references. Pass a numeric dtype."
+        )
     if isinstance(part, np.ndarray) and part.flags.c_contiguous and part.flags.writeable:
         flat = part if part.dtype == np.uint8 and part.ndim == 1 else part.reshape(-1).view("u1")
         return torch.from_numpy(flat)
     if isinstance(part, Tensor):
         if not (part.is_cpu or part.is_cuda):
             raise UnsupportedError(
-                f"pages lie in host memory or on CUDA devices; got a tensor on {part.device}. "
+                f"pages are in host memory or on CUDA devices; got a tensor on {part.device}. "
                 "Copy it with .cpu(), or let the engine's own worker copy."
             )
         if not part.is_contiguous():
-            raise ShapeError(f"a page must be contiguous; got strides {part.stride()}")
+            raise ShapeError(
+                f"a page must be contiguous; got strides {part.stride()}. Pass its contiguous "
+                "pieces as a list."
+            )
         if part.dtype is torch.uint8 and part.stride() == (1,):
             return part
         return part.detach().as_strided((part.numel(),), (1,)).view(torch.uint8)
     raw = memoryview(part)
     if not raw.c_contiguous:
-        raise ShapeError(f"a page must be contiguous; got strides {raw.strides}")
+        raise ShapeError(
+            f"a page must be contiguous; got strides {raw.strides}. Pass its contiguous pieces as "
+            "a list."
+        )
     if writable and raw.readonly:
         raise ShapeError("a page is loaded into a writable buffer; got a read-only one")
     if raw.readonly or not raw.nbytes:  # torch refers to neither
@@ -335,7 +348,7 @@ def _bytes_of(part: Any, *, writable: bool) -> Part:
 
 
 def users_of(*names: Hashable) -> tuple[Hashable, ...]:
-    """Return the names that are not None; raise `UsageError` for one that is not hashable."""
+    """Return the names that are not None. Raises UsageError for a name that is not hashable."""
     for name in names:
         try:
             hash(name)
@@ -348,7 +361,7 @@ def users_of(*names: Hashable) -> tuple[Hashable, ...]:
 
 
 def same_length(**sequences: Sequence[Any]) -> None:
-    """Raise `ShapeError` unless a batch has one of each for every page."""
+    """Raise ShapeError unless all sequences of a batch have one entry per page."""
     lengths = {name: len(each) for name, each in sequences.items()}
     if len(set(lengths.values())) != 1:
-        raise ShapeError(f"a batch has one of each for every page; got {lengths}")
+        raise ShapeError(f"a batch has one of each for every page; got lengths {lengths}.")

@@ -1,4 +1,4 @@
-"""Pages of prompts that begin alike: their names, and the longest prefix that a store has."""
+"""Hashes of the pages of a prompt, and a load of the longest prefix that a store has."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ __all__ = ["load_prefix", "page_hashes"]
 
 
 def page_hashes(tokens: Any, *, page_tokens: int) -> list[bytes]:
-    """Return a hash for each whole page of a prompt, of all tokens up to the page's end. Pure.
+    """Return a hash for each whole page of a prompt, over all tokens up to the page's end. Pure.
 
-    Prompts that begin alike have equal hashes as far as whole pages are equal. Each is the SHA-256
-    of the one before and the page's tokens, as 64-bit integers with the lowest byte first.
+    Two prompts have equal hashes for the pages of their common prefix. Each hash is the SHA-256 of
+    the hash before and the page's tokens, as 64-bit integers with the lowest byte first.
 
     Args:
-        tokens: token ids: a list, an array, or a tensor in host memory.
-        page_tokens: tokens of one page; what is left behind the last whole page has no hash.
+        tokens: the token ids, as a list, an array, or a tensor in host memory.
+        page_tokens: the number of tokens per page. Tokens after the last whole page get no hash.
 
     Raises:
-        PlanError: `page_tokens` is below 1, or `tokens` are no line of 64-bit integers.
+        PlanError: `page_tokens` is below 1, or `tokens` is not one dim of 64-bit integers.
     """
     check_counts(page_tokens=page_tokens)
     try:
         ids = np.asarray(tokens)
     except (RuntimeError, TypeError, ValueError) as error:  # Of torch for one, of numpy for two.
-        raise PlanError(f"a prompt is a line of integers in host memory: {error}") from error
+        raise PlanError(
+            f"a prompt is a line of integers in host memory: {error}. Pass tokens.cpu()."
+        ) from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise PlanError(f"a prompt is a line of integers; got {ids.dtype} of shape {ids.shape}")
     if ids.size and ids.max() >= 1 << 63:  # It would be taken for a negative one.
@@ -56,19 +58,21 @@ def load_prefix(
     timeout_s: float,
     rollout: Hashable = None,
 ) -> list[Loaded]:
-    """Load the pages of a prompt up to the first that is missing, and wait for them.
+    """Load the pages of a prompt up to the first missing page, and wait for them.
 
-    The result has an entry for each of these lead pages. Pages that the store does not know are
-    not asked for. Buffers behind the lead pages may have been written, where one was damaged.
-    Each load counts as a use, first page first, so the least recently used page is the first one.
+    The result has one entry per loaded page. If a page turns out to be damaged, the result ends
+    before it, but the buffers behind it may have been written. Each load counts as a use. The first
+    page is used first, and so becomes the least recently used.
 
     Args:
-        keys: the prompt's pages, in order; `page_hashes` names them.
-        into: a buffer for each, as in `TieredStore.load`.
-        rollout: who asks, as in `TieredStore.load`.
+        store: the store to load from.
+        keys: the prompt's pages, in order. Make them from `page_hashes`.
+        into: a buffer for each page, as in `TieredStore.load`.
+        timeout_s: how long to wait for the pages.
+        rollout: the name of the rollout that loads, as in `TieredStore.load`.
 
     Raises:
-        DeadlineError: not ready within `timeout_s`; the loads are given up.
+        DeadlineError: the pages were not ready within `timeout_s`. The loads are given up.
     """
     end = monotonic() + timeout_s
     held = store.holds(keys).wait(timeout_s=timeout_s)

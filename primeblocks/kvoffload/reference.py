@@ -1,4 +1,4 @@
-"""A reference for the promises of a store: a dictionary of clones."""
+"""The reference of a store: a dictionary of copies."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["ReferenceStore"]
 class ReferenceStore:
     """An unbounded store that never forgets and never fails.
 
-    A real store may answer "miss" where this one has a page; any page it does return
-    equals this one's.
+    A real store may miss a page that this store has. Any page that a real store returns equals the
+    page of this store.
     """
 
     def __init__(self) -> None:

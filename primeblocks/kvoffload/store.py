@@ -1,4 +1,8 @@
-"""A store of pages over several tiers."""
+"""`TieredStore`: a store of pages over several tiers.
+
+A call changes the `Catalogue` under the lock. Copier threads and one worker per lower tier make the
+moves that follow, and report them. After an unexpected error every call raises ClosedError.
+"""
 
 from __future__ import annotations
 
@@ -38,26 +42,25 @@ logger = logging.getLogger(__name__)
 
 
 class TieredStore:
-    """Pages in host memory first, in slower tiers when room runs out.
+    """Keeps pages in host memory, and in slower tiers when host memory is full.
 
-    A page is saved into host memory and written to the tiers below, either when it leaves ("back")
-    or at once ("through"); a page found below is copied back to host memory. Calls return at once;
-    threads of the store copy and do I/O. A load sees every save that was called before it. The
-    store's only page memory is the host tier: pages on their way up or down lie in its frames.
+    A save copies a page into host memory. The page is written to the tiers below when it leaves
+    host memory ("back") or at once ("through"). A page found below is copied back to host memory.
+    Calls return at once, and threads of the store copy and do I/O. A load sees every save that was
+    called before it. The frames of the host tier are the store's only page memory.
 
     Args:
-        tiers: fastest first; the first must be a `HostTier`. The store closes them.
-        evict: chooses the page to leave: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
-        max_pending: pages that may wait for room in host memory; further saves are declined.
-        write: "back" saves writes below, "through" loses less in a crash and shares pages sooner.
-        copy_threads: threads that copy between the caller's buffers and host memory.
-        patience_s: seconds that saves wait for a tier below that does not keep up. Then pages leave
-            host memory without being written there, as they do where it refuses them; a tier that
-            does not answer is not read either.
-        clock: seconds.
+        tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes them.
+        evict: chooses the page that leaves: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
+        max_pending: how many pages may wait for room in host memory. Further saves are declined.
+        write: "back" writes less below. "through" loses less in a crash, and shares pages sooner.
+        copy_threads: how many threads copy between the caller's buffers and host memory.
+        patience_s: how many seconds saves wait for a slow tier below. Then pages leave host memory
+            without a write to this tier. A tier that does not answer is not read either.
+        clock: returns seconds.
 
     Raises:
-        UnsupportedError: no host tier in front, or a tier below one that others write to.
+        UnsupportedError: the first tier is not a `HostTier`, or a shared tier is not the last.
         PlanError: the tiers differ in their page or attachment size.
         UsageError: the host tier belongs to another store.
     """
@@ -77,7 +80,7 @@ class TieredStore:
         if min(max_pending, copy_threads) < 1 or patience_s <= 0:
             raise PlanError(
                 f"max_pending={max_pending} and copy_threads={copy_threads} must be at least 1, "
-                f"patience_s={patience_s} above 0"
+                f"and patience_s={patience_s} above 0."
             )
         if write not in ("back", "through"):
             raise PlanError(f'write is "back" or "through"; got {write!r}')
@@ -110,15 +113,16 @@ class TieredStore:
         attachments: Mapping[str, bytes] | None = None,
         rollout: Hashable = None,
     ) -> Pending[Saved]:
-        """Keep a page. Local.
+        """Save a page. Local.
 
-        The page is read until the result is there, and must not change before. It replaces the page
-        that `key` named, except in a tier that others write to. Without room in host memory
-        `stored` is False; what a tier below refuses later, `flush` tells.
+        The store reads `page` until the result is ready, so do not change it before. The page
+        replaces the page of the same key, except in a shared tier. If host memory has no room, the
+        result's `stored` is False. `flush` reports pages that a tier below refuses later.
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
-            rollout: any name, of what will load the page again until `end`; first page first.
+            attachments: bytes by name, which are saved and loaded with the page.
+            rollout: any name of the rollout that will load the page again. Save its pages in order.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
@@ -149,16 +153,15 @@ class TieredStore:
     def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
         """Copy a page into `into`, or report a miss. Local, unless a tier is on the network.
 
-        Never a wrong page: what comes from below host memory and does not pass its checksum is
-        dropped and is a miss. `into` is written once, after the check, and not at all on a miss or
-        after a deadline.
+        A load never returns a wrong page: one that fails its checksum is dropped, and is a miss.
+        `into` is written once, after the check. A miss or a deadline leaves `into` unchanged.
 
         Args:
-            into: writable, otherwise as the page in `save`.
-            rollout: name of the rollout that asks, as in `save`.
+            into: a writable buffer, otherwise as `page` in `save`.
+            rollout: the name of the rollout that loads, as in `save`.
 
         Raises:
-            ShapeError: `into` has the wrong size or is read-only. Or as `save`.
+            ShapeError: `into` has the wrong size or is read-only. Otherwise as `save`.
         """
         batch = Batch[Loaded](1, itemgetter(0))
         requests = load_requests(batch, [key], [into], host=self._host, rollout=rollout)
@@ -167,18 +170,18 @@ class TieredStore:
     def load_batch(
         self, keys: Sequence[PageKey], *, into: Sequence[Any], rollout: Hashable = None
     ) -> Pending[list[Loaded]]:
-        """Load several pages as `load` does, with one result for each."""
+        """Load several pages as `load` does, with one result for each page."""
         same_length(keys=keys, into=into)
         batch = Batch[Loaded](len(keys))
         requests = load_requests(batch, keys, into, host=self._host, rollout=rollout)
         return self._ask(self._catalogue.load, requests, pending=batch.pending)
 
     def __contains__(self, key: PageKey) -> bool:
-        """Whether a load may hit, shared tiers aside; answers at once, from any thread."""
+        """Whether a load may hit, without shared tiers. Returns at once, from any thread."""
         return self._catalogue.knows(key)
 
     def holds(self, keys: Sequence[PageKey]) -> Pending[list[bool]]:
-        """Tell for which pages a load may hit, shared tiers included. May ask over the network.
+        """Return for which pages a load may hit, including shared tiers. May use the network.
 
         Raises:
             ClosedError: the store is closed.
@@ -197,64 +200,63 @@ class TieredStore:
         return batch.pending
 
     def advance(self, *, version: int) -> None:
-        """Move to the policy at `version`; older pages may have become useless. Local.
+        """Tell the store the current policy version, so that it can evict old pages first. Local.
 
         Raises:
-            UsageError: the version went backwards, or is no version.
+            UsageError: the version is older than the current one, or is not a policy version.
         """
         with self._changed:
             if (version := check_version(version)) < (now := self._catalogue.version):
-                raise UsageError(f"the store is at version {now}; got {version}")
+                raise UsageError(f"the store is at version {now}; got {version}, which is older.")
             self._catalogue.version = version
 
     def pause(self, rollout: Hashable, reason: Hashable) -> None:
-        """Note that a rollout waits for `reason`, one of a few names such as "pytest". Local."""
+        """Report that a rollout waits for `reason`, one of a few names such as "pytest". Local."""
         users_of(rollout, reason)
         self._ask(self._catalogue.note, lambda ledger: ledger.pause(rollout, reason))
 
     def resume(self, rollout: Hashable) -> None:
-        """Note that a rollout writes again; a save or load that names it says so too. Local."""
+        """Report that a rollout runs again. A save or load that names it does so too. Local."""
         users_of(rollout)
         self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
-        """Note the engine's whole queue, who runs next first. Who left it runs. Local."""
+        """Report the engine's whole queue, next rollout first. Rollouts that left it run. Local."""
         names = users_of(*rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
     def end(self, rollout: Hashable) -> None:
-        """End a rollout: its own pages go next. A caller that names rollouts ends them. Local."""
+        """Report that a rollout ended: its pages leave first. Call it for each name. Local."""
         users_of(rollout)
         self._ask(self._catalogue.end, rollout)
 
     def clear(self) -> Pending[None]:
-        """Drop every page of every tier. No later load finds any. Local.
+        """Drop every page of every tier, so that later loads miss. Local.
 
-        The result is there when the tiers below have done so too; an error means that one of them
-        did not, and may have pages again when it is next opened.
+        If the result is an error, a tier below may have pages again when it is opened next.
         """
         return self._after(self._catalogue.clear)
 
     def flush(self) -> Pending[None]:
         """Write pages that only host memory has to the tiers below, and make them durable. Local.
 
-        Pages whose save is not over are not included. An error means that a page found no room
-        below or was refused there, and a later call tries it again.
+        Pages whose save is not over are not included. An error means that a tier below refused a
+        page or had no room for it. A later call tries this page again.
         """
         return self._after(self._catalogue.write_down, flush=True)
 
     def statistics(self) -> dict[str, TierStatistics]:
-        """Return counts for each tier, by its name; from any thread."""
+        """Return the counts of each tier by its name. Call it from any thread."""
         with self._changed:
             return self._catalogue.statistics()
 
     def close(self, *, timeout_s: float = 30.0) -> None:
-        """Finish what was asked for, then release the tiers. A second call does nothing.
+        """Finish the calls made so far, then release the tiers. A second call does nothing.
 
-        Pages that only host memory has are lost; `flush` first to keep them.
+        Pages that only host memory has are lost. Call `flush` first to keep them.
 
         Raises:
-            DeadlineError: the store's threads did not finish.
+            DeadlineError: the store's threads did not finish in time.
         """
         if os.getpid() != self._pid:  # a fork has none of the threads, and perhaps a lock
             return
@@ -279,7 +281,7 @@ class TieredStore:
         self.close()
 
     def _after(self, what: Callable[[], Exception | None], *, flush: bool = False) -> Pending[None]:
-        """Do `what`, and finish when every lower tier has done what it was given so far."""
+        """Do `what`, and finish when every lower tier has done all moves given to it so far."""
         batch = Batch[None](len(self._workers), lambda results: None)
         return self._ask(self._give_markers, batch, what, flush, pending=batch.pending)
 
@@ -302,11 +304,9 @@ class TieredStore:
         missing: Exception | None,
         error: BaseException | None,
     ) -> None:
-        """Take note that a tier has done all that it was given before, or of its error.
+        """Note that a tier has done all earlier moves, or its error.
 
-        Args:
-            refusals: writes that the tier had refused before a flush; None for a clear.
-            missing: why a page is written to no tier.
+        `refusals` is None for a clear. `missing` is why a page could not be written to any tier.
         """
         level = self._catalogue.levels[depth]
         if refusals is not None and level.refusals > refusals:
@@ -329,7 +329,7 @@ class TieredStore:
             raise ClosedError("the page store is its parent's in a forked process; make a new one")
         with self._changed:
             if self._closed:
-                raise ClosedError("the page store is closed")
+                raise ClosedError("the page store is closed. Make a new one.")
             if pending is not None:
                 self._pending.add(pending)
             self._change(what, *of)
@@ -356,7 +356,7 @@ class TieredStore:
         self._answers.append((request.batch, request.index, outcome or Loaded(None)))
 
     def _break(self, error: BaseException) -> None:
-        """Stop using the catalogue, which may be half changed, and tell waiting callers."""
+        """Stop using the catalogue, which may be half changed, and fail all waiting calls."""
         logger.critical("the page store broke", exc_info=error)
         with self._changed:
             self._error = ClosedError(f"the page store broke: {error!r}. Close it, make a new one.")

@@ -1,4 +1,4 @@
-"""A tier below host memory, and what a store reports about every tier."""
+"""The protocol of a tier below host memory, and the values that a store returns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ class Record:
     """A page on its way into a tier.
 
     Args:
-        content: bytes of the page, then its packed attachments; starts at a multiple of 4096.
-        digest: `checksum` of both; the tier keeps it and does not compare it.
-        frame: the whole frame that `content` begins, for I/O in units of 4096 bytes.
+        key: the name of the page.
+        content: the bytes of the page, then its packed attachments, aligned to 4096 bytes.
+        digest: the `checksum` of key and content. The tier stores it and does not compare it.
+        frame: the whole frame that begins with `content`, for I/O in units of 4096 bytes.
     """
 
     key: PageKey
@@ -31,17 +32,17 @@ class Record:
 
 
 class Found(NamedTuple):
-    """A page that a tier had: the length of its content and the digest it came with."""
+    """A page that a tier returned: the length of its content, and its stored digest."""
 
     length: int
     digest: bytes
 
 
 class Tier(Protocol):
-    """A place for pages below host memory: a disk, a store on the network.
+    """A place for pages below host memory, such as a disk or a store on the network.
 
-    One thread calls it, except for `holds`. An error of one page is returned in its
-    place, not raised, so that a bad page does not fail its batch.
+    One thread calls all methods except `holds`, which any thread may call. An error of one page is
+    returned in its place and not raised, so that a bad page does not fail its batch.
     """
 
     @property
@@ -52,42 +53,45 @@ class Tier(Protocol):
     def attachment_bytes(self) -> int: ...
     @property
     def capacity_pages(self) -> int:
-        """Pages that fit; the store evicts before it puts more. Ignored if `shared`."""
+        """How many pages fit. The store evicts before it puts more. Ignored if `shared`."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether others write to it too: then the store asks what it holds and does not evict."""
+        """Whether other processes write to it too.
+
+        If so, the store asks the tier which pages it has, and does not evict from it.
+        """
         ...
 
     def put(self, records: Sequence[Record]) -> list[PrimeblocksError | OSError | None]:
-        """Keep pages, each in place of what its key named before; None, or the error."""
+        """Write pages, each over an earlier page of its key. Return None or an error for each."""
         ...
 
     def get(
         self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
     ) -> list[Found | PrimeblocksError | OSError | None]:
-        """Read pages into whole, aligned frames; None is a miss."""
+        """Read pages into whole, aligned frames. None in the result is a miss."""
         ...
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages, also for whoever opens the tier next; unknown keys are ignored."""
+        """Remove pages, also for the next owner of the tier. Unknown keys are ignored."""
         ...
 
     def clear(self) -> None:
-        """Forget every page, also for whoever opens the tier next."""
+        """Remove every page, also for the next owner of the tier."""
         ...
 
     def flush(self) -> None:
-        """Make what was put survive a power cut, as far as the tier can."""
+        """Make all pages written so far survive a power cut, as far as the tier can."""
         ...
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Tell for each page whether `get` may find it."""
+        """Return for each page whether `get` may find it."""
         ...
 
     def keys(self) -> list[PageKey]:
-        """Return all keys, oldest first; an empty list if `shared`."""
+        """Return all keys, oldest first. Return an empty list if `shared`."""
         ...
 
     def close(self) -> None: ...
@@ -98,8 +102,8 @@ class Saved:
     """The result of a save.
 
     Args:
-        stored: whether the store holds the page; a store may always decline.
-        reason: why it does not.
+        stored: whether the store has the page. A store may decline any page.
+        reason: why the store declined the page.
     """
 
     stored: bool
@@ -108,11 +112,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load, a page or a miss; true for a page.
+    """The result of a load. It is true for a page and false for a miss.
 
     Args:
-        tier: name of the tier that had the page; None for a miss, which leaves `into` as it was.
-        attachments: those saved with the page.
+        tier: the name of the tier that had the page. None is a miss, which leaves `into` unchanged.
+        attachments: the attachments saved with the page.
     """
 
     tier: str | None
@@ -127,17 +131,17 @@ class TierStatistics:
     """Counts since the store was made.
 
     Args:
-        hits: loads served.
-        misses: loads that found nothing usable here.
+        hits: loads that this tier served.
+        misses: loads for which this tier had no usable page.
         stores: pages written, by saves, demotions and promotions.
-        evictions: pages that left for want of room.
-        checksum_failures: pages found torn, changed or gone, and dropped.
-        failures: reads and writes that the tier refused, a full disk included.
-        skipped: pages that were not written, because the tier refused others or did not keep up.
+        evictions: pages that left to make room.
+        checksum_failures: pages that were torn, changed or removed, and then dropped.
+        failures: reads and writes that the tier refused, for example on a full disk.
+        skipped: pages not written because the tier had refused others or did not keep up.
         bytes_written: page and attachment bytes of `stores`.
         bytes_read: page and attachment bytes of `hits`.
-        pages: pages held now.
-        capacity_pages: pages that fit; 0 if the tier is shared.
+        pages: pages in the tier now.
+        capacity_pages: pages that fit. 0 if the tier is shared.
     """
 
     hits: int

@@ -1,4 +1,4 @@
-"""The thread of one lower tier, proof against tiers that break their contract, and its queue."""
+"""The thread of one lower tier and its queue. It tolerates tiers that break their contract."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _IN_A_ROW = 8  # batches of reads while a change waits
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """A marker that reports when all before it is done, and durable if `flush`, or an error."""
+    """A marker that reports when all earlier moves are done, and durable if `flush`."""
 
     done: Callable[[BaseException | None], None]
     flush: bool = False
@@ -36,7 +36,7 @@ class Until:
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """A question to a shared tier: which of these pages it has."""
+    """A question to a shared tier about which of these pages it has."""
 
     keys: Sequence[PageKey]
     done: Callable[[list[bool]], None]
@@ -53,12 +53,12 @@ _CHANGES = (Write, Drop)  # In a full tier they alternate: they go together.
 class Order:
     """A queue of moves. `Write`, `Drop`, `Clear` and `Until` keep their order.
 
-    Reads and questions overtake them, except for a `Clear`: after it they must not find what it
+    Reads and questions overtake them, except a `Clear`, because they must not find pages that it
     will drop. They do not overtake for ever, because frames wait for writes.
 
     Args:
-        reads: most pages that are read together.
-        writes: most pages that are written together.
+        reads: the most pages that are read together.
+        writes: the most pages that are written together.
     """
 
     def __init__(self, *, reads: int, writes: int) -> None:
@@ -71,7 +71,7 @@ class Order:
         self._stopping = False
 
     def give(self, *moves: Given | Recall) -> list[Write | PageRead]:
-        """Take moves; return those that a `Recall` takes back, which `next` has not handed out."""
+        """Queue moves. Return those that a `Recall` takes back before `next` handed them out."""
         taken: list[Write | PageRead] = []
         with self.changed:
             for move in moves:
@@ -166,17 +166,17 @@ class TierWorker:
         self._thread.start()
 
     def give(self, *moves: Given | Recall) -> list[Outcome]:
-        """Take moves; return those that a `Recall` takes back, as refused by the tier."""
+        """Queue moves. Return those that a `Recall` takes back, as refused by the tier."""
         error = Recalled(f"{self._tier.name} answers nothing; the page was not moved")
         return [(move, error) for move in self._order.give(*moves)]
 
     def lacks(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """Return those of these pages that the tier says it does not have."""
+        """Return the pages that the tier says it does not have."""
         answers = self._each(len(keys), lambda: self._tier.holds(keys))
         return [key for key, held in zip(keys, answers, strict=True) if held is False]
 
     def stop(self) -> Thread:
-        """Close the tier after the moves given so far; return the thread to be joined."""
+        """Close the tier after the moves queued so far. Return the thread to join."""
         self._order.stop()
         return self._thread
 
@@ -254,7 +254,7 @@ class TierWorker:
     # A tier that breaks its contract must not end the thread.
 
     def _each(self, pages: int, do: Callable[[], Sequence[Any]]) -> list[Any]:
-        """Return an answer for each page, also where the tier raised."""
+        """Return an answer for each page, even if the tier raised."""
         try:
             answers = list(do())
             if len(answers) != pages:
@@ -265,7 +265,7 @@ class TierWorker:
             return [error] * pages
 
     def _try(self, do: Callable[[], None]) -> None:
-        """Do it, and keep its error for the next `Until`."""
+        """Call it, and keep its error for the next `Until`."""
         try:
             do()
         except Exception as error:

@@ -226,7 +226,7 @@ class BlobFile:
                 raise TransferError(f"a file of weights cannot be read: {error}") from error
             if count == 0:
                 raise CorruptionError(
-                    f"a file of weights ends at {at + done} bytes; {at + len(room)} are needed. "
+                    f"a file of weights ends at {at + done} bytes; {at + len(room)} needed. "
                     "Publish again."
                 )
             done += count

@@ -187,7 +187,7 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
         )
     for name, tensor in tensors.items():
         if is_lazy(tensor):
-            raise PlanError(f"{name!r} is lazy and has no shape yet. Run the module once.")
+            raise PlanError(f"{name!r} has no shape yet. Run the module once.")
         if (
             not isinstance(name, str)
             or not isinstance(tensor, torch.Tensor)

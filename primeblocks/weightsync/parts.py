@@ -129,16 +129,15 @@ class Parts:
             )
         if not converts(local.dtype, source.dtype):
             raise PlanError(
-                f"{source.piece.source!r} is {local.dtype} on rank {self._rank}, which does not "
-                f"convert to {source.dtype}, its dtype in the plan. Describe it anew and plan "
-                "again."
+                f"{source.piece.source!r} is {local.dtype} on rank {self._rank} and travels as "
+                f"{source.dtype}, to which it does not convert. Describe it anew and plan again."
             )
         return local
 
     def _made(self, name: str) -> Mapping[str, Tensor]:
         if name not in self._tensors:
             raise PlanError(
-                f"rank {self._rank} must send {name!r} but has no such tensor; plan again."
+                f"rank {self._rank} shall send {name!r} and has no such tensor; plan again."
             )
         local = local_part(self._tensors[name].detach())
         if local.is_meta:
@@ -194,7 +193,7 @@ class Parts:
             raise PlanError(
                 f"the plan was made without {len(new)} tensors of rank {self._rank}, such as "
                 f"{new[0]!r}: they are new, or were untied. Describe all tensors and plan again, "
-                "or pass only the tensors of the plan."
+                "or pass only those of the plan."
             )
         for name, spec in held.items():
             # An Encoder's own tensors may have any shape under a parameter's name.
@@ -235,7 +234,7 @@ class Parts:
                     return _Source(origin, part, layout, is_all, dtype)
         found = [piece.target_box for piece in pieces.get(name, ())]
         raise PlanError(
-            f"rank {self._rank} must send {box} of {name!r}, but has "
+            f"rank {self._rank} shall send {box} of {name!r} and has "
             f"{found or 'no such tensor'}; plan again."
         )
 

@@ -244,8 +244,8 @@ class Plan:
         """Raise PlanError if the plan has no such reader."""
         if not 0 <= reader < len(self.wants):
             raise PlanError(
-                f"got reader={reader}; the plan has {len(self.wants)} readers, numbered from 0. "
-                "Pass one of their numbers."
+                f"the plan has {len(self.wants)} readers, from 0; there is no {reader}. "
+                "Pass the number of a reader."
             )
 
     def _largest(self, indices: Iterable[int]) -> int:

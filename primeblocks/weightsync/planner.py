@@ -49,7 +49,7 @@ def plan_sync(
     """
     if bucket_bytes < _SMALLEST_BUCKET_BYTES:
         raise PlanError(
-            f"bucket_bytes must be at least {_SMALLEST_BUCKET_BYTES}; got {bucket_bytes}. "
+            f"bucket_bytes is {bucket_bytes}; give at least {_SMALLEST_BUCKET_BYTES}. "
             f"The default is {BUCKET_BYTES}."
         )
     readers = [targets] if isinstance(targets, _Target) else list(targets)
@@ -135,14 +135,14 @@ def _check(
     wanted = sum(box.numel for boxes in wants for row in boxes.values() for box in row)
     if not sources or not wanted:
         raise PlanError(
-            f"nothing to plan: got {len(sources)} sources and {len(wants)} readers that want "
-            f"{wanted} elements. Pass at least one source, and a reader that wants a tensor."
+            f"nothing to plan: {len(sources)} sources, {len(wants)} readers that want {wanted} "
+            "elements. Pass at least one source, and a reader that wants a tensor."
         )
     recipes = sorted({source.recipe for source in sources})
     if recipes != [target.recipe]:
         raise PlanError(
-            f"the trainer encodes with recipe {' and '.join(map(repr, recipes))}, but readers "
-            f"expect {target.recipe!r}. Give both the same recipe."
+            f"the trainer encodes with recipe {' and '.join(map(repr, recipes))}, readers expect "
+            f"{target.recipe!r}. Give both the same recipe."
         )
     missing = [name for name in target if name not in kinds]
     if missing:

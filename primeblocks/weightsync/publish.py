@@ -300,5 +300,5 @@ def _expect_equal(replies: list[dict[str, Any]]) -> None:
         said = [reply[key] for reply in replies]
         if len(set(said)) > 1:
             raise UsageError(
-                f"ranks disagree about the {key}; by rank: {said}. Pass the same on every rank."
+                f"ranks disagree about the {key}: {said}, by rank. Pass the same on every rank."
             )

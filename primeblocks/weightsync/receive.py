@@ -77,9 +77,9 @@ class Subscriber:
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
             tensor while `load` copies earlier tensors, or once `load_into` has copied it. "ahead"
             is faster, but may find damage in the middle of a load. Then the version before is
-            loaded again. Before the first load, for a delta, and if torch's threads use all cores,
-            "ahead" also checks all bytes first. If other processes may still write to the bytes,
-            the load gets copies, and the copies are checked.
+            loaded again. Without a version to go back to, for a delta, and if torch's threads use
+            all cores, "ahead" also checks all bytes first. If other processes may still write to
+            the bytes, the load gets copies, and the copies are checked.
         observe: returns the engine's tensors by the names that `load` gets. After a load, each
             must equal what `load` was given, bit for bit, or the load has failed. Without it, the
             receipt does not say what `load` did with the tensors.
@@ -377,9 +377,7 @@ class Subscriber:
         with feeding(plan, reader, fetched, self._convert, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(feed.names):
-            raise TransferError(
-                f"load took {taken} of {len(feed.names)} tensors. It must iterate over all of them."
-            )
+            raise TransferError(f"load took {taken} of {len(feed.names)} tensors")
         return None if self._observe is None else kept(given, self._observe())
 
     def _places(self) -> Mapping[str, Tensor]:

@@ -4,13 +4,13 @@
     client = connect("10.0.0.1:50051", hostname="10.0.0.7", segment_bytes=64 << 30, protocol="rdma")
     store = TieredStore([host, MooncakeTier(client, host, namespace="glm-5")])
 
-A page that one engine wrote is found by all that use the same namespace and keys. Mooncake moves
-bytes between our host slab and the memory of other machines, without a copy between; its master
-decides what is evicted.
+A page that one engine wrote is found by all engines with the same namespace and keys. Mooncake
+moves bytes directly between the slab of the host tier and the memory of other machines. Its master
+decides which pages are evicted.
 
-Written to the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and types.h), and run with
-it: a master and clients over TCP on one machine without CUDA, from the wheel
-`mooncake-transfer-engine-non-cuda`. RDMA was not run. Only `connect` imports Mooncake.
+The tier was written to the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and types.h).
+It was run with the wheel `mooncake-transfer-engine-non-cuda`: a master and clients over TCP on one
+machine without CUDA. RDMA was not run. Only `connect` imports Mooncake.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ def connect(
     """Join a Mooncake Store. Local, except for the connection.
 
     Args:
-        master: host and port of the master's RPC server.
-        hostname: name under which other clients reach this machine.
-        segment_bytes: memory of this process that holds pages for everybody: 0, or 16 MiB and more.
-        buffer_bytes: Mooncake's own buffer, for values that it reads from a disk.
+        master: the host and port of the master's RPC server.
+        hostname: the name under which other clients reach this machine.
+        segment_bytes: the memory of this process for pages of all engines. 0, or at least 16 MiB.
+        buffer_bytes: the size of Mooncake's own buffer, for values that it reads from a disk.
         protocol: "tcp" or "rdma".
         devices: RDMA devices, separated by commas.
-        metadata: Mooncake's metadata server; the default needs none.
-        timeout_s: limit for reaching the master. Without a master, Mooncake's own setup would
-            block the whole interpreter for 90 s (measured, 0.3.13).
+        metadata: Mooncake's metadata server. The default needs no server.
+        timeout_s: how long to try to reach the master. Without a master, Mooncake's own setup
+            would block the whole interpreter for 90 s (measured with 0.3.13).
 
     Raises:
         MissingPackageError: Mooncake, or a library that it links, is not installed.
@@ -130,23 +130,23 @@ def connect(
 
 
 class MooncakeTier:
-    """Pages that all engines of a Mooncake Store share.
+    """A tier of pages that all engines of a Mooncake Store share.
 
-    A value is a header, the page, its attachments and zeros up to the size of a frame, because a
-    reader has to know the size. The first value of a key stays until Mooncake evicts it or somebody
-    drops it.
+    A value has a header, the page, its attachments, and zeros up to the size of a frame. Values
+    have one size, because a reader must know it. The first value of a key stays until Mooncake
+    evicts it or an engine drops it.
 
-    A call ends when Mooncake ends it: after 30 s if the master hangs, 60 s if the owner of the
-    memory does (measured, 0.3.13). Frames belong to Mooncake until then, so nothing here gives up
-    sooner; the store's own deadlines do. After such a call everything is a miss for `rest_s`.
-    Threads may share a tier: its puts and gets run one after the other.
+    A call ends when Mooncake ends it. That takes 30 s if the master hangs, and 60 s if the owner of
+    the memory hangs (measured with 0.3.13). Mooncake uses the frames until then, so the tier cannot
+    give up sooner, but the store's own deadlines still hold. After such a call, all loads miss for
+    `rest_s`. Threads may share a tier. Its puts and gets run one after the other.
 
     Args:
-        client: what `connect` returned. The tier closes it.
-        host: the tier above, whose slab is registered with Mooncake.
-        namespace: prefix of all names in the store; letters, digits and `_.-`.
-        rest_s: seconds without calls after one that lost its connection or came too late.
-        clock: seconds that never go back.
+        client: the result of `connect`. The tier closes it.
+        host: the tier above. Its slab is registered with Mooncake.
+        namespace: the prefix of all names in the store. It may have letters, digits and `_.-`.
+        rest_s: how many seconds to make no calls after a call that was late or lost its connection.
+        clock: returns seconds that never go back.
 
     Raises:
         PlanError: `namespace` has other characters.
@@ -195,7 +195,7 @@ class MooncakeTier:
             self._registered.append(memory.ctypes.data)
 
     def put(self, records: Sequence[Record]) -> list[Wrong | None]:
-        """Write pages that are not there yet: one request for 64 pages, and the transfers."""
+        """Write pages that the store lacks. Costs one request per 64 pages, and the transfers."""
         answers: list[Wrong | None] = []
         for batch in _batches([record.key for record in records]):
             with self._turn:
@@ -205,7 +205,7 @@ class MooncakeTier:
     def get(
         self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
     ) -> list[Found | Wrong | None]:
-        """Read pages: one request for 64 pages, and the transfers.
+        """Read pages. Costs one request per 64 pages, and the transfers.
 
         A value that is not the page of its key is removed from the store.
         """
@@ -216,10 +216,10 @@ class MooncakeTier:
         return answers
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Remove pages, for everybody, also while others read them: one request.
+        """Remove pages for all engines, even while others read them. Costs one request.
 
         Raises:
-            OSError, DeadlineError: the store did not do it.
+            OSError, DeadlineError: the store did not remove them.
         """
         if self._resting():
             raise self._at_rest()
@@ -229,23 +229,25 @@ class MooncakeTier:
             self._expect([code for code in codes if code not in _MISS])
 
     def clear(self) -> None:
-        """Remove all pages of the namespace, for everybody: one request.
+        """Remove all pages of the namespace for all engines. Costs one request.
 
         Raises:
-            OSError, DeadlineError: the store did not do it.
+            OSError, DeadlineError: the store did not remove them.
         """
         pattern = f"^{self._namespace.replace('.', '[.]')}/"
         with self._call() as client:
             self._expect([client.remove_by_regex(pattern, True)])
 
     def flush(self) -> None:
-        """Do nothing: durability is left to Mooncake."""
+        """Do nothing. Mooncake decides how durable pages are."""
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Tell which pages are there: one request, or False while the tier rests. From any thread.
+        """Return which pages the store has, or False for all while the tier rests.
+
+        Costs one request. Call it from any thread.
 
         Raises:
-            OSError, DeadlineError: the store did not say.
+            OSError, DeadlineError: the store did not answer.
         """
         if not keys or self._resting():
             return [False] * len(keys)
@@ -255,18 +257,18 @@ class MooncakeTier:
         return [code == 1 for code in codes]
 
     def keys(self) -> list[PageKey]:
-        """Return no keys: a shared store is asked for each page."""
+        """Return an empty list, because a shared store is asked about each page."""
         return []
 
     def close(self) -> None:
         """Leave the store, and withdraw the memory that this process gave to it.
 
-        A second call does nothing. Mooncake blocks the whole interpreter meanwhile, for 2 s, or for
-        8 s if its master is gone (measured, 0.3.13).
+        A second call does nothing. During the call Mooncake blocks the whole interpreter, for 2 s,
+        or for 8 s if its master has ended (measured with 0.3.13).
 
         Raises:
-            DeadlineError: a call of another thread has not ended after two minutes; the client, and
-                with it the slab, stay Mooncake's.
+            DeadlineError: a call of another thread has not ended after two minutes. Mooncake keeps
+                the client and the slab.
         """
         with self._changed:
             if self._closed:
@@ -333,7 +335,7 @@ class MooncakeTier:
         return Found(length, digest)
 
     def _named(self, key: PageKey) -> bytes:
-        """Return 32 bytes that name a page; stores with other sizes have other names for it."""
+        """Return 32 bytes that name a page. A store with other sizes names it differently."""
         sizes = struct.pack("<QQ", self.page_bytes, self.attachment_bytes)
         return hashlib.sha256(sizes + key.encode()).digest()
 
@@ -342,7 +344,7 @@ class MooncakeTier:
 
     @contextmanager
     def _call(self) -> Iterator[Any]:
-        """Lend the client, which is not closed meanwhile."""
+        """Lend the client. It is not closed while it is lent."""
         with self._changed:
             if self._closed:
                 raise ClosedError(f"the tier {self.name} is closed")
@@ -360,7 +362,7 @@ class MooncakeTier:
                 raise error
 
     def _error(self, code: int) -> Wrong | None:
-        """Return the error that a code stands for; None if it is not negative."""
+        """Return the error of a code, or None if the code is not negative."""
         if code >= 0:
             return None
         if code in _LOST:
@@ -376,7 +378,7 @@ class MooncakeTier:
 
 
 def _batches(keys: Sequence[PageKey]) -> Iterator[slice]:
-    """Cut into requests of 64 pages, none twice: Mooncake 0.3.13 fills one of two, reports both."""
+    """Cut into requests of 64 distinct pages. Mooncake 0.3.13 fills only one of two equal ones."""
     start, seen = 0, set[PageKey]()
     for at, key in enumerate(keys):
         if key in seen or len(seen) == _BATCH:

@@ -43,21 +43,20 @@ _VECTOR = min(256, os.sysconf("SC_IOV_MAX"))  # buffers of one call
 
 
 class System:
-    """The file system. Every call may raise OSError, and what `connect` returns sqlite3.Error.
+    """The file system. Every call may raise OSError. The connections may raise sqlite3.Error.
 
-    Tests of faults use a subclass that fails, tears or forgets; no other part of a disk tier
-    touches a file.
+    Only this class touches files. Tests of faults use a subclass that fails, tears or forgets.
     """
 
     connection = sqlite3.Connection
     synchronous = "NORMAL"  # as SQLite has it: it syncs before and after a checkpoint alone
 
     def own(self, folder: Path) -> int:
-        """Make a folder and lock it; closing the descriptor, or dying, gives it up.
+        """Make a folder and lock it. The lock ends when the descriptor closes or the process dies.
 
         Raises:
-            BlockingIOError: another owner has it.
-            FileExistsError: it holds files with our names, but has never been ours.
+            BlockingIOError: the folder has another owner.
+            FileExistsError: files of the same names are there, but not from a tier.
         """
         folder.mkdir(parents=True, exist_ok=True)
         lock = folder / "lock"
@@ -73,7 +72,7 @@ class System:
         return descriptor
 
     def open(self, path: Path, *, direct: bool = False) -> int:
-        """Open a file for reading and writing, made if absent; `direct` is O_DIRECT."""
+        """Open a file to read and write, made if absent. `direct` means O_DIRECT."""
         flags = os.O_CREAT | os.O_RDWR | (os.O_DIRECT if direct else 0)
         return os.open(path, flags, 0o600)
 
@@ -96,7 +95,7 @@ class System:
         return os.fstat(descriptor).st_size
 
     def stamp(self, file: int | Path) -> tuple[int, int, int] | None:
-        """Return a file's device, number and size; None if nothing has this path."""
+        """Return a file's device, inode and size, or None if the path does not exist."""
         try:
             found = os.stat(file)
         except FileNotFoundError:
@@ -104,23 +103,23 @@ class System:
         return found.st_dev, found.st_ino, found.st_size
 
     def in_place(self, descriptor: int, path: Path) -> bool:
-        """Tell whether a path still names this open file."""
+        """Whether a path still names this open file."""
         ours, there = self.stamp(descriptor), self.stamp(path)
         return ours is not None and there is not None and ours[:2] == there[:2]
 
     def write(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        """Write buffers one after the other; return the number of bytes taken."""
+        """Write buffers one after the other. Return the number of bytes written."""
         return os.pwritev(descriptor, buffers, offset)
 
     def read(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        """Fill buffers one after the other; return the number of bytes read, 0 at the end."""
+        """Fill buffers one after the other. Return the number of bytes read, 0 at the end."""
         return os.preadv(descriptor, buffers, offset)
 
     def truncate(self, descriptor: int, size: int) -> None:
         os.ftruncate(descriptor, size)
 
     def sync(self, descriptor: int) -> None:
-        """Make what was written survive a power cut."""
+        """Make all writes so far survive a power cut."""
         os.fdatasync(descriptor)
 
     def remove(self, path: Path) -> None:
@@ -136,7 +135,7 @@ class System:
 
 
 class Place(NamedTuple):
-    """A page's place in the data file, its length and its digest."""
+    """The frame of a page in the data file, its length and its digest."""
 
     frame: int
     length: int
@@ -144,20 +143,20 @@ class Place(NamedTuple):
 
 
 class DataFile:
-    """Frames of `stride` bytes; adjacent frames move in one call.
+    """A file of frames of `stride` bytes. Adjacent frames move in one call.
 
     Args:
-        io: `direct` bypasses the page cache, `auto` does so where the file system allows it.
+        io: "direct" bypasses the page cache. "auto" does so if the file system allows it.
 
     Raises:
-        PlanError: another word for `io`.
+        PlanError: `io` is unknown.
         UnsupportedError: the file system has no direct I/O.
         OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path, *, stride: int, io: str, system: System) -> None:
         if io not in ("auto", "direct", "buffered"):
-            raise PlanError(f'io is "auto", "direct" or "buffered"; got {io!r}')
+            raise PlanError(f'io is "auto", "direct" or "buffered"; got {io!r}.')
         self._path = path
         self._stride = stride
         self._system = system
@@ -171,22 +170,22 @@ class DataFile:
         self.descriptor = system.open(path) if descriptor is None else descriptor
 
     def write(self, frames: Sequence[int], contents: Sequence[np.ndarray]) -> list[Answer]:
-        """Write contents into frames; None for each that was written whole.
+        """Write contents into frames. Return None for each that was written, or its error.
 
-        Contents that fill a frame are written without a copy, shorter ones are copied first.
+        Contents that fill a frame are written without a copy. Shorter contents are copied first.
         """
         return self._each(frames, contents, self._write)
 
     def read(self, frames: Sequence[int], into: Sequence[np.ndarray]) -> list[Answer]:
-        """Fill buffers from frames; None for each that was filled."""
+        """Fill buffers from frames. Return None for each that was filled, or its error."""
         return self._each(frames, into, self._read)
 
     def frames(self) -> int:
-        """Count the frames that the file has whole."""
+        """Count the complete frames of the file."""
         return self._system.size(self.descriptor) // self._stride
 
     def shrink(self, frames: int) -> None:
-        """Cut the file behind its first `frames` frames."""
+        """Cut the file after its first `frames` frames."""
         if self._system.size(self.descriptor) > frames * self._stride:
             self._system.truncate(self.descriptor, frames * self._stride)
 
@@ -215,9 +214,9 @@ class DataFile:
         buffers: Sequence[np.ndarray],
         move: Callable[[int, Sequence[np.ndarray]], tuple[int, Answer]],
     ) -> list[Answer]:
-        """Move runs at once, and the rest of a run that failed frame by frame.
+        """Move adjacent frames in one call. If that fails, move the rest frame by frame.
 
-        A run fails where a buffer is not aligned, too: asking each costs more than the rest.
+        A call also fails if a buffer is not aligned, because a check of each buffer costs more.
         """
         answers: list[Answer] = [None] * len(frames)
         whole = [buffer.nbytes >= self._stride for buffer in buffers]
@@ -251,7 +250,7 @@ class DataFile:
     def _transfer(
         self, call: Callable[[int, Any, int], int], frame: int, buffers: Sequence[np.ndarray]
     ) -> tuple[int, Answer]:
-        """Return the number of frames moved, and why not more."""
+        """Return the number of frames moved, and the error that stopped the move."""
         views = [buffer.data[: self._stride] for buffer in buffers]
         offset, done = frame * self._stride, 0
         while done < len(buffers) * self._stride:
@@ -263,14 +262,14 @@ class DataFile:
                 return done // self._stride, error
             if count == 0:
                 return done // self._stride, CorruptionError(
-                    f"{self._path} ends within frame {frame + index}"
+                    f"{self._path} ends within frame {frame + index}. Put the page again."
                 )
             done += count
         return len(buffers), None
 
 
 def _runs(frames: Sequence[int], whole: Sequence[bool]) -> Iterator[list[int]]:
-    """Yield indices of adjacent frames, whole ones together."""
+    """Yield the indices of adjacent frames. Only whole frames are combined."""
     run: list[int] = []
     for index in sorted(range(len(frames)), key=frames.__getitem__):
         follows = run and frames[index] == frames[run[-1]] + 1 and whole[index] and whole[run[-1]]
@@ -283,10 +282,11 @@ def _runs(frames: Sequence[int], whole: Sequence[bool]) -> Iterator[list[int]]:
 
 
 class Frames:
-    """Equal frames behind a head that sweeps forward and starts again at the front.
+    """The free frames of a file. A head sweeps forward over them, and starts again at the front.
 
-    Free frames are taken in the order of the sweep, so pages that are written together lie together
-    as long as there is room, and no live page is ever moved.
+    Free frames are claimed in the order of the sweep. So pages written together are adjacent if
+    there is room, and a live page never moves. The fence is where the disk had no room. Frames
+    behind it are claimed last.
 
     Source: the threaded log of F2FS (FAST 2015).
     """
@@ -298,16 +298,17 @@ class Frames:
         self.free = count
 
     def adopt(self, frames: Sequence[int]) -> None:
-        """Take frames that are in use already, oldest first; the sweep goes on behind the last."""
+        """Mark frames as taken, oldest first. The sweep continues after the last of them."""
         for frame in frames:
             self._taken[frame] = 1
         self.free -= len(frames)
         self._head = frames[-1] + 1 if frames else 0
 
     def claim(self, count: int) -> list[int]:
-        """Claim the next free frames, in the order of the sweep; fewer where fewer are free.
+        """Claim up to `count` free frames, in the order of the sweep.
 
-        Frames behind a fence come last, and lift it: writing them shows whether there is room now.
+        Frames behind the fence come last. A claim of them lifts the fence, because a write to them
+        shows whether there is room now.
         """
         fenced = self._fence < len(self._taken)
         near = self._taken.count(0, 0, self._fence) if fenced else self.free
@@ -318,7 +319,7 @@ class Frames:
         return claimed + self._sweep(more, end=len(self._taken))
 
     def _sweep(self, count: int, *, end: int) -> list[int]:
-        """Claim `count` free frames before `end`; at least as many must be free there."""
+        """Claim `count` frames before `end`, where at least as many must be free."""
         claimed: list[int] = []
         while len(claimed) < count:
             start = self._taken.find(0, self._head, end)
@@ -341,12 +342,12 @@ class Frames:
         self.free += len(frames)
 
     def fence(self, frames: int) -> None:
-        """Sweep from the front; frames behind the first `frames` come last."""
+        """Start to sweep at the front, and claim frames after the first `frames` last."""
         self._head = 0
         self._fence = min(frames, len(self._taken))
 
     def end(self) -> int:
-        """Return the number of the frame behind the last taken one."""
+        """Return the number of the frame after the last taken frame."""
         return self._taken.rfind(1) + 1
 
     def clear(self) -> None:
@@ -359,24 +360,24 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def misfit(record: Record, *, room: int) -> ShapeError | None:
-    """Return why no disk can keep a record; None if one can."""
+    """Return why a record does not fit a disk tier, or None if it fits."""
     if record.content.nbytes <= room and len(record.digest) == DIGEST_BYTES:
         return None
     return ShapeError(
         f"a page with attachments has at most {room} bytes and a digest of {DIGEST_BYTES}; got "
-        f"{record.content.nbytes} and {len(record.digest)}"
+        f"{record.content.nbytes} and {len(record.digest)} bytes"
     )
 
 
 def full(error: OSError) -> bool:
-    """Whether the file system has no room."""
+    """Whether the error says that the file system is full."""
     return error.errno in _FULL
 
 
 def refusal(error: PrimeblocksError | OSError, path: Path) -> PrimeblocksError | OSError:
-    """Translate an error of the file system: CapacityError where it is full."""
+    """Return the error to report: CapacityError if the file system is full, else the same."""
     if isinstance(error, OSError) and full(error):
-        return CapacityError(f"no space for pages in {path}: {error}")
+        return CapacityError(f"no space for pages in {path}: {error}. Free some disk space.")
     return error
 
 

@@ -12,9 +12,9 @@ The index is in one of three states:
     LEFT, CLEARED -> KEPT    `ready`, before any other change, repeats that step.
     KEPT -> LEFT             SQLite reports damage, or a file was removed, replaced or cut.
 
-The index does not vouch for its rows. A page's digest covers its key and its bytes, and whoever
-reads a page compares the digest. A row that damage or a power cut has changed or brought back is
-therefore a miss, or a page that was once put under this key.
+The index does not vouch for its rows. A page's digest covers its key and its bytes, and every
+reader compares the digest. Damage or a power cut may change a row or bring one back. Such a row is
+a miss, or a page that was once put under this key.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _CUT = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_FSTAT)  # or remov
 
 
 class FolderState(Enum):
-    """State of an index."""
+    """The state of an index. The head of this file explains the states."""
 
     LEFT = auto()
     KEPT = auto()
@@ -68,21 +68,21 @@ class FolderState(Enum):
 
 
 class Index:
-    """Keys and places of pages, changed a transaction at a time.
+    """The keys and places of pages. Each change is one transaction.
 
-    In memory are a digest and a frame for each page; the rest is read when it is wanted. A row's
-    age is a number that grows with every page put.
+    Memory has a digest of the key and a frame for each page. The rest is read from the file when
+    needed. A row's age is a number that grows with every page put.
 
-    Calls that read or change the file raise OSError where the file system refuses, and nothing is
-    changed; and CorruptionError where the file turns out to be damaged, and nothing is left.
+    Calls that read or change the file raise OSError if the file system refuses, and then change
+    nothing. They raise CorruptionError if the file is damaged, and then all pages are lost.
 
     Args:
         path: the database.
-        lock: descriptor of a file that is ours alone.
-        log_pages: the log is copied into the file when it has so many pages of 4 KiB.
+        lock: the descriptor of the folder's lock file.
+        log_pages: the log is copied into the database when it has this many pages of 4 KiB.
 
     Raises:
-        UsageError: the file is somebody else's.
+        UsageError: the file is not an index that this version can read.
         OSError: the file system refused.
     """
 
@@ -120,7 +120,7 @@ class Index:
             raise
 
     def put(self, places: Sequence[tuple[PageKey, Place]]) -> list[int]:
-        """Name the places of pages, in one transaction, and return the frames of those replaced."""
+        """Write the places of pages in one transaction. Return the frames of replaced pages."""
         names = {_name(key): place.frame for key, place in places}
         rows = [
             (place.frame, age, place.length, place.digest, key)
@@ -135,20 +135,23 @@ class Index:
         return replaced
 
     def forget(self, keys: Iterable[PageKey]) -> list[int]:
-        """Forget pages, in the file with the next `ready`; return the frames that they had."""
+        """Remove pages. Return their frames. The next `ready` writes the removal to the file."""
         return self._forget({_name(key) for key in keys})
 
     def cut(self, frames: int) -> list[int]:
-        """Forget pages that do not lie within the first `frames` frames."""
+        """Remove the pages behind the first `frames` frames. Return their frames."""
         return self._forget({name for name, frame in self._frames.items() if frame >= frames})
 
     def clear(self) -> None:
-        """Forget everything, power cuts included; with the next `ready` where it fails."""
+        """Remove all pages, so that a power cut cannot bring them back.
+
+        If it fails, the next `ready` tries again.
+        """
         self._empty(FolderState.CLEARED)
         self._begin()
 
     def ready(self) -> None:
-        """Write what was forgotten, or begin the file."""
+        """Write pending removals, or start the file anew."""
         if self.state is not FolderState.KEPT:
             self._begin()
         while self._gone:
@@ -161,7 +164,7 @@ class Index:
         self._checkpoint("TRUNCATE")
 
     def places(self, keys: Iterable[PageKey]) -> list[Place | None]:
-        """Return the places of pages; None for one that is not here."""
+        """Return the places of pages, with None for a missing page."""
         frames = [self._frames.get(_name(key)) for key in keys]
         here = [frame for frame in frames if frame is not None]
         rows: dict[int | None, Place] = {}
@@ -190,7 +193,7 @@ class Index:
         return list(self._frames.values())
 
     def close(self) -> None:
-        """Let go of the file; in a forked child nothing happens."""
+        """Close the file. A forked child leaves the file alone."""
         if os.getpid() == self._pid:
             self._connection.close()
         else:  # SQLite would delete the log of the parent, also when Python ends.
@@ -212,7 +215,7 @@ class Index:
             if mark != _OURS:
                 raise UsageError(
                     f"{self._path} is no index of pages that this version can read. Delete its "
-                    "folder, or give the tier another."
+                    "folder, or give the tier another folder."
                 ) from error
             logger.warning("%s. Its pages are dropped, and it is begun anew.", error)
 
@@ -290,7 +293,7 @@ class Index:
         self._connection.execute("PRAGMA secure_delete = OFF")
 
     def _change(self, gone: Sequence[int], rows: Sequence[tuple]) -> None:
-        """Delete rows by frame, and insert others; what is in memory is the caller's."""
+        """Delete rows by frame, and insert other rows. The caller changes what is in memory."""
         try:
             self._commit(gone, rows)
         except OSError as error:
@@ -331,7 +334,7 @@ class Index:
         return gone
 
     def _empty(self, state: FolderState) -> None:
-        """Serve nothing of the file any more."""
+        """Stop serving the pages of the file."""
         self._frames.clear()
         self._gone.clear()
         self.state = state
@@ -350,7 +353,7 @@ class Index:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """As `_typed`, for a change; the files must be as our last change left them."""
+        """As `_typed`, for a change. The files must be as our last change left them."""
         # SQLite itself writes on into a removed file, and copies the holes of a log that was cut.
         now, then = self._stamped(), self._stamps
         same_file = now[0] is not None and then[0] is not None and now[0][:2] == then[0][:2]
@@ -365,7 +368,7 @@ class Index:
 
     @contextmanager
     def _typed(self) -> Iterator[None]:
-        """Raise what SQLite says as the error of the file system or the damage that it is."""
+        """Raise errors of SQLite as OSError, or as CorruptionError if the file is damaged."""
         try:
             yield
         except UnicodeDecodeError as error:  # of a message of SQLite's own

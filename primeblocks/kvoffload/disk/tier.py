@@ -1,4 +1,4 @@
-"""Pages on a local disk."""
+"""`DiskTier`: pages in a folder on a local disk. `index` and `data` describe the two files."""
 
 from __future__ import annotations
 
@@ -27,42 +27,41 @@ _ROOM_BYTES, _ROW_BYTES = 16 << 10, 128  # a generous guess at what the index ta
 class DiskTier:
     """A folder of pages that survives a crash.
 
-    `pages` is cut into equal frames, and new pages go to the next free ones: pages written
-    together lie together, each page is written once, and the file never outgrows `capacity_bytes`.
-    `index`, an SQLite database, says which page lies where. A page counts once its row is
-    committed; its frame is used again once its drop is committed too. So after a crash, whoever
-    opens the folder finds the state after the last change that was answered, or a later one.
+    The file `pages` has equal frames, and new pages go to the next free frames. `index`, an SQLite
+    database, has a row with the frame of each page. A page counts once its row is committed. Its
+    frame is reused only after the row's removal is committed. So after a crash, the next owner
+    finds all acknowledged changes.
 
-    A power cut may undo the newest changes, back to the last `flush` or `clear`: a page just put
-    may be missing, a page that was dropped may be there again, and a key may have its page from
-    before. Damage to the index may do so too, or cost all pages. Neither makes a wrong page: the
-    caller compares the digest, which covers the key and the bytes. After `close`, and in a forked
-    child, everything but `holds` and `len` raises ClosedError. Threads may share a tier: its calls
-    run one after the other, and `holds` and `len` do not wait.
+    A power cut may undo changes since the last `flush` or `clear`. Damage to the index may do the
+    same, or lose all pages. Neither returns a wrong page, because the caller compares the digest of
+    key and bytes. After `close`, and in a forked child, all calls except `holds` and `len` raise
+    ClosedError. Threads may share a tier. Its calls run one after the other, except that `holds`
+    and `len` do not wait.
 
-    A change or a `flush` raises CorruptionError if something else removed, replaced or cut a file
-    of the tier. Without its index the tier begins anew. Where `pages` was cut, the pages behind its
-    end are lost. Without its `pages` or `lock` it keeps nothing until the folder is opened again.
+    If another program removed, replaced or cut a file of the tier, the next change or `flush`
+    raises CorruptionError. Without its index, the tier starts empty. If `pages` was cut, the pages
+    behind its end are lost. Without `pages` or `lock`, the tier accepts no pages until the folder
+    is opened again.
 
-    On a full disk the tier goes on with the frames that it has, and gives up the last of them
-    where the index needs room.
+    On a full disk the tier continues with its existing frames. If the index needs room, the tier
+    gives up its last frames.
 
     Args:
-        path: folder, made if absent; one owner at a time. Pages in it are adopted, those of
-            another size dropped. It is free again after `close`, or when the tier is collected.
-        capacity_bytes: bound of `pages`; a frame takes the page and its attachments, rounded up to
-            4096 bytes. The index comes on top: for each frame some 50 bytes and the encoded key,
-            and a log of 4 MiB and as much as one call changes.
-        page_bytes: bytes of a page.
-        attachment_bytes: room beside each page for its packed attachments.
-        io: "direct" bypasses the page cache, "buffered" does not, "auto" does where it can.
-        system: the operating system; tests pass one that fails.
+        path: the folder, made if absent, for one owner at a time. Its pages are adopted, except
+            pages of another size, which are dropped. `close` or garbage collection frees it.
+        capacity_bytes: the bound of `pages`. A frame has room for a page and its attachments,
+            rounded up to 4096 bytes. In addition, the index needs about 50 bytes and the encoded
+            key per frame. Its log needs 4 MiB and as much as one call changes.
+        page_bytes: the bytes of a page.
+        attachment_bytes: the room next to each page for its packed attachments.
+        io: "direct" bypasses the page cache, "buffered" uses it, "auto" bypasses it if possible.
+        system: the operating system. Tests pass a system that fails.
 
     Raises:
         PlanError: not even one page fits.
-        UnsupportedError: `io="direct"` on a file system without it.
+        UnsupportedError: the file system does not support `io="direct"`.
         UsageError: the folder cannot be made, read or locked, has another owner, or has files
-            that are not a tier's.
+            that are not from a tier.
     """
 
     name = "disk"
@@ -102,13 +101,13 @@ class DiskTier:
         return self._data.direct
 
     def put(self, records: Sequence[Record]) -> list[Answer]:
-        """Keep pages: their data in runs of frames, then one transaction. Local.
+        """Write pages: first their data, then their rows in one transaction. Local.
 
-        A page in place of another takes a new frame. If no frame is free, the old page goes first.
-        If several records have one key, the last counts. A page that is not kept leaves what was
-        there as it was; its answer is a `CapacityError` where quota or disk is full, a
-        `ShapeError` for content that does not fit, a `CorruptionError` where the index turns out
-        to be damaged, which costs all pages, or else the `OSError`.
+        A page that replaces another takes a new frame. If no frame is free, the old page leaves
+        first. If several records have one key, the last counts. If a page is refused, the key keeps
+        its old page. The answer is then a `CapacityError` if quota or disk is full, a `ShapeError`
+        if the content does not fit, or the `OSError`. A `CorruptionError` means that the index is
+        damaged, and all pages are lost.
         """
         with self._in_turn():
             room = self.page_bytes + self.attachment_bytes
@@ -123,17 +122,19 @@ class DiskTier:
             except (OSError, CorruptionError) as error:
                 answers |= {record.key: refusal(error, self.path) for record in wanted}
             else:
-                full = CapacityError(f"all {self.capacity_pages} pages of {self.path} are taken")
+                full = CapacityError(
+                    f"all {self.capacity_pages} pages of {self.path} are taken. Drop some first."
+                )
                 answers |= {record.key: full for record in wanted} | self._write(fitting)
             return [answers[record.key] for record in records]
 
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
-        """Read pages, those in adjacent frames at once. Local.
+        """Read pages. Adjacent frames are read in one call. Local.
 
         Returns:
-            Length and digest that each page came with, which the caller compares; None for a page
-            that is not here, CorruptionError where the file ends before it or the index turns out
-            to be damaged, OSError where the file system refuses.
+            The length and digest stored with each page, for the caller to compare. None for a
+            missing page. CorruptionError if the file ends before the page, or if the index is
+            damaged. OSError if the file system refuses.
         """
         with self._in_turn():
             try:
@@ -150,19 +151,18 @@ class DiskTier:
             ]
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Forget pages; unknown keys are ignored.
+        """Remove pages. Unknown keys are ignored.
 
         Raises:
-            CapacityError, OSError: the index could not be written. The pages are no longer
-                served, and their drop is written before anything else is kept; until then a crash
-                brings them back.
-            CorruptionError: the index is damaged, and every page is lost; or a file was removed.
+            CapacityError, OSError: the index could not be written. The pages are not served any
+                more, but a crash before the next change may bring them back.
+            CorruptionError: the index is damaged and all pages are lost, or a file was removed.
         """
         with self._in_turn(), refusing(self.path):
             self._leave(keys)
 
     def clear(self) -> None:
-        """Forget every page and give the room back; not even a power cut brings them back.
+        """Remove every page and free its space. A power cut cannot bring the pages back.
 
         Raises:
             CapacityError, OSError: as `drop`.
@@ -174,12 +174,12 @@ class DiskTier:
             self._unsynced = 0
 
     def flush(self) -> None:
-        """Make what was kept and dropped so far survive a power cut.
+        """Make all changes so far survive a power cut.
 
         Raises:
             CapacityError, OSError: the file system refused.
-            CorruptionError: pages were lost, because it had refused before or the file was cut; the
-                others do survive. Or as `drop`.
+            CorruptionError: pages were lost after an earlier refusal, or because the file was cut.
+                The other pages survive. Or as `drop`.
         """
         with self._in_turn(), refusing(self.path):
             try:
@@ -202,11 +202,11 @@ class DiskTier:
                 raise
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Tell for each page whether it is here. From any thread."""
+        """Return for each page whether the tier has it. Call it from any thread."""
         return [key in self._index for key in keys]
 
     def keys(self) -> list[PageKey]:
-        """Return all keys, in the order in which they were put. They are read from the disk.
+        """Return all keys, in the order in which they were put. Reads them from the disk.
 
         Raises:
             OSError, CorruptionError: as `drop`.
@@ -215,7 +215,7 @@ class DiskTier:
             return self._index.keys()
 
     def close(self) -> None:
-        """Give the folder up; the pages stay. Does not flush. A second call does nothing."""
+        """Release the folder. The pages stay. Does not flush. A second call does nothing."""
         with suppress(ClosedError), self._in_turn():
             if self._index.state is not FolderState.LEFT:
                 with suppress(OSError, CorruptionError):
@@ -252,10 +252,12 @@ class DiskTier:
                 os.register_at_fork(after_in_child=partial(_disown, weakref.ref(self)))
         except BlockingIOError as error:
             raise UsageError(
-                f"{self.path} belongs to another store ({error}). Give each its own folder."
+                f"{self.path} belongs to another store ({error}). Give each store its own folder."
             ) from error
         except OSError as error:
-            raise UsageError(f"cannot keep pages in {self.path}: {error}") from error
+            raise UsageError(
+                f"cannot keep pages in {self.path}: {error}. Choose another folder."
+            ) from error
 
     def _adopt(self) -> None:
         """Adopt the pages that the index names and the data file has."""
@@ -265,7 +267,7 @@ class DiskTier:
             self._data.shrink(self.capacity_pages)
 
     def _ready(self) -> None:
-        """Write what failed before; on a full disk, with room that is taken from the last pages."""
+        """Write the changes that failed before. On a full disk, give up the last pages for room."""
         self._look_at_files()
         kept = self._index.state is FolderState.KEPT
         if not kept:
@@ -283,7 +285,7 @@ class DiskTier:
             self._data.shrink(self.capacity_pages)
 
     def _look_at_files(self) -> None:
-        """Refuse to go on without a file; forget pages behind the end of one that was cut."""
+        """Raise if a file was removed. Forget the pages behind the end of a file that was cut."""
         files = {"lock": self._lock, "pages": self._data.descriptor}
         gone = [each for each in files if not self._system.in_place(files[each], self.path / each)]
         if gone:
@@ -297,7 +299,7 @@ class DiskTier:
             self._frames.release(cut)
 
     def _give_back(self) -> None:
-        """Free what the index takes: frames behind the last page, then those of the last pages."""
+        """Free room for the index: first the frames behind the last page, then the last pages."""
         # A page behind the end of the file is not adopted, so a crash does not serve a wrong page.
         needed = -(-(_ROOM_BYTES + _ROW_BYTES * len(self._index)) // self.frame_bytes)
         end = min(self._frames.end(), max(0, self._data.frames() - needed))
@@ -306,7 +308,7 @@ class DiskTier:
         self._frames.release(self._index.cut(end))
 
     def _write_again(self) -> list[PageKey]:
-        """Write again what a failed sync may have lost; return the keys of pages that changed."""
+        """Write again what a failed sync may have lost. Return the keys of pages that changed."""
         # The kernel counts pages whose write failed as written, and the next sync succeeds.
         lost, frame = [], np.frombuffer(mmap.mmap(-1, self.frame_bytes), dtype=np.uint8)
         keys = self._index.keys()[-self._unsynced :] if self._unsynced else []
@@ -324,7 +326,7 @@ class DiskTier:
         return lost
 
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
-        """Return the records that fit; where frames are short, give up pages that they replace."""
+        """Return the records that fit. If frames are scarce, give up pages that they replace."""
         free = self._frames.free
         if len(records) <= free:
             return list(records)
@@ -360,7 +362,7 @@ class DiskTier:
         return answers | self._name(places)
 
     def _name(self, places: Sequence[tuple[PageKey, Place]]) -> dict[PageKey, Answer]:
-        """Name the places of pages; the last ones give their room to a full index."""
+        """Write the rows of pages. If the index is full, the last pages give up their room."""
         answers: dict[PageKey, Answer] = {}
         while places:
             try:
@@ -385,7 +387,7 @@ class DiskTier:
                 if not self._closed:
                     yield
                     return
-        raise ClosedError(f"the disk tier of {self.path} is closed")
+        raise ClosedError(f"the disk tier of {self.path} is closed. Open the folder again.")
 
 
 def _disown(tier: weakref.ref[DiskTier]) -> None:

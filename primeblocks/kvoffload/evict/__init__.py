@@ -1,4 +1,4 @@
-"""Choices of the page that leaves a full tier: pure functions of a snapshot."""
+"""Policies that choose the page that leaves a full tier. Each is a pure function of a snapshot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Facts(Flag):
-    """Facts that a store keeps for the policy in use; recency is always kept."""
+    """The facts that a store keeps for a policy. It always keeps recency."""
 
     NONE = 0
     VERSIONS = auto()  # pages by policy version
@@ -40,11 +40,13 @@ class Facts(Flag):
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """The facts about one page of a tier. Its rollouts are the ledger's own set: only read it.
+    """The facts about one page of a tier.
 
     Args:
-        last_used: tick of the last save or load. Each of them is one tick.
-        rollouts: its users that have not ended; empty if all have ended, None if none was named.
+        key: the name of the page.
+        last_used: the tick of the last save or load. Each save or load is one tick.
+        rollouts: its users that have not ended. Empty if all have ended. None if users were never
+            named. This set is the ledger's own, so do not change it.
     """
 
     key: PageKey
@@ -54,13 +56,14 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A rollout that may come back, and the last of the pages that it alone uses.
+    """A rollout that may come back, and the last of the pages that only it uses.
 
     Args:
+        page: that last page.
         state: "runs", "waits" or "queues".
-        since: tick at which the state began.
-        position: place in the engine's queue, 0 next; 0 in other states.
-        expected_ticks: until it runs again, by running means.
+        since: the tick at which the state began.
+        position: its place in the engine's queue, from 0. 0 in other states.
+        expected_ticks: the expected ticks until it runs again, by running means.
     """
 
     page: Candidate
@@ -74,14 +77,15 @@ class Snapshot(NamedTuple):
     """A full tier, reduced to the pages that may have to leave.
 
     Args:
-        version: the policy's.
+        version: the current policy version.
+        tick: the current tick.
         oldest: the least recently used page of all.
         by_version: the least recently used page of each version. Needs `VERSIONS`.
         ended: the page whose last rollout ended first. Needs `ENDS`.
-        live: of the rollouts that run, or wait for one reason, the one that did so first; of the
-            queue, the last. Needs `STATES`.
+        live: the rollout that has run longest, the rollout that has waited longest for each
+            reason, and the last rollout of the queue. Needs `STATES`.
         shared: the least recently used page of several rollouts. Needs `ENDS`.
-        unnamed: the least recently used page of no rollout. Needs `ENDS`.
+        unnamed: the least recently used page without a named rollout. Needs `ENDS`.
     """
 
     version: int
@@ -95,11 +99,11 @@ class Snapshot(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A victim.
+    """The page that leaves.
 
     Args:
         page: one of the snapshot's candidates.
-        demote: whether it is worth a place in the next tier.
+        demote: whether to write the page to the next tier.
     """
 
     page: Candidate
@@ -107,9 +111,10 @@ class Choice(NamedTuple):
 
 
 class Evict(Protocol):
-    """A pure function of a snapshot.
+    """A policy: a pure function of a snapshot.
 
-    It declares the facts that it needs as an attribute `facts`; without one it sees recency alone.
+    Its attribute `facts` declares the facts that it needs. Without the attribute, the snapshot only
+    has recency.
     """
 
     def __call__(self, snapshot: Snapshot) -> Choice: ...
@@ -127,7 +132,7 @@ def _needs(facts: Facts) -> Callable[[Part], Part]:
 
 
 def facts_of(*policies: Callable[..., object]) -> Facts:
-    """Return the facts that policies, or parts of them, declare."""
+    """Return all facts that policies, or parts of policies, declare."""
     found = Facts.NONE
     for policy in policies:
         found |= getattr(policy, "facts", Facts.NONE)
@@ -138,7 +143,7 @@ _PROMPT = 8  # so much sooner, or later, than a page's age tells, is the next us
 
 
 def lru(snapshot: Snapshot) -> Choice:
-    """Choose the least recently used page of all; always worth the next tier. Pure."""
+    """Choose the least recently used page of all, and demote it. Pure."""
     return Choice(snapshot.oldest)
 
 
@@ -160,9 +165,10 @@ def ended(snapshot: Snapshot) -> Choice | None:
 
 @_needs(Facts.ENDS | Facts.STATES)
 def by_schedule(snapshot: Snapshot) -> Choice | None:
-    """Choose by the scheduler's state: who runs, then who waits, then the end of the queue. Pure.
+    """Choose by the scheduler's state. Pure.
 
-    The engine itself has the pages of those that run. Pages of no rollout count as waiting.
+    Pages of running rollouts leave first, because the engine has them. Then come pages of waiting
+    rollouts and pages without a rollout, then pages of the end of the queue.
     """
     far = {(_rank(live), -live.since, live.page.last_used): live.page for live in snapshot.live}
     if (page := snapshot.unnamed) is not None:
@@ -176,12 +182,12 @@ def _rank(live: Live) -> tuple[int, int]:
 
 @_needs(Facts.ENDS | Facts.STATES | Facts.WAITS)
 def by_waits(snapshot: Snapshot) -> Choice | None:
-    """Choose whose next run is farthest, by the running means of the waits. Pure.
+    """Choose the page that is needed last, by the running means of the waits. Pure.
 
-    Of rollouts that wait for the same reason, the one that has waited longest goes first. A page
-    without a rollout is expected after as long as it was not used, a page of several rollouts after
-    an eighth of that. A page of ended rollouts may be a prompt of the next rollout: it is expected
-    after eight times as long, and it is not demoted.
+    Among rollouts that wait for one reason, the rollout that has waited longest comes first. A page
+    without a rollout is expected after as long as it was unused. A page of several rollouts is
+    expected after an eighth of that time. A page of ended rollouts may be the prompt of a later
+    rollout. So it is expected after eight times as long, and is not demoted.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)
@@ -196,17 +202,18 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
 
 @dataclass(frozen=True)
 class VersionAware:
-    """A policy that evicts pages that no rollout will use first, then the least recently used.
+    """A policy that evicts useless pages first, then the least recently used page.
 
-    1. Pages of versions below `version - max_staleness`, the oldest version first: the trainer
-       refuses their rollouts. Not demoted.
-    2. Pages whose rollouts have all ended, in the order of the ends. Not demoted.
+    1. Pages of versions below `version - max_staleness` leave first, oldest version first, because
+       the trainer refuses their rollouts. They are not demoted.
+    2. Then come pages whose rollouts have all ended, in the order of the ends. They are not
+       demoted.
 
-    It guesses nothing about waits, so it loses to `lru` only where pages of ended rollouts are
-    asked for again.
+    The policy makes no guess about waits. It is worse than `lru` only if pages of ended rollouts
+    are loaded again.
 
     Args:
-        max_staleness: None to keep all versions.
+        max_staleness: the staleness up to which pages are kept. None keeps all versions.
 
     Raises:
         PlanError: `max_staleness` is negative.
@@ -224,19 +231,19 @@ class VersionAware:
 
 @dataclass(frozen=True)
 class RolloutAware:
-    """A policy that evicts what no rollout will use, then what is needed last.
+    """A policy that evicts useless pages first, then the page that is needed last.
 
-    1. Pages of versions below `version - max_staleness`, as `VersionAware`.
-    2. The page that is needed last: of those in the engine's queue by their place, of the others by
-       running means of what they wait for; of ended rollouts, as `by_waits` tells. Of a rollout it
-       is the last page, which is of no use without those before it.
+    1. Pages of versions below `version - max_staleness` leave first, as with `VersionAware`.
+    2. Then comes the page that is needed last. Queued rollouts are ordered by their place in the
+       queue, and others by the mean wait for their reason. `by_waits` describes the other pages.
+       The last page of a rollout leaves first, because it is useless without the pages before it.
 
-    It knows as much as it is told: who uses which page, `pause`, `queue`, `end`. Untold, it is
-    least recently used. A mean says little about waits with a heavy tail: there it falls to a third
-    of `lru`'s hits (`docs/kvoffload_eviction.md` has the cells).
+    The policy needs the `rollout` of each save and load, and `pause`, `queue` and `end`. Without
+    them it is `lru`. A mean says little about waits with a heavy tail. There the policy falls to a
+    third of the hits of `lru` (see `docs/kvoffload_eviction.md`).
 
     Args:
-        max_staleness: None to keep all versions.
+        max_staleness: the staleness up to which pages are kept. None keeps all versions.
 
     Raises:
         PlanError: `max_staleness` is negative.
@@ -258,4 +265,4 @@ def _old(snapshot: Snapshot, max_staleness: int | None) -> Choice | None:
 
 def _check(max_staleness: int | None) -> None:
     if max_staleness is not None and max_staleness < 0:
-        raise PlanError(f"max_staleness counts versions; got {max_staleness}")
+        raise PlanError(f"max_staleness counts versions; got {max_staleness}. Pass 0 or more.")

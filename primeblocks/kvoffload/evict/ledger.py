@@ -1,4 +1,4 @@
-"""The ledger of a tier: recency, versions, rollouts; each only if the policy declares it."""
+"""The ledger of a tier. It keeps recency, and the facts that the policy declares."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _REMEMBERS = 256
 
 
 class PageLedger:
-    """The facts behind a `Snapshot`, kept as pages come, are used and go.
+    """Keeps the facts behind a `Snapshot` while pages come, are used and leave.
 
-    A use costs O(1); a choice O(versions + reasons to wait); the end of a rollout O(its pages).
+    A use costs O(1). A choice costs O(versions + reasons to wait). The end of a rollout costs
+    O(its pages).
 
     Args:
-        evict: chooses the page that leaves; the facts that it declares are kept, beside recency.
-        keys: pages that are there already, oldest first.
-        remembers: rollouts without pages whose state is kept.
+        evict: the policy. The ledger keeps recency and the facts that the policy declares.
+        keys: the pages that the tier already has, oldest first.
+        remembers: for how many rollouts without pages the state is kept.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class PageLedger:
         by: Iterable[Hashable] | None = None,
         front: bool = False,
     ) -> None:
-        """Note that the page is there and was just used, by these rollouts.
+        """Note that the tier has the page, and that these rollouts just used it.
 
         Args:
-            by: those of them that used it now; None if all did.
-            front: the page was not used but demoted, after the pages behind it.
+            by: the rollouts that used it now. None if all did.
+            front: the page was demoted and not used. The pages behind it came before.
         """
         self._tick += 1
         self._pages[key] = self._tick
@@ -80,7 +81,7 @@ class PageLedger:
             self._rollouts.pause(rollout, reason, tick=self._tick)
 
     def resume(self, rollout: Hashable) -> None:
-        """Note that a rollout writes again."""
+        """Note that a rollout runs again."""
         if Facts.STATES in self._facts:
             self._rollouts.run(rollout, tick=self._tick)
 
@@ -94,14 +95,14 @@ class PageLedger:
         return tuple(self._users.get(key, ()))
 
     def end(self, rollout: Hashable) -> None:
-        """End a rollout, which asks for no more pages; unknown ones are ignored."""
+        """End a rollout, which loads no more pages. Unknown rollouts are ignored."""
         for key in reversed(self._rollouts.end(rollout)):
             self._users[key].discard(rollout)
             # A page that is one rollout's now was part of its prompt.
             self._shelve(key, front=True)
 
     def remove(self, key: PageKey) -> None:
-        """Remove a page that is gone; unknown keys are ignored."""
+        """Remove a page that left the tier. Unknown keys are ignored."""
         if self._pages.pop(key, None) is None:
             return
         if self._by_version and (version := key.version) in self._by_version:
@@ -172,7 +173,7 @@ class PageLedger:
                 self._rollouts.run(name, tick=self._tick)
 
     def _shelve(self, key: PageKey, *, front: bool) -> None:
-        """Put the page last in its sort; pages of one rollout stay in order of arrival."""
+        """Put the page last among its kind. Pages of one rollout stay in order of arrival."""
         users, owner = self._users.get(key), None
         if users is None:
             shelf = self._unnamed

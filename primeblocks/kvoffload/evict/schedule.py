@@ -31,12 +31,12 @@ class _Rollout:
 
 
 class Schedule:
-    """Rollouts by state, in the order in which they came to it, and the means of their waits.
+    """The rollouts by state, in the order in which they entered it, and the means of their waits.
 
-    Those that run are in the order of their last use.
+    Running rollouts are in the order of their last use.
 
     Args:
-        remember: number of rollouts without pages whose state is kept.
+        remember: for how many rollouts without pages the state is kept.
     """
 
     def __init__(self, *, remember: int) -> None:
@@ -50,7 +50,7 @@ class Schedule:
         self._served = 0  # tick of the last service, or of the first in an empty queue
 
     def own(self, name: Hashable) -> Keys:
-        """Return the pages that it alone uses, first page first. Call `settle` after a change."""
+        """Return the pages that only it uses, first page first. Call `settle` after a change."""
         return self._all[name].own
 
     def settle(self, name: Hashable) -> None:
@@ -76,7 +76,7 @@ class Schedule:
         self._bare.pop(name, None)
 
     def leave(self, name: Hashable, key: PageKey) -> None:
-        """Note that a page of the rollout is gone."""
+        """Note that a page of the rollout left."""
         rollout = self._all[name]
         del rollout.pages[key]
         if not rollout.pages:
@@ -96,7 +96,7 @@ class Schedule:
         self._move(name, rollout, _RUNS, tick=tick)
 
     def pause(self, name: Hashable, reason: Hashable, *, tick: int) -> None:
-        """Note that the rollout waits for `reason`. Who waits already does so since it began."""
+        """Note that the rollout waits for `reason`. A wait that has begun keeps its start."""
         rollout = self._found(name, tick)
         if not rollout.pages:
             self._keep_bare(name)
@@ -106,7 +106,7 @@ class Schedule:
             self._move(name, rollout, ("waits", reason), tick=since)
 
     def queue(self, names: Sequence[Hashable], *, tick: int) -> None:
-        """Note the engine's queue; those that are in it no longer, and do not wait, run."""
+        """Note the engine's queue. Rollouts that left the queue and do not wait now run."""
         before, self._queue = self._queue, {name: place for place, name in enumerate(names)}
         served = [name for name in before if name not in self._queue]
         for name in served:
@@ -134,7 +134,7 @@ class Schedule:
         return list(rollout.pages)
 
     def live(self, candidate: Callable[[PageKey], Candidate], *, tick: int) -> list[Live]:
-        """Return the rollout that came first to each lane, and the last of the queue."""
+        """Return the first rollout of each lane, and the last of the queue."""
         names = [next(iter(lane)) for lane in self._lanes.values()]
         while self._tail and not self._queues(self._tail[-1]):
             self._tail.pop()
@@ -192,7 +192,7 @@ class _Mean:
 class Waits:
     """Means of the waits for each reason, and of the time between two services of the queue.
 
-    Times are in ticks, the saves and loads of the tier, which is what its pages compete in.
+    Times are in ticks. A tick is one save or load of the tier.
     """
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class Waits:
         self._service.add(ticks)
 
     def service(self, position: int) -> float:
-        """Return the ticks until so many have been served."""
+        """Return the ticks until the given number of rollouts has been served."""
         return position * self._service.value
 
     def expected(self, reason: Hashable, *, age: int, queue: int, runs: bool = False) -> float:

@@ -105,7 +105,7 @@ class Wiring:
         sharded = [name for name, spec in held.items() if not spec.layout.is_whole]
         if missing or sharded:
             raise PlanError(
-                f"move() got {len(sharded)} sharded tensors and lacks {len(missing)}, such as "
+                f"{len(missing)} tensors are missing and {len(sharded)} sharded, first "
                 f"{(missing + sharded)[0]!r}. Pass whole tensors, or use map() for shards."
             )
         return {name: self._made(name, tensors) for name in self.targets}

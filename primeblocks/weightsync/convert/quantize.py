@@ -48,8 +48,7 @@ class Quantize:
     def __post_init__(self) -> None:
         if min(self.tile, default=0) < 1:
             raise PlanError(
-                f"Quantize needs a tile of positive sizes; got tile={self.tile}. "
-                "For example, pass (128, 128)."
+                f"Quantize needs positive tiles; got tile={self.tile}. Pass for example (128, 128)"
             )
 
     def describe(self, held: Manifest) -> Manifest:
@@ -140,6 +139,6 @@ class Quantize:
     def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             raise ShapeError(
-                f"encode returned {name!r} as {tensor.dtype} {tuple(tensor.shape)}; Quantize "
-                f"declares {dtype} {shape}. Make both equal."
+                f"encode gave {name!r} as {tensor.dtype} {tuple(tensor.shape)}; "
+                f"declared was {dtype} {shape}. Match the recipe and the declaration."
             )

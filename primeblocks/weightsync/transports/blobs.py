@@ -1,8 +1,13 @@
-"""Full versions as buffers: each a file on a disk, or memory of the owner that a link names.
+"""Full versions as buffers. Each is a file on a disk, or memory of the owner that a link names.
 
-Memory has a descriptor and no name: other processes of this user open it through /proc. Its size
-never changes. Once its maker has sealed it, nobody can write to it, save through mappings that were
-made before.
+Memory has a descriptor and no path. Other processes of this user open it through /proc. Its size
+never changes. A buffer of memory goes through these states:
+
+- `make`: the owner reserves the memory, and trainer ranks write through shared mappings.
+- `seal`: the owner seals it before the commit. From then on only the existing mappings can write.
+- `lease`: a reader holds it by a shared flock, which ends with the reader's process.
+- `reuse`: the owner writes the next version into a retired buffer that has no reader.
+- `drop`: the owner removes it. A reader that holds the buffer keeps it.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ def allocate(name: str, size_bytes: int) -> int:
     """Return the descriptor of new memory, all of it reserved. Only this user may open it.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is not enough memory.
     """
     # Nothing else bounds anonymous memory: reserving too much would end in the kernel's OOM killer.
     with open("/proc/meminfo") as file:
@@ -61,11 +66,11 @@ def allocate(name: str, size_bytes: int) -> int:
 
 
 def open_of(pid: int, fd: int, name: str, flags: int) -> int:
-    """Open memory of another process by its descriptor there, and by its name.
+    """Open memory of another process, given its descriptor in that process and its name.
 
     Raises:
-        TransferError: that process is gone, or closed it, or cannot be seen from here.
-        UnsupportedError: this process may not open it.
+        TransferError: the other process has ended, has closed the memory, or cannot be seen.
+        UnsupportedError: this process may not open the memory.
     """
     path = f"/proc/{pid}/fd/{fd}"
     gone = TransferError(
@@ -76,7 +81,7 @@ def open_of(pid: int, fd: int, name: str, flags: int) -> int:
         opened = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except PermissionError as error:
         raise UnsupportedError(
-            f"{path} may not be opened: {error}. Trainer and engine must run as one user."
+            f"{path} may not be opened: {error}. Run trainer and engine as one user."
         ) from error
     except OSError as error:
         raise gone from error
@@ -88,7 +93,7 @@ def open_of(pid: int, fd: int, name: str, flags: int) -> int:
 
 
 def mapped(fd: int, size_bytes: int, *, shared: bool) -> UInt8[Tensor, " bytes"]:
-    """Map an open file as a tensor; without `shared`, what is written to it stays here."""
+    """Map an open file as a tensor. Without `shared`, writes stay in this process."""
     # mmap.mmap keeps a duplicate of the descriptor, and with it a lock.
     with torch.inference_mode(False):
         if sys.platform.startswith("linux"):
@@ -98,7 +103,7 @@ def mapped(fd: int, size_bytes: int, *, shared: bool) -> UInt8[Tensor, " bytes"]
 
 
 class DiskBlobs:
-    """Buffers as files, a new one for each version. Raises as `MemoryBlobs`.
+    """Buffers as files, with a new file for each version. Raises as `MemoryBlobs`.
 
     Args:
         user: as in `PrivatePlace`.
@@ -132,17 +137,18 @@ class DiskBlobs:
         size = os.fstat(lease.fd).st_size
         if size != size_bytes:
             lease.close()
-            raise CorruptionError(f"{path} has {size} bytes; {size_bytes} were sent")
+            raise CorruptionError(
+                f"{path} has {size} bytes; {size_bytes} were sent. Publish again."
+            )
         return lease
 
 
 class MemoryBlobs:
-    """Buffers in memory of the owner, sealed once written; a path links to a descriptor in /proc.
+    """Buffers in memory of the owner. A path links to each buffer's descriptor in /proc.
 
-    A retired one becomes the next where no reader holds it: touching fresh pages costs more than
-    copying into known ones. Readers hold one by a shared flock, which ends with their process.
-    Writers and readers keep their mappings: mapping a gigabyte again costs as much as several
-    copies of it.
+    The head of this file describes their states. A retired buffer is reused, because fresh pages
+    cost more than a copy into touched pages. Writers and readers keep their mappings, because
+    mapping a gigabyte again costs as much as several copies of it.
     """
 
     def __init__(self) -> None:
@@ -154,10 +160,10 @@ class MemoryBlobs:
         self.close = weakref.finalize(self, _close_all, self._owned, self._written, self._read)
 
     def make(self, path: Path, size_bytes: int) -> None:
-        """Owner: reserve one.
+        """Owner: reserve a buffer.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is not enough memory.
         """
         fd = allocate(_name(path), size_bytes)
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -165,7 +171,7 @@ class MemoryBlobs:
         path.symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
 
     def reuse(self, old: Path, new: Path, size_bytes: int) -> bool:
-        """Owner: make one of another that nobody holds; return whether that could be done."""
+        """Owner: turn an old buffer without readers into a new one. Return whether that worked."""
         fd = self._owned.get(old.name, -1)
         if fd < 0 or fd in self._fixed or os.fstat(fd).st_size != size_bytes:
             return False
@@ -178,11 +184,11 @@ class MemoryBlobs:
         return True
 
     def writable(self, path: Path, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Writer: return one that was not finished, to be written to in place.
+        """Writer: return an unsealed buffer, to write to in place.
 
         Raises:
-            FileNotFoundError: there is none.
-            TransferError: it has another size, or this process may not write to it.
+            FileNotFoundError: the buffer does not exist.
+            TransferError: the buffer has another size, or this process may not write to it.
         """
         fd = open_of(*_target(path), _name(path), os.O_RDWR)
         try:
@@ -193,7 +199,7 @@ class MemoryBlobs:
                 if _is_sealed(fd):
                     raise TransferError(
                         f"{path} was written before this rank began to write. Publish again: the "
-                        "next version lies in new memory."
+                        "next version gets new memory."
                     )
                 self._written[found.st_ino] = mapped(fd, size_bytes, shared=True)
             return self._written[found.st_ino]
@@ -201,7 +207,7 @@ class MemoryBlobs:
             os.close(fd)
 
     def seal(self, path: Path) -> None:
-        """Owner: let nobody write to one any more, save through existing mappings.
+        """Owner: forbid all writes to a buffer except through existing mappings.
 
         Raises:
             UnsupportedError: the kernel is older than Linux 5.1.
@@ -216,7 +222,7 @@ class MemoryBlobs:
         fcntl.flock(self._owned[path.name], fcntl.LOCK_UN)
 
     def drop(self, path: Path) -> None:
-        """Owner: remove one, if it is there. Readers that hold it keep it."""
+        """Owner: remove a buffer if it exists. A reader that holds the buffer keeps it."""
         path.unlink(missing_ok=True)
         fd = self._owned.pop(path.name, -1)
         if fd >= 0:
@@ -224,19 +230,19 @@ class MemoryBlobs:
         self._fixed.discard(fd)
 
     def abort(self, path: Path) -> None:
-        """Owner: remove one that was not finished; a rank that hangs may still write to it."""
+        """Owner: remove an unfinished buffer. A rank that hangs may still write to it."""
         if path.name in self._owned:
             self.drop(path)
             # A writer may have no mapping of the others, and would get none.
             self._fixed = set(self._owned.values())
 
     def lease(self, path: Path, size_bytes: int) -> SealedLease:
-        """Reader: hold one that was finished.
+        """Reader: hold a finished buffer.
 
         Raises:
-            FileNotFoundError, BlockingIOError: it is gone, or another one's by now.
-            TransferError: its owner is gone.
-            CorruptionError: it has another size, or may still be written to.
+            FileNotFoundError, BlockingIOError: the buffer was removed, or reused for a new version.
+            TransferError: the owner has ended.
+            CorruptionError: the buffer has another size, or may still be written to.
         """
         target = _target(path)
         try:
@@ -249,7 +255,9 @@ class MemoryBlobs:
                 raise FileNotFoundError(f"{path} is another one by now")
             found = os.fstat(hold.fd)
             if found.st_size != size_bytes:
-                raise CorruptionError(f"{path} has {found.st_size} bytes; {size_bytes} were sent")
+                raise CorruptionError(
+                    f"{path} has {found.st_size} bytes; {size_bytes} were sent. Publish again."
+                )
             if not _is_sealed(hold.fd):
                 raise CorruptionError(f"{path} may still be written to. Publish again.")
         except BaseException:
@@ -271,7 +279,7 @@ def check_size(path: Path, found: int | None, size_bytes: int) -> None:
     """Refuse to write to a blob of another size.
 
     Raises:
-        TransferError: it has one.
+        TransferError: the blob has another size.
     """
     if found != size_bytes:
         raise TransferError(
@@ -288,7 +296,7 @@ def _close_all(owned: dict[str, int], *mappings: dict[int, Any]) -> None:
 
 
 def _forget_unlinked(mappings: dict[int, Any], directory: Path) -> None:
-    """Drop the mappings of memory that no link names any more."""
+    """Drop the mappings of memory whose link was removed."""
     inodes = set()
     with suppress(FileNotFoundError):
         for path in directory.iterdir():
@@ -304,17 +312,17 @@ def _is_sealed(fd: int) -> bool:
 
 
 def _name(path: Path) -> str:
-    """Return the name of memory whose link lies in this directory, whose name ends at random."""
+    """Return the name of memory whose link is in this directory. It ends in random digits."""
     return f"primeblocks-{path.parent.name[-16:]}"
 
 
 def _target(path: Path) -> tuple[int, int]:
-    """Return the process, and its descriptor, that a link of this user names."""
+    """Return the process and the descriptor that a link of this user names."""
     found = path.lstat()
     link = _LINK.fullmatch(os.readlink(path)) if stat.S_ISLNK(found.st_mode) else None
     if link is None or found.st_uid != os.geteuid():
         raise UsageError(
             f"{path} is not opened: it belongs to user {found.st_uid}, or is no link to memory of "
-            "its owner. Remove it."
+            "its owner. Remove this path."
         )
     return int(link[1]), int(link[2])

@@ -1,4 +1,4 @@
-"""A torch Store with deadlines, in which processes leave each other notes; those of one sync."""
+"""Notes that processes leave each other in a torch Store, with deadlines, and those of one sync."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ T = TypeVar("T")
 
 
 class Board:
-    """Keys of one store under a prefix. Every call ends by its deadline (time.monotonic).
+    """The keys of one store under a prefix. Every call ends by its deadline (time.monotonic).
 
-    Each call runs in a thread of its own: a store that hangs would keep its caller for ever, for
-    its calls have no deadline that it always meets. A call made at the deadline or later waits a
-    second for the store to answer. While a call hangs, no other is made beside it: the next one
-    waits for it, until its own deadline and no second longer.
+    Each call runs in a thread of its own, because a store that hangs would block its caller for
+    ever. A call made at its deadline or later still gives the store one second to answer. While a
+    call hangs, the next call waits for it, until its own deadline.
 
     Raises:
-        TransferError: every method does, where the store is gone or does not answer in time.
+        TransferError: raised by every method if the store fails or does not answer in time.
     """
 
     def __init__(self, store: dist.Store, prefix: str) -> None:
@@ -43,7 +42,7 @@ class Board:
         self._hanging: threading.Thread | None = None
 
     def add(self, key: str, amount: int, *, deadline: float) -> int:
-        """Add to a number and return it."""
+        """Add to a number, and return the sum."""
         return self.call(lambda: self._store.add(self._key(key), amount), deadline=deadline)
 
     def post(self, key: str, text: str, *, deadline: float) -> None:
@@ -51,11 +50,11 @@ class Board:
         self.call(lambda: self._store.set(self._key(key), text), deadline=deadline)
 
     def post_first(self, key: str, text: str, *, deadline: float) -> str:
-        """Write a note unless there is one; return the one that stands: the first."""
+        """Write a note unless the key has one. Return the note that the key has now."""
         return self.replace(key, "", text, deadline=deadline)
 
     def read_any(self, keys: Sequence[str], *, deadline: float) -> tuple[str, str] | None:
-        """Wait for the first of some notes; return its key and text, or None at the deadline."""
+        """Wait for the first of several notes. Return its key and text, or None at the deadline."""
 
         def look() -> tuple[str, str] | None:
             while True:
@@ -69,7 +68,7 @@ class Board:
         return self.call(look, deadline=deadline)
 
     def look(self, key: str, *, deadline: float) -> str | None:
-        """Read a note that is there now; None where there is none."""
+        """Return a note without waiting, or None if the key has none."""
 
         def there() -> str | None:
             if not self._store.check([self._key(key)]):
@@ -79,20 +78,20 @@ class Board:
         return self.call(there, deadline=deadline)
 
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> str:
-        """Write over a note if it is still the old one; return the one that stands."""
+        """Replace a note if it still equals `old`. Return the note that the key has now."""
         said = self.call(
             lambda: self._store.compare_set(self._key(key), old, new), deadline=deadline
         )
         return said.decode(errors="replace")
 
     def read(self, key: str, *, deadline: float) -> str | None:
-        """Wait for a note; None at the deadline."""
+        """Wait for a note, and return it, or None at the deadline."""
         found = self.read_any([key], deadline=deadline)
         return None if found is None else found[1]
 
     def call(self, work: Callable[[], T], *, deadline: float) -> T:
-        """Do work that waits in the store."""
-        late = TransferError("the store does not answer in time")
+        """Run `work`, which may wait in the store, in a thread."""
+        late = TransferError("the store does not answer in time. Is its host alive?")
         if self._hanging is not None:
             self._hanging.join(max(0.0, deadline - time.monotonic()))
             if self._hanging.is_alive():
@@ -123,27 +122,33 @@ class Board:
 
 
 class Go(NamedTuple):
-    """Rank 0's word once all have come: a delta to `base`, or that nothing is sent, and why."""
+    """The decision to begin: with a delta to `base`, or in full without a base.
+
+    If `error` is given, the sync was called off for this reason, and no weights are sent.
+    """
 
     base: int | None
     error: str
 
 
 class Transaction:
-    """Notes of one sync under its number: who came, what is sent, the decision that all follow.
+    """The notes of one sync: its readers, its sizes and digests, and the decision.
 
-    Every method raises TransferError where the store fails.
+    The head of `group.py` draws the states. Every method raises TransferError if the store fails.
     """
 
     def __init__(self, board: Board, number: int, *, rank: int) -> None:
         self.number, self._board, self._rank = number, board, rank
 
     def post(self, key: str, value: Any, *, deadline: float) -> None:
-        """Leave a note."""
+        """Write a note of this sync."""
         self._board.post(self._key(key), json.dumps(value), deadline=deadline)
 
     def read_begun(self, *, deadline: float) -> dict[str, Any] | None:
-        """Reader: return what will be sent; {} if it was called off, None at the deadline."""
+        """Reader: return the version and the plan of the sync.
+
+        Returns {} if the sync was called off, and None at the deadline.
+        """
         found = self._first_of("go", "begun", deadline=deadline)
         if found is None:
             return None
@@ -154,53 +159,58 @@ class Transaction:
             return {"version": check_version(begun["version"]), "plan": str(begun["plan"])}
 
     def read_join(self, reader: int, *, deadline: float) -> int | None:
-        """Rank 0: wait for a reader; return the version that it holds.
+        """Rank 0: wait for a reader, and return the version that it holds.
 
         Raises:
-            TransferError: it did not come, or a rank called the transaction off.
+            TransferError: the reader did not join, or a rank called the sync off.
         """
         found = self._first_of("go", f"join/{reader}", deadline=deadline)
         if found is None:
-            raise TransferError(f"reader {reader} did not ask in time")
+            raise TransferError(
+                f"reader {reader} did not ask in time. It must call receive() during a publish."
+            )
         if found[0] == "go":
             raise TransferError(_go(found[1]).error)
         with as_corruption("a note of the group"):
             return _version(json.loads(found[1]))
 
     def go(self, base: int | None, *, deadline: float) -> Go:
-        """Rank 0: begin, if nobody called it off. Returns the word that stands."""
+        """Rank 0: begin, unless a rank called the sync off. Returns the decision that stands."""
         return self._first_go(Go(base, ""), deadline)
 
     def call_off(self, error: str, *, deadline: float) -> Go:
-        """End it if it did not begin; the group can still be used. Returns the word that stands."""
+        """Call the sync off, unless it has begun. Returns the decision that stands.
+
+        The group can still be used.
+        """
         return self._first_go(Go(None, error), deadline)
 
     def read_go(self, *, deadline: float) -> Go | None:
-        """Reader: wait until it begins or is called off; None at the deadline."""
+        """Reader: wait until the sync begins or is called off. Returns None at the deadline."""
         found = self._first_of("go", deadline=deadline)
         return None if found is None else _go(found[1])
 
     def read_or_abort(self, key: str, *, deadline: float) -> Any:
-        """Wait for a note, unless the transaction is aborted.
+        """Wait for a note, unless the sync is aborted.
 
         Raises:
-            DeadlineError: there was none in time.
-            TransferError: the transaction was aborted.
+            DeadlineError: the note was not written in time.
+            TransferError: the sync was aborted.
         """
         found = self._first_of("decision", key, deadline=deadline)
         if found is None:
-            raise DeadlineError(f"waited for the {key} in vain")
+            raise DeadlineError(f"waited for the {key} in vain: it did not come in time")
         if found[0] == "decision":
             raise TransferError(found[1])
         with as_corruption("a note of the group"):
             return json.loads(found[1])
 
     def abort(self, why: str, *, deadline: float) -> str:
-        """Decide that no rank loads it, and return the decision that stands: the first."""
+        """Decide that no rank loads the version. Returns the decision that stands: the first."""
         return self._decide(f"{_ABORT}: {why}", deadline)
 
     def vote(self, voters: int, *, deadline: float) -> None:
-        """Reader: say that this rank has it all. The last of `voters` decides to commit."""
+        """Reader: report that this rank has the version. The last of `voters` commits."""
         votes = self._board.add(self._key("votes"), 1, deadline=deadline)
         if votes == voters:
             # No rank has to live longer than its own part.
@@ -209,8 +219,8 @@ class Transaction:
     def finish(self, last_step: Callable[[], None], *, deadline: float) -> None:
         """Do this rank's last step before the decision, and wait for the decision.
 
-        A rank whose step fails, or that waits in vain, decides to abort. The first decision stands:
-        it may be to commit, because the store took the step and lost only the answer.
+        A rank whose step or wait fails decides to abort. The first decision stands. It may be to
+        commit, if the store did the step and only lost the answer.
 
         Raises:
             TransferError: the decision is not to commit.
@@ -252,10 +262,10 @@ def _version(value: Any) -> int | None:
 
 
 def store_spec(store: dist.Store) -> dict[str, Any]:
-    """Return what opens it in another process. JSON-able.
+    """Return the arguments that open a store in another process. JSON-able.
 
     Raises:
-        UnsupportedError: it lives in this process, or does not say where it is.
+        UnsupportedError: only this process can use the store, or its address is unknown.
     """
     match store:
         case dist.FileStore():
@@ -265,7 +275,7 @@ def store_spec(store: dist.Store) -> dict[str, Any]:
             return {"kind": "tcp_store", "host": store.host, "port": store.port}
     raise UnsupportedError(
         f"a {type(store).__name__} cannot be opened in another process. Pass a TCPStore, or a "
-        "FileStore on a disk that all share."
+        "FileStore on a disk that all processes share."
     )
 
 
@@ -278,7 +288,7 @@ def tcp_store(host: str, port: int) -> dist.Store:
     """Open a store that another process hosts.
 
     Raises:
-        TransferError: it does not answer.
+        TransferError: the store does not answer.
     """
     patience = timedelta(seconds=_OPEN_S)
     try:
@@ -286,6 +296,6 @@ def tcp_store(host: str, port: int) -> dist.Store:
     except RuntimeError as error:
         text = str(error).splitlines()[0][:200]
         raise TransferError(
-            f"no store answers at {host}:{port}: {text}. Host it where engines reach it, under a "
-            "name that they know."
+            f"no store answers at {host}:{port}: {text}. Host the store where engines can reach "
+            "it, under an address that they know."
         ) from error

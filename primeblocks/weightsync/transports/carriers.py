@@ -1,9 +1,9 @@
-"""Carriers of packed buffers: their protocol, handles of memory, and a wire of one-sided reads.
+"""Carriers of packed buffers: their protocol, handles of memory, and wires for one-sided reads.
 
-Handles let other processes of the host open a buffer where it lies. On the CPU a buffer is
-anonymous shared memory, found through /proc; torch's own handles of CPU tensors are each for one
-reader, which opens it once. On a GPU it is CUDA IPC through torch's handles: that half has run on
-one GPU, between two processes. `tcp_wire` and `adapters.nixl` have wires.
+With a handle, other processes of the host open a buffer in place. A CPU buffer is anonymous shared
+memory, which they find through /proc. torch's own handles of CPU tensors serve one reader only. A
+GPU buffer is opened by CUDA IPC with torch's handles. That part ran on one GPU, between two
+processes. `tcp_wire` and `adapters.nixl` have wires.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DEVICE = 6  # Of the arguments of rebuild_cuda_tensor: what follows it is bytes
 
 
 class Shared(NamedTuple):
-    """A buffer of this process, and what others need to reach it. JSON-able."""
+    """A buffer of this process, and the note by which other processes reach it. JSON-able."""
 
     buffer: UInt8[Tensor, " bytes"]
     note: Mapping[str, Any]
@@ -59,7 +59,7 @@ class Span(NamedTuple):
 
 
 class OpenedSpans(NamedTuple):
-    """Spans that were fetched: in a buffer of this process, or where their writer may write."""
+    """Fetched spans. If not `is_own`, they are in the writer's buffer, where they may change."""
 
     parts: Sequence[UInt8[Tensor, " bytes"]]
     is_own: bool
@@ -67,50 +67,52 @@ class OpenedSpans(NamedTuple):
 
 
 def noted(note: Mapping[str, Any], key: str) -> int:
-    """Return a number of a note, which somebody else has written.
+    """Return a number from a note that another process has written.
 
     Raises:
-        CorruptionError: there is none.
+        CorruptionError: the note has no such number.
     """
     value = note.get(key) if isinstance(note, Mapping) else None
     if is_count(value):
         return value
-    raise CorruptionError(f"the note of a buffer cannot be read: {str(note)[:100]!r}")
+    raise CorruptionError(
+        f"the note of a buffer cannot be read: {str(note)[:100]!r} has no {key!r}. Publish again."
+    )
 
 
 class Carrier(Protocol):
-    """Buffers of this process, and reads of those of others."""
+    """Makes buffers in this process, and fetches spans from buffers of other processes."""
 
     def spec(self) -> dict[str, Any]:
-        """Return what opens its reading end in another process. JSON-able."""
+        """Return the arguments that open its reading end in another process. JSON-able."""
         ...
 
     def make(self, size_bytes: int) -> Shared:
         """Return a new buffer.
 
         Raises:
-            CapacityError: there is no memory for it.
+            CapacityError: there is not enough memory.
         """
         ...
 
     def drop(self, shared: Shared) -> None:
-        """Let nobody else reach a buffer from now on."""
+        """Make a buffer unreachable for other processes."""
         ...
 
     def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
-        """Return spans of others' buffers, in order.
+        """Return spans of other processes' buffers, in order.
 
         Args:
-            again: whether more will be fetched from the same buffers, or as much of others.
+            again: whether to keep what a later fetch of the same buffers or sizes can reuse.
 
         Raises:
-            TransferError: a process is gone, or has let go of its buffer.
-            DeadlineError: they were not fetched in time.
+            TransferError: a process has ended, or has dropped its buffer.
+            DeadlineError: the spans were not fetched in time.
         """
         ...
 
     def close(self) -> None:
-        """Let go of everything. Twice is fine."""
+        """Release all buffers. Idempotent."""
         ...
 
 
@@ -126,12 +128,12 @@ def starts_of(
 
 
 class HandleCarrier:
-    """A `Carrier` whose reader gets the bytes where they lie. Each buffer is opened once.
+    """A `Carrier` whose reader opens the buffers in place. Each buffer is opened once.
 
-    On a GPU, close engines' ends before the trainer's: their memory is the trainer's.
+    On a GPU, close the engines' ends before the trainer's, because they use its memory.
 
     Args:
-        device: the device of this process's buffers. Engines follow.
+        device: the device of this process's buffers. Engines use the device of the trainer.
 
     Raises:
         UnsupportedError: the device cannot be used.
@@ -141,10 +143,12 @@ class HandleCarrier:
         self._device = torch.device(device)
         if self._device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
-                f"no handles of memory on {device}; pass a CUDA device, or the CPU"
+                f"no handles of memory on {device}. Pass a CUDA device, or device='cpu'."
             )
         if self._device.type == "cuda" and not torch.cuda.is_available():
-            raise UnsupportedError(f"{device}, and torch sees no GPU. Pass device='cpu'.")
+            raise UnsupportedError(
+                f"got device={str(device)!r}, and torch sees no GPU. Pass device='cpu'."
+            )
         self._ends: dict[str, weakref.finalize[..., HandleCarrier]] = {}
         self._opened: dict[str, UInt8[Tensor, " bytes"]] = {}
 
@@ -167,12 +171,12 @@ class HandleCarrier:
         except (OSError, torch.OutOfMemoryError) as error:
             self._end(token)
             raise CapacityError(
-                f"no {size_bytes:,} bytes on {self._device} for packed weights: {error}. A trainer "
-                "rank needs twice the bytes that it sends."
+                f"no {size_bytes:,} bytes on {self._device} for packed weights: {error}. Free "
+                "memory: a trainer rank needs twice the bytes that it sends."
             ) from error
 
     def drop(self, shared: Shared) -> None:
-        """Let nobody else open a buffer. On the CPU, readers that did keep its memory."""
+        """Make a buffer unreachable. On the CPU, readers that opened it keep its memory."""
         self._end(shared.note["token"])
 
     def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
@@ -183,7 +187,7 @@ class HandleCarrier:
             opened[token] = _opened(note) if kept is None else kept
         parts = [opened[_token(note)][start : start + size] for note, start, size in spans]
         if any(len(part) != span.bytes for part, span in zip(parts, spans, strict=True)):
-            raise CorruptionError("a buffer is smaller than its note says")
+            raise CorruptionError("a buffer is smaller than its note says. Publish again.")
         if again:
             self._keep(opened)
         gpus = {part.device for part in parts if part.device.type == "cuda"}
@@ -205,7 +209,7 @@ class HandleCarrier:
             end()
 
     def _keep(self, opened: Mapping[str, Tensor]) -> None:
-        """Keep these open, and as many that were opened before: a rank's buffers take turns."""
+        """Keep these open, and as many opened before, because a rank's buffers take turns."""
         for token, buffer in opened.items():
             self._opened.pop(token, None)
             self._opened[token] = buffer
@@ -214,7 +218,7 @@ class HandleCarrier:
 
 
 class Read(NamedTuple):
-    """Bytes of a buffer of another process, and their destination: a buffer shared here."""
+    """Bytes of another process's buffer, and their target: a buffer that this process shared."""
 
     note: Mapping[str, Any]
     start: int
@@ -222,38 +226,42 @@ class Read(NamedTuple):
 
 
 class Wire(Protocol):
-    """A reader of other processes' memory. Each process has its own; `adapters.nixl` has one."""
+    """Reads the memory of other processes. Each process has a wire of its own.
+
+    `TcpWire` and `adapters.nixl.NixlWire` are wires.
+    """
 
     def spec(self) -> dict[str, Any]:
-        """Return what opens the reading end in another process. JSON-able."""
+        """Return the arguments that open the reading end in another process. JSON-able."""
         ...
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Register a buffer, and return what others need to read from it. JSON-able."""
+        """Register a buffer, and return the note by which others read from it. JSON-able."""
         ...
 
     def unshare(self, buffer: Tensor) -> None:
-        """Deregister a buffer. Nobody reads it any more, or their reads are refused."""
+        """Deregister a buffer. Later reads of the buffer are refused."""
         ...
 
     def read(self, reads: Sequence[Read], *, deadline: float) -> None:
         """Do all reads.
 
         Raises:
-            TransferError: the other process is gone.
-            DeadlineError: they were not done in time.
+            TransferError: the other process has ended.
+            DeadlineError: the reads were not done in time.
         """
         ...
 
     def close(self) -> None:
-        """Let go of everything. Twice is fine."""
+        """Release all buffers. Idempotent."""
         ...
 
 
 class WireCarrier:
-    """A `Carrier` whose reader copies what it wants into one registered buffer of its own.
+    """A `Carrier` whose reader copies the spans into one registered buffer of its own.
 
     Args:
+        wire: this process's wire.
         device: the device of this process's buffers.
     """
 
@@ -308,18 +316,18 @@ def _token(note: Mapping[str, Any]) -> str:
 
 
 def _opened(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
-    """Open the buffer of another process, shared. On the CPU, writing to it harms the writer only.
+    """Open the buffer of another process. On the CPU, writes to it stay in this process.
 
     Raises:
-        TransferError: its process is gone, or closed it.
-        UnsupportedError: it is on a GPU that this process does not see.
+        TransferError: the process has ended, or has closed the buffer.
+        UnsupportedError: the buffer is on a GPU that this process does not see.
     """
     if "cuda" in note:
         return _open_cuda(note)
     fd = open_of(noted(note, "pid"), noted(note, "fd"), _name(_token(note)), os.O_RDONLY)
     try:
         if os.fstat(fd).st_size != note["bytes"]:  # Beyond its end is a SIGBUS.
-            raise CorruptionError("a buffer has another size than its note says")
+            raise CorruptionError("a buffer has another size than its note says. Publish again.")
         return mapped(fd, note["bytes"], shared=False)
     finally:
         os.close(fd)
@@ -335,8 +343,8 @@ def _open_cuda(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
     seen = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     if note["uuid"] not in seen:
         raise UnsupportedError(
-            f"the weights are on GPU {note['uuid']}, this process sees {seen}. Make it visible, "
-            "or use SharedMemoryTransport."
+            f"the weights are on GPU {note['uuid']}, this process sees {seen}. Make that GPU "
+            "visible, or use SharedMemoryTransport."
         )
     handle = [bytes.fromhex(arg) if isinstance(arg, str) else arg for arg in note["cuda"]]
     # Processes count the same GPUs differently.

@@ -1,4 +1,4 @@
-"""The protocol of commit records, of notes and of leases; a reader's choice among the versions."""
+"""The protocol of commit records, notes and leases, and a reader's choice among the versions."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ANNOUNCED = "announced"
 
 
 class Lease(NamedTuple):
-    """A version that its writers leave alone until it is closed, or until a time.
+    """A hold on a version. Its writers leave the version unchanged until the lease ends.
 
     Attributes:
-        until: the end, by time.monotonic; infinity where it ends with this process.
-        close: lets go. Twice is fine.
+        until: the end by time.monotonic(). Infinity if the lease ends with this process.
+        close: ends the lease. Idempotent.
     """
 
     until: float
@@ -40,31 +40,31 @@ class Lease(NamedTuple):
 
 
 class Commits(Protocol):
-    """The versions of one owner, who begins and commits, and the readers of each.
+    """The versions of one owner, which begins and commits them, and the readers of each version.
 
-    It is constructed with `owner=True` on one process, which starts with no version. Deadlines are
-    of time.monotonic. What others do is looked at again every `look_s`.
+    One process constructs it with `owner=True`, and starts without versions. Deadlines are times of
+    `time.monotonic()`. A wait looks at the state of other processes every `look_s` seconds.
     """
 
     look_s: float
 
     @property
     def run(self) -> str:
-        """Owner: the name of its life."""
+        """Owner: the name of this life of the owner."""
         ...
 
     def spec(self) -> dict[str, Any]:
-        """Return what opens its reading end in another process. JSON-able.
+        """Return the arguments that open its reading end in another process. JSON-able.
 
         Raises:
-            UnsupportedError: it cannot be opened there.
+            UnsupportedError: another process cannot open it.
         """
         ...
 
     def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
-        """Owner: hide all versions but those of `keep`, and wait until nobody reads the others.
+        """Owner: hide all versions except `keep`, and wait until their readers are done.
 
-        After a failure call it again.
+        You may call it again after a failure.
 
         Raises:
             CapacityError: a reader was not done in time.
@@ -81,7 +81,7 @@ class Commits(Protocol):
         ...
 
     def abort(self, version: int) -> None:
-        """Owner: give up a version that was begun and not committed, if there is one."""
+        """Owner: give up a version that was begun and not committed. Otherwise, do nothing."""
         ...
 
     def markers(self, *, deadline: float) -> tuple[Marker, ...]:
@@ -93,41 +93,43 @@ class Commits(Protocol):
         ...
 
     def hold(self, marker: Marker, *, deadline: float) -> Lease:
-        """Reader: keep what was written of a version as it is.
+        """Reader: hold a version, so that its bytes stay unchanged.
 
         Raises:
-            TransferError: it was retired.
+            TransferError: the version was retired.
         """
         ...
 
     def post(self, name: str, text: str, *, deadline: float) -> None:
-        """Write a note of this name over the one before. It ends with the run.
+        """Write a note, over an earlier note of the same name. Notes end with the run.
 
         Raises:
-            TransferError: no owner has begun.
+            TransferError: an owner has not begun.
         """
         ...
 
     def look(self, name: str, *, run: str | None = None, deadline: float) -> str | None:
-        """Return a note of a run, of the one that goes on without `run`; None where there is none.
+        """Return a note, or None without such a note.
 
-        The caller holds a version of `run`.
+        Args:
+            run: the run of the note, of which the caller must hold a version. None is the current
+                run.
         """
         ...
 
     def hint(self) -> str:
-        """Return what may help somebody who waits for a version in vain, or nothing."""
+        """Return a hint for the error of a wait that found no version, or ""."""
         ...
 
     def close(self) -> None:
-        """Let go. The owner's versions end; twice is fine."""
+        """Release this end. The owner's versions end. Idempotent."""
         ...
 
 
 def check_call(*, closed: bool, may: bool = True) -> None:
-    """Refuse a call after the end, or one that only the owner may make."""
+    """Refuse a call after `close`, or a call that only the owner may make."""
     if closed:
-        raise ClosedError("the transport was closed")
+        raise ClosedError("the transport was closed. Construct a new one.")
     if not may:
         raise UsageError(
             "only the owner begins and commits. "
@@ -137,13 +139,16 @@ def check_call(*, closed: bool, may: bool = True) -> None:
 
 def retired(version: int) -> TransferError:
     """Return the error of a reader that came too late."""
-    return TransferError(f"version {version} was retired while it was being opened")
+    return TransferError(
+        f"version {version} was retired while it was being opened. Receive the newest."
+    )
 
 
 def newest_only(base: int | None, markers: Sequence[Marker]) -> int | None:
-    """Return the base of a delta, if it is the newest version; None: send in full.
+    """Return the base of a delta, or None to send in full.
 
-    Else another publisher came between, or the base is not kept.
+    A delta needs the newest version as its base. Otherwise another publisher came in between, or
+    the base was not kept.
     """
     return base if base in [marker.version for marker in markers[-1:]] else None
 
@@ -151,10 +156,13 @@ def newest_only(base: int | None, markers: Sequence[Marker]) -> int | None:
 def choose(
     markers: Sequence[Marker], version: int | None, *, served: Marker | None
 ) -> Marker | None:
-    """Return the version asked for, or the newest if newer than the one served; None: wait.
+    """Return the requested version, or None if the reader must wait for it.
+
+    Args:
+        version: the requested version. None is the newest version, if newer than `served`.
 
     Raises:
-        TransferError: it was retired.
+        TransferError: the version was retired.
     """
     newest = markers[-1] if markers else None
     if version is None:
@@ -177,10 +185,10 @@ def choose(
 def chain_to(
     wanted: Marker, markers: Sequence[Marker], *, held: Marker | None
 ) -> tuple[Marker, ...]:
-    """Return the way to `wanted`: deltas after the held one, or a full version and its deltas.
+    """Return the chain to `wanted`: deltas after `held`, or a full version and its deltas.
 
     Raises:
-        TransferError: a part of it was retired.
+        TransferError: a part of the chain was retired.
     """
     by_version = {marker.version: marker for marker in markers}
     chain = [wanted]
@@ -198,16 +206,16 @@ def chain_to(
 
 
 def last_chain(markers: Sequence[Marker]) -> tuple[Marker, ...]:
-    """Return the last version, after those that it is a delta to."""
+    """Return the last version, after the versions that it depends on."""
     return chain_to(markers[-1], markers, held=None) if markers else ()
 
 
 def await_versions(commits: Commits, request: ReceiveRequest) -> tuple[Marker, ...]:
-    """Wait for the version asked for; return it, after missing versions that it is a delta to.
+    """Wait for the requested version, and return its chain from the version held.
 
     Raises:
-        DeadlineError: it was not committed in time.
-        TransferError: it was retired.
+        DeadlineError: the version was not committed in time.
+        TransferError: the version was retired.
     """
     never, deadline = threading.Event(), request.deadline
     while True:

@@ -1,4 +1,4 @@
-"""Versions as files in a directory: in shared memory, or on a disk."""
+"""Versions as files in a directory, in shared memory or on a disk."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ _DTYPES = {
 
 
 class DirectoryTransport:
-    """The base of the two transports below. Any number of processes may play a reader.
+    """The base of the two transports below. Any number of processes may be the same reader.
 
-    A full version is one safetensors file with all tensors, which every rank writes its boxes
-    into; a delta is one file a rank. The versions that the last one needs stay, and so does the
-    one before it until the next is begun.
+    A full version is one safetensors file with all tensors. Every rank writes its boxes into this
+    file. A delta is one file per rank. The transport keeps the last version and the versions that
+    it depends on. It keeps the version before until the next version begins.
 
     Attributes:
-        commits: its commit records and notes.
+        commits: the commit records and notes.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DirectoryTransport:
         self._head: tuple[Plan, bytes] | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Return what `open_transport` needs in another process."""
+        """Return the argument of `open_transport` for another process."""
         return dict(self._spec)
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
@@ -87,7 +87,7 @@ class DirectoryTransport:
         return Begun(self.commits.run, base)
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: write its boxes, or its file of deltas."""
+        """Trainer rank: write its boxes into the file, or write its file of deltas."""
         plan, version = outgoing.plan, outgoing.version
         mine = plan.of_rank(outgoing.rank)
         if outgoing.base is not None:
@@ -101,7 +101,7 @@ class DirectoryTransport:
             fsync(self._path(version))
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
-        """Owner: seal what is in memory, and make the version visible."""
+        """Owner: seal the version's memory, if any, and make the version visible."""
         if self._memory and marker.base is None:
             self._memory.seal(self._path(marker.version))
         self.commits.commit(marker, deadline=deadline)
@@ -116,20 +116,20 @@ class DirectoryTransport:
         return self.commits.markers()
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
-        """Reader: wait for a version; look every 2 ms.
+        """Reader: wait for a version. Looks every 2 ms.
 
         Raises:
-            UsageError: a file there belongs to another user, or others may write to it.
+            UsageError: a file there belongs to another user, or other users may write to it.
         """
         chain, start = await_versions(self.commits, request), len(self._header(request.plan))
         return [_Incoming(self, request.plan, marker, start) for marker in chain]
 
     def to_remove(self) -> tuple[Path, ...]:
-        """Owner: return the files that `close` removes; it made them all. No others are touched."""
+        """Owner: return the files that `close` removes. The owner has made all of them."""
         return self.commits.to_remove()
 
     def close(self) -> None:
-        """Let go. The owner removes the files of `to_remove`; twice is fine."""
+        """Release this end. The owner removes the files of `to_remove`. Idempotent."""
         if self._memory:
             self._memory.close()
         self.commits.close()
@@ -149,7 +149,7 @@ class DirectoryTransport:
         return self.commits.directory / f"version-{version}.safetensors"
 
     def _allocate(self, version: int, size_bytes: int, *, delta: bool) -> None:
-        """Owner: make room. A delta has no blob: its parts make their own files."""
+        """Owner: make room. A delta needs no blob, because its parts are files of their own."""
         self.abort(version)
         path, needs_blob = self._path(version), not delta
         gone = self.commits.retire(last_chain(self.commits.committed))
@@ -166,7 +166,7 @@ class DirectoryTransport:
         self.commits.open(version)
 
     def _writable(self, version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Writer: return the blob of a begun version, to be written to in place."""
+        """Writer: return the blob of a begun version, to write to in place."""
         self.commits.check()
         path = self._path(version)
         try:
@@ -179,8 +179,8 @@ class DirectoryTransport:
         """Reader: hold the file of a committed version.
 
         Raises:
-            TransferError: it was retired meanwhile.
-            CorruptionError: it has another size.
+            TransferError: the version was retired.
+            CorruptionError: the file has another size.
         """
         self.commits.check()
         try:
@@ -190,29 +190,29 @@ class DirectoryTransport:
 
 
 class SharedMemoryTransport(DirectoryTransport):
-    """Versions in shared memory, which every rank writes in place: one host, one user, no disk.
+    """Carries versions in shared memory, on one host and for one user. Every rank writes in place.
 
-    A version lies in memory of the owner's process (memfd), which is sealed before the commit:
-    nobody can write to it then, save through the mappings that trainer ranks wrote it with, so
-    readers load it in place. It ends with the owner's process; a reader that holds it keeps
-    it. Two buffers take turns, with a third while a reader lags or has kept a tensor. A trainer
-    rank that joins again fails one publish.
+    A version is in memory of the owner's process (memfd), which is sealed before the commit. From
+    then on only the mappings of the trainer ranks can write to it, so readers load it in place. The
+    version ends with the owner's process, except in a reader that holds it. Two buffers take turns,
+    with a third while a reader lags or has kept a tensor. The first publish after a trainer rank
+    has joined again fails.
 
-    Links to the memory, deltas and commits are in a directory of mode 700 whose name ends in a
-    random word. Others find it by `name` and by its owner; directories of other users are ignored.
-    The owner removes it at close or at the end of its process; those of killed owners are removed
-    when the next owner of this user starts, whatever its name, or by `sweep`.
+    Links to the memory, deltas and commits are in a directory of mode 700 whose name ends in random
+    digits. Engines find the directory by `name` and by its user. Directories of other users are
+    ignored. The owner removes its directory at `close`, or when its process ends. After a killed
+    owner, the next owner of this user removes the directory, under any name. So does `sweep`.
 
     Args:
         name: one word that trainer and engine agree on.
-        owner: true on trainer rank 0, and there only.
-        root: the mount point of a tmpfs. Versions take no room there.
+        owner: true on trainer rank 0, and only there.
+        root: the mount point of a tmpfs. It has the directory, but not the versions' bytes.
 
     Raises:
-        UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist; or, at
-            the first read, an engine may not look into the trainer's process.
-        UsageError: `name` is not one path component, or has a living owner; or others may rename
-            what is in `root`.
+        UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. At the first
+            read: an engine may not open the trainer's memory.
+        UsageError: `name` is not one path component, or has a living owner, or other users may
+            rename the files in `root`.
     """
 
     def __init__(self, name: str, *, owner: bool = False, root: str = "/dev/shm") -> None:
@@ -221,29 +221,31 @@ class SharedMemoryTransport(DirectoryTransport):
 
     @staticmethod
     def sweep(root: str = "/dev/shm") -> list[Path]:
-        """Remove what killed owners of this user left in shared memory, also by `IpcTransport`.
+        """Remove the directories that killed owners of this user left, also with `IpcTransport`.
 
-        Living owners keep theirs. Returns the removed directories. Local.
+        Local. Leaves the directories of living owners. Returns the removed directories.
         """
         return sweep(Path(root))
 
 
 class FileTransport(DirectoryTransport):
-    """Versions in a directory on a disk that trainer and engine share; synced before a commit.
+    """Carries versions in a directory on a disk that trainer and engine share.
 
-    Writers on several hosts need a file system with coherent writes (Lustre, GPFS; not NFS):
-    on another one the digests refuse the version. A full version is the safetensors file
-    `run-<run>/version-<n>.safetensors` in it, which other programs can read.
+    Files are synced to the disk before a commit. Writers on several hosts need a file system with
+    coherent writes, such as Lustre or GPFS. NFS is not coherent, and there the digests refuse the
+    version. A full version is the safetensors file `run-<run>/version-<n>.safetensors`, which other
+    programs can read.
 
-    An owner touches only what it made: a directory `run-<run>`, `primeblocks-run.json` and
-    `primeblocks.lock`. Its close leaves the last version, with those that it is a delta to, for
-    good; the versions of an owner that was killed are removed by the next one.
+    An owner writes only `primeblocks-run.json`, `primeblocks.lock` and a directory `run-<run>`. Its
+    `close` leaves the last version there, and the versions that it depends on. The next owner
+    removes the versions of a killed owner.
 
     Args:
-        path: the directory; made if missing. Other files in it are left alone.
-        owner: true on trainer rank 0, and there only.
-        user: the number of the user whose files are read, where a mount shows all files as another
-            user's. None is the user of this process, and then nobody else may have write access.
+        path: the directory. It is made if missing. Other files in it stay untouched.
+        owner: true on trainer rank 0, and only there.
+        user: the number of the user whose files are read, for a mount that shows all files as
+            another user's. None is the user of this process. Then other users must not have write
+            access.
 
     Raises:
         UsageError: the directory has a living owner, or cannot be written to, or a file there
@@ -276,13 +278,17 @@ class _Incoming:
         at, size = self._starts[index], self.marker.sizes[index]
         payload = self._transport.commits.read(name, at, size)
         if payload is None:
-            raise TransferError(f"version {self.marker.version} was retired while it was read")
+            raise TransferError(
+                f"version {self.marker.version} was retired while it was read. Receive the newest."
+            )
         if len(payload) != size:
-            raise CorruptionError(f"{name} ends at {at + len(payload)} bytes; {at + size} needed")
+            raise CorruptionError(
+                f"{name} ends at {at + len(payload)} bytes; {at + size} needed. Publish again."
+            )
         return memoryview(payload)
 
     def settle(self, error: str, *, deadline: float) -> None:
-        """Do nothing: what is committed stands, whoever reads it."""
+        """Do nothing. A committed version stands, whether or not this reader has it."""
 
     @cached_property
     def _starts(self) -> dict[int, int]:
@@ -300,20 +306,22 @@ def _part(version: int, rank: int) -> str:
 
 
 def _header(plan: Plan) -> bytes:
-    """Return the header that precedes the blob of a plan's whole tensors. Pure.
+    """Return the safetensors header, which precedes the blob of a plan's whole tensors. Pure.
 
-    So other programs can read a committed version. Format: 8 bytes of length, little-endian, then
-    JSON: name -> dtype, shape, first and last byte. Source: the safetensors format description,
-    huggingface.co/docs/safetensors.
+    With it, other programs can read a committed version. The format is 8 bytes of length,
+    little-endian, then JSON: name -> dtype, shape, first byte and end.
 
     Raises:
         UnsupportedError: the format has no name for a dtype.
+
+    Source: the safetensors format description, huggingface.co/docs/safetensors.
     """
     rows = {}
     for name, spec in plan.target.items():
         if spec.dtype not in _DTYPES:
             raise UnsupportedError(
-                f"{name!r} is {spec.dtype}, for which safetensors has no name. View it as uint8."
+                f"{name!r} is {spec.dtype}, for which safetensors has no name. View the tensor as "
+                "uint8."
             )
         start = plan.offsets[name]
         end = start + prod(spec.shape) * spec.dtype.itemsize

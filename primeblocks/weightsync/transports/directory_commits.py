@@ -1,4 +1,10 @@
-"""`Commits` as small files in a directory; locks that end with their process are the leases."""
+"""`Commits` as small files in a directory. The leases are locks that end with their process.
+
+A version is begun, then committed, then retired. `commits.json` lists the committed versions. The
+owner replaces it in one step, so a reader sees a version completely or not at all. A reader takes a
+shared lock on the version's lock file, and then looks whether the version is still listed. The
+owner first removes a version from the list, then takes its lock alone, and then reuses its buffers.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +33,14 @@ _COMMITS = "commits.json"
 
 
 class DirectoryCommits:
-    """A record of all markers in one file; a lock file a version, which its readers lock.
+    """A record of all markers in one file, and a lock file per version, which its readers lock.
 
-    Calls that write wait for each other, whatever thread makes them.
+    Calls that write wait for each other, in all threads.
 
     Args:
-        durable: fsync before a commit, and leave the last version at the end.
+        place: the directory.
+        owner: whether this end begins and commits.
+        durable: whether to fsync before a commit, and to leave the last version at the end.
     """
 
     look_s = 0.002
@@ -60,10 +68,10 @@ class DirectoryCommits:
 
     @property
     def directory(self) -> Path:
-        """The directory that holds the files now.
+        """The directory that has the files now.
 
         Raises:
-            FileNotFoundError: there was no owner yet, or it removed everything.
+            FileNotFoundError: an owner has not started yet, or has removed everything.
         """
         return self._place.here() if self._owned is None else self._owned.directory
 
@@ -71,7 +79,7 @@ class DirectoryCommits:
         return {"kind": "directory", "place": self._place.spec()}
 
     def to_remove(self) -> tuple[Path, ...]:
-        """Owner: return the files that `close` removes; on a disk, all but the last version."""
+        """Owner: return the files that `close` removes. On a disk, the last version stays."""
         self.check(owner=True)
         stays = _names_that_stay(self.directory, self.committed, self._durable)
         return tuple(removable(self.directory, keep=stays))
@@ -87,7 +95,7 @@ class DirectoryCommits:
             write_over(self._lock_path(version), (), durable=False)
 
     def retire(self, keep: Sequence[Marker]) -> list[Marker]:
-        """Owner: hide all versions but those of `keep`, remove their small files; return them."""
+        """Owner: hide all versions except `keep`, remove their small files, and return them."""
         with self._writing:
             gone = [marker for marker in self.committed if marker not in keep]
             if gone:
@@ -105,12 +113,14 @@ class DirectoryCommits:
         self.check(owner=True)
         with self._writing:
             if marker.version not in self._begun:
-                raise UsageError(f"commit of version {marker.version}, which was not begun")
+                raise UsageError(
+                    f"commit of version {marker.version}, which was not begun. Call begin() first."
+                )
             last = self.committed[-1].version if self.committed else -1
             if marker.version <= last:
                 raise UsageError(
                     f"commit of version {marker.version} after version {last}, which another "
-                    "publisher committed meanwhile. Use one Publisher for a transport."
+                    "publisher committed meanwhile. Use one Publisher per transport."
                 )
             self._write_commits([*self.committed, marker])
             self._begun.discard(marker.version)
@@ -125,7 +135,7 @@ class DirectoryCommits:
             self._begun.discard(version)
 
     def markers(self, *, deadline: float = 0.0) -> tuple[Marker, ...]:
-        """Return the committed versions, oldest first: a look at one file."""
+        """Return the committed versions, oldest first. Reads one file."""
         text = self.read(_COMMITS)
         if text is None:
             return ()
@@ -158,11 +168,11 @@ class DirectoryCommits:
         return None if text is None else text.decode(errors="replace")
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Write over a small file; it is as safe as promised on return.
+        """Replace a small file. If `durable`, it is on the disk when the call returns.
 
         Raises:
-            CapacityError: there is no room.
-            TransferError: no owner has begun, or it cannot be written.
+            CapacityError: there is not enough room.
+            TransferError: an owner has not begun, or the file cannot be written.
         """
         self.check()
         try:
@@ -174,7 +184,7 @@ class DirectoryCommits:
             raise self.no_room(error, sum(map(len, parts))) from error
 
     def read(self, name: str, at: int = 0, size: int = -1) -> bytes | None:
-        """Return bytes of a small file; None where there is none."""
+        """Return bytes of a small file, or None if it does not exist."""
         self.check()
         try:
             return read_own(self.directory / name, at, size, user=self._place.user)
@@ -188,11 +198,11 @@ class DirectoryCommits:
                 self._removal()
 
     def check(self, *, owner: bool = False) -> None:
-        """Refuse a call after the end, or one that only the owner may make."""
+        """Refuse a call after `close`, or a call that only the owner may make."""
         check_call(closed=self._closed, may=not owner or self._owned is not None)
 
     def no_room(self, error: OSError, size_bytes: int) -> Exception:
-        """Return the error that a caller is told where a file could not be written."""
+        """Return the error to raise after a file could not be written."""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             return TransferError(f"{self.directory}: {error}")
         free = os.statvfs(self.directory)
@@ -201,14 +211,14 @@ class DirectoryCommits:
             room = error.strerror
         return CapacityError(
             f"{self.directory} has {room}; one more version needs {size_bytes:,}. "
-            "Plan for two versions, three while a reader lags."
+            "Make room for two versions, or for three while a reader lags."
         )
 
     def _lock_path(self, version: int) -> Path:
         return self.directory / f"version-{version}.lock"
 
     def _lock(self, marker: Marker, deadline: float) -> Hold:
-        """Take the lock of a version that nobody holds, so that nobody can take hold of it."""
+        """Take the lock of a version once it has no reader, so that none can follow."""
         never = threading.Event()
         while True:
             self.check()  # `close` waits for this thread.
@@ -236,7 +246,7 @@ class DirectoryCommits:
 
 
 def fsync(path: Path) -> None:
-    """Return when a file, or the names in a directory, are on the disk."""
+    """Wait until a file, or the list of names in a directory, is on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -259,15 +269,15 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
             place.leave(owned)
     except OSError as error:
         raise TransferError(
-            f"cannot clear up: {error}. Move {owned.directory} if you need what is in it: the next "
-            "owner removes it."
+            f"cannot clear up: {error}. The next owner removes {owned.directory}. Move it if you "
+            "need its files."
         ) from error
 
 
 def _names_that_stay(
     directory: Path, committed: Sequence[Marker], durable: bool
 ) -> Collection[str]:
-    """Return, on a disk, the files that the last version needs: it may be the final one."""
+    """Return the files that the last version needs on a disk, since it may be the final version."""
     chain = last_chain(committed) if durable else ()
     versions = tuple(f"version-{marker.version}." for marker in chain)
     files = {path.name for path in directory.iterdir() if path.name.startswith(versions)}

@@ -1,6 +1,6 @@
-"""A transport over a process group of trainer ranks and readers, which all commit, or none.
+"""A transport over a process group of trainer ranks and readers. All of them commit, or none.
 
-A sync is a `Transaction`. Its states are notes in the store, and the first word of each stands:
+A sync is a `Transaction`. Its states are notes in the store, and the first text of a note stands:
 
     begun ----------> going --------> decided: "commit", or "abort" and the reason
       |
@@ -8,8 +8,8 @@ A sync is a `Transaction`. Its states are notes in the store, and the first word
 
 Rank 0 writes `begun`. Each reader joins. When all have joined, rank 0 writes `go`. Until then any
 rank may call the sync off. Then trainer ranks send, and readers check and vote. The last vote
-writes "commit". A rank that fails or is late writes "abort". Messages may be under way after
-"abort", so this end refuses further use (`_broken`).
+writes "commit". A rank that fails or is late writes "abort". After "abort", messages may still be
+on their way, so this end refuses further use (`_broken`).
 """
 
 from __future__ import annotations
@@ -39,40 +39,39 @@ _GRACE_S = 1.0
 
 
 class GroupTransport:
-    """A transport from rank to rank, point to point over gloo or NCCL. Every rank has one.
+    """Sends versions from trainer ranks to readers over gloo or NCCL. Every rank constructs one.
 
-    A publish waits for every reader to ask, and no reader returns a version that not all have.
-    The decision is in the store: all ranks follow it, whichever ranks die and whenever, as long as
-    the store outlives the ranks.
+    A publish waits until every reader calls `receive`. A reader returns a version only if all
+    readers have it. The decision is in the store. All ranks follow it even if ranks die, as long as
+    the store survives.
 
-    After a TransferError that says so the group cannot be used again: make a new group of living
-    ranks (a restarted one may join), and new transports with the same store; then publish the same
-    version again. It is sent in full.
+    A TransferError may say that the group cannot be used again. Then make a new group of living or
+    restarted ranks, and new transports with the same store. Publish the same version again, which
+    is then sent in full.
 
-    With `group`, constructing it is collective. With `readers`, the ranks need no group of theirs
-    and come when they like: they meet through the store with the first version, over gloo, and its
-    `spec()` on trainer rank 0 lets another process, such as an engine's worker, be a reader. A
-    publish waits for it, so an engine asks while the trainer publishes, and not after.
+    With `group`, the construction is collective. With `readers`, the ranks need no group. They meet
+    through the store, over gloo, at the first version. Trainer rank 0's `spec()` then lets another
+    process be a reader, such as an engine's worker. The engine must receive during the publish.
 
     Args:
-        store: the same on all ranks, retries included. A TCPStore that no rank hosts, or a
+        store: the same on all ranks, also after a failure. A TCPStore that no rank hosts, or a
             FileStore on a shared disk.
-        trainers: the first ranks of `group` are the trainer's, by rank of the plan; the others are
-            the plan's readers, in order, one process each.
-        readers: how many they are, where there is no group.
-        rank: of a trainer, where there is no group; None for a reader.
-        generation: of the `spec()` that a reader was given.
-        group: a group with gloo for CPU tensors, such as "gloo" or "cpu:gloo,cuda:nccl"; None is
+        trainers: how many ranks are trainers. The first ranks of `group` are the trainers, in the
+            plan's order. The other ranks are the plan's readers, in order, one process each.
+        readers: the number of readers, without a group.
+        rank: the trainer's rank, without a group. None for a reader.
+        generation: the generation in the `spec()` that a reader got.
+        group: a group with gloo for CPU tensors, such as "gloo" or "cpu:gloo,cuda:nccl". None is
             the default group.
-        device: the device of messages, which decides the backend that carries them.
-        keep: on a reader, keep what was received, so that deltas can be sent and a load that fails
-            goes back. It costs the reader's boxes once more, and twice with deltas.
-        timeout_s: for the construction.
+        device: the device of messages. It decides which backend carries them.
+        keep: whether a reader keeps the received bytes, for deltas and to go back to. It costs the
+            reader's boxes once more, or twice with deltas.
+        timeout_s: how long the construction waits.
 
     Raises:
-        UsageError: there is no trainer or no reader.
-        UnsupportedError: the group has no gloo.
-        TransferError: not all ranks came in time, or rank 0 has no store.
+        UsageError: trainers or readers are missing.
+        UnsupportedError: the group does not support gloo.
+        TransferError: not all ranks came in time, or rank 0 cannot reach the store.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class GroupTransport:
         size = dist.get_world_size(group) if readers is None else trainers + readers
         if not 0 < trainers < size:
             raise UsageError(
-                f"{trainers} trainers of {size} ranks; needs one at least, and readers"
+                f"got {trainers} trainers of {size} ranks. Pass at least one trainer and one reader"
             )
         self._store, self._trainers, self._readers = store, trainers, size - trainers
         self._device, self._keep = torch.device(device), keep
@@ -117,11 +116,11 @@ class GroupTransport:
             self._start(generation)
 
     def _new_generation(self, deadline: float) -> int:
-        """Draw a number. What an earlier group left in the store is never read again."""
+        """Draw a new number, so that notes of an earlier group are never read again."""
         return self._named.add("generations", 1, deadline=deadline)
 
     def _agreed_generation(self, agreement: Messenger, deadline: float) -> int:
-        """Return a number that rank 0 draws and tells the others; collective."""
+        """Return a number that rank 0 draws. Collective."""
         mine: dict[str, Any] = {}
         if agreement.rank == 0:
             try:
@@ -141,7 +140,7 @@ class GroupTransport:
         self._now = self._numbered(0)
 
     def spec(self) -> dict[str, Any]:
-        """Return what `open_transport` needs for a reader in another process.
+        """Return the argument of `open_transport` for a reader in another process.
 
         Raises:
             UnsupportedError: it has a group of torch.distributed, or this is not trainer rank 0.
@@ -152,16 +151,16 @@ class GroupTransport:
                 "or without a group: readers=..., rank=..."
             )
         if self._generation is None:
-            raise UnsupportedError("trainer rank 0 has the spec; ask it there.")
+            raise UnsupportedError("only trainer rank 0 has the spec. Call spec() on that rank.")
         counts = {"trainers": self._trainers, "readers": self._readers, "keep": self._keep}
         where = {"store": store_spec(self._store), "generation": self._generation}
         return {"kind": "group", **counts, **where}
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Rank 0: wait until every reader asks.
+        """Rank 0: wait until every reader calls `receive`.
 
         Raises:
-            TransferError: a reader did not come, or refused. The group can still be used.
+            TransferError: a reader did not call, or refused. The group can still be used.
         """
         self._check(plan, trainer=True)
         self._now = now = self._numbered(self._now.number + 1)
@@ -181,14 +180,14 @@ class GroupTransport:
         """Trainer rank: send every bucket to each of its readers.
 
         Raises:
-            TransferError: a reader died or gave up. Make a new group.
+            TransferError: a reader died or failed. Make a new group.
         """
         self._check(outgoing.plan, trainer=True)
         if self._rank > 0:
             self._follow(deadline)
             number = self._board.read("current", deadline=deadline)
             if number is None:
-                raise TransferError("rank 0 did not say which transaction this is")
+                raise TransferError("rank 0 did not begin a sync in time. Publish again.")
             self._now = self._numbered(int(number))
         with self._aborting(deadline):
             if outgoing.base is not None:
@@ -199,10 +198,10 @@ class GroupTransport:
             send_buckets(self._joined(deadline), outgoing, messages, deadline=deadline)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
-        """Rank 0: send the digests, and wait until every reader has found its bytes to be right.
+        """Rank 0: send the digests, and wait until every reader has checked its bytes.
 
         Raises:
-            TransferError: one has not. Make a new group.
+            TransferError: the check of a reader failed, or a reader failed. Make a new group.
         """
         now, text = self._now, marker.to_json()
         with self._aborting(deadline):
@@ -211,7 +210,7 @@ class GroupTransport:
         self._markers = (*self._markers[-1:], marker)
 
     def abort(self, version: int) -> None:
-        """Rank 0: give up the version that was begun, if there is one, and tell the readers."""
+        """Rank 0: give up the version that was begun, and tell the readers."""
         if not self._open or self._rank > 0:
             return
         self._open = False
@@ -224,19 +223,19 @@ class GroupTransport:
                 self._now.abort(why, deadline=deadline)
 
     def markers(self) -> tuple[Marker, ...]:
-        """Rank 0: return the versions that it committed: the last, and the one before it.
+        """Rank 0: return the last version that it committed, and the version before.
 
-        Other ranks have none: a version sent over a group cannot be read again.
+        Empty on other ranks, because a version sent over a group cannot be read again.
         """
         return self._markers
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
-        """Reader: ask, and receive what is published.
+        """Reader: join the next publish, and receive its version.
 
         Raises:
-            DeadlineError: nothing was published in time. The group can still be used.
+            DeadlineError: no version was published in time. The group can still be used.
             TransferError: a rank failed.
-            PlanError: the publisher's plan is another one.
+            PlanError: the publisher has another plan.
         """
         if self._is_any:
             self._rank, self._is_any = self._trainers + request.reader, False
@@ -244,7 +243,9 @@ class GroupTransport:
         deadline = request.deadline
         reader = self._rank - self._trainers
         if request.reader != reader:
-            raise UsageError(f"rank {self._rank} is reader {reader}, not {request.reader}")
+            raise UsageError(
+                f"rank {self._rank} is reader {reader}, not {request.reader}. Receive as {reader}."
+            )
         note = self._begun(deadline)
         go = self._asked(request, note, deadline)
         if go.error:
@@ -255,7 +256,7 @@ class GroupTransport:
             return [self._arrived(request, go.base, deadline)]
 
     def _begun(self, deadline: float) -> dict[str, Any]:
-        """Return the trainer's next transaction that was not called off meanwhile."""
+        """Return the trainer's next transaction, without those that were called off."""
         while True:
             now = self._numbered(self._now.number + 1)
             note = now.read_begun(deadline=deadline)
@@ -266,7 +267,7 @@ class GroupTransport:
                 return note
 
     def _asked(self, request: ReceiveRequest, note: dict[str, Any], deadline: float) -> Go:
-        """Say that this reader is here; return whether the transaction begins."""
+        """Join the transaction, and return the decision whether it begins."""
         now, refused = self._now, ""
         if note["plan"] != request.plan.fingerprint():
             refused = f"its plan is {request.plan.fingerprint()}, the trainer's {note['plan']}"
@@ -289,7 +290,7 @@ class GroupTransport:
         return go
 
     def close(self) -> None:
-        """Refuse further use. Twice is fine; the group stays."""
+        """Refuse further use. The group stays. Idempotent."""
         self._broken = self._broken or "it was closed"
         if isinstance(self._group, dist.ProcessGroupGloo):
             self._group = None
@@ -330,7 +331,7 @@ class GroupTransport:
 
     @contextmanager
     def _aborting(self, deadline: float) -> Iterator[None]:
-        """End the transaction, and the use of the group, with whatever error ends the block."""
+        """Abort the transaction, and end the use of the group, if the block raises."""
         try:
             yield
         except BaseException as error:
@@ -367,16 +368,16 @@ class GroupTransport:
             )
 
     def _follow(self, deadline: float) -> None:
-        """Trainer rank: learn the number of a group over the store from rank 0, which has begun."""
+        """Trainer rank: read the generation that rank 0 has posted, if there is no group."""
         if self._group is None:
             said = self._named.read("generation", deadline=deadline)
             if said is None:
-                raise TransferError("rank 0 did not say which group this is")
+                raise TransferError("rank 0 did not post its generation in time. Is it running?")
             if int(said) != self._generation:
                 self._start(int(said))
 
     def _joined(self, deadline: float) -> Link:
-        """Return this end of the group; make it, where the ranks meet through the store."""
+        """Return this end of the group. Without a group, make one through the store."""
         if self._group is None:
             name, size = f"weightsync/{self._generation}/gloo", self._trainers + self._readers
             self._group = join(self._store, name, rank=self._rank, size=size, deadline=deadline)

@@ -1,6 +1,6 @@
-"""Messages of one rank of a process group, two at a time, in the order of their rounds; its cost.
+"""The messages of one rank of a process group: two at a time, in rounds. And what a sync costs.
 
-A group is one that torch.distributed knows, or one that ranks make over a store, which it does not.
+A group is either one of torch.distributed, or one that the ranks make over a store.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """Messages, one a bucket and reader; in a round a rank sends or receives one at most.
+    """One message per bucket and reader. In a round, each rank sends or receives at most one.
 
-    Ranks that go through their messages by round never deadlock: both ends of the earliest
-    unfinished message are done with all before.
+    Ranks that follow the rounds never deadlock, because both ends of the earliest unfinished
+    message have finished all earlier messages.
     """
 
     by_rank: dict[int, list[Message]]
@@ -64,7 +64,7 @@ class Rounds:
     def of(cls, plan: Plan) -> Rounds:
         """Give each message the first round in which both its ends are free.
 
-        That takes less than twice the rounds of the rank with most messages.
+        This takes fewer rounds than twice the messages of the busiest rank.
         """
         links: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, bucket in enumerate(plan.buckets):
@@ -94,12 +94,12 @@ class Rounds:
 
 
 def join(store: dist.Store, name: str, *, rank: int, size: int, deadline: float) -> Group:
-    """Make a gloo group with all who join one of this name; collective.
+    """Make a gloo group of all ranks that join this name. Collective.
 
-    It is none of torch.distributed's own: a process that has other groups may join.
+    torch.distributed does not know the group, so a process that has other groups may join.
 
     Raises:
-        TransferError: not all came in time.
+        TransferError: not all ranks came in time.
     """
     # A store does one thing at a time, and this one waits.
     own: dist.Store = store.clone()  # type: ignore[attr-defined]  # Its stub lacks it.
@@ -112,12 +112,14 @@ def join(store: dist.Store, name: str, *, rank: int, size: int, deadline: float)
     try:
         Board(own, name).call(connect, deadline=deadline)
     except TransferError as error:
-        raise TransferError(f"not all {size} ranks came together in time: {error}") from error
+        raise TransferError(
+            f"not all {size} ranks came together in time: {error}. Start all of them."
+        ) from error
     return groups[0]
 
 
 class Link(NamedTuple):
-    """This rank's end of a group, whose first `trainers` ranks send, over messages on a device."""
+    """This rank's end of a group. The first `trainers` ranks send."""
 
     group: Group
     trainers: int
@@ -125,10 +127,10 @@ class Link(NamedTuple):
 
 
 class Arrived:
-    """A version in this reader's memory; other readers may not have all of it yet.
+    """A version in this reader's memory. Other readers may not have the whole version yet.
 
     Args:
-        boxes: memory for a full one.
+        boxes: the memory for a full version. None for a delta.
     """
 
     marker: Marker
@@ -162,10 +164,12 @@ class Arrived:
 def send_buckets(
     link: Link, outgoing: Shipment, messages: Sequence[Message], *, deadline: float
 ) -> None:
-    """Send each bucket to each reader. Two buffers, each the size of the largest message.
+    """Send each bucket to each of its readers.
+
+    Cost: two buffers, each of the size of the largest message.
 
     Raises:
-        RuntimeError: the backend's error when a reader died or the deadline passed.
+        RuntimeError: the backend's error after a reader died or the deadline passed.
         DeadlineError: the deadline passed.
     """
     buckets = outgoing.plan.buckets
@@ -191,9 +195,9 @@ def receive_buckets(
     *,
     deadline: float,
 ) -> None:
-    """Receive each bucket and hand its bytes to `take`, which copies them.
+    """Receive each bucket and pass its bytes to `take`, which must copy them.
 
-    Cost: two buffers, each the size of the largest message. Raises as `send_buckets`.
+    Cost: two buffers, each of the size of the largest message. Raises as `send_buckets`.
     """
     size = max((sizes[message.bucket] for message in messages), default=0)
     buffers = _buffers(link, messages, size)
@@ -215,7 +219,13 @@ def receive_buckets(
 
 @dataclass(frozen=True)
 class Estimate:
-    """Cost of a sync from rank to rank, on paper."""
+    """The estimated cost of a sync over a process group.
+
+    Attributes:
+        bytes_total: the bytes that all trainer ranks send.
+        busiest_bytes: the bytes that the busiest rank sends or receives.
+        seconds: the time of the busiest rank.
+    """
 
     bytes_total: int
     busiest_bytes: int
@@ -223,14 +233,14 @@ class Estimate:
 
 
 def estimate(plan: Plan, *, gbit_per_s: float, sent_fraction: float = 1.0) -> Estimate:
-    """Estimate the bytes, and the seconds of the busiest rank at full line rate. Pure.
+    """Estimate the bytes and the time of a sync over a process group. Pure.
 
-    Every reader is sent its own buckets. A lower bound: no latency, no contention in the fabric,
-    no packing, no digests.
+    Every reader gets its own buckets. The time is that of the busiest rank at full line rate. It is
+    a lower bound, without latency, contention in the fabric, packing or digests.
 
     Args:
-        gbit_per_s: the rate at which one rank sends or receives, in 10^9 bits a second.
-        sent_fraction: bytes sent over bytes of weights: 1 in full, less with deltas.
+        gbit_per_s: the rate at which one rank sends or receives, in 10^9 bits per second.
+        sent_fraction: bytes sent per byte of weights. 1 for full versions, less for deltas.
     """
     sent = [0] * plan.world_size
     for bucket in plan.buckets:
@@ -259,11 +269,11 @@ def _fill(outgoing: Shipment, index: int, buffer: Tensor) -> Tensor:
 
 
 def _wait(work: dist.Work | None, deadline: float) -> None:
-    """Wait until the buffer of an earlier message is done with."""
+    """Wait until an earlier message does not need its buffer any more."""
     if work is None:
         return
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
-        raise DeadlineError("a message came too late")
+        raise DeadlineError("a message came too late. Pass a longer timeout_s.")
     # Not 0: a work's wait takes that for "for ever".
     work.wait(timedelta(seconds=max(0.001, remaining_s)))

@@ -1,4 +1,4 @@
-"""Transports by their arguments, and the reading end of one from its `spec()`."""
+"""`IpcTransport` and `PullTransport`, and the reading end of any transport from its `spec()`."""
 
 from __future__ import annotations
 
@@ -52,28 +52,27 @@ def IpcTransport(
     keep: bool = False,
     root: str = "/dev/shm",
 ) -> PackedTransport:
-    """Return packed buffers found through a directory: one host, one user.
+    """Return a transport of packed buffers, on one host and for one user.
 
-    Engines read them where they lie, or over a wire. An engine's death ends its hold. Markers and
-    notes are small files in a directory that only this user can read, with the promises of
-    `SharedMemoryTransport` about it.
+    Engines read the buffers in place, or over a wire. If an engine dies, its hold on a version
+    ends. Markers and notes are small files in a directory like that of `SharedMemoryTransport`,
+    which only this user can read.
 
-    On a GPU, close engines' ends before the trainer's: their memory is the trainer's. On a
-    GPU it has run with one trainer and one engine process; with CPU tensors everything except the
-    handles is the same.
+    On a GPU, close the engines' ends before the trainer's, because they use its memory. On a GPU
+    it ran with one trainer and one engine process. With CPU tensors only the handles differ.
 
     Args:
         name: one word that trainer and engines agree on.
-        owner: true on trainer rank 0, and there only.
-        wire: this process's. None gives engines handles of memory: memfd, or CUDA IPC.
+        owner: true on trainer rank 0, and only there.
+        wire: this process's wire. None gives engines handles of memory: memfd, or CUDA IPC.
         device: the device on which this trainer rank packs.
-        keep: as in `PackedTransport`.
+        keep: as for `PackedTransport`.
         root: the parent of the directory, on a tmpfs.
 
     Raises:
         UnsupportedError: this is not Linux, `root` does not exist, or the device cannot be used.
-        UsageError: `name` is not one path component, or has a living owner; or others may rename
-            what is in `root`.
+        UsageError: `name` is not one path component, or has a living owner, or other users may
+            rename the files in `root`.
     """
     carrier = _carrier(wire, device)
     place = PrivatePlace(name, root, prefix="primeblocks-ipc")
@@ -91,21 +90,21 @@ def PullTransport(
     lease_s: float = 60.0,
     timeout_s: float = 60.0,
 ) -> PackedTransport:
-    """Return packed buffers found through a store: engines fetch them over a wire, from any host.
+    """Return a transport of packed buffers that engines fetch over a wire, from any host.
 
-    Buffers are registered once. An engine owns the bytes that it has fetched; it has `lease_s` to
-    fetch one version. A restarted trainer starts with no version.
+    Processes find each other through a store. Buffers are registered once. An engine owns a copy of
+    the bytes that it has fetched. A restarted trainer starts without versions.
 
     Args:
-        store: the same for all; one that outlives the ranks.
-        wire: this process's. It is closed with the transport. None gives engines handles of memory,
-            on one host.
-        name: names this policy, where several share the store.
-        owner: true on trainer rank 0, and there only.
+        store: the same store for all processes. It must outlive the ranks.
+        wire: this process's wire. It is closed with the transport. None gives engines on the same
+            host handles of memory.
+        name: the name of this policy, if several policies share the store.
+        owner: true on trainer rank 0, and only there.
         device: the device of this process's buffers.
-        keep: as in `PackedTransport`.
-        lease_s: the time that an engine has to fetch one version; the owner's value counts.
-        timeout_s: for the construction.
+        keep: as for `PackedTransport`.
+        lease_s: how long an engine may take to fetch one version. The owner's value counts.
+        timeout_s: how long the construction waits for the store.
 
     Raises:
         TransferError: the store does not answer.
@@ -121,19 +120,22 @@ def _carrier(wire: Wire | None, device: torch.device | str) -> Carrier:
 
 
 def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Transport:
-    """Open the reading end of the transport whose `spec()` this is.
+    """Open the reading end of the transport with this `spec()`.
 
     Args:
-        wires: constructors of wires by their kind, beside "tcp", with what their
-            `spec()` says.
+        spec: the result of `transport.spec()` in another process.
+        wires: kind -> constructor, for wires other than "tcp". The constructor gets the other
+            entries of the wire's `spec()`.
 
     Raises:
-        UnsupportedError: the kind is unknown here.
-        TransferError: its store does not answer.
+        UnsupportedError: the kind is unknown.
+        TransferError: the transport's store does not answer.
     """
     made = open_spec(spec, wires=wires)
     if not isinstance(made, Transport):
-        raise UnsupportedError(f"no transport for {dict(spec)}, which is a part of one")
+        raise UnsupportedError(
+            f"no transport for {dict(spec)}, which is a part of one. Pass transport.spec()."
+        )
     return made
 
 
@@ -151,5 +153,8 @@ def open_spec(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Any:
     except (KeyError, TypeError):
         make = None
     if make is None or told.keys() & _OWNERS:
-        raise UnsupportedError(f"no transport for {dict(spec)}; known: {', '.join(kinds)}")
+        raise UnsupportedError(
+            f"no transport for {dict(spec)}; known: {', '.join(kinds)}. Pass transport.spec() of "
+            "the same release, and wires= for other wires."
+        )
     return make(**told)

@@ -1,8 +1,8 @@
-"""A transport whose trainer ranks pack buckets into one buffer each, which engines fetch.
+"""A transport whose trainer ranks each pack their buckets into one buffer, which engines fetch.
 
-Commits say which versions there are, and leases keep their buffers from being written to. A carrier
-brings bytes of the buffers to an engine: copied into a buffer of its own (`Packed`), or lent where
-they lie (`Borrowed`), to be read during the load while the lease holds.
+`Commits` lists the versions, and its leases protect their buffers from writes. A carrier brings the
+bytes to an engine, in one of two ways. `Packed` bytes are copied into a buffer of the engine.
+`Borrowed` bytes stay in place, and the engine reads them during the load, under the lease.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ _CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 
 
 class PackedTransport:
-    """A transport whose trainer ranks pack, and whose engines fetch from each rank when they want.
+    """A transport whose trainer ranks pack buffers, and whose engines fetch them at any time.
 
-    Each trainer rank packs its part of a version into one buffer on its device; two take turns. A
-    delta has a buffer of its own. An engine holds the version that it fetches, and its buffers are
-    not written to until it lets go: a publish waits for that until its deadline. A publish may
-    follow a failed one, and a restarted rank or engine joins by constructing its end again. A
-    version ends with any of its trainer ranks: an engine that has not fetched it keeps the one
-    before.
+    Each trainer rank packs its part of a version into one buffer on its device. Two buffers take
+    turns, and a delta has a buffer of its own. An engine holds the version that it fetches. A
+    publish waits, until its deadline, for the engines that hold the buffers it needs. You may
+    publish again after a failure. A restarted rank or engine joins by constructing its end again.
+    If a trainer rank ends, its versions end too. Engines that have not fetched them keep the
+    version before.
 
-    Peak memory: on each trainer rank, twice the bytes that it sends, and its deltas; on an engine,
-    the tensors in about three buckets of each trainer rank where it reads them in place, else the
-    buckets that it wants, twice with `keep` or deltas.
-
-    This process's ends of commits and carrier are closed with it. The commits are its attribute.
+    Memory on a trainer rank: twice the bytes that it sends, and its deltas. Memory on an engine
+    that reads in place: about three buckets of each trainer rank. On other engines: the buckets
+    that they want, or twice these with `keep` or deltas.
 
     Args:
-        keep: engines keep what they receive, as the base of deltas, and so that a load that fails
-            goes back after the trainer's end.
+        commits: this process's end, which is closed with the transport.
+        carrier: this process's end, which is closed with the transport.
+        keep: whether engines keep the bytes, as the base of deltas and to go back to. Then going
+            back also works after the trainer's end.
     """
 
     def __init__(self, commits: Commits, carrier: Carrier, *, keep: bool = False) -> None:
@@ -62,19 +62,19 @@ class PackedTransport:
         self._full, self._deltas = Pool(carrier), Pool(carrier)
 
     def spec(self) -> dict[str, Any]:
-        """Return what `open_transport` needs in another process.
+        """Return the argument of `open_transport` for another process.
 
         Raises:
-            UnsupportedError: the commits lie in a store of this process.
+            UnsupportedError: only this process can use the store of the commits.
         """
         parts = {"commits": self.commits.spec(), "carrier": self._carrier.spec()}
         return {"kind": "packed", **parts, "keep": self._keep}
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: wait until nobody reads the version whose buffers are needed.
+        """Owner: wait until the version whose buffers are needed has no reader.
 
         Raises:
-            CapacityError: an engine reads it.
+            CapacityError: an engine still reads that version at the deadline.
             TransferError: another owner took over.
         """
         markers = self.commits.markers(deadline=deadline)
@@ -82,7 +82,7 @@ class PackedTransport:
         return Begun(self.commits.run, newest_only(base, markers))
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: pack its buckets, and post where they are."""
+        """Trainer rank: pack its buckets, and post the place of its buffers."""
         kept = [marker.version for marker in self.commits.markers(deadline=deadline)]
         for pool in (self._full, self._deltas):
             pool.keep(kept)
@@ -113,7 +113,7 @@ class PackedTransport:
         """Reader: wait for a version.
 
         Raises:
-            UsageError: the directory belongs to another user, or others may write to it.
+            UsageError: the directory belongs to another user, or other users may write to it.
         """
         self._receive_until = request.deadline
         ends = self.commits, self._carrier
@@ -121,7 +121,7 @@ class PackedTransport:
         return [_Incoming(*ends, request, marker, keep=self._keep) for marker in chain]
 
     def close(self) -> None:
-        """Let go. The owner's versions end; twice is fine."""
+        """Release this end. The owner's versions end. Idempotent."""
         try:
             self.commits.close()
         finally:
@@ -137,9 +137,9 @@ class PackedTransport:
 
 
 class Pool:
-    """Buffers of one trainer rank. One that is no longer read is used again.
+    """The buffers of one trainer rank. A buffer without readers is reused.
 
-    One of them waits for the next version of its size.
+    At most one spare buffer waits for the next version of its size.
 
     Attributes:
         used: the buffers in use, by version.
@@ -157,7 +157,7 @@ class Pool:
             self._spare = self.used.pop(version)
 
     def take(self, version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Return a buffer for a version. Drops a spare of another size first, for its room."""
+        """Return a buffer for a version. A spare buffer of another size is dropped first."""
         size_bytes = max(1, size_bytes)  # There is nothing to map or register of an empty one.
         if self._spare is None or len(self._spare.buffer) != size_bytes:
             self._drop_spare()
@@ -166,7 +166,7 @@ class Pool:
         return self.used[version].buffer
 
     def close(self) -> None:
-        """Drop them all."""
+        """Drop all buffers."""
         self.keep(())
         self._drop_spare()
 
@@ -177,12 +177,12 @@ class Pool:
 
 
 class Packed:
-    """The boxes that one reader wants, in packed buckets: a `Held` without a copy.
+    """A `Held`: the boxes that one reader wants, as views of packed buckets.
 
-    A box that lies in one copy is a view; another is put together in new memory.
+    A box inside one copy is a view. Any other box is put together in new memory.
 
     Args:
-        close: called once at the end.
+        close: called once, when the boxes are released.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class Packed:
 
 
 class Borrowed:
-    """A `Lent`: packed buckets in buffers of trainer ranks, not written to until it is closed."""
+    """A `Lent`: packed buckets in buffers of trainer ranks, unchanged until `close`."""
 
     stays = False
 
@@ -300,7 +300,7 @@ class _Incoming:
         return self._payloads[index]
 
     def settle(self, error: str, *, deadline: float) -> None:
-        """Do nothing: what is committed stands, whoever reads it."""
+        """Do nothing. A committed version stands, whether or not this reader has it."""
 
     def _fetch_payloads(self) -> dict[int, memoryview]:
         lease = self._commits.hold(self.marker, deadline=self._request.deadline)
@@ -312,11 +312,13 @@ class _Incoming:
                     for index, part in buckets.items()
                 }
             if time.monotonic() > lease.until:
-                raise DeadlineError("the lease was over before a delta was read")
+                raise DeadlineError(
+                    "the lease was over before a delta was read. Raise the owner's lease_s."
+                )
         return payloads
 
     def _fetch(self, lease: Lease, *, again: bool) -> tuple[dict[int, Tensor], OpenedSpans]:
-        """Return the buckets that this reader wants of the version, and what they were read by."""
+        """Return the buckets that this reader wants, and the opened spans that they are in."""
         spans = dict(self._spans())
         until = min(lease.until, self._request.deadline)
         opened = self._carrier.fetch(list(spans.values()), again=again, deadline=until)
@@ -329,7 +331,10 @@ class _Incoming:
         ranks = sorted({plan.buckets[index].rank for index in mine})
         for done, rank in enumerate(ranks):
             if time.monotonic() > deadline:
-                raise DeadlineError(f"found the buffers of {done} of {len(ranks)} ranks in time")
+                raise DeadlineError(
+                    f"found the buffers of {done} of {len(ranks)} ranks in time. Pass a longer "
+                    "timeout_s."
+                )
             said = self._commits.look(_note(rank), run=marker.run, deadline=deadline)
             size, note = _noted(said, rank, marker.version)
             starts, size_bytes = starts_of_version(plan, marker, rank)
@@ -346,16 +351,18 @@ def _note(rank: int) -> str:
 
 
 def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str, Any]]:
-    """Return the bytes of a rank's buffer and what a carrier needs for it, from its note."""
+    """Return the bytes of a rank's buffer, and its note for the carrier."""
     with as_corruption(f"the note of rank {rank}"):
         found = None if said is None else json.loads(said).get(str(version))
         if found is not None:
             return noted(found, "bytes"), dict(found["at"])
-    raise TransferError(f"rank {rank} has not version {version} any more. Receive the newest.")
+    raise TransferError(
+        f"rank {rank} does not have version {version} any more. Receive the newest."
+    )
 
 
 def starts_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
-    """Return `starts_of` a rank's buckets in a version: aligned where it is full. Pure."""
+    """Return `starts_of` a rank's buckets in a version. A full version is aligned. Pure."""
     sizes = {index: marker.sizes[index] for index in plan.of_rank(rank)}
     return starts_of(sizes, align_bytes=ALIGN_BYTES if marker.base is None else 1)
 

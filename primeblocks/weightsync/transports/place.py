@@ -1,7 +1,8 @@
-"""Directories of versions, each made by one living owner, and the way that others find them.
+"""Directories of versions. Each is made by one living owner, and found by other processes.
 
-Each owner makes a directory of its own, with a name that nobody can foresee, and removes nothing
-else. The files in it belong to the owner's user, and nobody else writes to them.
+An owner makes a directory with a random name, and holds a lock in it until its process ends. It
+removes that directory, and those of dead owners, whose lock is free. The files in a directory
+belong to the owner's user, and other users cannot write to them.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _LOOKS, _LOOK_S = 10, 0.01
 
 
 class Owned(NamedTuple):
-    """An owner's new directory; `run` is in its name, and names the life of the owner."""
+    """An owner's new directory. `run` is a part of its name, and identifies this owner."""
 
     directory: Path
     run: str
@@ -62,17 +63,16 @@ class Owned(NamedTuple):
 
 
 class PrivatePlace:
-    """A directory in `root` that only this user can look into, found by its name and its owner.
+    """A directory in `root` that only this user can read. It is found by its name and its user.
 
-    One owner at a time puts versions there. Directories of the same name that another user makes
-    change nothing.
+    One owner at a time stores versions there. Directories of other users are ignored.
 
     Attributes:
-        user: the owner of the files that are opened; None is the user of this process, alone.
+        user: the user that the files must belong to. None is the user of this process.
 
     Raises:
         UnsupportedError: this is not Linux, or `root` does not exist.
-        UsageError: `name` is not one path component, or others may rename what is in `root`.
+        UsageError: `name` is not one path component, or other users may rename files in `root`.
     """
 
     user: int | None = None
@@ -85,7 +85,7 @@ class PrivatePlace:
         if not os.path.isdir(root):  # False too where this user may not look.
             raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
         if not name or Path(name).name != name or "\0" in name:
-            raise UsageError(f"{name!r} is not one path component; try 'policy'")
+            raise UsageError(f"name={name!r} is not one path component; try 'policy'")
         mode = os.stat(root).st_mode
         if mode & 0o022 and not mode & stat.S_ISVTX:
             raise UsageError(
@@ -97,14 +97,14 @@ class PrivatePlace:
         self._found: Path | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Return what opens it in another process. JSON-able."""
+        """Return the arguments that open it in another process. JSON-able."""
         return {"kind": "private", **self._spec}
 
     def take(self) -> Owned:
-        """Own the place: remove what a dead owner left, and make a directory.
+        """Become the owner: remove the directories of dead owners, and make a new one.
 
         Raises:
-            UsageError: it has a living owner, or may not be written to.
+            UsageError: the place has a living owner, or cannot be written to.
         """
         sweep(self._root)
         self._refuse_a_second(None)
@@ -128,11 +128,11 @@ class PrivatePlace:
             return Owned(directory, run, lock)
 
     def here(self) -> Path:
-        """Return the directory of the owner, or of the last one.
+        """Return the directory of the owner, or of the last owner.
 
         Raises:
-            FileNotFoundError: there was none.
-            UsageError: it belongs to another user, or others may write to it.
+            FileNotFoundError: there was never an owner, or its directory was removed.
+            UsageError: the directory belongs to another user, or other users may write to it.
         """
         if self._found is None or not _is_own(self._found):
             found = [path for path in self._named() if _is_own(path)]
@@ -148,14 +148,14 @@ class PrivatePlace:
         return self._found
 
     def leave(self, owned: Owned) -> None:
-        """Let go, after the files that must not stay were removed from the directory."""
+        """Give up the ownership. The caller has removed the files that must not stay."""
         try:
             remove(owned.directory)
         finally:
             owned.lock.close()
 
     def hint(self) -> str:
-        """Name other users' directories there, for somebody who waits in vain; "" without any."""
+        """Return a hint about other users' directories of this name, or ""."""
         users = set()
         for path in self._named():
             with suppress(FileNotFoundError):
@@ -163,8 +163,8 @@ class PrivatePlace:
         if not users:
             return ""
         return (
-            f" {self._root}/{self._name}-* of user {sorted(users)} is not looked into: trainer and "
-            "engine run as one user."
+            f" {self._root}/{self._name}-* of user {sorted(users)} is not looked into: run trainer "
+            "and engine as one user."
         )
 
     def _named(self) -> list[Path]:
@@ -185,14 +185,14 @@ class PrivatePlace:
 
 
 class DiskPlace:
-    """A directory of the user's choice. Each owner makes one in it, and a note that names it.
+    """A directory at a path of your choice. Each owner makes a directory in it, named by a note.
 
     Methods and `user` are those of `PrivatePlace`.
     """
 
     def __init__(self, path: str, *, user: int | None = None) -> None:
         if "\0" in path:
-            raise UsageError(f"{path!r} is no path")
+            raise UsageError(f"{path!r} is no path: it has a NUL character. Remove that.")
         self._path, self.user = Path(path).absolute(), user
 
     def spec(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ Place = PrivatePlace | DiskPlace
 
 
 def sweep(root: Path) -> list[Path]:
-    """Remove the private directories in `root` whose owners of this user are dead. Local."""
+    """Remove the private directories that this user's dead owners left in `root`. Local."""
     swept: list[Path] = []
     if not os.path.isdir(root):
         return swept
@@ -288,14 +288,14 @@ def sweep(root: Path) -> list[Path]:
 
 
 def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
-    """Open a file that belongs to this user, and that nobody else can write to.
+    """Open a file that belongs to this user, and that other users cannot write to.
 
     Args:
-        user: the owner that it has to have instead, where a mount shows other users and modes.
+        user: the user that the file must belong to, on a mount that shows other users and modes.
 
     Raises:
         FileNotFoundError, FileExistsError: as os.open.
-        UsageError: it is a link, or no file, or another user's, or may not be opened.
+        UsageError: it is not a regular file, belongs to another user, or cannot be opened.
     """
     kept = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # A pipe would be waited for.
     try:
@@ -303,7 +303,7 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-        raise UsageError(f"{path} is not opened: {error.strerror}. Remove it.") from error
+        raise UsageError(f"{path} is not opened: {error.strerror}. Remove that path.") from error
     found = os.fstat(fd)
     wanted = os.geteuid() if user is None else user
     open_to_others = user is None and found.st_mode & 0o022
@@ -317,7 +317,7 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
 
 
 def read_own(path: Path, at: int = 0, size: int = -1, *, user: int | None) -> bytes:
-    """Return bytes of a file, to its end at most. Raises as `open_own`."""
+    """Return bytes of a file, at most to its end. Raises as `open_own`."""
     with open(open_own(path, os.O_RDONLY, user=user), "rb") as file:
         file.seek(at)
         return file.read(size)
@@ -326,7 +326,7 @@ def read_own(path: Path, at: int = 0, size: int = -1, *, user: int | None) -> by
 def write_over(
     path: Path, parts: Iterable[bytes | memoryview], *, durable: bool, scratch: Path | None = None
 ) -> None:
-    """Write over a file, in one step; `scratch` is in its place until then."""
+    """Replace a file in one step. The new contents are in `scratch` until then."""
     scratch = path.with_name(f"{path.name}.tmp") if scratch is None else scratch
     scratch.unlink(missing_ok=True)
     with open(os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -338,7 +338,7 @@ def write_over(
 
 
 def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
-    """Remove the files that owners make in a directory of theirs, and the directory if empty."""
+    """Remove an owner's files from its directory, and then the directory if it is empty."""
     with suppress(FileNotFoundError):
         for path in removable(directory, keep=keep):
             path.unlink(missing_ok=True)
@@ -347,18 +347,18 @@ def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
 
 
 def removable(directory: Path, *, keep: Collection[str] = ()) -> list[Path]:
-    """Return the files that owners make in their directory, save those of `keep`; the lock last."""
+    """Return an owner's files in its directory, except those in `keep`. The lock comes last."""
     # Without it nobody knows that the rest is useless.
     ours = (p for p in directory.iterdir() if _OURS.fullmatch(p.name) and p.name not in keep)
     return sorted(ours, key=lambda path: (path.name == _LOCK, path))
 
 
 def _take_lock(path: Path, *, user: int | None = None) -> Hold:
-    """Take the lock of an owner, on a file that has this name.
+    """Take the lock of an owner, on the file of this name.
 
     Raises:
-        BlockingIOError: another one has it.
-        FileNotFoundError: it was removed meanwhile.
+        BlockingIOError: another process has the lock.
+        FileNotFoundError: the file was removed before it was locked.
     """
     fd = open_own(path, os.O_RDWR | os.O_CREAT, user=user)
     inode = os.fstat(fd).st_ino
@@ -376,12 +376,12 @@ def _remove_dead(directory: Path) -> None:
 
 
 def _unusable(directory: Path, error: OSError) -> UsageError:
-    return UsageError(f"{directory} cannot be used: {error}. Choose another one.")
+    return UsageError(f"{directory} cannot be used: {error}. Choose another directory.")
 
 
 def _second(directory: Path) -> UsageError:
     return UsageError(
-        f"{directory} has a living owner. Choose another name; only rank 0 passes owner=True."
+        f"{directory} has a living owner. Choose another name, and pass owner=True only on rank 0."
     )
 
 

@@ -1,4 +1,11 @@
-"""`Commits` as notes in a torch Store; counts of readers, for a time, are the leases."""
+"""`Commits` as notes in a torch Store. The leases are counts of readers, with a time limit.
+
+A version is begun, then committed, then hidden. One note lists the committed versions. The owner
+replaces only its own note, in one step of the store, so an owner that was replaced cannot commit. A
+reader adds 1 to the version's count `held`, and then looks whether the version is still listed. The
+owner first hides a version, and then waits until `let_go` equals `held`, or until `lease_s` is
+over. So a reader that died delays a publish by at most `lease_s`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +32,7 @@ _CLOSE_S = 1.0
 
 
 class _Record(NamedTuple):
-    """The owner's last note. `lease_s`: the time that a reader may read after it said so."""
+    """The owner's last note. `lease_s` is how long a reader may read after it was counted."""
 
     run: str
     lease_s: float
@@ -33,17 +40,17 @@ class _Record(NamedTuple):
 
 
 class StoreCommits:
-    """A note of all markers, which the owner writes over, and counters of readers by version.
+    """A note of all markers, which the owner replaces, and counts of readers by version.
 
-    Every call ends by its deadline. A new owner takes over from one that died; if the old one still
-    lives, its next commit is refused: it writes over its own note only, in one step of the store.
-    Calls that write wait for each other, in all threads.
+    Every call ends by its deadline. A new owner takes over from the owner before. If that owner
+    still lives, its next commit is refused. Calls that write wait for each other, in all threads.
 
     Args:
-        store: the same for all; one that outlives the ranks.
-        name: names this policy, where several share the store.
-        lease_s: the time that a reader has for one version; the owner's value counts.
-        timeout_s: for the construction.
+        store: the same store for all processes. It must outlive the ranks.
+        name: the name of this policy, if several policies share the store.
+        owner: whether this end begins and commits.
+        lease_s: how long a reader may hold one version. The owner's value counts.
+        timeout_s: how long the construction waits for the store.
     """
 
     look_s = 0.02
@@ -74,9 +81,9 @@ class StoreCommits:
         return {"kind": "store", "name": self._name, "store": store_spec(self._store)}
 
     def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
-        """Owner: hide all versions but these, and wait until nobody reads the others.
+        """Owner: hide all versions except `keep`, and wait until their readers are done.
 
-        It waits for a reader that died until its lease is over.
+        For a reader that died, it waits until the lease is over.
         """
         with self._write(deadline):
             mine = self._owned(deadline)
@@ -93,7 +100,9 @@ class StoreCommits:
         with self._write(deadline):
             mine = self._owned(deadline)
             if marker.version not in self._begun:
-                raise UsageError(f"commit of version {marker.version}, which was not begun")
+                raise UsageError(
+                    f"commit of version {marker.version}, which was not begun. Call begin() first."
+                )
             self._replace(mine, (*mine.markers, marker), deadline)
             self._begun.discard(marker.version)
 
@@ -147,7 +156,7 @@ class StoreCommits:
         return f" All have to share the store, and the name {self._name!r} in it."
 
     def close(self) -> None:
-        """Hide the owner's versions, unless another one took over. Best effort; twice is fine."""
+        """Hide the owner's versions, unless another owner took over. Best effort. Idempotent."""
         if self._owner and not self._closed:
             deadline = time.monotonic() + _CLOSE_S
             with suppress(TransferError):
@@ -159,7 +168,7 @@ class StoreCommits:
         self._count(marker.run, marker.version, "let_go", 1, late)
 
     def _read(self, deadline: float) -> _Record | None:
-        """Return the note that stands now; None before the first owner."""
+        """Return the current note, or None before the first owner."""
         self._check()
         text = self._board.look(_COMMITS, deadline=deadline)
         return None if text is None else _parsed(text)
@@ -206,12 +215,12 @@ def _parsed(text: str) -> _Record:
 
 
 def _text(record: _Record) -> str:
-    """Return the note as it is written: equal records give equal text."""
+    """Return a record as text. Equal records give equal text."""
     head: dict[str, Any] = {"run": record.run, "lease_s": record.lease_s}
     return json.dumps({**head, "markers": [marker.to_json() for marker in record.markers]})
 
 
 def _deposed() -> TransferError:
     return TransferError(
-        "another owner took over. One trainer may publish under one name; choose another."
+        "another owner took over. Only one trainer may publish under a name; choose another name."
     )

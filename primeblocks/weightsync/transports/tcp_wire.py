@@ -1,4 +1,4 @@
-"""A wire over plain TCP: reads from any host that can connect, without RDMA and without NIXL."""
+"""A wire over plain TCP. It reads from any host that it can connect to, without RDMA or NIXL."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ _Address = tuple[str, int]
 
 
 class TcpWire:
-    """Reads over TCP, of memory on CPUs. A process with a `host` serves; one without only reads.
+    """Reads CPU memory of other processes over TCP.
 
-    A thread for each connected reader sends bytes from where they lie; a `read` connects once to
-    each process that it reads from. Whoever knows the random token in a buffer's note may read it,
-    and nothing is encrypted: it is for networks that only trusted machines are on. What arrives is
-    digested by a `Subscriber` as over any carrier.
+    A process with a `host` serves reads. A process without one only reads. The server has a thread
+    for each connected reader, and sends bytes from their place in memory. A `read` connects once to
+    each process. A reader needs the random token in a buffer's note. Nothing is encrypted, so use
+    this wire only in a network of trusted machines. A `Subscriber` checks all bytes, as over any
+    carrier.
 
     Args:
-        host: an address of this machine that readers reach; it alone is listened on.
-        port: the port to listen on; 0 takes a free one.
+        host: an address of this machine that readers can reach. The server listens only on it.
+        port: the port to listen on. 0 takes a free port.
 
     Raises:
-        UsageError: there cannot be listened on it, or it names no machine.
+        UsageError: the server cannot listen on `host` and `port`, or `host` is a wildcard.
     """
 
     def __init__(self, host: str | None = None, *, port: int = 0) -> None:
@@ -61,18 +62,18 @@ class TcpWire:
         self.close()
 
     def spec(self) -> dict[str, Any]:
-        """Return what opens the reading end in another process."""
+        """Return the arguments that open the reading end in another process."""
         return {"kind": "tcp"}
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Let readers have a buffer, and return what they need for it.
+        """Serve a buffer to readers, and return the note by which they read it.
 
         Raises:
-            UnsupportedError: it is not in memory of the CPU.
+            UnsupportedError: the buffer is not in CPU memory.
         """
         if buffer.device.type != "cpu":
             raise UnsupportedError(
-                f"TcpWire reads and sends memory of the CPU; got a buffer on {buffer.device}. "
+                f"TcpWire reads and sends CPU memory; got a buffer on {buffer.device}. "
                 'Make the transport with device="cpu".'
             )
         if self._server is None:
@@ -91,9 +92,9 @@ class TcpWire:
         """Do all reads, one after the other.
 
         Raises:
-            TransferError: the other process is gone, or has no such buffer any more.
-            DeadlineError: not in time.
-            CorruptionError: a note is none of this wire's.
+            TransferError: the other process has ended, or does not have the buffer any more.
+            DeadlineError: the reads were not done in time.
+            CorruptionError: a note is not of this kind of wire.
         """
         links: dict[_Address, socket.socket] = {}
         with ExitStack() as until_read:
@@ -104,13 +105,18 @@ class TcpWire:
                         links[at] = until_read.enter_context(_connected(at, deadline))
                     _read(links[at], read, deadline)
                 except TimeoutError as error:
-                    raise DeadlineError(f"{done} of {len(reads)} reads in time") from error
+                    raise DeadlineError(
+                        f"only {done} of {len(reads)} reads in time. Pass a longer timeout_s."
+                    ) from error
                 except OSError as error:
                     where = f"{at[0]}:{at[1]}"
-                    raise TransferError(f"a read from {where} failed: {error}") from error
+                    raise TransferError(
+                        f"a read from {where} failed: {error}. Is the trainer alive, and the port "
+                        "open?"
+                    ) from error
 
     def close(self) -> None:
-        """Let go of everything. Twice is fine."""
+        """Stop serving, and release all buffers. Idempotent."""
         self._forgotten.detach()
         self._shared.clear()
         if self._server is not None:
@@ -137,10 +143,10 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a reader that went away has its own error, and may come again."""
+        """Stay silent, because a reader that went away has its own error, and may return."""
 
     def end(self) -> None:
-        """Listen no more, and hang up. Twice is fine."""
+        """Stop listening, and close all connections. Idempotent."""
         if self._thread.is_alive():
             self.shutdown()
             self._thread.join()
@@ -151,7 +157,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 class _Answers(socketserver.BaseRequestHandler):
-    """The requests of one reader, one after the other, until it hangs up."""
+    """Serves the requests of one reader, one after the other, until it hangs up."""
 
     server: _Server
 
@@ -171,7 +177,7 @@ class _Answers(socketserver.BaseRequestHandler):
 
 
 def _end_aside(server: _Server | None) -> None:
-    """End a server whose wire was forgotten; the collector may run in a thread of the server."""
+    """End the server of a wire that was garbage-collected, maybe in a thread of that server."""
     if server is not None:
         threading.Thread(target=server.end, daemon=True).start()
 
@@ -195,7 +201,10 @@ def _address(note: Mapping[str, Any]) -> _Address:
     with suppress(UnicodeError):  # No name of a host: a label is empty or too long.
         if isinstance(host, str) and host.encode("idna").count(0) == 0 and 0 < port < 1 << 16:
             return host, port
-    raise CorruptionError(f"the note of a buffer cannot be read: {str(note)[:100]!r}")
+    raise CorruptionError(
+        f"the note of a buffer cannot be read: {str(note)[:100]!r} has no host and port. Use "
+        "TcpWire on both sides."
+    )
 
 
 def _connected(at: _Address, deadline: float) -> socket.socket:
@@ -222,7 +231,10 @@ def _read(link: socket.socket, read: Read, deadline: float) -> None:
     if answer is None:
         raise ConnectionResetError("the other process hung up")
     if answer != _GRANTED:
-        raise TransferError(f"{len(read.target):,} bytes from {read.start:,} on are not there")
+        raise TransferError(
+            f"{len(read.target):,} bytes from {read.start:,} on are not there: their version was "
+            "retired. Receive the newest."
+        )
     room, done = read.target.numpy().data, 0
     while done < len(room):
         link.settimeout(_left_s(deadline))
@@ -233,7 +245,7 @@ def _read(link: socket.socket, read: Read, deadline: float) -> None:
 
 
 def _receive(link: socket.socket, size: int) -> bytes | None:
-    """Return so many bytes, or None where the other end hung up."""
+    """Return `size` bytes, or None if the other end hung up."""
     received = b""
     while len(received) < size:
         more = link.recv(size - len(received))

@@ -1,11 +1,11 @@
 """vLLM 0.32 and 0.33: a `TieredStore` as a secondary tier of their offloading connector.
 
-vLLM moves pages ("blocks") from the device into a primary pool in host memory that it shares
-with our tier; the tier copies them into our store and back. On the CPU platform, where vLLM's own
-copy worker refuses to start, ours takes its place; on CUDA the stock worker is used.
+vLLM moves pages ("blocks") from the device into a primary pool in host memory. It shares this pool
+with our tier, which copies pages into our store and back. On CUDA the stock copy worker is used. On
+the CPU platform vLLM's own copy worker refuses to start, and ours takes its place.
 
-0.32 was run. Of 0.33, which has no build for CPUs, the Python of scheduler, manager and connector
-was run without an engine; no engine of it ever was.
+vLLM 0.32 was run. vLLM 0.33 has no build for CPUs, and its engine was never run. Only the Python of
+its scheduler, manager and connector was run, without an engine.
 """
 
 import logging

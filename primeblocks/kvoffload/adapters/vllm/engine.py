@@ -1,4 +1,4 @@
-"""Arguments of an engine that has our tier, and what the tier reports from inside it."""
+"""The arguments of an engine with our tier, and the statistics of the tier in an engine."""
 
 from __future__ import annotations
 
@@ -37,42 +37,42 @@ def engine_args(
 ) -> dict[str, Any]:
     """Return arguments that put our store behind vLLM: `LLM(model, **engine_args(...))`. Pure.
 
-    Requests must carry one `cache_salt` for each policy version: vLLM's page hashes contain it, so
-    pages of different weights never meet. vLLM's prefix cache must stay on.
+    Requests must carry one `cache_salt` per policy version. Hashes of pages include the salt, so
+    pages of different weights never mix. The prefix cache of vLLM must stay on.
 
     Args:
-        primary_bytes: vLLM's transit pool in shared memory. The more it holds, the less it asks us.
-        host_bytes: our pages in host memory.
-        disk_path: directory of our pages on disk; emptied when the engine starts and stops, unless
-            `persist` is given.
-        disk_bytes: their quota.
-        max_staleness: evict pages of versions older than this first (see `request_args`); None
-            keeps all versions alike.
-        evict: "versions" is `VersionAware`; "rollouts" is `RolloutAware`, which has several times
-            the hits where agents queue, and less than half where waits have a heavy tail.
-        offload_prompt_only: leave generated tokens out.
-        routes_bytes_per_token: with routed-expert capture, bytes captured for each token
-            (`RouterShape.bytes_per_token` of primeblocks.replay): routes then travel with their
-            pages. 0 leaves them where vLLM keeps them.
-        persist: keep the pages on disk for the next engine with the same name here. The name must
-            change with everything that the pages depend on and a `cache_salt` does not name: above
-            all, the weights that the engine starts with. Pages are found again by engines with
-            equal model, layout, parallel sizes and vLLM version; after a reset of the connector
-            no page is kept. None starts empty and leaves no pages.
+        primary_bytes: the size of vLLM's pool in shared memory. A larger pool needs our tier less.
+        host_bytes: the size of our pages in host memory.
+        disk_path: the folder of our pages on disk. Without `persist`, it is emptied when the engine
+            starts and stops.
+        disk_bytes: the quota of the folder.
+        max_staleness: evict pages of versions staler than this first (see `request_args`). None
+            treats all versions alike.
+        evict: "versions" is `VersionAware`. "rollouts" is `RolloutAware`. It has several times the
+            hits if agents queue, and less than half the hits if waits have a heavy tail.
+        offload_prompt_only: leave out generated tokens.
+        routes_bytes_per_token: with routed-expert capture, the bytes captured per token
+            (`RouterShape.bytes_per_token` of primeblocks.replay). Routes then travel with their
+            pages. 0 leaves routes in vLLM.
+        persist: keep the pages on disk for the next engine with the same `persist`. Change this
+            name with everything that the pages depend on, above all the weights with which the
+            engine starts. A `cache_salt` may name such things too. Only engines with equal model,
+            layout, parallel sizes and vLLM version find the pages. A reset of the connector drops
+            all pages. None starts empty and leaves no pages.
 
     Raises:
-        PlanError: sizes that do not fit together.
-        UnsupportedError: a disk without host memory.
+        PlanError: the sizes do not fit together.
+        UnsupportedError: there is a disk without host memory.
     """
     if host_bytes <= 0:
         raise UnsupportedError(
-            f"host_bytes={host_bytes}: a disk alone is refused; give the host tier some pages"
+            f"host_bytes={host_bytes}: a disk alone is refused; give the host tier some pages."
         )
     if primary_bytes <= 0:
         raise PlanError(f"primary_bytes must be positive; got {primary_bytes}")
     if (disk_path is None) != (disk_bytes == 0) or disk_bytes < 0:
         raise PlanError(
-            f"disk_path={disk_path!r} with disk_bytes={disk_bytes}: give both or neither"
+            f"disk_path={disk_path!r} with disk_bytes={disk_bytes}: give both or neither."
         )
     if routes_bytes_per_token < 0:
         raise PlanError(
@@ -110,18 +110,18 @@ def engine_args(
 
 
 def server_args(**settings: Any) -> list[str]:
-    """Return `engine_args` as words of a server's command line; same arguments and errors. Pure."""
+    """Return `engine_args` as arguments of a server's command line. Pure. Raises as it does."""
     return command_line(engine_args(**settings))
 
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """Counts of what our tier has done for the engines of this process.
+    """The work of our tier for the engines of this process.
 
     Args:
-        hits: pages handed to the engine.
-        tokens: prompt tokens that a request took from those pages instead of computing them.
-        tiers: counts by tier name, in the words of `TierStatistics`.
+        hits: pages passed to the engine.
+        tokens: prompt tokens that requests took from those pages instead of computing them.
+        tiers: the counts of `TierStatistics`, by tier name.
     """
 
     hits: int
@@ -130,11 +130,11 @@ class EngineStatistics:
 
 
 def engine_statistics() -> EngineStatistics:
-    """Read what the tier reported to the front end. Local.
+    """Return the counts that the tier has reported to the front end. Local.
 
     Call it in the process of `LLM` or `AsyncLLM`, with the engine's statistics on
-    (`disable_log_stats=False`). The engine reports after each of its steps, so writes that end
-    after the last step are counted later. Counts add up over the engines of this process.
+    (`disable_log_stats=False`). The engine reports after each step, so writes that end after the
+    last step are counted later. The counts add up over the engines of this process.
     """
     tokens, tiers = 0, defaultdict[str, Counter[str]](Counter)
     for metric in get_metrics_snapshot():

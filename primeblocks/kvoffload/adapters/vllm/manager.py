@@ -1,4 +1,4 @@
-"""vLLM's tiering manager, completed for a store behind it."""
+"""vLLM's tiering manager, extended for a store behind it."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ class _Speed:
 
 
 class Speeds:
-    """Measured times of loading a page from the tiers and of computing it.
+    """The measured times to load a page from the tiers and to compute it.
 
     Attributes:
-        load: pages that came, and the time from asking for them.
-        compute: prompt pages of steps that began requests, and the time of these steps.
+        load: the pages loaded, and the time from request to arrival.
+        compute: the prompt pages of steps that began requests, and the time of these steps.
     """
 
     def __init__(self) -> None:
         self.load, self.compute = _Speed(), _Speed()
 
     def patience_s(self, pages: int) -> float:
-        """Return how long waiting for room for these pages may take: what loading them saves.
+        """Return how long a request may wait for room for these pages: the time that a load saves.
 
-        A request that waits so long and then computes takes at most twice as long as the better of
-        the two. One second before both speeds are known.
+        A request that waits this long and then computes takes at most twice the time of the better
+        choice. Returns one second before both speeds are known.
         """
         if not self.load.pages or not self.compute.pages:
             return _UNMEASURED_S
@@ -73,17 +73,17 @@ class _Turn:
 
 
 class Turns:
-    """A first-come, first-served queue: requests do not evict each other's pages for ever.
+    """A first-come, first-served queue, so that requests do not evict each other's pages for ever.
 
-    The first request may bring all of its pages. Those behind it may bring theirs while all fit
-    together, and wait otherwise. A request that has waited longer than its patience, or needs more
-    pages than the pool has, is told to go on without. What is brought ahead, for requests that have
-    not asked yet, fills the room that is left, and gives way to those that ask.
+    The first request may bring all its pages. Later requests may bring theirs if all fit together,
+    and wait otherwise. A request goes on without its pages if it has waited longer than its
+    patience, or needs more pages than the pool has. Pages brought ahead, for requests that have not
+    asked yet, use the remaining room, and give way to requests that ask.
 
     Args:
-        capacity: pages of the pool.
-        patience_s: seconds that a request may wait in all, asked when it begins to wait.
-        clock: seconds.
+        capacity: the number of pages of the pool.
+        patience_s: called when a request begins to wait. Returns how many seconds it may wait.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Turns:
         turn.pages.add(page)
 
     def ask(self, request: str, page: Hashable) -> Literal["come", "wait", "go on"]:
-        """Tell whether the request may bring this page into the pool now."""
+        """Return whether the request may bring this page into the pool now."""
         turn = self._turn(request)
         is_new = page not in turn.pages
         if len(turn.pages) + is_new > self._capacity:
@@ -137,14 +137,14 @@ class Turns:
         return request in self._turns
 
     def wait(self, request: str) -> Literal["wait", "go on"]:
-        """Tell whether the request may wait for room that transfers under way still take."""
+        """Return whether the request may wait for room that running transfers still use."""
         turn, now = self._turn(request), self._clock()
         if turn.waits_until_s is None:
             turn.waits_until_s = now + self._patience_s(request)
         return "wait" if now < turn.waits_until_s else "go on"
 
     def leave(self, request: str) -> None:
-        """Remove a request that has its pages or no longer needs them."""
+        """Remove a request that has its pages or does not need them any more."""
         self._pages_ahead -= len(self._ahead.pop(request, ()))
         turn = self._turns.pop(request, None)
         if turn is not None:
@@ -176,15 +176,15 @@ class _Step:
 
 
 class StoreManager(TieringOffloadingManager):
-    """The stock manager, except for five things.
+    """The stock manager with five changes.
 
-    - A reset reaches our tier. Stock vLLM leaves secondary tiers alone when the connector is reset
-      after a weight update, and then serves pages of the old weights.
-    - A request waits for room in the pool on behalf of a page that a tier has, for as long as
-      loading is measured to save (`Speeds`). Stock vLLM takes a full pool for a miss and computes
-      the rest of the prompt, and requests evict each other's pages before any has all of its own.
-    - Pages of queued requests come into the pool before they are scheduled, the head of the queue
-      first, as far as nobody else needs the room.
+    - A reset reaches our tier. Stock vLLM does not reset secondary tiers with the connector after a
+      weight update, and then serves pages of the old weights.
+    - A request waits for room in the pool if a tier has its page. It waits at most the time that a
+      load saves (`Speeds`). Stock vLLM treats a full pool as a miss and computes the rest of the
+      prompt. There, requests evict each other's pages before any request has all its pages.
+    - Pages of queued requests come into the pool before they are scheduled. The head of the queue
+      comes first, and only free room is used.
     - Our tier knows the queue.
     - Workers learn the hashes of the pages they move, if routes travel with them.
     """
@@ -208,12 +208,13 @@ class StoreManager(TieringOffloadingManager):
         """Note that a request is last in the engine's queue.
 
         Args:
-            find: returns the keys of the pages that it would load if it was scheduled now.
+            context: the request.
+            find: returns the keys of the pages that the request would load if scheduled now.
         """
         self._queue[context.req_id] = _Queued(context, cache(find))
 
     def set_overlap(self, *, steps: int) -> None:
-        """Say how many steps the engine plans while one runs."""
+        """Set how many steps the engine plans while one step runs."""
         self._steps = deque([_Step(self._clock(), begins=False)], maxlen=steps + 1)
 
     def lookup(
@@ -274,7 +275,7 @@ class StoreManager(TieringOffloadingManager):
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def rest(self) -> None:
-        """Give the tiers' threads a few milliseconds: the engine has nothing to compute."""
+        """Give the tiers' threads a few milliseconds while the engine is idle."""
         for tier in self._ours:
             tier.rest()
 

@@ -1,10 +1,10 @@
-"""Captured routes beside the keys and values, in every row of vLLM's shared pool.
+"""Captured routes next to the keys and values, in every row of vLLM's shared pool.
 
-A row of the pool ends with the routes of its page: a seal of 16 bytes, then the rows. The seal is a
-digest of the page's hash and the rows, so that rows of another page, of an earlier one in the same
-place, or half of each are never taken for this page's: its rows then count as missing. The worker
-fills the end of a row when it stores a page and hands it to the engine's capture when it loads one;
-our tier carries it, seal included, as an attachment of the page.
+A row of the pool ends with the routes of its page: a seal of 16 bytes, then the rows of routes. The
+seal is a digest of the page's hash and the rows. So rows of another page, of an earlier page, or of
+half a write fail the check, and count as missing. The worker fills the end of a row when it stores
+a page. It passes the end of the row to the engine's capture when it loads a page. Our tier carries
+seal and rows as an attachment of the page.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SEAL_BYTES = 16
 
 
 class PendingRows(Protocol):
-    """Rows of blocks that a step will leave: None until they have arrived."""
+    """The rows of blocks that a step will produce. `rows` is empty (None) until they arrive."""
 
     rows: dict[int, bytes | None] | None
 
@@ -43,11 +43,11 @@ class PendingRows(Protocol):
 class CapturedRows(Protocol):
     """An engine's capture, with rows by block: the connector that `routes_with_pages` makes.
 
-    The plug-in owns it. Connectors of living engines are in its class's `primeblocks_live`, by the
-    engine's id.
+    The plug-in owns it. Its class has the connectors of living engines in `primeblocks_live`, by
+    the engine's id.
 
     Attributes:
-        group: the KV cache group whose blocks have rows.
+        group: the KV cache group with rows for its blocks.
     """
 
     group: int
@@ -61,21 +61,21 @@ class CapturedRows(Protocol):
         ...
 
     def rows_of(self, blocks: Sequence[int]) -> PendingRows:
-        """Ask for the rows of blocks as the steps so far leave them."""
+        """Request the rows of blocks after the steps so far."""
         ...
 
     def offer(self, rows: Mapping[int, bytes | None]) -> None:
-        """Hand in the rows of blocks that were loaded; None where they did not come along."""
+        """Pass the rows of loaded blocks to the engine, with None for missing rows."""
         ...
 
 
 @dataclass(frozen=True)
 class Tail:
-    """The part of a row of the pool that keeps routes.
+    """The part of a row of the pool that has routes.
 
     Args:
-        offset: first byte after the keys and values of all workers.
-        rows_bytes: bytes of one page's rows.
+        offset: the first byte after the keys and values of all workers.
+        rows_bytes: the bytes of one page's rows.
     """
 
     offset: int
@@ -90,17 +90,17 @@ class Tail:
         row[self.offset : self.end] = np.frombuffer(_seal(page_hash, rows) + rows, row.dtype)
 
     def read(self, row: np.ndarray, page_hash: bytes) -> bytes | None:
-        """Return the routes at the end of a row; None unless they are this page's."""
+        """Return the routes at the end of a row, or None if they are not of this page."""
         rows = self.sealed(row)[_SEAL_BYTES:]
         intact = row[self.offset : self.offset + _SEAL_BYTES].tobytes() == _seal(page_hash, rows)
         return rows if intact else None
 
     def sealed(self, row: np.ndarray) -> bytes:
-        """Return the end of a row as it is."""
+        """Return the end of a row unchanged."""
         return row[self.offset : self.end].tobytes()
 
     def restore(self, row: np.ndarray, sealed: bytes | None) -> None:
-        """Put back what `sealed` returned; None marks the routes as missing."""
+        """Write back the result of `sealed`. None marks the routes as missing."""
         row[self.offset : self.end] = 0
         if sealed is not None and len(sealed) == self.end - self.offset:
             row[self.offset : self.end] = np.frombuffer(sealed, row.dtype)
@@ -128,12 +128,14 @@ class NamedChunks(CPULoadStoreSpec):
 class RoutesWorker(OffloadingWorker):
     """A copy worker that moves routes with the pages.
 
-    The rows of a step arrive later than its keys and values: the store of a page counts as finished
-    once they are there.
+    The rows of a step arrive later than its keys and values. The store of a page is finished only
+    when its rows have arrived.
 
     Args:
         inner: the worker that copies keys and values.
-        pool: the rows of the shared pool as bytes.
+        pool: the rows of the shared pool, as bytes.
+        tail: the part of a row with the routes.
+        engine_id: the id of the engine whose capture has the routes.
     """
 
     def __init__(

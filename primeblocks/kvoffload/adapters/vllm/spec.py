@@ -50,9 +50,9 @@ ROUTES = "primeblocks_routes_bytes_per_token"
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
-    """The stock connector, which tells our manager what a request will load before it may run.
+    """The stock connector. It also tells our manager what a queued request will load.
 
-    It has the stock one's name, by which vLLM finds metrics and layouts.
+    It has the stock connector's name, because vLLM finds metrics and layouts by this name.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         return manager
 
     def _keys(self, request: Request) -> list[OffloadKey]:
-        """Return the keys of the pages that a request would load now, of full attention.
+        """Return the keys of the full-attention pages that a request would load now.
 
-        Windows are left out, whose pages depend on how much of the rest is found.
+        Pages of windows are left out, because they depend on how many other pages are found.
         """
         state, pages = self.scheduler._req_status[request.request_id], self._kv_cache_manager
         if request.skip_reading_prefix_cache or state.max_load_tokens is not None or pages is None:
@@ -103,7 +103,7 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
     """vLLM's tiering with our manager, room for routes, and a worker for the CPU platform.
 
     Attributes:
-        tail: part of a row of the pool that keeps the routes of its page; None without routes.
+        tail: the part of a row of the pool that has the routes of its page. None without routes.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -180,7 +180,7 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
 
 
 class UnlinkedRegion(SharedOffloadRegion):
-    """The shared pool, quiet about a name that the scheduler's side has removed already."""
+    """The shared pool. It does not warn about a name that the scheduler has already removed."""
 
     def cleanup(self) -> None:
         self._creator = self._creator and os.path.exists(self.mmap_path)
@@ -224,7 +224,7 @@ class HostCopyWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Do nothing: a copy is over when `submit_*` returns."""
+        """Do nothing. A copy is over when `submit_*` returns."""
 
     def shutdown(self) -> None:
         self._device.clear()

@@ -1,8 +1,8 @@
-"""Arguments of engines with vLLM's own KV tiers and transfers, in place of or beside our store.
+"""Arguments of engines with vLLM's own KV tiers and transfers, with or without our store.
 
-vLLM passes over settings that it does not know and checks others only when its workers start; here
-a wrong value is refused at once. `OPTIONS` lists what each builder takes. Call a builder once for
-each engine: the configuration names its engine.
+vLLM ignores settings that it does not know, and checks others only when its workers start. These
+builders refuse a wrong value at once. `OPTIONS` lists the options of each builder. Call a builder
+once per engine, because its configuration names the engine.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Option(NamedTuple):
     """An option of a builder.
 
     Args:
-        name: vLLM's name for it; empty where the builder makes something else of it.
-        allowed: the least whole number, a tuple of values, a pattern of text, `bool`, `str`,
-            `list` (of names), or None for anything.
-        meaning: what it sets, or what a pattern stands for.
-        default: value where none is given; None is allowed where it is None.
-        hint: what a refusal adds.
+        name: vLLM's name of the option. Empty if the builder converts the option.
+        allowed: the smallest whole number, a tuple of values, a pattern of text, `bool`, `str`,
+            `list` (of names), or None for any value.
+        meaning: what the option sets, or what a pattern stands for.
+        default: the default value. You may pass None only if the default equals None.
+        hint: text that an error message adds.
     """
 
     name: str
@@ -130,13 +130,13 @@ _CLASHES: Mapping[str, Mapping[str, Callable[[_Given], Any]]] = {
 def native(**options: Any) -> dict[str, Any]:
     """Configure vLLM's offloading to host memory, and to files if a path is given. Pure.
 
-    Its files have no checksum, no quota and no policy version, and stay when the engine ends: use
-    a new directory or new `cache_salt`s for each run. `engine_args` has none of these limits. It
-    needs a GPU: on the CPU platform vLLM refuses to start it.
+    vLLM's files have no checksum, no quota and no policy version, and stay after the engine ends.
+    So use a new directory or new `cache_salt`s for each training run. `engine_args` does not have
+    these limits. This needs a GPU, because vLLM refuses to start it on the CPU platform.
 
     Raises:
-        PlanError: a value that vLLM would refuse or misread.
-        UnsupportedError: values that vLLM, or router replay, cannot have together.
+        PlanError: vLLM would refuse or misread a value.
+        UnsupportedError: vLLM, or router replay, cannot combine the values.
     """
     if options.get("disk_path") is not None and options.get("cpu_bytes") == 0:
         raise UnsupportedError(
@@ -162,8 +162,8 @@ def nixl(role: str, **options: Any) -> dict[str, Any]:
     Across machines each engine needs its own `VLLM_NIXL_SIDE_CHANNEL_HOST` in its environment.
 
     Raises:
-        PlanError: a value that vLLM would refuse or misread.
-        UnsupportedError: values that vLLM cannot have together.
+        PlanError: vLLM would refuse or misread a value.
+        UnsupportedError: vLLM cannot combine the values.
     """
     given, extra = _read("nixl", {"role": role, **options})
     extra["backends"] = list(given["backends"])
@@ -174,13 +174,13 @@ def nixl(role: str, **options: Any) -> dict[str, Any]:
 def mooncake(run: str, **options: Any) -> dict[str, Any]:
     """Configure a pool of pages that several engines share, in Mooncake's store. Pure.
 
-    The engine finds the store by the file that `MOONCAKE_CONFIG_PATH` names (`mooncake_settings`).
-    The store outlives engines and knows a model by the last part of its path: two runs with one
-    name would use each other's pages.
+    The engine finds the store by the file that `MOONCAKE_CONFIG_PATH` names. `mooncake_settings`
+    returns its text. The store outlives engines, and identifies a model by the last part of its
+    path. So two training runs with one name would use each other's pages.
 
     Raises:
-        PlanError: a value that vLLM would refuse or misread.
-        UnsupportedError: capture.
+        PlanError: vLLM would refuse or misread a value.
+        UnsupportedError: routes are captured too.
     """
     given, extra = _read("mooncake", {"run": run, **options})
     role, policy = _ROLES[given["role"]], given["on_load_failure"]
@@ -191,10 +191,10 @@ def mooncake(run: str, **options: Any) -> dict[str, Any]:
 def mooncake_settings(**options: Any) -> str:
     """Return the JSON text of the file that an engine's `MOONCAKE_CONFIG_PATH` names. Pure.
 
-    `segment_bytes` is 0 where a Mooncake client owns the memory.
+    `segment_bytes` is 0 if a Mooncake client owns the memory.
 
     Raises:
-        PlanError: a value that vLLM or Mooncake would refuse.
+        PlanError: vLLM or Mooncake would refuse a value.
     """
     given, settings = _read("mooncake_settings", options)
     if given["device"] and given["protocol"] != "rdma":
@@ -206,20 +206,21 @@ def mooncake_settings(**options: Any) -> str:
 def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict[str, Any]:
     """Combine connectors in one engine: `multi(nixl("prefill"), native(cpu_bytes=...))`. Pure.
 
-    Saves go to all. A request loads from the first part that has *any* of its tokens and computes
-    the rest, so NIXL comes first: a short prefix in a cache would keep a whole prompt from it.
+    Saves go to all parts. A request loads from the first part that has *any* of its tokens, and
+    computes the rest. So put NIXL first. Otherwise a short prefix in a cache would keep the request
+    from loading its whole prompt by NIXL.
 
     Args:
-        parts: what `native`, `nixl`, `mooncake` and `engine_args` return.
-        on_load_failure: policy of all parts; replaces their own.
+        parts: results of `native`, `nixl`, `mooncake` and `engine_args`.
+        on_load_failure: the policy of all parts. It replaces their own policies.
 
     Raises:
-        PlanError: fewer than two parts, a part that no builder returned, or parts that
-            want different values of one argument.
-        UnsupportedError: parts that vLLM cannot have together, or not in this order.
+        PlanError: there are fewer than two parts, a part is not the result of a builder, or parts
+            need different values of one argument.
+        UnsupportedError: vLLM cannot combine the parts, or not in this order.
     """
     if on_load_failure not in ("recompute", "fail"):
-        raise PlanError(f"on_load_failure is recompute or fail; got {on_load_failure!r}")
+        raise PlanError(f"on_load_failure is recompute or fail; got {on_load_failure!r}.")
     if len(parts) < 2:
         raise PlanError(f"multi joins two parts or more; got {len(parts)}. Pass one as it is.")
     joined: dict[str, Any] = {}
@@ -241,10 +242,10 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Return engine arguments as words for `python -m vllm.entrypoints.openai.api_server`. Pure.
+    """Return engine arguments for `python -m vllm.entrypoints.openai.api_server`. Pure.
 
     Raises:
-        PlanError: a value that has no form on a command line.
+        PlanError: a value cannot be written on a command line.
     """
     words = []
     for name, value in arguments.items():
@@ -263,7 +264,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _read(builder: str, options: Mapping[str, Any]) -> tuple[_Given, _Given]:
-    """Return all options of a builder, and those that vLLM has a name for under that name."""
+    """Return all options of a builder, and the options that vLLM knows, by vLLM's names."""
     table = OPTIONS[builder]
     if unknown := options.keys() - table.keys():
         raise PlanError(f"{builder} takes {', '.join(table)}; got {', '.join(sorted(unknown))}")
@@ -281,7 +282,7 @@ def _read(builder: str, options: Mapping[str, Any]) -> tuple[_Given, _Given]:
 
 
 def _wanted(option: Option, value: Any) -> str | None:
-    """Return what a value should be; None if it is that."""
+    """Return what a value should be, or None if the value is allowed."""
     match option.allowed:
         case int() as least:
             fits = isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -70,32 +70,32 @@ EVICT: Mapping[str, Callable[[int | None], Evict]] = {
 def request_args(
     version: Any = None, *, rollout: Any = None, ends: Any = (), waits: Any = None
 ) -> dict[str, Any]:
-    """Name a request for our tier: `SamplingParams(extra_args=request_args(7, rollout="a/3"))`.
+    """Describe a request to our tier: `SamplingParams(extra_args=request_args(7, rollout="a/3"))`.
 
-    The same dictionary goes into the JSON of a request to vLLM's server. It complements the
-    request's `cache_salt` and does not replace it. Pure.
+    Put the same dictionary into the JSON of a request to vLLM's server. It does not replace the
+    request's `cache_salt`. Pure.
 
     Args:
-        version: the policy's, a count of updates; the tier advances with the largest that it has
-            seen, and keys of different versions differ. A version 2**20 ahead of all before does
-            not advance it: a mistake in one request would make everybody's pages stale.
-        rollout: name of the rollout that will need the pages again, in its next turn. Several
+        version: the policy version, a count of updates. Keys of different versions differ. The tier
+            advances to the largest version seen. A version 2**20 ahead of all before does not
+            advance it, because a mistake in one request would make all pages stale.
+        rollout: the name of the rollout that will need the pages again, in its next turn. Several
             samples of one prompt in a request (`n`) share it.
-        ends: names of rollouts that need their pages no longer once this request is over: its own
-            in its last turn, or others that ended without one.
-        waits: for rollouts between two turns, the tool that each waits for: {"a/2": "pytest"}. A
+        ends: the names of rollouts that end with this request and do not need their pages any more.
+            Name this rollout in its last turn, and rollouts that ended without a last turn.
+        waits: for rollouts between two turns, the tool that each waits for, as {"a/2": "pytest"}. A
             rollout without an entry waits for "turn".
 
     Raises:
-        UsageError: names that are not text, or a version that is not an integer below 2**63.
+        UsageError: a name is not text, or the version is not an integer below 2**63.
     """
     if version is not None:
         version = check_version(version)
     is_list = isinstance(ends, list | tuple)
     if not is_list or not all(isinstance(name, str) for name in ends):
-        raise UsageError(f"ends is a list of names of rollouts; got {ends!r}")
+        raise UsageError(f"ends is a list of names of rollouts; got {ends!r}.")
     if rollout is not None and not isinstance(rollout, str):
-        raise UsageError(f"a rollout is named by text; got {rollout!r}")
+        raise UsageError(f"a rollout is named by text; got {rollout!r}.")
     waits = {} if waits is None else waits
     is_map = isinstance(waits, dict)
     if not is_map or not all(isinstance(name, str) for pair in waits.items() for name in pair):
@@ -106,7 +106,7 @@ def request_args(
 
 @dataclass(frozen=True)
 class PageRequest:
-    """The version and rollouts that a request named; empty where it named none."""
+    """The version and the rollouts that a request named. Empty if the request named none."""
 
     version: int | None = None
     rollout: str | None = None
@@ -117,8 +117,8 @@ class PageRequest:
 def read_request(parameters: Mapping[str, Any] | None) -> PageRequest:
     """Read `kv_transfer_params`.
 
-    Malformed values are left out with a warning, not raised: they came over the network, and an
-    error here would end the engine.
+    Malformed values cause a warning and are left out. They came over the network, and an error
+    would end the engine.
     """
     if not parameters:
         return PageRequest()
@@ -135,9 +135,9 @@ def read_request(parameters: Mapping[str, Any] | None) -> PageRequest:
 class StoreTier(SecondaryTierManager):
     """Our store behind vLLM's primary tier. It runs in the scheduler's process and never blocks it.
 
-    A page that is missing, torn or changed is reported as failed, and vLLM computes it again.
-    Unless `persist` names what they depend on, the pages are those of one engine run: the store
-    starts empty and is emptied at the end, because the next run may have other weights.
+    A page that is missing, torn or changed is reported as failed, and vLLM computes it again. The
+    next engine may have other weights. So, without `persist`, the store starts empty, and is
+    emptied when the engine ends.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class StoreTier(SecondaryTierManager):
             self._store.end(rollout)
 
     def queue(self, rollouts: list[str]) -> None:
-        """Note which rollouts wait in the engine's queue, its head first."""
+        """Report the rollouts in the engine's queue, its head first."""
         self._store.queue(rollouts)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -235,10 +235,10 @@ class StoreTier(SecondaryTierManager):
             )
 
     def rest(self) -> None:
-        """Sleep until pages have come, for a few milliseconds at most; not at all if none come.
+        """Wait a few milliseconds for pages, or return at once if no load is running.
 
-        A scheduler that has nothing but waiting requests steps without a pause, and the threads
-        that read and copy would hardly get the interpreter.
+        A scheduler with only waiting requests steps without a pause. The threads that read and copy
+        would then hardly get the interpreter.
         """
         loads = (job_id for job_id, job in self._jobs.running() if job.is_promotion)
         if (first := next(loads, None)) is not None:
@@ -311,14 +311,14 @@ class StoreTier(SecondaryTierManager):
         return [self._rows[chunk] for chunk in job.chunk_ids], keys, request.rollout
 
     def _routes_of(self, row: np.ndarray, key: PageKey) -> Mapping[str, bytes] | None:
-        """Return the attachment of a page: its routes, if they were captured in time."""
+        """Return the attachment of a page, which is its routes, if they were captured in time."""
         if self._tail is None or self._tail.read(row, key.hash) is None:
             return None
         return {_ROUTES: self._tail.sealed(row)}
 
 
 def recipe(spec: OffloadingSpec) -> str:
-    """Fingerprint what gives the bytes of a page their meaning: model, dtype, layout, sizes."""
+    """Return a fingerprint of what the bytes of a page mean: model, dtype, layout and sizes."""
     config = spec.config
     facts = (
         vllm.__version__,
@@ -336,5 +336,5 @@ def recipe(spec: OffloadingSpec) -> str:
 
 
 def read_state(context: ReqContext) -> PageRequest:
-    """Return what a request named, read once."""
+    """Return the `PageRequest` of a request. It is read once."""
     return context.get_state(PageRequest) or read_request(context.kv_transfer_params)

@@ -261,8 +261,7 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     except PrimeblocksError as error:
         if not drive_sync(llm, made.go_back(before, deadline)):
             raise EngineError(
-                f"{error} Its workers held versions {before}: no version to go back to. Restart "
-                "the engine."
+                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
             ) from error
         raise
     llm.llm_engine.reset_encoder_cache()

@@ -209,7 +209,7 @@ def _check_fits(manager: Any, spec: AdapterSpec, plan: Plan) -> None:
         if sizes != adapted[name]:
             raise ShapeError(
                 f"{module!r} takes {adapted[name][0]} inputs to {adapted[name][1]} outputs; "
-                f"the adapter takes {sizes[0]} to {sizes[1]}. Train it on the engine's model."
+                f"the adapter {sizes[0]} to {sizes[1]}. Train it on the engine's model."
             )
 
 
