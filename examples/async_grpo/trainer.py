@@ -4,7 +4,7 @@ import math
 import random
 import statistics
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,12 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from primeblocks import losses, parallel, replay, weightsync
 from primeblocks.exact import batch_invariant
 from primeblocks.losses.packing import Pack, TreePlan, pack, plan_trees
-from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
+from primeblocks.parallel.adapters.transformers import (
+    load_pretrained,
+    local_inputs,
+    parallelize,
+)
 from primeblocks.replay.adapters.transformers import routers
 from primeblocks.rollout import Rollout
 
@@ -53,11 +57,16 @@ class Trainer:
         use_fp8: bool = False,
         use_exact: bool = False,
         use_trees: bool = False,
+        use_replay: bool = True,
         loss: str = "grpo",
+        lr: float = LR,
     ) -> None:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.loss, self.use_exact, self.use_trees = LOSSES[loss], use_exact, use_trees
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self.use_replay, self.lr = use_replay, lr
+        with torch.device("meta"):  # Names and shapes alone.
+            config = AutoConfig.from_pretrained(checkpoint)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         held_as = torch.float32 if use_exact else torch.bfloat16
         whole = weightsync.describe(model, dtype=held_as)  # what the engine holds
         transfer_encoding = None
@@ -71,7 +80,8 @@ class Trainer:
             layers = convert(model, recipe, only=r"self_attn\.[qkvo]_proj|mlp\.experts")
         plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
         self.meshes = plan.build(device.type)
-        parallelize(model.to(device), self.meshes)
+        parallelize(model, self.meshes)  # Memory for this rank's parts.
+        load_pretrained(model, checkpoint)
         held = weightsync.describe(model)
         if use_fp8:
             # In bfloat16: vLLM has no float8 kernels on a CPU.
@@ -104,12 +114,22 @@ class Trainer:
             chosen = chance.sample(texts, WARM_BATCH // self.world_size)
             shown = [t if chance.random() < WRONG_DEMONSTRATIONS else t[::-1] for t in chosen]
             rows = [demonstration(*each) for each in zip(chosen, shown, strict=True)]
-            packed = pack(rows, range(len(rows)))
-            count = parallel.global_token_count(len(packed.targets), self.meshes)
-            loss = -self.logprobs(packed).sum() / count
-            loss.backward()
-            self.apply_gradients(WARM_LR * min(1.0, (step + 1) / 50))
+            loss = self.imitate(pack(rows, range(len(rows))), WARM_LR * min(1.0, (step + 1) / 50))
         return loss.item()
+
+    def imitate_share(self, rows: Sequence[Rollout], lr: float) -> float:
+        """One supervised step; every rank packs its share of the rows."""
+        packed = pack(rows, range(self.rank, len(rows), self.world_size))
+        return self.imitate(packed, lr).item()
+
+    def imitate(self, packed: Pack, lr: float) -> Tensor:
+        """One supervised step on the tokens that the loss mask leaves."""
+        mask = torch.from_numpy(packed.loss_mask).to(self.device)
+        count = parallel.global_token_count(mask.sum(), self.meshes)
+        loss = -self.logprobs(packed)[mask].sum() / count
+        loss.backward()
+        self.apply_gradients(lr)
+        return loss.detach()
 
     def train(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> dict[str, float]:
         """One GRPO step; every rank packs its share of the rollouts."""
@@ -120,7 +140,7 @@ class Trainer:
         of_tokens = np.array(advantages, np.float32)[[*packed.indices]].repeat(lengths)
         sequence_ids = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
         count = parallel.global_token_count(mask.sum(), self.meshes)
-        with self.as_in_the_engine(routes):
+        with self.as_in_the_engine(routes) if self.use_replay else nullcontext():
             logprobs = self.logprobs(packed, trees)
             loss = self.loss(
                 logprobs,
@@ -130,7 +150,7 @@ class Trainer:
                 sequence_ids=sequence_ids.to(self.device),
             )
             (loss.sum / count).backward()
-        norm = self.apply_gradients(LR)
+        norm = self.apply_gradients(self.lr)
         clipped = parallel.global_token_count(loss.clipped, self.meshes)
         rows = len(packed.tokens) if trees is None else len(trees.places)
         read, rows = (
@@ -155,7 +175,8 @@ class Trainer:
                 imposed = self.logprobs(packed, trees)
         agreement = math.nan if routes is None else replay.compare(routes, tape.routes).overall
         parts: list = [None] * self.world_size
-        mine = without.cpu(), imposed.cpu(), torch.from_numpy(packed.logprobs), agreement
+        sampled, mask = torch.from_numpy(packed.logprobs), torch.from_numpy(packed.loss_mask)
+        mine = without.cpu()[mask], imposed.cpu()[mask], sampled[mask], agreement
         dist.all_gather_object(parts, mine)
         without, imposed, sampled = (torch.cat([part[i] for part in parts]) for i in range(3))
         return (

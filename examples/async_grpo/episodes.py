@@ -1,0 +1,178 @@
+"""Rank 0's side of the engine: episodes, in which the model speaks and the calculator answers.
+
+An episode ends when the model calls no tool: what it says then is its answer, which the data set
+scores. The template renders the question once and afterwards only what is new, so each turn goes on
+behind the very tokens that were sampled, and a whole episode is one rollout.
+"""
+
+import asyncio
+import json
+import statistics
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from primeblocks.async_loop import Rollout, cache_salt
+from primeblocks.async_loop.adapters.vllm import VllmEngine, base_engine_args
+from primeblocks.attachments import Aligned
+from primeblocks.capture import Conversation
+from primeblocks.capture.adapters.transformers import ChatTemplate
+from primeblocks.replay.adapters import vllm as replay_vllm
+from primeblocks.weightsync.adapters import vllm as weightsync_vllm
+
+from .calculator import Calculator
+from .equations import TOOL, Questions, teacher
+
+PAGE_TOKENS = 32
+TIMEOUT_S = 120.0
+Speak = Callable[[list[int], list[str]], Awaitable[dict[str, Any]]]
+
+
+def engine_arguments(
+    checkpoint: Path, config: Any, *, max_length: int, max_requests: int, kv_bytes: int
+) -> dict[str, Any]:
+    """Each block's adapter contributes its part of the engine's arguments."""
+    heads = config.num_key_value_heads * config.head_dim
+    page_bytes = PAGE_TOKENS * config.num_hidden_layers * 2 * heads * 2
+    capture_bytes = replay_vllm.plan_capture_bytes(
+        replay_vllm.RouterShape.from_config(config),
+        page_tokens=PAGE_TOKENS,
+        device_pages=kv_bytes // page_bytes,
+    )
+    arguments = base_engine_args(
+        checkpoint,
+        dtype="bfloat16",
+        max_model_len=max_length,
+        max_num_seqs=max_requests,
+        kv_bytes=kv_bytes,
+        block_size=PAGE_TOKENS,
+    )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return (
+        arguments
+        | weightsync_vllm.engine_args()
+        | replay_vllm.engine_args(max_bytes=capture_bytes, device=device)
+    )
+
+
+class Episodes:
+    """Plays questions to their end; the one place that knows text, tokens, routes and score.
+
+    `engine` is set before `one` is called. Demonstrations need no engine.
+    """
+
+    def __init__(
+        self,
+        questions: Questions,
+        template: ChatTemplate,
+        calculator: Calculator,
+        config: Any,
+        *,
+        max_turns: int,
+        max_tokens: int,
+        max_length: int,
+    ) -> None:
+        self.questions, self.template, self.calculator = questions, template, calculator
+        self.shape = replay_vllm.RouterShape.from_config(config)
+        self.max_turns, self.max_tokens, self.max_length = max_turns, max_tokens, max_length
+        self.engine: VllmEngine | None = None
+
+    async def one(
+        self,
+        index: int,
+        *,
+        version: int,
+        sample: int = 0,
+        draft: object = None,
+        temperature: float = 1.0,
+    ) -> Rollout:
+        """One episode, under the salt of the version that it starts with.
+
+        A run that is killed keeps finished groups. An unfinished episode begins again, so `draft`
+        is not used.
+        """
+
+        async def speak(prompt: list[int], _heard: list[str]) -> dict[str, Any]:
+            (made,) = await self.engine.generate(
+                prompt,
+                max_tokens=min(self.max_tokens, self.max_length - len(prompt)),
+                temperature=temperature,
+                stop_token_ids=self.template.stop_token_ids,
+                cache_salt=cache_salt(version),
+                timeout_s=TIMEOUT_S,
+            )
+            return {
+                "sampled": made.token_ids,
+                "logprobs": made.logprobs,
+                "versions": made.versions,
+                "finish_reason": made.finish_reason,
+                "attachments": {"experts": Aligned.rows(made.routed_experts)},
+            }
+
+        rollout = await self._play(index, speak)
+        engine = SimpleNamespace(
+            token_ids=rollout.completion,
+            routed_experts=rollout.attachments["experts"].value,
+        )
+        routes = replay_vllm.routes_from_output(
+            engine, self.shape, prompt_tokens=rollout.prompt_length
+        )
+        # A journal keeps bytes.
+        kept = {"routes": bytes(routes.pack()), "calls": rollout.attachments["calls"]}
+        return replace(rollout, attachments=kept)
+
+    async def each(self, indices: Sequence[int], *, version: int) -> list[Rollout]:
+        """One episode of every question."""
+        return await asyncio.gather(*(self.one(i, version=version) for i in indices))
+
+    async def solved_greedily(self, *, version: int) -> float:
+        """The share of held-out questions that are solved at temperature 0."""
+        played = (self.one(i, version=version, temperature=0.0) for i in self.questions.held_out)
+        return statistics.mean(each.reward == 1.0 for each in await asyncio.gather(*played))
+
+    async def demonstration(self, index: int, *, wrong: bool) -> Rollout:
+        """One episode in which the teacher speaks in place of the model."""
+
+        async def speak(_prompt: list[int], heard: list[str]) -> dict[str, Any]:
+            said = teacher(self.questions.entries[index], heard, wrong=wrong)
+            ids = [*self.template.encode(said), self.template.stop_token_ids[0]]
+            return {"sampled": ids, "logprobs": [0.0] * len(ids), "versions": [0] * len(ids)}
+
+        return await self._play(index, speak)
+
+    async def _play(self, index: int, speak: Speak) -> Rollout:
+        """Let `speak` and the calculator take turns until there is no call; one rollout."""
+        conversation, heard, tools = Conversation(), [], [TOOL]
+        messages = [{"role": "user", "content": self.questions.entries[index]["question"]}]
+        prompt, answer = self.template.render(messages, tools), ""
+        for _ in range(self.max_turns):
+            if len(prompt) >= self.max_length:
+                break
+            said = await speak(prompt, heard)
+            conversation.append(prompt, **said)
+            ids = [*said["sampled"]]
+            has_ended = ids[-1] in self.template.stop_token_ids
+            text, calls = self.template.parse(ids[: len(ids) - has_ended], calls=True)
+            if not (calls and has_ended):
+                answer = text
+                break
+            made = [{"name": name, "arguments": json.loads(each)} for name, each in calls]
+            results = [
+                await self.calculator(str(each["arguments"].get("expression"))) for each in made
+            ]
+            heard += results
+            said_so = [{"type": "function", "function": each} for each in made]
+            before = [*messages, {"role": "assistant", "content": text, "tool_calls": said_so}]
+            added = [{"role": "tool", "content": result} for result in results]
+            more = self.template.go_on(before, added, tools, last_id=ids[-1])
+            if more is None:
+                sys.exit("This chat template rewrites earlier answers. Choose another checkpoint.")
+            messages, prompt = [*before, *added], [*prompt, *ids, *more]
+        score = self.questions.score(index, answer)
+        (rollout,) = conversation.rollouts(prompt_id=index, reward=score)
+        return replace(rollout, attachments={**rollout.attachments, "calls": len(heard)})

@@ -1,0 +1,90 @@
+"""A task of `reasoning-gym`: an equation, a calculator to solve it with, and how to begin.
+
+The rest of the example knows questions, answers and scores alone, so another data set needs another
+`teacher` at most, and a checkpoint that can use tools needs none.
+"""
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import mistral_common
+import reasoning_gym
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.mistral.tokenizer import MistralConverter
+
+DATASET = "simple_equations"
+SETTINGS = {"min_terms": 2, "max_terms": 2, "max_value": 12}
+SIZE, HELD_OUT = 8000, 128  # questions
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluate an arithmetic expression.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+# ChatML, and calls as Qwen and Hermes write them. A tiny model needs no description of its tool.
+TEMPLATE = """
+{%- for m in messages %}{{- "<|im_start|>" + m.role + "\\n" + m.content }}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<tool_call>{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- (call.function.arguments | tojson) + "}</tool_call>" }}
+    {%- endfor %}{{- "<|im_end|>\\n" }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|im_start|>assistant\\n" }}{%- endif %}
+"""
+WORDS = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"]
+FORM = re.compile(r"(?:(\d+) - )?(?:(\d+)\*)?[a-z](?: ([+-]) (\d+))? = (-?\d+)")
+
+
+class Questions:
+    """The data set: indices of questions for training, and of others that are held out."""
+
+    def __init__(self, seed: int) -> None:
+        self.dataset = reasoning_gym.create_dataset(DATASET, seed=seed, size=SIZE, **SETTINGS)
+        self.entries = list(self.dataset)
+        held_out = {entry["question"] for entry in self.entries[:HELD_OUT]}
+        self.held_out = range(HELD_OUT)
+        self.training = [
+            i for i, entry in enumerate(self.entries) if entry["question"] not in held_out
+        ]
+
+    def score(self, index: int, answer: str) -> float:
+        """The data set's own score."""
+        return self.dataset.score_answer(answer, self.entries[index])
+
+
+def teacher(entry: dict, heard: list[str], *, wrong: bool) -> str:
+    """Say what a demonstration says next: a call of the calculator, or at the end the answer.
+
+    A wrong demonstration undoes the first operation by the operation itself.
+    """
+    before, factor, sign, after, right = FORM.fullmatch(entry["metadata"]["equation"]).groups()
+    expressions = []
+    if before:
+        expressions.append(f"{before} {'+' if wrong else '-'} {right}")
+    if after:
+        expressions.append(f"{right} {'-' if (sign == '+') != wrong else '+'} {after}")
+    if factor:
+        operation = "*" if wrong and not expressions else "/"
+        expressions.append(f"{heard[-1] if heard else right} {operation} {factor}")
+    if len(heard) == len(expressions):
+        return heard[-1] if heard else right
+    call = {"name": "calculator", "arguments": {"expression": expressions[len(heard)]}}
+    return f"<tool_call>{json.dumps(call)}</tool_call>"
+
+
+def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """Mistral's Tekken of 2024, which `mistral_common` ships, cut to its first tokens."""
+    data = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
+    cut = json.loads(data.read_text())
+    cut["config"] |= {"default_vocab_size": vocab - len(WORDS), "default_num_special_tokens": 20}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(cut, file)
+        file.flush()
+        made = MistralConverter(file.name).converted()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": WORDS})
+    return tokenizer

@@ -1,0 +1,140 @@
+"""The example in short form: both arms are killed, go on, and keep their steps. Its calculator."""
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primeblocks.errors import how_it_ended
+from tests.deadlines import JOB_S
+from tests.engine_job import ENVIRONMENT
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS, KILL_AT = 14, 12
+
+
+def processes_of(out: Path) -> list[str]:
+    """Command lines of what still runs with this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # It ended.
+            continue
+        found += [command] if str(out) in command else []
+    return found
+
+
+@pytest.mark.vllm
+@pytest.mark.example
+def test_an_agent_learns_with_and_without_replay_through_kills(tmp_path):
+    pytest.importorskip("reasoning_gym", reason="`make test-examples` installs reasoning-gym")
+    out = tmp_path / "out"
+    command = [sys.executable, EXAMPLES / "reasoning_gym_grpo.py", "--out", out]
+    command += ["--steps", STEPS, "--kill-at", KILL_AT, "--warm-steps", 120]
+    log = tmp_path / "printed"
+    with log.open("w") as file:
+        code = subprocess.run(
+            [*map(str, command)],
+            env=os.environ | ENVIRONMENT,
+            stdout=file,
+            stderr=file,
+            timeout=JOB_S,
+            check=False,
+        ).returncode
+    assert code == 0, f"the example {how_it_ended(code)}\n{log.read_text()[-8000:]}"
+    summary = json.loads((out / "curve.json").read_text())
+    assert (out / "curve.svg").read_text().count("<svg") == 1
+    assert processes_of(out) == []
+    measured = []  # of both arms: k3 at one version, without replay and with it; routes that agree
+    assert summary["killed_after"].keys() == summary["arms"].keys()
+    for name, lines in summary["arms"].items():
+        # Killed at step 12 or 13; weights were saved at step 10, which is policy 11.
+        assert KILL_AT <= summary["killed_after"][name] < STEPS
+        assert [each["version"] for each in lines if "resumed" in each] == [11]
+        steps = [each for each in lines if "reward" in each]
+        assert [each["version"] for each in steps] == [*range(2, STEPS + 2)]
+        assert max(each["staleness"] for each in steps) <= 2
+        assert sum(each["calls"] for each in steps) > 0
+        measured += [each["mismatch"] for each in steps if "mismatch" in each]
+        assert 0 <= lines[0]["solved_greedily"] <= 1
+    without, imposed, agreement = map(statistics.mean, zip(*measured, strict=True))
+    assert len(measured) == 4
+    assert 0 < imposed < without
+    assert 0.5 < agreement < 1
+
+
+@pytest.fixture
+def calculator(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from async_grpo.calculator import Calculator
+
+    return Calculator
+
+
+def test_the_calculator_answers_and_ends_what_is_late(calculator):
+    asked = ["92 - 12", "56 - -1218", "80 / 16", "7 / 2", "9**9**9", "1 + 1", "1 / 0", "(", "x"]
+    asked += ["open('/etc/passwd')", "__import__('os').getpid()", "(1).real", "'a' * 9"]
+
+    async def main():
+        calculate = calculator(deadline_s=5.0)
+        try:
+            return [await calculate(each) for each in asked]
+        finally:
+            await calculate.close()
+
+    said = asyncio.run(main())
+    assert said[:4] == ["80", "1274", "5", "3.5"]
+    assert said[4] == "error: no result within 5 s"
+    assert said[5] == "2"
+    assert all(each.startswith("error: ") for each in said[6:])
+
+
+def test_a_cancelled_call_leaves_no_result_behind(calculator):
+    async def main():
+        calculate = calculator(deadline_s=60.0)
+        try:
+            assert await calculate("1 + 1") == "2"
+            late = asyncio.create_task(calculate("9**9**9"))
+            while calculate.calls < 2:
+                await asyncio.sleep(0)
+            late.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await late
+            return await calculate("2 + 3")
+        finally:
+            await calculate.close()
+
+    assert asyncio.run(main()) == "5"
+
+
+def test_the_calculators_process_can_open_nothing(calculator):
+    """As if an expression could run any code: it gets no file, no socket and little memory."""
+    body = """
+import socket, sys
+sys.path.insert(0, {folder!r})
+from async_grpo import calculator
+sys.stdin = iter(())
+calculator.serve()
+tried = [
+    lambda: open({file!r}),
+    lambda: socket.socket(),
+    lambda: bytearray(calculator.MEMORY_BYTES),
+]
+for each in tried:
+    try:
+        each()
+        print("done")
+    except (OSError, MemoryError):
+        print("refused")
+"""
+    code = body.format(folder=str(EXAMPLES), file=__file__)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=JOB_S, check=True
+    )
+    assert done.stdout.split() == ["ready", "refused", "refused", "refused"]
