@@ -23,10 +23,9 @@ Digests = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Receipt:
-    """The result of one publish or receive.
+    """The result of one publish or receive. `bytes` counts bytes of weights, written or read.
 
     Attributes:
-        bytes: the number of the weights' bytes that were written or read.
         seconds: how long the call took.
         digest: the digest of the version's commit marker.
         held: the `digest_tensors` of the engine's tensors, if the `Subscriber` observes them. Each

@@ -50,7 +50,7 @@ class JsonServer:
             deadline: a time of `time.monotonic()`.
 
         Returns:
-            The status and a JSON object. Any other answer is wrapped as {"answer": ...}.
+            The status and a JSON object. Another answer becomes the value of "answer" in one.
 
         Raises:
             DeadlineError: the answer was incomplete at the deadline. The server may still act on
