@@ -14,6 +14,8 @@ exclude_patterns = ["_build"]
 
 html_theme = "furo"
 html_title = f"primeblocks {version}"
+html_static_path = ["_static"]
+html_css_files = ["page.css"]
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
@@ -54,6 +56,7 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300
+nb_output_stderr = "remove"  # Warnings name folders of the machine that built the pages.
 # This one needs vLLM: tests/weightsync/test_vllm_verify.py runs its cells.
 nb_execution_excludepatterns = ["notebooks/does_my_engine_run_my_weights.ipynb"]
 

@@ -34,6 +34,7 @@ import openai
 import torch
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
 from primeblocks.async_loop import cache_salt
@@ -124,7 +125,7 @@ def teach(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> float:
     draw = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-    for _ in range(STEPS):
+    for _ in tqdm(range(STEPS), desc="teach"):
         texts = [
             tokenizer.apply_chat_template(
                 conversation(draw.choice([*PRICES], QUESTIONS).tolist()),

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import vllm
 from torch.nn.functional import cross_entropy
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from primeblocks import weightsync
@@ -121,7 +122,7 @@ def rollouts(path: str, arguments: dict) -> list[Round]:
     with weightsync.SharedMemoryTransport(f"tiers-{os.getpid()}", owner=True) as transport:
         publisher = weightsync.Publisher(plan, model, transport)
         into_vllm.attach_llm(llm, plan, transport)
-        for version in range(1, VERSIONS + 1):
+        for version in tqdm(range(1, VERSIONS + 1), desc="versions"):
             train(model, optimizer, version)
             sent = publisher.publish(version, timeout_s=TIMEOUT_S)
             into_vllm.update_llm(llm, sent, timeout_s=TIMEOUT_S)

@@ -8,6 +8,8 @@ long; the simulation has a tail. Replace the constants by measurements of your o
 MEASURED ones were published by others, and ASSUMED ones were measured by nobody.
 """
 
+from tqdm import tqdm
+
 from primeblocks.async_loop import StalenessPolicy
 from primeblocks.planning import (
     CostTable,
@@ -77,20 +79,22 @@ def costs(lengths: Distribution) -> tuple[CostTable, CostTable]:
 def run(plan: SplitPlan, lengths: Distribution, bound: int) -> Simulation:
     """Simulate the loop on the GPUs of the plan."""
     most = plan.engine.micro_batch
-    return simulate(
-        Workload(lengths, samples=SAMPLES),
-        engines=[EngineModel({n: n / decode_s(n) for n in (1, 8, 32, 128)}, max_running=most)]
-        * plan.engine.replicas,
-        train_s=plan.trainer.step_s,
-        publish_s=plan.publish_s,
-        # The plan's throughput is that of a trainer that does not wait for slow groups.
-        staleness=StalenessPolicy(bound, "pace", "truncated importance sampling"),
-        batch_size=ROLLOUTS // SAMPLES,
-        max_in_flight=most * plan.engine.replicas,
-        by_sample=True,
-        steps=STEPS,
-        settle=STEPS // 3,
-    )
+    with tqdm(total=STEPS, desc=f"bound {bound}", unit="step", leave=False) as bar:
+        return simulate(
+            Workload(lengths, samples=SAMPLES),
+            engines=[EngineModel({n: n / decode_s(n) for n in (1, 8, 32, 128)}, max_running=most)]
+            * plan.engine.replicas,
+            train_s=plan.trainer.step_s,
+            publish_s=plan.publish_s,
+            # The plan's throughput is that of a trainer that does not wait for slow groups.
+            staleness=StalenessPolicy(bound, "pace", "truncated importance sampling"),
+            batch_size=ROLLOUTS // SAMPLES,
+            max_in_flight=most * plan.engine.replicas,
+            by_sample=True,
+            steps=STEPS,
+            settle=STEPS // 3,
+            progress=lambda done, _: bar.update(done - bar.n),
+        )
 
 
 def report(plan: SplitPlan, found: Simulation, synchronous: Simulation, mean: float) -> str:

@@ -7,12 +7,14 @@ No rank ever holds the whole. Run it twice, the second time on another number of
 """
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from primeblocks import parallel
@@ -51,6 +53,14 @@ def train(model, optimizer, meshes, step: int) -> float:
     return loss.item()
 
 
+def shown_in(bar: tqdm) -> Callable[[int, int], None]:
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+
+    return show
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -71,7 +81,8 @@ def main() -> None:
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=saved[-1])
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     else:  # Each rank reads its boxes from the files.
-        load_pretrained(model, CHECKPOINT)
+        with tqdm(desc="load", unit="tensor", disable=rank > 0) as bar:
+            load_pretrained(model, CHECKPOINT, progress=shown_in(bar))
     held = sum(local_part(p).numel() for p in model.parameters())
     if rank == 0:
         print(f"{ranks} ranks, from step {start}: rank 0 holds {held} of {model.num_parameters()}")
@@ -83,7 +94,9 @@ def main() -> None:
             print(f"step {step}, loss {loss:.6f}")
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=FOLDER / f"step-{end}")
-    save_pretrained(model, FOLDER / "trained")  # What from_pretrained and engines read.
+    with tqdm(desc="save", unit="tensor", disable=rank > 0) as bar:
+        # What from_pretrained and engines read.
+        save_pretrained(model, FOLDER / "trained", progress=shown_in(bar))
     dist.barrier()  # Else a rank may abort at its end: Gloo drops the last tensors in a thread.
     dist.destroy_process_group()
 

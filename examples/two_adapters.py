@@ -49,6 +49,7 @@ import peft
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
 from primeblocks import async_loop, losses, weightsync
@@ -227,9 +228,12 @@ class Tenant:
             version=self.version,
             step_timeout_s=TIMEOUT_S,
         )
-        async with loop:
-            async for step in loop.steps(steps - self.version):
-                self.history.append(step)
+        with tqdm(total=steps, initial=self.version, desc=self.name) as bar:
+            async with loop:
+                async for step in loop.steps(steps - self.version):
+                    self.history.append(step)
+                    bar.set_postfix(step.postfix(), refresh=False)
+                    bar.update()
 
     def restore(self) -> None:
         """Go back to the newest version in the engine.

@@ -1,9 +1,9 @@
 """Reinforcement-learning building blocks for large mixture-of-experts language models.
 
-Six independent blocks: `parallel`, `fp8`, `replay`, `kvoffload`, `weightsync`, `async_loop`; beside
-them, as independent, `losses`, `capture`, `serving` and `exact`, and above them `planning`.
-Importing this package touches no device, sets up no logging and loads no optional package;
-a block is loaded when it is first named.
+The six main blocks are `parallel`, `fp8`, `replay`, `kvoffload`, `weightsync` and `async_loop`.
+`losses`, `capture`, `serving` and `exact` are as independent. `planning` uses other blocks.
+Importing this package touches no device, configures no logging and loads no optional package. A
+block is loaded when it is first named.
 """
 
 from importlib import import_module

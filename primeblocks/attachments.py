@@ -1,4 +1,4 @@
-"""Values that travel with a rollout's tokens, are cut where tokens are cut, and joined likewise."""
+"""Values that travel with the tokens of a rollout. They are cut and joined where tokens are."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Aligned:
-    """A value that belongs to tokens `[start, stop)`, counted from the first of the prompt.
+    """A value that belongs to tokens `[start, stop)`, counted from the first token of the prompt.
 
     Args:
-        value: anything. It stays whole, an image for instance: tokens are not cut inside of it.
-        by_token: the value has a row for each of the tokens, routes for instance, and is cut with
-            them: an array of numpy, or a tensor.
+        value: any object. Without `by_token` it stays whole, such as an image: tokens are not cut
+            inside its range.
+        by_token: the value has one row per token, such as routes, and is cut with the tokens. It
+            is a numpy array or a tensor.
 
     Raises:
-        ShapeError: the range is empty or begins before 0, or rows and tokens differ in number.
+        ShapeError: the range is empty or begins before 0, or the rows are not one per token.
     """
 
     value: Any
@@ -43,25 +44,28 @@ class Aligned:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
-            raise ShapeError(f"a value belongs to some tokens; got [{self.start}, {self.stop})")
+            raise ShapeError(
+                "a value needs a range of tokens, 0 <= start < stop; got "
+                f"[{self.start}, {self.stop})"
+            )
         if self.by_token and len(self.value) != self.stop - self.start:
             raise ShapeError(
-                f"tokens [{self.start}, {self.stop}) need a row each, {self.stop - self.start}; "
-                f"got {len(self.value)}"
+                f"tokens [{self.start}, {self.stop}) need {self.stop - self.start} rows, one per "
+                f"token; got {len(self.value)}"
             )
 
     @classmethod
     def rows(cls, value: Any, *, start: int = 0) -> Aligned:
-        """Return an array or a tensor whose rows belong to the tokens from `start` on."""
+        """Return a value with one row per token, whose first row belongs to token `start`."""
         return cls(value, start, start + len(value), by_token=True)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the value, in bytes; of one that tells none, 64."""
+        """Memory of the value, in bytes. A value without `nbytes` counts 64."""
         return nbytes_of([self.value])
 
     def before(self, stop: int) -> Aligned | None:
-        """Return the part that belongs to tokens before `stop`: a view, all of it, or None."""
+        """Return the part that belongs to tokens before `stop`, or None. Rows are a view."""
         if self.stop <= stop:
             return self
         if not self.by_token or stop <= self.start:
@@ -85,12 +89,13 @@ def check_inside(attachments: Mapping[str, Any], length: int) -> None:
         for each in parts(value):
             if isinstance(each, Aligned) and each.stop > length:
                 raise ShapeError(
-                    f"{name!r} belongs to tokens [{each.start}, {each.stop}) of {length}"
+                    f"attachment {name!r} belongs to tokens [{each.start}, {each.stop}), but there "
+                    f"are {length} tokens"
                 )
 
 
 def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]:
-    """Return what belongs to the tokens before `stop`, and what belongs to none in particular."""
+    """Return the attachments of the tokens before `stop`, and those that belong to no tokens."""
     kept = {}
     for name, value in attachments.items():
         before = [x.before(stop) if isinstance(x, Aligned) else x for x in parts(value)]
@@ -103,8 +108,8 @@ def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]
 def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> int:
     """Return how many of the first `length` tokens have the same whole values on both sides.
 
-    An image may change under tokens that stay. Where `new` has none it is taken to be the same;
-    others are compared, of one object at once.
+    An image may change although the tokens stay. Whole values are compared by identity, then by
+    content. If `new` has no value for some tokens, the held value counts as equal.
     """
     for name, value in new.items():
         known = {(x.start, x.stop): x for x in parts(held.get(name)) if isinstance(x, Aligned)}
@@ -117,13 +122,13 @@ def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) 
 
 
 def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> dict:
-    """Return the attachments of a trajectory of `length` tokens and of what came after it.
+    """Return the attachments of a trajectory of `length` tokens and of its continuation.
 
-    Both count tokens from the first of the prompt. Aligned values make a tuple, to which those of
-    tokens that are new are added: of rows a copy of what is new. Others replace.
+    Both sides count tokens from the first token of the prompt. Aligned values form a tuple, and the
+    values of new tokens are appended to it. New rows are copied. Other values replace held values.
 
     Raises:
-        ShapeError: new rows leave a gap behind those that are held.
+        ShapeError: new rows leave a gap after the held rows.
     """
     joined = dict(held)
     for name, value in new.items():
@@ -140,7 +145,7 @@ def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: in
 
 
 def join_rows(attachments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attachments in which rows that were added one after the other are one value."""
+    """Return attachments in which rows that were added in several parts are one value."""
     return {
         name: _joined(value)
         if isinstance(value, tuple) and any(getattr(x, "by_token", False) for x in value)
@@ -150,7 +155,7 @@ def join_rows(attachments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
-    """Return the memory of values, in bytes; of one that tells none, 64."""
+    """Return the memory of values, in bytes. A value without `nbytes` counts 64."""
     return sum(
         len(x)
         if isinstance(x, bytes)
@@ -164,7 +169,7 @@ def nbytes_of(values: Iterable[Any]) -> int:
 
 
 def parts(value: Any) -> tuple[Any, ...]:
-    """Return what an attachment is made of: the values of a tuple, or itself."""
+    """Return the values of an attachment: the values of a tuple, or the attachment itself."""
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -184,12 +189,12 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _rest(held: tuple[Aligned, ...], new: Aligned, name: str) -> tuple[Aligned, ...]:
-    """Return a copy of the rows behind those that are held."""
+    """Return a copy of the new rows after the held rows."""
     stop = held[-1].stop if held else new.start
     if new.start > stop:
         raise ShapeError(
-            f"{name!r} has rows up to token {stop} and from {new.start} on: those of "
-            f"{new.start - stop} tokens between are missing. Ask the engine for them."
+            f"attachment {name!r} has rows up to token {stop} and from token {new.start} on. "
+            f"Rows of {new.start - stop} tokens are missing. Ask the engine for them."
         )
     if new.stop <= stop:
         return ()
@@ -203,6 +208,6 @@ def _joined(rows: tuple[Aligned, ...]) -> Aligned:
     values = [each.value for each in rows]
     if isinstance(values[0], np.ndarray):
         return Aligned.rows(np.concatenate(values), start=rows[0].start)
-    import torch  # Rollouts of arrays need none.
+    import torch  # Rollouts of numpy arrays do not need it.
 
     return Aligned.rows(torch.cat(values), start=rows[0].start)

@@ -1,4 +1,4 @@
-"""Time as an argument, and waiting with a deadline."""
+"""Clocks as arguments, and waiting with a deadline."""
 
 import asyncio
 import time
@@ -16,10 +16,10 @@ _CLEANUP_S = 1.0
 
 
 class Clock(Protocol):
-    """The clock of the loop."""
+    """A clock that the library reads and sleeps by. Tests pass a simulated clock."""
 
     def now(self) -> float:
-        """Seconds from an arbitrary origin; never goes back."""
+        """Seconds from an arbitrary origin. They never decrease."""
 
     async def sleep(self, seconds: float) -> None:
         """Return once `seconds` have passed."""
@@ -43,17 +43,17 @@ async def within(
     what: str,
     unless: "asyncio.Future[BaseException] | None" = None,
 ) -> T:
-    """Wait for `awaitable`, but not past a deadline, and not once `unless` is done.
+    """Wait for `awaitable` until a deadline, or until `unless` is done.
 
-    The loser is cancelled and given a moment to clean up. If several are done
-    at the same time, the result of `awaitable` wins.
+    If it is not done then, `awaitable` is cancelled and gets one second to clean up. If both are
+    done at the same time, the result of `awaitable` wins.
 
     Args:
-        what: what is waited for, for the message.
-        unless: a future whose *result* is an error; it is raised here.
+        what: a name of the awaited operation, for the message.
+        unless: a future whose *result* is an error. If it is done first, its error is raised here.
 
     Raises:
-        DeadlineError: `timeout_s` passed.
+        DeadlineError: `timeout_s` passed first.
     """
     task = asyncio.ensure_future(awaitable)
     timer = asyncio.ensure_future(clock.sleep(timeout_s))
@@ -75,5 +75,5 @@ async def _cancel(task: "asyncio.Future") -> None:
         return
     task.cancel()
     await asyncio.wait({task}, timeout=_CLEANUP_S)
-    # A late result is of no use, but asyncio complains of errors that nobody looked at.
+    # A late result is discarded, but asyncio warns of errors that were never retrieved.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -1,4 +1,4 @@
-"""Values as bytes without pickle: reading them back runs no code, and finds bytes that changed."""
+"""Values as bytes without pickle: reading runs no code, and bytes that changed are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "unpack",
 ]
 
-# Payload: xxh3-64 of the name and of the rest; length of the header; the header, which is JSON;
+# Payload: xxh3-64 of the name and the rest, the length of the header, the header as JSON, then
 # arrays and bytes.
 _DIGEST_BYTES = 8
 _LENGTH_BYTES = 8
@@ -33,10 +33,11 @@ _SEQUENCES = {"list": list, "tuple": tuple}
 
 
 def to_json(value: Any, *, name: str) -> bytes:
-    """Return a JSON value as UTF-8, from which `from_json` makes an equal one of the same types.
+    """Return a JSON value as UTF-8. `from_json` returns an equal value of the same types.
 
     Raises:
-        UnsupportedError: it holds something else: a tuple, an array, a key that is no str.
+        UnsupportedError: the value contains a type that JSON lacks, such as a tuple, an array or a
+            key that is not a str.
     """
     try:
         _check_json(value, name)
@@ -51,7 +52,7 @@ def from_json(text: bytes) -> Any:
 
 
 def digest(name: str, *parts: bytes | memoryview) -> bytes:
-    """Return 8 bytes that depend on every byte of the parts, and on what they are the parts of."""
+    """Return 8 bytes that depend on `name` and on every byte of the parts."""
     state = xxhash.xxh3_64(name.encode())
     for part in parts:
         state.update(part)
@@ -61,15 +62,15 @@ def digest(name: str, *parts: bytes | memoryview) -> bytes:
 def pack(value: Any, *, name: str) -> bytes:
     """Return one checksummed buffer of a value.
 
-    It may be made of None, bool, int, float, str, bytes, numbers and arrays of numpy, lists,
-    tuples, dicts with str keys, and `Aligned` such. Other buffers (bytearray, memoryview) come back
-    as bytes.
+    The value may be None, bool, int, float, str, bytes, or a numpy number or array. It may be a
+    list, a tuple, a dict with str keys or an `Aligned` of such values. Other buffers (bytearray,
+    memoryview) come back as bytes.
 
     Args:
-        name: of the value, for messages. Nothing else can be unpacked under it.
+        name: of the value, for messages. `unpack` must get the same name.
 
     Raises:
-        UnsupportedError: it holds something else.
+        UnsupportedError: the value contains another type, is nested too deeply, or contains itself.
     """
     header, buffers = lower(value, name=name)
     parts = [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *buffers]
@@ -80,7 +81,7 @@ def unpack(payload: bytes, *, name: str) -> Any:
     """Return the value that was packed.
 
     Raises:
-        CorruptionError: bytes changed since, or it was packed under another name.
+        CorruptionError: bytes changed, or the value was packed under another name.
     """
     view = memoryview(payload)
     body = view[_DIGEST_BYTES:]
@@ -98,10 +99,10 @@ def unpack(payload: bytes, *, name: str) -> Any:
 
 
 def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
-    """Return a header, and the arrays and bytes of a value as buffers, which are not copied.
+    """Return a header, and the arrays and bytes of a value as buffers. Arrays are not copied.
 
     Raises:
-        UnsupportedError: as `pack` says.
+        UnsupportedError: as for `pack`.
     """
     buffers: list[bytes | memoryview] = []
     try:
@@ -131,7 +132,7 @@ def _check_json(value: Any, name: str) -> None:
             _check_json(each, f"{name}[{key!r}]")
     elif kind not in _SCALARS:
         raise UnsupportedError(
-            f"{name} is a {kind.__name__}, which is no JSON value. Draw prompts of dict, list, "
+            f"{name} is a {kind.__name__}, which is not a JSON value. Draw prompts of dict, list, "
             "str, int, float, bool and None, or pass encode= and decode=."
         )
 

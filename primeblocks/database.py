@@ -1,4 +1,4 @@
-"""One SQLite file that belongs to one process: its lock, its schema, its transactions."""
+"""One SQLite file that one process owns: its lock, its schema and its transactions."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _WAL_BYTES = 16 << 20  # Copied into the file, with an fsync, each time that it 
 
 
 class Database:
-    """A file of tables, changed a transaction at a time, by any thread of one process.
+    """A file of tables that any thread of one process changes, one transaction at a time.
 
     Args:
         schema: SQL that makes the tables of a new file.
-        schema_version: the number of that schema, which a file must have.
-        application: the number in the header by which such files are known.
+        schema_version: the number of that schema. An existing file must have it.
+        application: the number in the file's header that identifies such files.
 
     Raises:
-        See `Journal`, which hands its arguments on.
+        See `Journal`, which passes its arguments on.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Database:
             raise UsageError(f'durability is "process" or "power"; got {durability!r}')
         self.path = Path(path).absolute()
         if not self.path.parent.is_dir():
-            raise UsageError(f"{self.path.parent} is no folder. Make it first.")
+            raise UsageError(f"{self.path.parent} is not a folder. Make it first.")
         self._timeout_s, self._pid = timeout_s, os.getpid()
         self._mutex = threading.RLock()  # A callable that calls again must not hang.
         self._connection: sqlite3.Connection | None = None
@@ -72,7 +72,7 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Let go of the file. Twice is fine; in a forked child nothing happens."""
+        """Close the file. May be called twice. Does nothing in a forked child."""
         if os.getpid() != self._pid:
             return
         with self._mutex:
@@ -83,15 +83,15 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Make what is done in this context one change, or none if it raises.
+        """Apply all changes made in this context as one transaction, or none if it raises.
 
         Raises:
-            CapacityError, DeadlineError, CorruptionError, ClosedError: as `Journal` says.
+            CapacityError, DeadlineError, CorruptionError, ClosedError: as for `Journal`.
         """
         if os.getpid() != self._pid:
             raise ClosedError(
-                f"{self.path} belongs to process {self._pid}; a fork has no part in it. Leave it "
-                "to that one, or open it in the child alone."
+                f"{self.path} belongs to process {self._pid}, and a fork cannot use it. Leave it "
+                "to that process, or open it in the child only."
             )
         with self._mutex, self._typed():
             connection = self._connection
@@ -137,8 +137,8 @@ class Database:
 
     def _damaged(self, why: object) -> CorruptionError:
         return CorruptionError(
-            f"{self.path} is damaged, or never was a journal: {why}. Go back to a copy, or begin a "
-            "new one."
+            f"{self.path} is damaged, or never was a journal: {why}. Restore a copy, or begin a "
+            "new journal."
         )
 
 
@@ -188,7 +188,7 @@ def _is_new(connection: sqlite3.Connection, path: Path, application: int, schema
     if not (of or version or tables):
         return True
     if of != application:
-        raise UsageError(f"{path} is a database of something else. Choose another path.")
+        raise UsageError(f"{path} is a database of another program. Choose another path.")
     if version != schema:
         raise UnsupportedError(
             f"{path} has schema {version}, and this version of primeblocks has {schema}. End the "

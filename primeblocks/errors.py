@@ -1,4 +1,4 @@
-"""Exceptions of the library, by what went wrong.
+"""Exceptions of the library, by what went wrong:
 
     PrimeblocksError
     ├── UsageError (ValueError)           the caller can fix the arguments
@@ -15,7 +15,7 @@
     ├── CancelledError                    the caller gave the operation up
     └── ClosedError                       used after close()
 
-Messages carry numbers and a remedy.
+Messages give the values that were wrong, and a remedy.
 """
 
 import operator
@@ -48,13 +48,16 @@ __all__ = [
 
 
 class PrimeblocksError(Exception):
-    """Base of every error raised on purpose. `engines` lists by position those that met it."""
+    """Base of every error that the library raises on purpose.
+
+    `engines` lists the positions of the engines that raised it.
+    """
 
     engines: tuple[int, ...] = ()
 
 
 class UsageError(PrimeblocksError, ValueError):
-    """The arguments do not make sense together; nothing was changed."""
+    """The arguments do not make sense together. Nothing was changed."""
 
 
 class ShapeError(UsageError):
@@ -66,16 +69,16 @@ class PlanError(UsageError):
 
 
 class UnsupportedError(UsageError):
-    """A combination that is refused, with the reason and a remedy."""
+    """A combination that is not supported, with the reason and a remedy."""
 
 
 class MissingPackageError(PrimeblocksError, ImportError):
     """An optional package is not installed.
 
     Args:
-        package: what could not be imported.
-        extra: the extra of primeblocks that brings it.
-        remedy: how to get it, where no extra does.
+        package: the package that could not be imported.
+        extra: the extra of primeblocks that installs it.
+        remedy: how to install it, if no extra does.
     """
 
     def __init__(self, package: str, extra: str | None = None, *, remedy: str = "") -> None:
@@ -91,7 +94,7 @@ class DeadlineError(PrimeblocksError, TimeoutError):
 
 
 class CorruptionError(PrimeblocksError):
-    """Bytes are not what their checksum or digest says."""
+    """Bytes do not match their checksum or digest."""
 
 
 class CapacityError(PrimeblocksError):
@@ -99,7 +102,7 @@ class CapacityError(PrimeblocksError):
 
 
 class TransferError(PrimeblocksError):
-    """A weight transfer failed and was rolled back; the old version is still served."""
+    """A weight transfer failed and was rolled back. The old version is still served."""
 
 
 class EngineError(PrimeblocksError):
@@ -107,11 +110,11 @@ class EngineError(PrimeblocksError):
 
 
 class RankError(PrimeblocksError):
-    """A rank of a process group failed; the message holds its traceback."""
+    """A rank of a process group failed. The message includes its traceback or reason."""
 
 
 class CancelledError(PrimeblocksError):
-    """The caller gave the operation up."""
+    """The caller cancelled the operation."""
 
 
 class ClosedError(PrimeblocksError):
@@ -122,7 +125,7 @@ def check_version(value: Any) -> int:
     """Return a policy version as an int: a count of updates, from 0 to 2**63 - 1. Local.
 
     Raises:
-        UsageError: it is something else.
+        UsageError: the value is something else.
     """
     if (count := _count(value)) is None or not 0 <= count < _TOO_MANY:
         raise UsageError(
@@ -133,10 +136,10 @@ def check_version(value: Any) -> int:
 
 
 def check_counts(*, least: int = 1, **counts: Any) -> None:
-    """Refuse what is no whole number from `least` to 2**63 - 1. Local.
+    """Check that each value is a whole number from `least` to 2**63 - 1. Local.
 
     Raises:
-        PlanError: with its name; True and False are no numbers.
+        PlanError: a value is not, by name. True and False do not count as numbers.
     """
     for name, value in counts.items():
         count = _count(value)
@@ -154,9 +157,9 @@ def _count(value: Any) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """Return a value as messages show it, cut to 80 characters. Local.
+    """Return the repr of a value as messages show it, cut to 80 characters. Local.
 
-    Python itself spells out no integer of thousands of digits, and raises ValueError.
+    Python refuses to write integers of thousands of digits. Their size in bits is shown instead.
     """
     try:
         text = f"{value!r:.80}"
@@ -166,10 +169,11 @@ def shown(value: Any) -> str:
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Put the exit status of a child process into words: "was ended by SIGILL". Local.
+    """Describe the exit status of a child process, such as "was ended by SIGILL". Local.
 
     Args:
-        exitcode: of `multiprocessing` or `subprocess`, which negate a signal; None while it runs.
+        exitcode: from `multiprocessing` or `subprocess`, negative for a signal. None means that the
+            child still runs.
     """
     if exitcode is None:
         return "goes on"

@@ -1,7 +1,7 @@
-"""Collectives that behave alike on gloo and NCCL.
+"""Collectives that behave the same on gloo and NCCL.
 
-Differences between the backends are settled here once: float8 travels as bytes, ragged and empty
-ranks are normal, and gradients flow. A wait is bounded by the timeout of the process group.
+This module hides differences between the backends: float8 is sent as bytes, ranks may have unequal
+or zero rows, and gradients flow. The timeout of the process group bounds every wait.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "reduce_scatter_rows",
 ]
 
-# Messages between ranks that differ have one size, whatever they say.
+# Messages that ranks exchange after a disagreement have one size.
 _TEXT_BYTES, _REASON_BYTES = 2048, 400
 
 # torch 2.13 renamed both.
@@ -59,19 +59,19 @@ def all_to_all_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send consecutive rows to each rank, and return the received ones, ordered by sender.
+    """Send consecutive rows to each rank, and return the received rows, ordered by sender.
 
-    Any dtype; zero rows are fine. Differentiable: gradients return the way the rows came.
+    Takes any dtype and zero rows. Differentiable: gradients return to the ranks that sent the rows.
     Collective, and so is its backward: either all ranks run it or none does.
 
     Args:
-        x: `[rows, ...]`; the trailing dims are equal on all ranks.
-        send_counts: rows for each rank of `group`, adding up to `rows`.
-        receive_counts: rows from each rank, which is what that rank sends here.
+        x: `[rows, ...]`. The trailing dims are equal on all ranks.
+        send_counts: rows for each rank of `group`. They add up to `rows`.
+        receive_counts: rows from each rank, equal to what that rank sends to this one.
 
     Raises:
         ShapeError: the counts do not fit the group or `x`. Raised before anything is sent.
-        PlanError: no process group, or one without this rank.
+        PlanError: `group` is not a process group, or does not include this rank.
     """
     check_group(group)
     check_tensors(x=x)
@@ -88,13 +88,13 @@ def all_to_all_rows(
 
 
 def all_gather_rows(x: Tensor, *, rows: int, group: dist.ProcessGroup) -> Tensor:
-    """Rows of every rank, one rank's after another's, each padded with zeros to `rows`. Collective.
+    """Return the rows of all ranks in rank order, padded with zeros to `rows` each. Collective.
 
-    Any dtype. No gradient.
+    Takes any dtype. Not differentiable.
 
     Args:
-        x: `[own_rows, ...]`, at most `rows` of them; `rows` and the trailing dims are equal on all
-            ranks.
+        x: `[own_rows, ...]`, with at most `rows` rows. The trailing dims are equal on all ranks.
+        rows: equal on all ranks.
 
     Returns:
         `[ranks * rows, ...]`.
@@ -108,7 +108,7 @@ def all_gather_rows(x: Tensor, *, rows: int, group: dist.ProcessGroup) -> Tensor
 
 
 def reduce_scatter_rows(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """This rank's part of a sum over all ranks. Collective.
+    """Return this rank's part of the sum over all ranks. Collective.
 
     Args:
         x: `[ranks * rows, ...]`, equal in shape on all ranks.
@@ -125,7 +125,7 @@ def check_group(group: object) -> None:
     """Refuse anything but a process group that includes this rank. Local.
 
     Raises:
-        PlanError: with what to pass.
+        PlanError: with a remedy.
     """
     if isinstance(group, dist.ProcessGroup) and group.rank() >= 0:
         return
@@ -143,7 +143,7 @@ def check_tensors(**operands: object) -> None:
     """Refuse anything but tensors. Local.
 
     Raises:
-        ShapeError: by name.
+        ShapeError: an operand is not a tensor, by name.
     """
     for name, x in operands.items():
         if not isinstance(x, Tensor):
@@ -151,10 +151,10 @@ def check_tensors(**operands: object) -> None:
 
 
 def check_alike(**operands: Tensor) -> None:
-    """Refuse operands of several dtypes or devices, and numbers that are not floating. Local.
+    """Check that operands have one floating dtype and one device. Local.
 
     Raises:
-        ShapeError: by name.
+        ShapeError: they differ, by name.
     """
     *names, last = operands
     named = f"{', '.join(names)} and {last}"
@@ -169,10 +169,10 @@ def check_alike(**operands: Tensor) -> None:
 
 
 def facts_of(name: str, x: Tensor) -> dict[str, object]:
-    """Facts for `agreed` about a tensor whose rows may differ in number between ranks. Local.
+    """Return facts for `agreed` about a tensor whose number of rows may differ by rank. Local.
 
-    Whether it wants a gradient is one: a backward that one rank does not run would leave the
-    others waiting.
+    They include whether the tensor wants a gradient: if one rank runs no backward, the others would
+    wait for it.
     """
     wanted = int(torch.is_grad_enabled() and x.requires_grad)
     sizes = {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}
@@ -190,16 +190,16 @@ def _shown(value: object) -> str:
 
 @dataclass
 class Call:
-    """One rank's part of a collective call, and then the numbers of all ranks.
+    """The facts that a rank brings to a collective call, and later the numbers of all ranks.
 
     Attributes:
-        facts: by name, what must be equal on all ranks, such as sizes and dtypes. Compared, and
-            shown, as text.
+        facts: by name, values that must be equal on all ranks, such as sizes and dtypes. They are
+            compared and shown as text.
         numbers: int64 on the device, at most 3 and 2 per rank of the group. They travel with the
-            agreement, so that the host waits once for both.
-        judge: what is wrong with one rank's numbers, or None. Equal on all ranks, and returns None
-            for zeros.
-        told: after the block, each rank's numbers, and zeros after them.
+            agreement, so that the host waits only once for both.
+        judge: returns the error in one rank's numbers, or None. It is the same function on all
+            ranks, and returns None for zeros.
+        told: after the block, each rank's numbers, followed by zeros.
     """
 
     facts: dict[str, object] = field(default_factory=dict)
@@ -216,27 +216,29 @@ def agreed(
     check: bool = True,
     device: torch.device | str | None = None,
 ) -> Iterator[Call]:
-    """Check a rank's arguments in a block, at whose end all ranks agree. Collective if `check`:
+    """Check a rank's arguments in a block. At its end all ranks agree. Collective if `check`:
 
         with agreed("ring_attention", q, group=group, check=check) as call:
-            check_tensors(q=q)  # What one rank raises here is an error on every rank.
-            call.facts |= facts_of("q", q)  # What differs between ranks is an error on every rank.
+            check_tensors(q=q)  # An error that one rank raises here is an error on every rank.
+            call.facts |= facts_of("q", q)  # A difference between ranks is an error on every rank.
 
-    It comes before a larger exchange, in which the other ranks would wait in vain for the one with
-    a mistake. One gather of 40 + 16 x ranks bytes per rank, which the host reads once. One more, of
-    two kilobytes, before something is raised. A rank alone sends nothing.
+    Use it before a larger exchange, in which the other ranks would wait in vain for a rank with a
+    mistake. It costs one gather of 40 + 16 x ranks bytes per rank, and the host reads it once.
+    Before an error is raised, a second gather sends two kilobytes. A group of one rank sends
+    nothing.
 
     Args:
-        name: of the call. Ranks that make different calls must not meet.
+        name: of the call. Ranks that make different calls get an error.
         operands: the first tensor is on the device from which the backend of `group` sends, unless
             `device` names another.
-        check: False: nothing is sent, and a rank raises only its own problem.
+        check: with False nothing is sent, and a rank raises only its own problem.
 
     Raises:
-        UsageError, CapacityError: what the block raised, on the rank that raised it.
-        RankError: another rank has a problem, and the message repeats the first one; or not all
-            ranks came before the timeout of the group.
-        PlanError: no process group, or one without this rank; the call or a fact differs.
+        UsageError, CapacityError: raised by the block, on the rank that raised it.
+        RankError: another rank has a problem, and the message repeats the first one. Also raised
+            if not all ranks came before the timeout of the group.
+        PlanError: `group` is not a process group or does not include this rank, or the call or a
+            fact differs between ranks.
     """
     check_group(group)
     call, problem = Call(), None
@@ -258,11 +260,14 @@ def _agree(
     group: dist.ProcessGroup,
     device: torch.device | str,
 ) -> list[list[int]]:
-    if problem is None:
-        told = {"the call": name} | {fact: str(value) for fact, value in call.facts.items()}
-        mine, text = call.numbers, json.dumps(told)
-        assert len(text.encode()) <= _TEXT_BYTES, text
-    else:
+    told = {"the call": name} | {fact: str(value) for fact, value in call.facts.items()}
+    mine, text = call.numbers, json.dumps(told)
+    if problem is None and len(text.encode()) > _TEXT_BYTES:
+        problem = CapacityError(
+            f"{name} compares arguments of at most {_TEXT_BYTES} bytes between ranks; these have "
+            f"{len(text.encode())}. Shorten names."
+        )
+    if problem is not None:
         mine, text = None, f"{type(problem).__name__}: {problem}"
     if group.size() == 1:
         rows = [] if mine is None else [mine.tolist()]
@@ -327,10 +332,10 @@ def _gather(x: Tensor, name: str, group: dist.ProcessGroup) -> Tensor:
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function as it is where torch.compile traces its caller: the graph ends before it.
+    """Let torch.compile end its graph before a function and run the function uncompiled.
 
-    Code that follows plans, and counts that other ranks send, has no single graph. torch refuses
-    `fullgraph=True`, and says where.
+    Code that depends on plans, and on counts from other ranks, has no single graph. With
+    `fullgraph=True` torch raises an error that names the function.
     """
 
     @wraps(function)

@@ -18,7 +18,7 @@ __all__ = ["Layout", "Shard", "layout_of", "local_part"]
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a global tensor: one offset and one size for each dim."""
+    """A box of a global tensor, with one offset and one size per dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -39,7 +39,7 @@ class Shard:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Shard) -> Shard | None:
-        """The common box, in global coordinates, or None where there is none."""
+        """The common box in global coordinates, or None if the boxes do not meet."""
         starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
         ends = [
             min(a + m, b + n)
@@ -51,10 +51,10 @@ class Shard:
         return Shard(tuple(starts), sizes)
 
     def within(self, outer: Shard) -> Shard:
-        """The same box in coordinates that start at `outer`'s corner.
+        """The same box in coordinates that start at the corner of `outer`.
 
         Raises:
-            PlanError: the box does not lie inside `outer`.
+            PlanError: the box is not inside `outer`.
         """
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         inside = all(
@@ -68,7 +68,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """A global shape and the box of it that one rank holds."""
+    """The shape of a global tensor, and the box of it that one rank holds."""
 
     shape: tuple[int, ...]
     shard: Shard
@@ -78,7 +78,7 @@ class Layout:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...] | torch.Size) -> Layout:
-        """The layout of a tensor that is held in full."""
+        """The layout of a tensor that one rank holds in full."""
         return cls(tuple(shape), Shard((0,) * len(shape), tuple(shape)))
 
     @property
@@ -87,15 +87,15 @@ class Layout:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Say which box of its global tensor the local part of `tensor` is.
+    """Return the box of its global tensor that the local part of `tensor` covers. Local.
 
-    A plain tensor is whole. A DTensor may be sharded over any mix of mesh axes, the strided order
-    that FSDP2 makes over expert-parallel shards included; a rank off its mesh holds nothing. Local;
-    moves no data.
+    A plain tensor covers all of it. A DTensor may be sharded over any mix of mesh axes, including
+    the strided order that FSDP2 makes over expert-parallel shards. A rank outside of its mesh holds
+    an empty box. Moves no data.
 
     Raises:
-        PlanError: the DTensor holds partial sums, which have no place yet; or rows that are no
-            box, as a strided shard alone has them; or a local part of another shape than its
+        PlanError: the DTensor holds partial sums, or its local rows are not one box, as a strided
+            shard alone has them. Also raised if the local part has another shape than its
             placements say, as FSDP2 leaves it over uneven shards of the same dim.
     """
     from torch.distributed.tensor import DTensor, Partial
@@ -129,9 +129,9 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds; a plain tensor as it is. Local.
+    """Return the part of a DTensor that this rank holds, or a plain tensor itself. Local.
 
-    An alias: no data moves.
+    The result is an alias: no data moves.
     """
     from torch.distributed.tensor import DTensor
 
@@ -139,7 +139,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_gaps(tensor: DTensor) -> None:
-    """Refuse a local part with gaps: a placement deals the rows that those before it left over."""
+    """Refuse a local part with gaps. A placement splits the rows that earlier ones left over."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "of a rank on the mesh"
     strided = {getattr(p, "dim", 0) for p in tensor.placements if hasattr(p, "split_factor")}

@@ -24,39 +24,39 @@ __all__ = [
     "versions_from_spans",
 ]
 
-# In the place of a version: a token of the completion that no policy sampled.
+# The version of a completion token that no policy sampled.
 UNSAMPLED = -1
 _VERSION_DIGITS = 19  # Of 2**63; Python refuses to read thousands of them.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One completion of one prompt; arrays are read-only copies, or constants as they are.
+    """One completion of one prompt. Its arrays are read-only: copies, or constants as they are.
 
-    A completion of several turns has what was said to the model too, from its first sampled token
-    on: tool results, later questions. `Conversation` makes such rollouts.
+    A completion of several turns also contains the text given to the model after its first sampled
+    token, such as tool results and later questions. `Conversation` makes such rollouts.
 
     Set the reward with `dataclasses.replace(rollout, reward=...)`.
 
     Args:
-        tokens: ids of the prompt, then of the completion; int64.
-        prompt_length: how many of them are the prompt.
-        logprobs: the engine's log-probability of each completion token; float64. 0 for a token
+        tokens: ids of the prompt, then of the completion, as int64.
+        prompt_length: the number of prompt tokens.
+        logprobs: the engine's log-probability of each completion token, as float64. 0 for a token
             that no policy sampled.
-        versions: the policy version that sampled each completion token; int64. `UNSAMPLED`, -1,
-            for a token that none did.
-        finish_reason: the engine's word, "stop" or "length" for instance.
-        prompt_id: names the prompt; rollouts of one group share it.
-        reward: what the advantage is made of.
-        rewards: what it is made of itself, by name.
-        attachments: values that travel along unseen, expert routes for instance. One that belongs
-            to some of the tokens says so: `Aligned`, or a tuple of them.
-        loss_mask: the completion tokens that count in the loss; default: all that were sampled.
+        versions: the policy version that sampled each completion token, as int64. `UNSAMPLED`, -1,
+            for a token that no policy sampled.
+        finish_reason: the engine's word, such as "stop" or "length".
+        prompt_id: names the prompt. Rollouts of one group share it.
+        reward: the number from which advantages are computed.
+        rewards: the parts of the reward, by name.
+        attachments: values that travel with the rollout unchanged, such as expert routes. A value
+            that belongs to some of the tokens is an `Aligned`, or a tuple of them.
+        loss_mask: the completion tokens that count in the loss. By default all sampled tokens.
 
     Raises:
         ShapeError: lengths do not fit, no token was sampled, or an attachment lies outside.
-        UsageError: a negative id or version, a log-probability or reward that is not finite, or a
-            token that no policy sampled counts in the loss or has a log-probability.
+        UsageError: an id or a version is negative, or a log-probability or reward is not finite.
+            Also raised if an unsampled token counts in the loss or has a log-probability.
     """
 
     tokens: NDArray[np.int64]
@@ -109,37 +109,37 @@ class Rollout:
 
     @property
     def nbytes(self) -> int:
-        """Memory of its arrays and attachments, in bytes; of an attachment that tells none, 64."""
+        """Memory of arrays and attachments, in bytes. One without `nbytes` counts 64."""
         arrays = (self.tokens, self.logprobs, self.versions, self.loss_mask)
         return sum(array.nbytes for array in arrays) + nbytes_of([*self.attachments.values()])
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
-        """The completion tokens that a policy sampled."""
+        """A mask of the completion tokens that a policy sampled."""
         return self.versions != UNSAMPLED
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy that sampled a token of it."""
+        """The oldest policy version that sampled a token of the rollout."""
         return int(self.versions[self.sampled].min())
 
     @property
     def newest_version(self) -> int:
-        """The newest policy that sampled a token of it."""
+        """The newest policy version that sampled a token of the rollout."""
         return int(self.versions.max())
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The rollouts of one prompt, which are trained together or not at all.
+    """The rollouts of one prompt. They are trained together or not at all.
 
     Args:
-        prompt: the caller's own object, handed back if the group is dropped.
-        version: the policy version when the group was submitted. Its prompt may
-            sit in a KV cache of that version even if every token is newer, so it
-            counts towards the group's age.
-        generate_s: how long it took.
-        ordinal: the place of its prompt among those that were drawn, from 0.
+        prompt: the caller's own object, returned if the group is dropped.
+        version: the policy version when the group was submitted. It counts towards the group's
+            age, because the prompt may have been cached at that version even if every sampled token
+            is newer.
+        generate_s: the seconds that generation took.
+        ordinal: the position of the prompt among all drawn prompts, from 0.
     """
 
     prompt: Any
@@ -171,17 +171,17 @@ class Group:
 
     @cached_property
     def oldest_version(self) -> int:
-        """The oldest policy that has a part in it."""
+        """The oldest policy version that contributed to the group."""
         return min(self.version, *(r.oldest_version for r in self.rollouts))
 
     @cached_property
     def newest_version(self) -> int:
-        """The newest policy that has a part in it."""
+        """The newest policy version that contributed to the group."""
         return max(self.version, *(r.newest_version for r in self.rollouts))
 
 
 def cache_salt(version: int) -> str:
-    """The salt that keeps the KV pages of one policy version apart from all others. Pure.
+    """Return the salt that separates the KV pages of one policy version from all others. Pure.
 
     Raises:
         UsageError: `version` is not a policy version.
@@ -190,18 +190,18 @@ def cache_salt(version: int) -> str:
 
 
 def version_of(label: Any) -> int | None:
-    """Return the version that an engine's label of its weights names; None if none. Pure."""
+    """Return the version that an engine's label of its weights names, or None. Pure."""
     if not isinstance(label, str) or not label.isdecimal() or len(label) > _VERSION_DIGITS:
         return None
     return version if (version := int(label)) < 1 << 63 else None
 
 
 def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -> NDArray[np.int64]:
-    """Write out spans `(version, start, end)` as one version per token.
+    """Turn spans `(version, start, end)` into one version per token. Pure.
 
     Raises:
         ShapeError: the spans do not cover `[0, length)` in order, each token once.
-        UsageError: a span's version is not a policy version.
+        UsageError: the version of a span is not a policy version.
     """
     versions = np.empty(length, np.int64)
     position = 0
@@ -219,7 +219,7 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
 
 
 def pickled(item: Any) -> tuple[Callable[[], Any], tuple[()]]:
-    """Return what `__reduce__` does for a trajectory: it is made anew, and checked, elsewhere."""
+    """Return the result of `__reduce__` for a trajectory. Unpickling makes and checks it anew."""
     kind: Callable[..., Any] = type(item)
     made_of = {one.name: getattr(item, one.name) for one in fields(item)}
     # Views of dictionaries that cannot be written to, which pickle refuses.
@@ -228,13 +228,13 @@ def pickled(item: Any) -> tuple[Callable[[], Any], tuple[()]]:
 
 
 def freeze_trajectory(item: Any, *, least: int) -> None:
-    """Copy the arrays of a trajectory that is being made, and check them.
+    """Replace the arrays of a new trajectory by checked, read-only ones.
 
     Args:
-        least: completion tokens that it needs.
+        least: the completion tokens that it needs at least.
 
     Raises:
-        ShapeError, UsageError: as `Rollout` says.
+        ShapeError, UsageError: as for `Rollout`.
     """
 
     def put(name: str, value: Any) -> None:
@@ -261,11 +261,13 @@ def freeze_trajectory(item: Any, *, least: int) -> None:
                 f"{name} needs one entry per completion token, {length}; got {len(values)}"
             )
     if item.tokens.min() < 0 or item.versions.min(initial=0) < UNSAMPLED:
-        raise UsageError(f"token ids and versions cannot be negative, but for {UNSAMPLED=}")
+        raise UsageError(
+            f"token ids and versions cannot be negative, except {UNSAMPLED=} as a version"
+        )
     if (item.loss_mask | (item.logprobs != 0))[~sampled].any():
         raise UsageError(
             "a token that no policy sampled counts in the loss, or has a log-probability. Give "
-            "what was said to the model loss_mask=False and logprobs=0."
+            "tokens that no policy sampled loss_mask=False and logprobs=0."
         )
     if not np.isfinite(item.logprobs).all():
         where = int(np.flatnonzero(~np.isfinite(item.logprobs))[0])
@@ -289,7 +291,7 @@ def _frozen(values: ArrayLike, dtype: type, *, name: str) -> NDArray:
 
 
 def _is_constant(values: ArrayLike) -> TypeGuard[NDArray]:
-    """Whether it is an array to which nobody can write, nor to what it is a view of."""
+    """Whether it is an array that cannot be written to, directly or through the array it views."""
     owner: Any = values
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:

@@ -35,6 +35,7 @@ def docstrings(source):
     def walk(node):
         if found := ast.get_docstring(node, clean=False):
             text = re.sub(r"^ *Source: .*", "", inspect.cleandoc(found), flags=re.DOTALL | re.M)
+            text = re.sub(r":\n\n(?: {4}.*\n?|\n)+", ":\n\n", text)  # An example is code.
             text = re.sub(r"^(Args|Raises|Returns|Yields|Attributes):$", "\n\n", text, flags=re.M)
             # An entry of a section is a list item: its name begins no sentence.
             yield re.sub(r"^    [\w*`, .]+: ", "\n- ", text, flags=re.M)

@@ -1,14 +1,27 @@
 """Stand-ins for the pages of `async_loop` and `capture` that need no engine of a host."""
 
+import sys
 from contextlib import contextmanager
 from dataclasses import fields
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import numpy as np
+import torch
 
-from primeblocks.async_loop import Group, Partial, Rollout, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop import (
+    AsyncLoop,
+    Group,
+    Partial,
+    Rollout,
+    RolloutBuffer,
+    StalenessPolicy,
+)
+from primeblocks.kvoffload import HostTier, TieredStore
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 
-__all__ = ["conversations", "processes", "resume"]
+__all__ = ["conversations", "metrics", "processes", "resume"]
 
 
 @contextmanager
@@ -50,6 +63,85 @@ def processes():
     names = {"groups": [Group(i, [rollout], 3, ordinal=i) for i in range(8)], "version": 3}
     yield names
     assert sorted(group.ordinal for group in names["batch"]) == [*range(8)]
+
+
+class TwoSteps:
+    """A loop that may be entered again: each time it trains on two prompts."""
+
+    async def __aenter__(self):
+        async def generate(prompt, *, version):
+            ends = {"prompt_length": 2, "finish_reason": "stop", "reward": float(prompt)}
+            return [Rollout(tokens=[5, 6, 7], logprobs=[-1.0], versions=[version], **ends)]
+
+        self._loop = AsyncLoop(
+            prompts=range(2),
+            generate=generate,
+            train=lambda groups, *, version: {"k3": 0.5},
+            publish=lambda version: None,
+            buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(0)),
+            batch_size=1,
+            max_in_flight=1,
+        )
+        return await self._loop.__aenter__()
+
+    async def __aexit__(self, *error):
+        await self._loop.__aexit__(*error)
+
+    def steps(self, count):
+        return self._loop.steps(count)
+
+
+class Logger(ModuleType):
+    """What wandb, trackio and TensorBoard's writer are asked for, in one."""
+
+    def __init__(self):
+        super().__init__("logger")
+        self.rows, self.calls = {}, []
+
+    def init(self, *, project, config):
+        self.calls.append((project, config))
+        return self
+
+    def SummaryWriter(self, folder):
+        return self.init(project=folder, config=None)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.finish()
+
+    def log(self, row, *, step):
+        self.rows.setdefault(step, {}).update(row)
+
+    def add_scalar(self, name, value, step):
+        self.log({name: value}, step=step)
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+@contextmanager
+def metrics():
+    weights = {"w": torch.arange(32.0)}
+    loggers = {name: Logger() for name in ("wandb", "trackio", "torch.utils.tensorboard")}
+    source = describe(weights)
+    plan = plan_sync([source], source.whole(), bucket_bytes=64)
+    tier = HostTier(capacity_bytes=1 << 12, page_bytes=1 << 8)
+    with (
+        mock.patch.dict(sys.modules, loggers),
+        SharedMemoryTransport("metrics", owner=True, root=".") as transport,
+        Publisher(plan, weights, transport) as publisher,
+        TieredStore([tier]) as store,
+    ):
+        found = {"loop": TwoSteps(), "store": store, "publisher": publisher}
+        yield found
+    for logger in loggers.values():
+        assert [type(call) for call in logger.calls] == [tuple, str]
+        assert [row["reward"] for row in logger.rows.values()] == [0.0, 1.0]
+        assert logger.rows[2]["rollout_corr/k3_kl"] == 0.5
+    assert Path("run.png").stat().st_size > 0
+    assert found["bar"].n == found["bar"].total == 128
 
 
 @contextmanager

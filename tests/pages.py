@@ -34,7 +34,7 @@ from tests.engine_job import ENVIRONMENT
 from tests.front_pages import FRONT
 from tests.integration.tree_site import trees
 from tests.kvoffload.mooncake_fake import FakeClient, FakeMaster
-from tests.loop_pages import conversations, processes, resume
+from tests.loop_pages import conversations, metrics, processes, resume
 from tests.serving_page import serving, serving_vllm
 from tests.weightsync.fake_engine import FakeEngine
 from tests.weightsync.test_vllm_server import FakeServer
@@ -376,6 +376,7 @@ PAGES = {
     "docs/kvoffload_vllm.md": kvoffload_vllm,
     "docs/losses.md": losses,
     "docs/parallel.md": parallel,
+    "docs/recipes/metrics.md": metrics,
     "docs/planning.md": a_plan,
     "docs/replay.md": replay,
     "docs/serving.md": serving,

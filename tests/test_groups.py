@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from primeblocks.errors import PlanError, RankError, ShapeError
+from primeblocks.errors import CapacityError, PlanError, RankError, ShapeError
 from primeblocks.groups import agreed, all_to_all_rows
 from primeblocks.testing import ranks
 
@@ -86,7 +86,7 @@ def _agreement(case):
             call.facts |= facts
             if problem is not None:
                 raise problem
-    except (PlanError, RankError, ShapeError) as error:
+    except (CapacityError, PlanError, RankError, ShapeError) as error:
         said, raised = f"{type(error).__name__}: {error}", error
     assert problem is None or raised is problem
     total = torch.ones(1)
@@ -108,6 +108,7 @@ CASES = {
     "a long one": lambda rank: ({}, ShapeError("x" * 999) if rank == 2 else None),
     # A character of three bytes, cut in the middle: "ShapeError: " takes 12 of the 400.
     "cut inside a letter": lambda rank: ({}, ShapeError("→" * 200) if rank == 2 else None),
+    "more than can be compared": lambda rank: ({"f": "x" * (3000 if rank == 1 else 1)}, None),
     "no words": lambda rank: ({}, ShapeError("") if rank == 0 else None),
     "other facts where the problem is": lambda rank: (
         {"heads": 1} if rank else {},
@@ -157,6 +158,13 @@ def test_a_problem_is_an_error_on_all(case, said):
         problem = CASES[case](rank)[1]
         own = f"{type(problem).__name__}: {problem}"
         assert text == (REFUSED.format(said[0]) + said[1] if problem is None else own)
+
+
+def test_facts_too_long_to_compare_are_an_error_on_all():
+    said = "CapacityError: a call compares arguments of at most 2048 bytes between ranks"
+    told = _told("more than can be compared")
+    assert told[1].startswith(said)
+    assert all(each.startswith(REFUSED.format(1) + said) for each in told[::2])
 
 
 def test_everyone_has_a_problem():

@@ -127,6 +127,9 @@ PARALLEL = {
         X[0], torch.tensor([2]), torch.zeros(1, 4, 3)
     ),
     "no meshes to clip over": lambda: parallel.clip_grad_norm_([], 1.0, meshes=None),
+    "a number to clip": lambda: parallel.clip_grad_norm_(5, 1.0, meshes=_meshes()),
+    "more tokens than int64 holds": lambda: parallel.global_token_count(1 << 63, _meshes()),
+    "a word to count": lambda: losses.normalisation.global_count("x", group=dist.group.WORLD),
     "a plan to count over": lambda: parallel.global_token_count(
         3, parallel.plan_mesh(world_size=1)
     ),

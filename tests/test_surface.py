@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -354,6 +355,18 @@ def test_notebooks_are_stored_without_outputs():
         if re.search(r'"outputs": \[\s*[^\]\s]|"execution_count": \d', file.read_text())
     ]
     assert with_outputs == []
+
+
+def test_notebooks_begin_with_a_picture():
+    """Stored, or drawn by a first cell whose code is folded."""
+    notebooks = [file for file in _repository_files() if file.suffix == ".ipynb"]
+    assert len(notebooks) == 7
+    for file in notebooks:
+        intro, first, *_ = json.loads(file.read_text())["cells"]
+        draws = "plt.subplots(" in "".join(first["source"])
+        folded = "hide-input" in first["metadata"].get("tags", [])
+        stored = re.search(r"!\[.+\]\((\w+\.svg)\)", "".join(intro["source"]))
+        assert (stored and file.with_name(stored[1]).exists()) or (draws and folded), file.name
 
 
 def test_the_remedy_for_a_missing_package_is_an_extra():

@@ -1,8 +1,8 @@
 """Reinforcement learning in which generation never waits for training.
 
-Made of a buffer of rollouts with bounded capacity and bounded staleness (`adapters.zmq` fills it
-from other processes), a loop that generates, trains and publishes at the same time, limits and
-retries for what engines get (`scheduler`), and a journal from which a run goes on after a crash.
+`AsyncLoop` generates, trains and publishes at the same time. A `RolloutBuffer` bounds the number of
+finished groups and their staleness, and `adapters.zmq` fills it from other processes. `scheduler`
+limits and retries requests of the engine. A `Journal` lets a training run resume after a crash.
 """
 
 from ..rollout import Group, Rollout, cache_salt

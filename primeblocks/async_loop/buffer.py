@@ -1,4 +1,9 @@
-"""Finished groups on their way to the trainer."""
+"""The buffer of finished groups, between generation and the trainer.
+
+A group enters by `put` and leaves by `take`, which returns it or drops it as stale. If the buffer
+is full, `put` waits, and its group waits with it. A waiting group can be taken like any other. Room
+goes to waiting groups in the order in which they came.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +19,14 @@ __all__ = ["RolloutBuffer"]
 
 
 class RolloutBuffer:
-    """Holds finished groups within a bound, and hands each out once, the oldest first.
+    """A bounded buffer of finished groups. It returns each group once, the oldest first.
 
-    Oldest is the one that was submitted under the oldest policy; of these, the first to finish.
-    Belongs to one event loop.
+    The oldest group is the one submitted under the oldest policy. Among equals it is the first that
+    finished. Use a buffer from one event loop.
 
     Args:
-        capacity: groups that fit; a full buffer makes `put` wait.
-        capacity_bytes: bytes of rollouts that fit (`Group.nbytes`); default: no bound.
+        capacity: the most groups. If the buffer is full, `put` waits.
+        capacity_bytes: the most bytes of rollouts (`Group.nbytes`). By default unbounded.
         staleness: the bound that `take` keeps.
         clock: the time of the deadlines.
 
@@ -44,35 +49,35 @@ class RolloutBuffer:
         self.capacity, self.capacity_bytes = capacity, capacity_bytes
         self.staleness = staleness
         self._clock = MonotonicClock() if clock is None else clock
-        # With what its producer waits for, where there was no room.
+        # The value is a future if the group waits for room.
         self._held: dict[Group, asyncio.Future[None] | None] = {}
-        self._new: list[Group] = []  # Not yet looked at by the `take` that waits.
+        self._new: list[Group] = []  # Groups that the running `take` has not looked at.
         self._count = self._held_bytes = self._waiting = 0
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        """Groups in it, those of waiting producers not counted."""
+        """The number of groups in the buffer, without groups that wait for room."""
         return self._count
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the groups in it."""
+        """Bytes of the groups in the buffer."""
         return self._held_bytes
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
-        """Add a group; wait until there is room for it, or it is taken.
+        """Add a group. Waits until there is room for the group, or until it is taken.
 
-        A group that waits can be taken like any other, so that a batch comes together even where
-        its groups do not fit all at once.
+        A waiting group can be taken like any other. So a batch can be complete even if its groups
+        do not fit into the buffer together.
 
         Raises:
-            DeadlineError: it stayed full; the group was not added.
+            DeadlineError: the buffer stayed full. The group was not added.
             CapacityError: the group alone is larger than `capacity_bytes`.
         """
         if self.capacity_bytes is not None and group.nbytes > self.capacity_bytes:
             raise CapacityError(
                 f"a group of {group.nbytes:,} bytes does not fit a buffer of "
-                f"{self.capacity_bytes:,}. Raise capacity_bytes."
+                f"{self.capacity_bytes:,} bytes. Raise capacity_bytes."
             )
         self._new.append(group)
         self._arrived.set()
@@ -101,20 +106,20 @@ class RolloutBuffer:
     ) -> tuple[Group, ...]:
         """Remove `count` groups that the policy `version` may train on, oldest first.
 
-        What may not be trained on is removed as well, so that it never can be: groups under
-        "drop", and the `loss_mask` of tokens under "mask".
+        Stale data is removed too, so that it is never trained on: groups under "drop", and the
+        `loss_mask` of tokens under "mask".
 
         Args:
-            in_flight: the versions of groups that are still being generated, which "wait" needs.
-            on_drop: called with each group that is thrown away, at once: `take` may be waiting for
-                what the caller starts in its place.
-            unless: a future whose result is an error; it ends the wait.
+            in_flight: returns the versions of groups that are being generated. "wait" needs it.
+            on_drop: called at once with each removed stale group. `take` may wait for the groups
+                that the caller starts instead.
+            unless: a future whose result is an error. It ends the wait.
 
         Raises:
-            DeadlineError: there were not enough in time; only stale groups were removed.
-            UsageError: more groups are asked for than can be held, or a group has a part of a
-                policy later than `version`. With `on_drop`, all such groups are thrown away
-                first, so that the next call goes on. Without it they stay.
+            DeadlineError: there were not enough groups in time. Only stale groups were removed.
+            UsageError: `count` is above the capacity, or a group contains a policy later than
+                `version`. With `on_drop`, all such groups are removed first, so that the next call
+                succeeds. Without `on_drop` they stay.
         """
         if not 1 <= count <= self.capacity:
             raise UsageError(f"cannot take {count} groups of a buffer that holds {self.capacity}")
@@ -127,7 +132,7 @@ class RolloutBuffer:
         )
 
     def look_again(self) -> None:
-        """Let a waiting `take` look again: what is in flight has changed. Local."""
+        """Make a waiting `take` look again, because groups in flight have changed. Local."""
         self._arrived.set()
 
     async def _take(
@@ -150,7 +155,7 @@ class RolloutBuffer:
                 staleness(later[0], version=version)  # Raises.
             for group in new:
                 if group in self._held and policy.trainable(group, version=version) is None:
-                    self._remove(group)  # One by one: `on_drop` may count what is left.
+                    self._remove(group)  # One by one, because `on_drop` may count the rest.
                     if on_drop is not None:
                         on_drop(group)
             if len(self._held) >= count:
@@ -177,7 +182,7 @@ class RolloutBuffer:
         self._held_bytes += group.nbytes
 
     def _remove(self, group: Group) -> None:
-        """Take a group out, and give its room to those that wait, the first to come first."""
+        """Remove a group, and give its room to waiting groups in the order of their arrival."""
         waits = self._held.pop(group)
         if waits is None:
             self._count -= 1

@@ -1,4 +1,11 @@
-"""Rollouts in flight: prompts drawn, tried, tried again, put together into groups."""
+"""Rollouts in flight: prompts are drawn, tried and tried again, and put together into groups.
+
+A prompt becomes a `PromptJob`. A job is *waiting* if it must be generated again, and *in flight* in
+`jobs` while its samples are generated. It is *finished* once its group has reached the buffer or
+waits for it. A job leaves the run if `keep` refuses its group or a sample has no attempt left. Each
+sample is one request. It also counts during its backoff, and until its group has room in the
+buffer.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +35,7 @@ Generate = Callable[..., Awaitable[Any]]
 
 @dataclass(eq=False)
 class PromptJob:
-    """A prompt on its way to a group."""
+    """A prompt on its way to becoming a group."""
 
     ordinal: int
     prompt: Any
@@ -41,20 +48,20 @@ class PromptJob:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy that has a part in it, as far as is known."""
+        """The oldest policy version in its samples so far, or at which it started."""
         begun = [p.oldest_version for p in self.partials.values() if p.sampled.any()]
         ended = [rollout.oldest_version for rollout in self.samples.values()]
         return min([self.version, *begun, *ended])
 
 
 class Feeder:
-    """Starts requests, and puts what comes back into the buffer.
+    """Starts requests, and puts finished groups into the buffer. Use it from one event loop.
 
-    Belongs to one event loop. What ends a run ends up in `failed`.
+    An error that ends the run becomes the result of `failed`.
 
-    Args, beside those of `AsyncLoop`:
-        prompts: drawn one at a time; each gets the next ordinal.
-        ended: called whenever something has left the state of being in flight.
+    Args, in addition to those of `AsyncLoop`:
+        prompts: drawn one at a time. Each gets the next ordinal.
+        ended: called whenever a request has ended.
         left: called with each prompt that leaves without being trained on, and the reason.
     """
 
@@ -81,13 +88,13 @@ class Feeder:
         self._ledger, self._clock = ledger, clock
         self._failed, self._ended, self._left = failed, ended, left
         self._again: deque[PromptJob] = deque()
-        self._pending: deque[tuple[PromptJob, int]] = deque()  # Samples of jobs begun.
+        self._pending: deque[tuple[PromptJob, int]] = deque()  # Samples of started jobs.
         self.jobs: dict[int, PromptJob] = {}  # In flight, by ordinal.
-        self._tasks: set[asyncio.Task[None]] = set()  # One a request, until its group has room.
-        self.finished = 0  # Groups that were put into the buffer and are not trained on.
+        self._tasks: set[asyncio.Task[None]] = set()  # One per request, until its group has room.
+        self.finished = 0  # Groups that were put into the buffer and not yet trained on.
         self.drawn = 0
         self.exhausted = False
-        self.causes: Counter[str] = Counter()  # Of failed attempts, by type, since they were read.
+        self.causes: Counter[str] = Counter()  # Failed attempts by type, since the last step.
         self.failures_in_a_row = 0
         self.last_failure: BaseException | None = None
         self._logged: set[type[BaseException]] = set()
@@ -95,16 +102,16 @@ class Feeder:
 
     @property
     def requests(self) -> int:
-        """Requests of the engine: running, in their backoff, or done and without room."""
+        """Requests of the engine: running, in their backoff, or waiting for room in the buffer."""
         return len(self._tasks)
 
     @property
     def waiting(self) -> int:
-        """Prompts that have been drawn and are to be asked again."""
+        """Drawn prompts that must be generated again."""
         return len(self._again)
 
     def resume(self, restored: Restored) -> list[Group]:
-        """Take up what a ledger holds: skip what was drawn, ask again, return what is finished."""
+        """Continue from a ledger: skip drawn prompts, and return the finished groups."""
         for _ in range(restored.cursor):
             if next(self._prompts, self) is self:
                 raise UsageError(
@@ -118,14 +125,14 @@ class Feeder:
             for sample, trajectory in kept.items():
                 if isinstance(trajectory, Partial):
                     job.partials[sample] = trajectory
-                # One is asked in any case: its end puts the group together.
+                # At least one sample is generated: its end puts the group together.
                 elif sample <= last and len(job.samples) < last:
                     job.samples[sample] = trajectory
             self._again.append(job)
         return [group for _, group in restored.finished]
 
     def start(self, *, groups: int, requests: int, version: int) -> None:
-        """Start at most so many groups and requests. Local."""
+        """Start at most `groups` groups and `requests` requests. Local."""
         each = self._group_size
         while requests > 0:
             if self._pending:
@@ -145,14 +152,14 @@ class Feeder:
             self._pending.extend((found, sample) for sample in samples)
 
     def ask_again(self, group: Group) -> None:
-        """Ask a dropped group's prompt again, before new ones. Local."""
+        """Generate a dropped group's prompt again, before new prompts. Local."""
         self.finished -= 1
         self._again.append(PromptJob(group.ordinal, group.prompt))
         if self._ledger is not None:
             self._ledger.dropped(group.ordinal)
 
     async def close(self, timeout_s: float) -> None:
-        """Cancel what is in flight."""
+        """Cancel everything in flight."""
         self._closing = True
         for task in self._tasks:
             task.cancel()
@@ -180,9 +187,9 @@ class Feeder:
         task.add_done_callback(lambda done: self._settle(job, done))
 
     async def _attempt(self, job: PromptJob, sample: int) -> None:
-        """Ask until there is an answer or no attempt is left; the last sample ends the job.
+        """Call `generate` until it succeeds or no attempt is left. The last sample ends the job.
 
-        What it raises ends the run: everything but `generate` has to work.
+        An error that this raises ends the run: only `generate` may fail.
         """
         while True:
             try:
@@ -221,7 +228,7 @@ class Feeder:
         return await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
 
     def _read(self, job: PromptJob, answer: Any) -> tuple[Rollout, ...]:
-        """Return the rollouts of an answer, or refuse it by name, which ends the run."""
+        """Return the rollouts of an answer. Any other answer raises an error that ends the run."""
         is_group = self._group_size is None
         if is_group and isinstance(answer, Iterable):
             found = tuple(answer)
@@ -261,15 +268,15 @@ class Feeder:
             return
         if self._ledger is not None:
             self._ledger.finished(job.ordinal, group)
-        # From here on it is counted as finished: it can be taken while it waits for room.
+        # It counts as finished from here on: it can be taken while it waits for room.
         del self.jobs[job.ordinal]
         self.finished += 1
         self._buffer.look_again()
-        # Without a deadline: it may wait for steps, behind groups of a journal. Steps have one.
+        # Without a deadline: it may wait for steps, after groups of a journal. Steps have one.
         await self._buffer.put(group, timeout_s=float("inf"))
 
     def _leave(self, job: PromptJob, reason: str) -> None:
-        """The prompt leaves the run without being trained on."""
+        """Let the prompt leave the run without being trained on."""
         del self.jobs[job.ordinal]
         self._left(job.prompt, reason)
         if self._ledger is not None:
@@ -291,10 +298,10 @@ class Feeder:
         job.tasks.discard(task)
         error: BaseException | None = None
         if not task.cancelled():
-            error = task.exception()  # Asked for in any case: asyncio complains otherwise.
+            error = task.exception()  # Read in any case, or asyncio warns.
         if self._closing:
             return
-        # Not where another sample of it gave up.
+        # Not if another sample of the prompt gave up.
         if task.cancelled() and self.jobs.get(job.ordinal) is job:
             error = DeadlineError(f"the rollout of prompt {job.ordinal} was cancelled")
         if error is not None and not self._failed.done():

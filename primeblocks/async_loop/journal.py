@@ -1,4 +1,4 @@
-"""A ledger on disk: one SQLite file, which a killed process leaves as its last call did."""
+"""A ledger on disk: one SQLite file. A killed process leaves it as its last call did."""
 
 from __future__ import annotations
 
@@ -22,30 +22,33 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """A ledger that outlives its process.
+    """A ledger on disk, which survives its process.
 
-    Whatever a call has said is there after SIGKILL once it has returned; what it was about to say
-    is there as a whole or not at all. Prompts whose steps are final, and those left out, are
-    deleted and counted, so that the file is as large as what is under way was at most.
+    After SIGKILL every call that returned has taken effect. A call that was interrupted has taken
+    effect as a whole or not at all. Final prompts and left out prompts are deleted and counted. So
+    the file is as large as the most prompts that were unfinished at a time.
 
-    Calls may come from any thread. One process at a time has a journal, on a disk of its own
-    machine; others may read the file with any SQLite. Beside it lie `-wal`, `-shm` and `-lock`.
+    Calls may come from any thread. One process at a time owns a journal, on a local disk. Other
+    processes may read the file with any SQLite. SQLite makes files with `-wal`, `-shm` and `-lock`
+    appended next to it.
 
     Args:
-        path: the file; made if absent, in a folder that exists.
-        durability: "process" survives the end of the process, and goes back to an earlier moment
-            if the machine loses power; "power" survives that too, for an fsync a call.
-        encode: makes a JSON value of a prompt. Without it a prompt is one.
-        decode: makes the prompt of that value again.
+        path: the file. It is made if absent, in a folder that exists.
+        durability: "process" survives the end of the process. If the machine loses power, the
+            journal goes back to an earlier moment. "power" survives that too, and costs an fsync
+            per call.
+        encode: makes a JSON value from a prompt. By default the prompt is a JSON value.
+        decode: makes the prompt from that value.
         timeout_s: the longest wait for another program that writes to the file.
 
     Raises:
-        UsageError: it is open already, there is no such folder, or it is a file of another kind.
+        UsageError: the file is open already or of another program, or its folder does not exist.
         UnsupportedError: it has another schema, or its disk cannot have a write-ahead log.
         CorruptionError: the file is damaged.
-        CapacityError: in any call, the disk is full; nothing was changed.
-        DeadlineError: in any call, another program kept the file; nothing was changed.
-        ClosedError: in any call, it is closed, or this is a forked child.
+        CapacityError: any call may raise it if the disk is full. Nothing was changed.
+        DeadlineError: any call may raise it if another program locked the file. Nothing was
+            changed.
+        ClosedError: any call may raise it after `close`, or in a forked child.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file. Twice is fine; in a forked child nothing happens."""
+        """Close the file. May be called twice. Does nothing in a forked child."""
         self._database.close()
 
     def drawn(self, ordinal: int, prompt: Any) -> None:
@@ -84,7 +87,7 @@ class Journal:
 
         Raises:
             UsageError: its ordinal is not the number of prompts drawn so far.
-            UnsupportedError: the prompt is no JSON value.
+            UnsupportedError: the prompt is not a JSON value.
         """
         ordinal = tables.integer(ordinal)
         value = prompt if self._encode is None else self._encode(prompt)
@@ -108,7 +111,7 @@ class Journal:
             )
 
     def sampled(self, ordinal: int, sample: int, partial: Partial | Rollout) -> None:
-        """Keep a trajectory of a prompt in flight, in place of the last one of that sample.
+        """Store a trajectory of a prompt in flight. It replaces the last one of that sample.
 
         Raises:
             UnsupportedError: an attachment cannot be packed.
@@ -124,9 +127,9 @@ class Journal:
             )
 
     def finished(self, ordinal: int, group: Group) -> None:
-        """Keep the group of a prompt in flight, in place of its trajectories.
+        """Store the group of a prompt in flight. It replaces the prompt's trajectories.
 
-        Its prompt is the one that was drawn, and is not written again.
+        The drawn prompt stays, and is not written again.
 
         Raises:
             UnsupportedError: an attachment cannot be packed.
@@ -150,7 +153,7 @@ class Journal:
             )
 
     def dropped(self, ordinal: int) -> None:
-        """Forget what was sampled for a prompt, which is asked again from the start."""
+        """Delete the samples of a prompt, which is generated again from the start."""
         with self._database.transaction() as db:
             (ordinal,) = tables.expect(db, "dropped", [ordinal])
             db.execute("DELETE FROM trajectories WHERE ordinal = ?", (ordinal,))
@@ -159,9 +162,9 @@ class Journal:
             )
 
     def left_out(self, ordinal: int, reason: str) -> None:
-        """End a prompt that is not trained on: "filtered" or "failed", and ": why". Final.
+        """End a prompt without training on it: "filtered" or "failed", then ": why". Final.
 
-        The prompt is counted and deleted; the reason is not kept.
+        The prompt is counted and deleted. The reason is not stored.
         """
         end = reason.partition(":")[0]
         if end not in {PromptState.FILTERED, PromptState.FAILED}:
@@ -174,7 +177,8 @@ class Journal:
         """Take finished prompts for the step from policy `version`.
 
         Raises:
-            UsageError: there is none, one is named twice or is not finished, or the step is past.
+            UsageError: `ordinals` is empty, repeats a prompt or names one that is not finished, or
+                the step is past.
         """
         with self._database.transaction() as db:
             version = tables.progress_of(db).check_taken(version)
@@ -186,7 +190,7 @@ class Journal:
             )
 
     def trained(self, version: int) -> None:
-        """End the step from policy `version`; the policy is `version + 1` now."""
+        """End the step from policy `version`. The policy is `version + 1` then."""
         version = check_version(version)
         with self._database.transaction() as db:
             done = db.execute(
@@ -196,7 +200,7 @@ class Journal:
             tables.advance(db, tables.progress_of(db).trained(version, taken=done.rowcount))
 
     def checkpointed(self, version: int) -> None:
-        """Make the steps before policy `version` final: its weights are durable.
+        """Make the steps before policy `version` final, because its weights are durable.
 
         Their groups are deleted.
         """
@@ -211,15 +215,16 @@ class Journal:
             db.execute("UPDATE progress SET trained = trained + ?", (len(final),))
 
     def restore(self, version: int) -> Restored:
-        """Go back to policy `version`, that of the weights at hand; return what to go on with.
+        """Go back to policy `version`, the policy of the loaded weights. Return where to continue.
 
-        Prompts of steps from `version` on are finished again, taken or trained; those in flight
-        are asked again, with what was sampled of them. Steps before it that a batch was taken for
-        are done, for the weights came of them. Tokens of policies after `version` count as its own.
+        Prompts of steps from `version` on, taken or trained, are finished again. Prompts in flight
+        are generated again, from their trajectories. Earlier steps with a batch are done, because
+        the weights result from them. Tokens of policies after `version` count as tokens of
+        `version`.
 
         Raises:
-            UsageError: steps from `version` on are final, or there were none that lead to it.
-            CorruptionError: bytes of a prompt or a trajectory changed; nothing was rolled back.
+            UsageError: steps from `version` on are final, or no recorded steps lead to `version`.
+            CorruptionError: bytes of a prompt or a trajectory changed. Nothing was rolled back.
         """
         version = check_version(version)
         with self._database.transaction() as db:
@@ -239,12 +244,12 @@ class Journal:
             return Restored(tables.cursor_of(db), again, finished)
 
     def counts(self) -> dict[PromptState, int]:
-        """Return how many prompts are in each state; those that are final are trained."""
+        """Return the number of prompts in each state. Final prompts count as trained."""
         with self._database.transaction() as db:
             return tables.counts_of(db)
 
     def table(self) -> str:
-        """Return a line a state: how many prompts are in it."""
+        """Return a table with one line per state: the number of its prompts."""
         with self._database.transaction() as db:
             counts, progress = tables.counts_of(db), tables.progress_of(db)
         lines = [f"{state:<12}{count:>10}" for state, count in counts.items()]
@@ -276,7 +281,7 @@ class Journal:
     def _finished(self, db: sqlite3.Connection, version: int) -> list[tuple[int, Group]]:
         prompts, groups = self._prompts(db, "finished"), []
         changed = []
-        # A group's rollouts are inserted together, so ids have the order in which groups ended.
+        # A group's rollouts are inserted together, so ids have the order in which groups finished.
         for ordinal, rows in groupby(tables.trajectories(db, "finished", "id"), itemgetter(0)):
             prompt, head = prompts.pop(ordinal)
             rollouts = [
@@ -297,7 +302,7 @@ class Journal:
         return groups
 
     def _prompts(self, db: sqlite3.Connection, state: str) -> dict[int, tuple[Any, bytes]]:
-        """Return the prompts in a state, and what is kept of their groups, by ordinal."""
+        """Return the prompts in a state, and the packed fields of their groups, by ordinal."""
         prompts = {}
         for ordinal, head, digest, text in db.execute(
             "SELECT ordinal, head, digest, text FROM prompts LEFT JOIN texts USING (ordinal)"
@@ -312,7 +317,7 @@ class Journal:
 
 
 def _rewrite(db: sqlite3.Connection, changed: list[tuple[int, int, Any]]) -> None:
-    """Write trajectories in place of those with the same ordinal and sample."""
+    """Replace trajectories by new ones of the same ordinal and sample."""
     db.executemany(
         "UPDATE trajectories SET payload = ? WHERE ordinal = ? AND sample = ?",
         (

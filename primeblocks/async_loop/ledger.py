@@ -1,13 +1,13 @@
-"""Calls that say what happened to each prompt, and the rules that every ledger keeps.
+"""The calls that record what happened to each prompt, and the rules of every ledger.
 
 A prompt is in one state. The loop moves it with the call at the arrow:
 
     drawn --started--> in flight --finished--> finished --taken--> taken --trained--> trained
 
-`dropped` leads from in flight or finished back to drawn, since the prompt is generated again.
+`dropped` leads from in flight or finished back to drawn, because the prompt is generated again.
 `left_out` leads from each of the first three states to filtered or failed. `checkpointed` deletes
-trained prompts of steps that cannot come back. `restore` leads from in flight back to drawn, and
-from taken and trained back to finished for the steps after the weights at hand.
+trained prompts of steps that cannot be rolled back. `restore` leads from in flight back to drawn,
+and from taken and trained back to finished for the steps after the restored weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 class PromptState(StrEnum):
-    """The one state that a prompt is in; those after `TRAINED` are final from the start."""
+    """The state of a prompt. A prompt that is filtered or failed never changes state again."""
 
     DRAWN = "drawn"
     IN_FLIGHT = "in flight"
@@ -49,7 +49,7 @@ class PromptState(StrEnum):
     FAILED = "failed"
 
 
-# The states that each call may find a prompt in.
+# The states in which each call may find a prompt.
 MOVES = {
     "started": (PromptState.DRAWN, PromptState.IN_FLIGHT),
     "sampled": (PromptState.IN_FLIGHT,),
@@ -62,19 +62,19 @@ MOVES = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
-    """A trajectory so far: a rollout that has no end yet. Arrays are read-only copies.
+    """An unfinished rollout: the trajectory so far. Its arrays are read-only copies.
 
     Args:
-        tokens: ids of the prompt, then of what was sampled; int64.
-        prompt_length: how many of them are the prompt. All of them may be.
-        logprobs: the engine's log-probability of each completion token; float64.
-        versions: the policy version that sampled each of them, or `UNSAMPLED`; int64.
-        loss_mask: which of them are trained on; bool. All, if it is left out.
-        attachments: values that travel along unseen, expert routes for instance.
+        tokens: ids of the prompt, then of the completion so far, as int64.
+        prompt_length: the number of prompt tokens. All tokens may be prompt tokens.
+        logprobs: the engine's log-probability of each completion token, as float64.
+        versions: the policy version that sampled each completion token, or `UNSAMPLED`, as int64.
+        loss_mask: the completion tokens to train on, as bool. By default all sampled tokens.
+        attachments: values that travel with the trajectory unchanged, such as expert routes.
 
     Raises:
         ShapeError: lengths do not fit, or the mask is not bool.
-        UsageError: a negative id or version, or a log-probability that is not finite.
+        UsageError: an id or a version is negative, or a log-probability is not finite.
     """
 
     tokens: NDArray[np.int64]
@@ -92,17 +92,17 @@ class Partial:
 
     @property
     def completion(self) -> NDArray[np.int64]:
-        """Ids of what was sampled, and of what was said in between."""
+        """Ids of the completion: sampled tokens, and tokens that were given in between."""
         return self.tokens[self.prompt_length :]
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
-        """The completion tokens that a policy sampled."""
+        """A mask of the completion tokens that a policy sampled."""
         return self.versions != UNSAMPLED
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy that sampled a token of it; of some it must have."""
+        """The oldest policy version that sampled a token. There must be a sampled token."""
         return int(self.versions[self.sampled].min())
 
 
@@ -110,10 +110,10 @@ T = TypeVar("T", bound=Partial | Rollout)
 
 
 def rolled_back(trajectory: T, version: int) -> T:
-    """Return a trajectory whose tokens of policies after `version` count as that policy's. Pure.
+    """Return a trajectory in which versions after `version` are replaced by `version`. Pure.
 
-    A run that goes back to `version` trains other policies under the same numbers. Under its own
-    number a token of an abandoned policy would look younger than it is.
+    A run that goes back to `version` trains other policies under the same numbers. A token of an
+    abandoned policy would otherwise look younger than it is.
     """
     if trajectory.versions.max(initial=UNSAMPLED) <= version:
         return trajectory
@@ -121,7 +121,7 @@ def rolled_back(trajectory: T, version: int) -> T:
 
 
 def group_rolled_back(group: Group, version: int) -> Group:
-    """Return a group whose parts of policies after `version` count as that policy's. Pure."""
+    """Return a group in which versions after `version` are replaced by `version`. Pure."""
     if group.newest_version <= version:
         return group
     rollouts = tuple(rolled_back(rollout, version) for rollout in group.rollouts)
@@ -130,12 +130,12 @@ def group_rolled_back(group: Group, version: int) -> Group:
 
 @dataclass(frozen=True, eq=False)
 class Restored:
-    """Prompts and groups that a loop goes on with.
+    """The prompts and groups with which a loop continues.
 
     Args:
-        cursor: prompts drawn so far; the iterable goes on there.
-        again: prompts to ask, by ordinal: `(ordinal, prompt, partials)`, the partials by sample.
-            A sample that had ended, in a group that had not, is a `Rollout` among them.
+        cursor: the number of prompts drawn so far. The iterable continues there.
+        again: prompts to generate again: `(ordinal, prompt, partials)`, with partials by sample. A
+            finished sample of an unfinished group is a `Rollout` among them.
         finished: groups to train on, in the order in which they finished: `(ordinal, group)`.
     """
 
@@ -145,11 +145,12 @@ class Restored:
 
 
 class Ledger(Protocol):
-    """A record of what happened to each prompt of a run.
+    """A record of what happened to each prompt of a training run.
 
-    Prompts are numbered 0, 1, 2, ... as they are drawn. Every call is plain and quick, changes
-    all or nothing, and is as durable when it returns as the ledger promises. Each refuses with
-    UsageError, changing nothing, what cannot have happened, a prompt trained twice for instance.
+    Prompts are numbered 0, 1, 2, ... as they are drawn. Every call is synchronous and quick, and
+    changes all or nothing. When it returns, the change is as durable as the ledger promises. A call
+    that cannot have happened, such as training a prompt twice, raises UsageError and changes
+    nothing.
     """
 
     def drawn(self, ordinal: int, prompt: Any) -> None:
@@ -159,57 +160,58 @@ class Ledger(Protocol):
         """Put a prompt in flight under policy `version`, for the first time or again."""
 
     def sampled(self, ordinal: int, sample: int, partial: Partial | Rollout) -> None:
-        """Keep a trajectory of a prompt in flight, in place of the last one of that sample."""
+        """Store a trajectory of a prompt in flight. It replaces the last one of that sample."""
 
     def finished(self, ordinal: int, group: Group) -> None:
-        """Keep the group of a prompt in flight, in place of its trajectories."""
+        """Store the group of a prompt in flight. It replaces the prompt's trajectories."""
 
     def dropped(self, ordinal: int) -> None:
-        """Forget what was sampled for a prompt, which is asked again from the start."""
+        """Delete the samples of a prompt, which is generated again from the start."""
 
     def left_out(self, ordinal: int, reason: str) -> None:
-        """End a prompt that is not trained on: "filtered" or "failed", and ": why". Final."""
+        """End a prompt without training on it: "filtered" or "failed", then ": why". Final."""
 
     def taken(self, ordinals: Sequence[int], version: int) -> None:
         """Take finished prompts for the step from policy `version`."""
 
     def trained(self, version: int) -> None:
-        """End the step from policy `version`; the policy is `version + 1` now."""
+        """End the step from policy `version`. The policy is `version + 1` then."""
 
     def checkpointed(self, version: int) -> None:
-        """Make the steps before policy `version` final: its weights are durable."""
+        """Make the steps before policy `version` final, because its weights are durable."""
 
     def restore(self, version: int) -> Restored:
-        """Go back to policy `version`, that of the weights at hand; return what to go on with.
+        """Go back to policy `version`, the policy of the loaded weights. Return where to continue.
 
-        Prompts of steps from `version` on are finished again, taken or trained; those in flight
-        are asked again, with what was sampled of them. Steps before it that a batch was taken for
-        are done, for the weights came of them. Tokens of policies after `version` count as its own.
+        Prompts of steps from `version` on, taken or trained, are finished again. Prompts in flight
+        are generated again, from their trajectories. Earlier steps with a batch are done, because
+        the weights result from them. Tokens of policies after `version` count as tokens of
+        `version`.
 
         Raises:
-            UsageError: steps from `version` on are final, or there were none that lead to it.
+            UsageError: steps from `version` on are final, or no recorded steps lead to `version`.
         """
         ...
 
 
 class Draft:
-    """The trajectories of one prompt so far, for `generate` to go on with and to save."""
+    """The trajectories of one prompt so far. `generate` continues them and saves new ones."""
 
     def __init__(self, ordinal: int, partials: dict[int, Partial], ledger: Ledger) -> None:
         self.ordinal, self.partials, self._ledger = ordinal, partials, ledger
 
     def save(self, sample: int, partial: Partial) -> None:
-        """Keep a trajectory as far as it is; durable when it returns."""
+        """Store a trajectory. It is durable when this returns."""
         self._ledger.sampled(self.ordinal, sample, partial)
         self.partials[sample] = partial
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The steps of a run, and the order that they keep. Pure.
+    """The progress of a training run in steps, and the rules of their order. Pure.
 
     Args:
-        version: the policy that the next step begins from; None before it is known.
+        version: the policy from which the next step begins. None before it is known.
         final: steps before this policy are final.
     """
 
@@ -217,7 +219,7 @@ class Progress:
     final: int = 0
 
     def check_taken(self, version: int) -> int:
-        """Return the step that a batch is taken for; UsageError if it is past."""
+        """Return the step for which a batch is taken. Raises UsageError if the step is past."""
         if check_version(version) < (self.version or 0):
             raise UsageError(
                 f"a batch cannot be taken for the step from policy {version}: the policy is "
@@ -226,7 +228,7 @@ class Progress:
         return version
 
     def trained(self, version: int, *, taken: int) -> Progress:
-        """Return the progress after a step that `taken` prompts were taken for."""
+        """Return the progress after a step for which `taken` prompts were taken."""
         if check_version(version) != (version if self.version is None else self.version):
             raise UsageError(
                 f"the step from policy {version} cannot be done: the policy is {self.version}"
@@ -239,7 +241,7 @@ class Progress:
         return replace(self, version=version + 1)
 
     def checkpointed(self, version: int) -> Progress:
-        """Return the progress once weights of policy `version` are durable."""
+        """Return the progress after weights of policy `version` became durable."""
         if check_version(version) > (newest := self.version or 0):
             raise UsageError(
                 f"weights of policy {version} cannot be durable: the policy is {newest}. Call"
@@ -251,8 +253,8 @@ class Progress:
         """Return the progress after a rollback.
 
         Args:
-            taken: the steps that batches are taken for. Weights that are a step ahead say that it
-                was done: they were saved, and the run ended before it could tell.
+            taken: the steps for which batches are taken. If the weights are one step ahead, that
+                step was done: the weights were saved, and the run ended before recording the step.
         """
         if check_version(version) < self.final:
             raise UsageError(
@@ -270,7 +272,7 @@ class Progress:
 
 
 def refuse(call: str, ordinal: int, state: str | None, *, cursor: int) -> NoReturn:
-    """Raise the UsageError of a call that finds a prompt in no state for it."""
+    """Raise the UsageError of a call that finds a prompt in a wrong state."""
     if state is None:
         state = "final" if ordinal < cursor else f"not drawn yet: there are {cursor} prompts"
     raise UsageError(

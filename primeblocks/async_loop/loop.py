@@ -1,4 +1,8 @@
-"""Generate, train and publish at the same time."""
+"""The loop that generates, trains and publishes at the same time.
+
+A step takes a batch from the buffer, trains, and publishes the new policy. Meanwhile the `Feeder`
+starts groups as far as the staleness policy has room.
+"""
 
 from __future__ import annotations
 
@@ -30,48 +34,44 @@ Publish = Callable[[int], Any]
 
 
 class AsyncLoop:
-    """Keeps rollouts in flight while training steps and weight updates go on.
+    """A loop that keeps rollouts in flight while it trains and updates weights.
 
-    A failure of `train` or `publish` ends the loop with that error, one of `generate` as `retries`
-    says, and the first one of each type is logged with its traceback. Every wait ends at
-    `step_timeout_s`. Leaving the context cancels what is in flight.
+    An error of `train` or `publish` ends the loop, and `retries` handles errors of `generate`. The
+    first error of each type is logged with its traceback. Every wait ends at `step_timeout_s`.
+    Leaving the context cancels everything in flight.
 
     Args:
-        prompts: any iterable; each is used once, and asked again only if its group was dropped.
-            The loop ends early when it is exhausted and no full batch is left: `ended` says so.
+        prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
+            The loop ends early (`ended`) if prompts run out and no full batch is left.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, so that
             the engine is kept full sample by sample. With `ledger`, also `draft=`, a `Draft`.
-        train: `train(groups, version=v)` makes one optimizer step from policy `v`; a plain
-            function runs in a thread of its own, so that the event loop goes on.
-        publish: `publish(v)` gives the engine policy `v` while rollouts go on; plain or async. If
-            a plain function returns an awaitable, that is awaited while the next step trains: let
-            the call copy the weights, and the awaitable send them.
+        train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
+            runs in its own thread, so that the event loop goes on.
+        publish: `publish(v)` gives the engine policy `v` while rollouts go on, plain or async. If a
+            plain function returns an awaitable, it is awaited while the next step trains: let the
+            call copy the weights, and the awaitable send them.
         buffer: its staleness policy is the loop's.
         batch_size: groups in a training batch.
-        max_in_flight: requests being generated at a time: groups, or samples with `group_size`. A
-            number, or a limit that follows the engine.
-        group_size: samples of a group, where `generate` makes one at a time.
-        keep: `keep(group)` says whether a finished group is trained on; batches are exact all the
-            same. Leave out groups without variance, for instance.
-        retries: of rollouts that raise or take too long.
-        rollout_timeout_s: the longest that one call of `generate` may take; default: no bound.
-        source: names where a prompt comes from; `sources` counts by it.
-        ledger: keeps the run, so that it can be resumed: a `Journal`.
-        version: the policy that the engine starts with.
+        max_in_flight: a number or an `AdaptiveLimit` of groups, or of samples with `group_size`.
+        group_size: samples of a group, if `generate` makes one sample per call.
+        keep: `keep(group)` says whether to train on a finished group, such as one with variance.
+        retries: rules for rollouts that raise or take too long.
+        rollout_timeout_s: the longest time of one call of `generate`. By default unbounded.
+        source: returns the name of a prompt's source. `sources` counts by this name.
+        ledger: records the run, so that it can be resumed: a `Journal`.
+        version: the policy with which the engine starts.
         step_timeout_s: the longest wait for a batch, a training step or a publish.
 
     Attributes:
         version: the trainer's policy.
         published: the engine's policy.
-        sources: by source, prompts trained, dropped, filtered, failed, and tokens masked: a
-            source whose prompts never get trained on is starving.
-        ended: why `steps` ended before it had trained as often as it was asked to; None before.
+        sources: for each source, prompts trained, dropped, filtered, failed, and tokens masked.
+        ended: the reason why `steps` ended early, or None.
 
     Raises:
-        UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, a limit is
-            not positive, `version` is not a policy version, `generate` is not async, or a function
-            does not take what the loop will give it.
+        UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, a number is
+            out of range, or a function is of the wrong kind or takes other arguments.
     """
 
     def __init__(
@@ -143,13 +143,13 @@ class AsyncLoop:
         )
         self._feeder: Feeder | None = None
         self._failed: asyncio.Future[BaseException] | None = None
-        self._starved: asyncio.Future[BaseException] | None = None  # no batch will come
+        self._starved: asyncio.Future[BaseException] | None = None  # Done if no batch will come.
         self._worker: WorkerThread | None = None
         self._publishing: asyncio.Future[Any] | None = None
         self._restored: list[asyncio.Task[None]] = []
         self._dropped = self._filtered = 0  # groups, since the last step
         self._lost: list[tuple[Any, str]] = []
-        self._ends: Counter[str] = Counter()  # Of prompts: trained, filtered, failed.
+        self._ends: Counter[str] = Counter()  # Prompts that were trained, filtered or failed.
         self._paced_since: float | None = None
         self._paced_s = 0.0
 
@@ -164,7 +164,7 @@ class AsyncLoop:
                 put = asyncio.create_task(self._buffer.put(group, timeout_s=float("inf")))
                 put.add_done_callback(self._is_restored)
                 self._restored.append(put)
-            await asyncio.sleep(0)  # They are in the buffer, or wait for room in it.
+            await asyncio.sleep(0)  # Now they are in the buffer, or wait for room in it.
         self._worker = WorkerThread("train")
         self._feed()
         return self
@@ -184,13 +184,13 @@ class AsyncLoop:
             self._worker = None
 
     async def steps(self, count: int) -> AsyncIterator[Step]:
-        """Train `count` times.
+        """Make `count` training steps. Yields a `Step` after each.
 
         Raises:
             DeadlineError: a batch, a step or a publish took longer than `step_timeout_s`.
-            ClosedError: outside the context.
-            Exception: the last one of `generate`, if every prompt since the last step failed and
-                these prompts would have made a batch, or no step was trained before.
+            ClosedError: the loop is not open.
+            Exception: the last error of `generate`, if every prompt since the last step failed.
+                The failed prompts must fill a batch, or no step was trained before.
         """
         for done in range(count):
             try:
@@ -213,7 +213,7 @@ class AsyncLoop:
         return most if isinstance(most, SupportsIndex) else most.limit
 
     def _end_early(self, done: int, count: int) -> None:
-        """Say why there are fewer steps than asked for; raise if failures alone are the reason."""
+        """Record why there are fewer steps. Raise if failures are the only reason."""
         assert self._feeder is not None
         ends, feeder = self._ends, self._feeder
         left = len(feeder.jobs) + feeder.finished + feeder.waiting
@@ -248,7 +248,7 @@ class AsyncLoop:
         if self._ledger is not None:
             self._ledger.taken(ordinals, version)
         metrics = await self._run(self._train, groups, what="a step", version=version)
-        if inspect.isawaitable(metrics):  # Of a plain function around an async one.
+        if inspect.isawaitable(metrics):  # From a plain function around an async one.
             metrics = await self._within(metrics, what="a step")
         trained = self._clock.now()
         if self._ledger is not None:
@@ -307,7 +307,7 @@ class AsyncLoop:
             self.sources.setdefault(self._source(prompt), Counter())[what] += count
 
     async def _published(self) -> None:
-        """Wait for the version on its way to the engine."""
+        """Wait until the current publish has ended."""
         if self._publishing is None:
             return
         rest, self._publishing = self._publishing, None
@@ -327,10 +327,10 @@ class AsyncLoop:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Start what there is room for, called by asyncio, which would only log an error."""
+        """Start new requests. asyncio calls this, and would only log an error."""
         try:
             self._feed()
-        except Exception as error:  # Of the ledger, or of the iterable of prompts.
+        except Exception as error:  # From the ledger, or the iterable of prompts.
             self._fail(error)
 
     async def _run(self, function: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
@@ -364,7 +364,7 @@ class AsyncLoop:
             self._tell(prompt, "failed")
 
     def _feed(self) -> None:
-        """Start what there is room for."""
+        """Start as many groups and requests as there is room for."""
         assert self._feeder is not None
         feeder, limit = self._feeder, self._limit
         groups = self._buffer.staleness.room(
@@ -381,7 +381,7 @@ class AsyncLoop:
             self._starve(_Exhausted())
 
     def _pace(self, idle: bool) -> None:
-        """Count the time in which the engine gets less than it could take."""
+        """Count the time in which the engine has fewer requests than it may have."""
         now = self._clock.now()
         if self._paced_since is not None:
             self._paced_s += now - self._paced_since
@@ -397,4 +397,4 @@ class AsyncLoop:
 
 
 class _Exhausted(Exception):
-    """The prompts are used up, and what is left makes no batch."""
+    """The prompts are used up, and the groups that are left do not fill a batch."""

@@ -1,4 +1,4 @@
-"""Trajectories and groups as bytes, by `codec`: all of their fields, and none that is unknown."""
+"""Trajectories and groups as bytes, packed by `codec`. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pack_trajectory(trajectory: Partial | Rollout, *, name: str) -> bytes:
     """Pack every field of a trajectory.
 
     Raises:
-        UnsupportedError: it is none, or an attachment is no value that can be packed.
+        UnsupportedError: it is not a Partial or a Rollout, or an attachment cannot be packed.
     """
     for kind, cls in _TRAJECTORIES.items():
         if type(trajectory) is cls:
@@ -40,7 +40,7 @@ def unpack_trajectory(payload: bytes, *, name: str) -> Partial | Rollout:
     """Return the trajectory that was packed.
 
     Raises:
-        CorruptionError: bytes changed since.
+        CorruptionError: bytes changed after packing.
         UnsupportedError: it has fields that this version does not know.
     """
     kind, values = unpack(payload, name=name)
@@ -48,16 +48,16 @@ def unpack_trajectory(payload: bytes, *, name: str) -> Partial | Rollout:
 
 
 def pack_group(group: Group, *, name: str) -> bytes:
-    """Pack what a group says beside its prompt and its rollouts."""
+    """Pack the fields of a group except its prompt and its rollouts."""
     others = {each.name for each in fields(Group)} - {"prompt", "rollouts"}
     return pack({each: getattr(group, each) for each in sorted(others)}, name=name)
 
 
 def unpack_group(payload: bytes, prompt: Any, rollouts: Sequence[Any], *, name: str) -> Group:
-    """Return the group of a prompt and its rollouts.
+    """Return a group, given its prompt and its rollouts.
 
     Raises:
-        CorruptionError: bytes changed since.
+        CorruptionError: bytes changed after packing.
         UnsupportedError: it has fields that this version does not know.
     """
     values = _known(unpack(payload, name=name), Group, name)
@@ -68,8 +68,8 @@ def pack_whole_group(group: Group) -> bytes:
     """Pack a group with its prompt and its rollouts, under its ordinal.
 
     Raises:
-        UnsupportedError: a rollout is no `Rollout`, or the prompt or an attachment is no value that
-            can be packed.
+        UnsupportedError: a rollout is not a `Rollout`, or the prompt or an attachment cannot be
+            packed.
     """
     name = _named(group.ordinal)
     if strange := [type(each).__name__ for each in group.rollouts if type(each) is not Rollout]:
@@ -78,10 +78,10 @@ def pack_whole_group(group: Group) -> bytes:
 
 
 def unpack_whole_group(payload: bytes, ordinal: int) -> Group:
-    """Return the group that was packed. Bytes of a stranger may raise other errors than these.
+    """Return the group that was packed. Forged bytes may raise other errors.
 
     Raises:
-        CorruptionError: bytes changed since, or it is a group of another ordinal.
+        CorruptionError: bytes changed after packing, or the group has another ordinal.
         UnsupportedError: it has fields that this version does not know.
     """
     name = _named(ordinal)

@@ -1,4 +1,4 @@
-"""The slow, plain forms: the loop when nothing may be stale, and the ledger in memory."""
+"""The plain forms: the loop when nothing may be stale, and the ledger in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def synchronous_steps(
     batch_size: int,
     version: int = 0,
 ) -> Iterator[tuple[int, Any]]:
-    """Generate a batch, train on it, publish, and again; yields (version, metrics)."""
+    """Generate a batch, train on it, publish, and repeat. Yields (version, metrics)."""
     remaining = iter(prompts)
     while len(batch := list(islice(remaining, batch_size))) == batch_size:
         groups = tuple(Group(p, tuple(generate(p, version=version)), version) for p in batch)
@@ -53,7 +53,7 @@ class _Entry:
 
 
 class MemoryLedger:
-    """A ledger that ends with its process. It says what the calls mean, without a file."""
+    """A ledger in memory. It defines the meaning of the calls, and ends with its process."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
@@ -142,7 +142,7 @@ class MemoryLedger:
         )
 
     def counts(self) -> dict[PromptState, int]:
-        """Return how many prompts are in each state; those that are final are trained."""
+        """Return the number of prompts in each state. Final prompts count as trained."""
         counts = self._ended + Counter(entry.state for entry in self._entries.values())
         return {state: counts[state] for state in PromptState}
 

@@ -1,4 +1,4 @@
-"""Limits on what an engine gets at a time, and rules for requests that fail."""
+"""Limits on the requests of an engine, and rules for failed requests."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from ..errors import UsageError
 __all__ = ["AdaptiveLimit", "Retries"]
 
 
-# An engine whose queue holds more than this part (1 / 8) of the limit is full.
+# A queue longer than 1 / 8 of the limit means that the engine is full.
 _QUEUED = 8
 
 
 class AdaptiveLimit:
-    """A limit on requests in flight that follows what the engine says of itself.
+    """A limit on requests in flight that follows the reports of the engine.
 
-    Additive increase while the limit binds and the KV cache has room; multiplicative decrease at
-    once where the cache is nearly full, or requests are preempted or wait: what an engine preempts
-    it computes twice. Pass it as `max_in_flight`, and call `observe` at every poll of the engine.
-    Local; a state machine without a clock.
+    The limit grows by `increase` while it is reached and the KV cache has room. It is multiplied by
+    `cut` as soon as the cache is nearly full, or if requests are preempted or queued. An engine
+    computes preempted requests twice. Pass the object as `max_in_flight`, and call `observe` at
+    every poll of the engine. Local, without a clock.
 
     Args:
         start: the first limit.
-        most: never more than that.
-        least: never fewer.
-        grow_below: part of the KV cache in use below which the limit grows.
-        cut_above: part of the KV cache in use above which it is cut.
-        increase: what is added.
-        cut: what is left of it, as a factor.
+        most: the largest limit.
+        least: the smallest limit.
+        grow_below: the used part of the KV cache below which the limit grows.
+        cut_above: the used part of the KV cache from which the limit is cut.
+        increase: the requests to add when the limit grows.
+        cut: the factor to multiply by when the limit is cut.
 
     Raises:
-        UsageError: the limits or the parts are not in ascending order.
+        UsageError: the limits or the parts are not in ascending order, or `increase` or `cut` is
+            out of range.
 
     Source: Chiu and Jain 1989; prime-rl's dispatcher has such a controller.
     """
@@ -49,7 +50,7 @@ class AdaptiveLimit:
     ) -> None:
         if not 1 <= least <= start <= most or not 0 < grow_below < cut_above <= 1:
             raise UsageError(
-                f"needs 1 <= least <= start <= most and 0 < grow_below < cut_above <= 1; got "
+                "needs 1 <= least <= start <= most and 0 < grow_below < cut_above <= 1; got "
                 f"{least}, {start}, {most} and {grow_below}, {cut_above}"
             )
         if increase < 1 or not 0 < cut < 1:
@@ -62,13 +63,13 @@ class AdaptiveLimit:
     def observe(
         self, *, kv_used: float, in_flight: int, preempted: int = 0, waiting: int = 0
     ) -> int:
-        """Return the limit after what the engine reports.
+        """Return the new limit, given a report of the engine.
 
         Args:
-            kv_used: part of the KV cache in use, from 0 to 1.
-            in_flight: requests that it has.
-            preempted: requests preempted since it started; a count that only grows.
-            waiting: requests in its queue that do not run yet.
+            kv_used: the used part of the KV cache, from 0 to 1.
+            in_flight: the requests that the engine has.
+            preempted: all requests preempted since the engine started. The count only grows.
+            waiting: requests in the engine's queue that do not run yet.
         """
         more, self._preempted = preempted - self._preempted, preempted
         if kv_used >= self.cut_above or more > 0 or waiting * _QUEUED > self.limit:
@@ -80,16 +81,16 @@ class AdaptiveLimit:
 
 @dataclass(frozen=True)
 class Retries:
-    """Attempts of a rollout, and failures after which the run gives up.
+    """The attempts of a rollout, and the failures after which the training run ends.
 
-    Mistakes in code (TypeError, NameError, AttributeError, ImportError, SyntaxError,
-    NotImplementedError) are not tried again: a rollout that raises one has no attempt left.
+    Mistakes in code are not tried again, and end the attempts of a rollout. These are TypeError,
+    NameError, AttributeError, ImportError, SyntaxError and NotImplementedError.
 
     Args:
-        attempts: of one rollout; after the last its group leaves the run, with its prompt.
-        backoff_s: before the second attempt, doubled for each one after it.
-        give_up_after: groups that fail one after the other, none between them that does not; then
-            the last error ends the run. An engine that is gone fails everything.
+        attempts: of one rollout. After the last, its group leaves the run with its prompt.
+        backoff_s: the wait before the second attempt. It doubles for each later attempt.
+        give_up_after: after this number of groups fail in a row, the last error ends the run. If
+            an engine is gone, every group fails.
 
     Raises:
         UsageError: a number is out of range.
@@ -107,5 +108,5 @@ class Retries:
             )
 
     def wait_s(self, attempt: int) -> float:
-        """Seconds before the attempt after number `attempt`, which counts from 1. Pure."""
+        """Seconds between attempt number `attempt`, which counts from 1, and the next. Pure."""
         return self.backoff_s * 2.0 ** (attempt - 1)

@@ -1,4 +1,4 @@
-"""The bound on a token's age when it is trained on, and what happens beyond it."""
+"""The bound on the age of trained tokens, and policies for groups beyond it."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ ON_STALE = ("wait", "pace", "mask", "drop", "continue")
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """The bound on staleness, and what happens to a group that would exceed it.
+    """A bound on staleness, and what happens to a group that would exceed it.
 
-    Under all but "continue", groups are started only as far as they can be trained on in time, and
-    the oldest are trained on first.
+    Except under "continue", only as many groups are started as can be trained on in time. The
+    oldest groups are trained on first.
 
-    - "wait" makes the trainer wait for groups that would exceed it: a hard bound, and the trainer
-      idles for the slowest. A group that exceeds it nevertheless is thrown away as under "drop":
-      after a rollback, or if `take` was not given what is in flight.
-    - "pace" does not hold the bound: nothing is thrown away, the trainer does not wait, and a group
-      that takes long may exceed it. What is trained on has the lengths of what was sampled.
-    - "mask" takes tokens beyond it out of the loss, and leaves the rollout in its group's baseline.
-    - "drop" throws the group away and asks its prompt again. What takes longer than the bound is
-      never trained on: lengths are biased.
-    - "continue" knows no bound.
+    - "wait" makes the trainer wait for groups that would exceed the bound. The bound is hard, and
+      the trainer idles for the slowest group. A group can exceed the bound after a rollback, or if
+      `take` does not know what is in flight. It is then dropped.
+    - "pace" does not enforce the bound. Nothing is dropped and the trainer does not wait. A group
+      that takes long may exceed the bound. Trained lengths are distributed as sampled lengths.
+    - "mask" removes tokens beyond the bound from the loss. Their rollout stays in the baseline of
+      its group.
+    - "drop" discards the group and generates its prompt again. A rollout that takes longer than the
+      bound is never trained on, so lengths are biased.
+    - "continue" has no bound.
 
-    Under all of them a token of a policy later than the trainer's is refused: its engine serves
-    weights of a run that was rolled back.
+    Every policy refuses a token of a later policy than the trainer's. Its engine serves weights
+    that were rolled back.
 
     Args:
-        max_off_policy_steps: optimizer steps that may lie between the policy which sampled a token
-            and the policy that trains on it; 0 is on-policy.
-        correction: names what the loss does about older tokens, such as "truncated importance
-            sampling" or "ratio to the engine's log-probabilities"; for logs. A lag without a
-            correction is refused: ratios to the trainer's own policy would be silently wrong.
+        max_off_policy_steps: the most optimizer steps between the policy that sampled a token and
+            the policy that trains on it. 0 is on-policy.
+        on_stale: one of the five words above.
+        correction: names the correction of the loss for older tokens, for logs. Examples are
+            "truncated importance sampling" and "ratio to the engine's log-probabilities". Required
+            with a lag: without a correction, ratios to the trainer's own policy would be wrong.
 
     Raises:
-        UsageError: the bound is negative, `on_stale` is unknown, or the correction has no name.
+        UsageError: the bound is negative, `on_stale` is unknown, or a correction is missing.
     """
 
     max_off_policy_steps: int
@@ -68,29 +70,29 @@ class StalenessPolicy:
             )
 
     def admits(self, item: Group | Rollout, *, version: int) -> bool:
-        """Say whether the policy `version` may train on all of this. Pure.
+        """Say whether the policy `version` may train on all of `item`. Pure.
 
         Raises:
-            UsageError: as `staleness`.
+            UsageError: as for `staleness`.
         """
         return staleness(item, version=version) <= self.max_off_policy_steps
 
     def fresh(self, rollout: Rollout, *, version: int) -> NDArray[np.bool_]:
-        """`[completion]`: the tokens within the bound, for the policy `version`. Pure.
+        """`[completion]`: a mask of tokens within the bound, for the policy `version`. Pure.
 
-        Those that no policy sampled are within any.
+        Tokens that no policy sampled are always within the bound.
 
         Raises:
-            UsageError: as `staleness`.
+            UsageError: as for `staleness`.
         """
         staleness(rollout, version=version)
         return (version - rollout.versions <= self.max_off_policy_steps) | ~rollout.sampled
 
     def trainable(self, group: Group, *, version: int) -> Group | None:
-        """Return as much of a group as the policy `version` may train on; None is nothing. Pure.
+        """Return the part of a group that the policy `version` may train on, or None. Pure.
 
         Raises:
-            UsageError: as `staleness`.
+            UsageError: as for `staleness`.
         """
         if self.admits(group, version=version) or self.on_stale in ("pace", "continue"):
             return group
@@ -105,14 +107,14 @@ class StalenessPolicy:
     def room(self, *, batch_size: int, in_flight: int, finished: int, behind: int = 0) -> int:
         """Return how many more groups may be started and still be trained on in time. Pure.
 
-        The trainer uses up `batch_size` groups a step, so a group behind
-        `(max_off_policy_steps + 1) * batch_size` others cannot be trained on in time. Under
+        The trainer uses `batch_size` groups per step. So a group after
+        `(max_off_policy_steps + 1) * batch_size` other groups cannot be trained on in time. Under
         "continue" there is always room.
 
         Args:
-            in_flight: groups being generated.
-            finished: groups generated and not yet trained on.
-            behind: versions that the engine is behind the trainer.
+            in_flight: groups that are being generated.
+            finished: groups that are generated and not yet trained on.
+            behind: versions by which the engine is behind the trainer.
 
         Source: the capacity law of AReaL, arXiv:2505.24298, section 5.1.
         """
@@ -126,12 +128,12 @@ class StalenessPolicy:
     ) -> bool:
         """Say whether `count` finished groups may be trained on now, the oldest first. Pure.
 
-        Under "wait", not before as many old ones are among them that those left can still be
-        trained on in time, `count` a step.
+        Under "wait" this is true only if enough old groups are among them. The remaining old groups
+        must fit into later steps of `count` groups, before they exceed the bound.
 
         Args:
             finished: versions of the groups that wait to be trained on.
-            in_flight: versions of those that are being generated.
+            in_flight: versions of the groups that are being generated.
         """
         done = Counter(finished)
         if sum(done.values()) < count:
@@ -149,10 +151,10 @@ class StalenessPolicy:
 
 
 def staleness(item: Group | Rollout, *, version: int) -> int:
-    """Optimizer steps between the oldest policy in `item` and the policy `version`. Pure.
+    """Return the optimizer steps between the oldest policy in `item` and `version`. Pure.
 
     Raises:
-        UsageError: a policy in `item` is later than `version`.
+        UsageError: `item` contains a policy later than `version`.
     """
     if item.newest_version > version:
         whose = repr(item.prompt if isinstance(item, Group) else item.prompt_id)

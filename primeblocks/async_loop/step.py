@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
 from ..rollout import Group
 
 __all__ = ["Step"]
+
+# Of `losses.corrections.off_policy_metrics`, which verl has under this prefix.
+_CORRECTED = {"ess": "ess", "k1": "kl", "k2": "k2_kl", "k3": "k3_kl"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,3 +77,62 @@ class Step:
             shown |= {name: f"{value:.3g}" for name, value in found if value is not None}
         shown["idle"] = f"{self.trainer_idle_s:.1f}/{self.engine_idle_s:.1f} s"
         return shown
+
+    def metrics_dict(self) -> dict[str, float]:
+        """Return the step as a flat dictionary for a logger. Pure.
+
+        Every value is a float or an int. A value that this step does not have, such as the reward
+        of rollouts without rewards, is NaN. Only names in `Rollout.rewards` and names that `train`
+        returned change the keys.
+
+        If `train` returned a mapping, its numbers are added under their own names, and replace
+        ours. The names of `losses.corrections.off_policy_metrics` get verl's prefix
+        `rollout_corr/`. docs/recipes/metrics.md lists all names.
+        """
+        rollouts = [rollout for group in self.groups for rollout in group.rollouts]
+        lengths = [int(rollout.sampled.sum()) for rollout in rollouts]
+        scored = [
+            [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+            for group in self.groups
+        ]
+        rewards = [reward for group in scored for reward in group]
+        lags = self.lags
+        found: dict[str, float] = {
+            "training/global_step": self.version,
+            "reward": _mean(rewards),
+            "reward_std": float(np.std(rewards, ddof=1)) if len(rewards) > 1 else math.nan,
+            "frac_reward_zero_std": _mean([max(s) - min(s) < 1e-8 for s in scored if s]),
+            "completions/mean_length": _mean(lengths),
+            "completions/min_length": min(lengths, default=math.nan),
+            "completions/max_length": max(lengths, default=math.nan),
+            "completions/clipped_ratio": _mean([r.finish_reason == "length" for r in rollouts]),
+            "prompt_length/mean": _mean([r.prompt_length for r in rollouts]),
+            "batch/groups_per_step": len(self.groups),
+            "batch/samples_per_step": len(rollouts),
+            "batch/trained_tokens_per_step": sum(int(r.loss_mask.sum()) for r in rollouts),
+            "sample/staleness_mean": _mean(self.staleness),
+            "sample/staleness_max": max(self.staleness, default=math.nan),
+            "loop/token_staleness_mean": _mean([*lags], [*lags.values()]),
+            "loop/masked_tokens": self.masked_tokens,
+            "loop/dropped_groups": self.dropped,
+            "loop/filtered_groups": self.filtered,
+            "loop/failed_attempts": sum(self.failures.values()),
+            "loop/lost_prompts": len(self.lost),
+            "perf/rollout_wait_s": self.trainer_idle_s,
+            "loop/engine_idle_s": self.engine_idle_s,
+            "loop/train_s": self.train_s,
+            "loop/publish_s": self.publish_s,
+        }
+        for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
+            parts = [rollout.rewards[name] for rollout in rollouts if name in rollout.rewards]
+            found[f"rewards/{name}/mean"] = _mean(parts)
+        returned = self.metrics if isinstance(self.metrics, Mapping) else {}
+        for name, value in returned.items():
+            if isinstance(value, SupportsFloat) and np.ndim(value) == 0:  # type: ignore[arg-type]
+                key = f"rollout_corr/{_CORRECTED[name]}" if name in _CORRECTED else str(name)
+                found[key] = value if isinstance(value, int) else float(value)
+        return found
+
+
+def _mean(values: Sequence[float | bool], counts: Sequence[int] | None = None) -> float:
+    return float(np.average(values, weights=counts)) if len(values) else math.nan

@@ -1,4 +1,4 @@
-"""The tables of a journal, and what is asked of them inside a transaction."""
+"""The SQL tables of a journal, and queries that run inside a transaction."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = [
 SCHEMA_VERSION = 1
 APPLICATION = 0x50424A4C  # "PBJL"
 _MAX_INTEGER = (1 << 63) - 1
-# What a row may say; prompts that are final, or left out, have none.
+# The states that a row may have. Final prompts and left out prompts have no row.
 _STATES = [*PromptState][: [*PromptState].index(PromptState.TRAINED) + 1]
 
-# Texts and trajectories have tables of their own: an update writes the whole row anew.
+# Texts and trajectories have tables of their own, because an update rewrites the whole row.
 SCHEMA = """
 CREATE TABLE progress (cursor INTEGER NOT NULL, version INTEGER, final INTEGER NOT NULL,
     trained INTEGER NOT NULL, filtered INTEGER NOT NULL, failed INTEGER NOT NULL);
@@ -56,12 +56,12 @@ def integer(value: Any) -> int:
 
 
 def name_of(ordinal: int, sample: int | None = None) -> str:
-    """Return what something is called in messages, and in its checksum."""
+    """Return the name of a prompt or sample for messages and for its checksum."""
     return f"prompt {ordinal}" if sample is None else f"sample {sample} of prompt {ordinal}"
 
 
 def expect(db: sqlite3.Connection, call: str, ordinals: Sequence[int]) -> list[int]:
-    """Return the ordinals in order; refuse them if a prompt is in no state for the call."""
+    """Return the ordinals in order. A prompt in a wrong state for the call is a UsageError."""
     wanted = sorted({integer(ordinal) for ordinal in ordinals})
     if not wanted or len(wanted) < len(ordinals):
         raise UsageError(f"{call}() needs prompts, each of them once; got {list(ordinals)}")
@@ -114,7 +114,7 @@ def counts_of(db: sqlite3.Connection) -> dict[PromptState, int]:
 
 
 def check(db: sqlite3.Connection) -> None:
-    """Refuse a damaged file, or one in which a prompt is in no state that is known, or in none."""
+    """Refuse a damaged file, and a file in which a prompt has an unknown state or none."""
     (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok":
         raise CorruptionError(f"the journal is damaged: {found}. Go back to a copy.")

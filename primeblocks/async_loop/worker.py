@@ -1,4 +1,4 @@
-"""Functions of the user: what they take, and one thread for those that block the event loop."""
+"""Checks of the user's functions, and a thread for functions that block the event loop."""
 
 import asyncio
 import functools
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 class WorkerThread:
-    """Run blocking calls one after the other, always in the same thread.
+    """A thread that runs blocking calls one after the other.
 
-    The same thread, because the current CUDA device, its streams and OpenMP's
-    teams belong to a thread. A daemon, because a call that hangs must end in an
-    error here and not keep the process alive; `asyncio.to_thread` would.
+    It is always the same thread, because the current CUDA device, its streams and OpenMP's teams
+    belong to a thread. It is a daemon: a call that hangs must not keep the process alive, as it
+    would with `asyncio.to_thread`.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,13 +30,13 @@ class WorkerThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Await `function(*args, **kwargs)`; a cancelled call that has begun goes on, unseen."""
+        """Await `function(*args, **kwargs)`. A started call runs on even if it is cancelled."""
         future: Future[T] = Future()
         self._calls.put((future, lambda: function(*args, **kwargs)))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """End the thread after the calls already made; does not wait for them."""
+        """End the thread after the calls made so far, without waiting for them."""
         self._calls.put(None)
 
     def _serve(self) -> None:
@@ -51,13 +51,13 @@ class WorkerThread:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Say whether a call returns a coroutine: of a function, a method or an object. Pure.
+    """Say whether a function, method or callable object returns a coroutine when called. Pure.
 
-    Of a decorated one the decorator's word counts, not what it decorates.
+    For a decorated function the answer is about the decorator's function.
     """
     while isinstance(function, functools.partial):
         function = function.func
-    call = inspect.getattr_static(type(function), "__call__", None)  # Of an object.
+    call = inspect.getattr_static(type(function), "__call__", None)  # Of a callable object.
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
@@ -68,14 +68,14 @@ def check_call(
     kind: Literal["async", "plain", "either"] = "either",
     **named: Any,
 ) -> None:
-    """Refuse what cannot be called with these arguments. Pure.
+    """Check that a function can be called with these arguments. Pure.
 
     Raises:
-        UsageError: it is not callable, not of this kind, or its signature takes other arguments.
+        UsageError: it is not callable or not of this kind, or its signature does not fit.
     """
     if not callable(function):
         raise UsageError(f"{name}= must be callable; got {shown(function)}. Pass a function.")
-    # A plain function may hand on the coroutine of one that it decorates.
+    # A plain function may return the coroutine of a function that it decorates.
     decorated = kind == "async" and is_async(inspect.unwrap(function))
     if kind != "either" and (decorated or is_async(function)) != (kind == "async"):
         raise UsageError(

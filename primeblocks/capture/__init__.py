@@ -1,8 +1,8 @@
-"""Conversations that become rollouts, and recording of agents, turn by turn and token by token.
+"""Conversations that become rollouts, and a recorder of agents, token by token.
 
-Agents call a model over OpenAI's protocol. A session is one rollout under recording: a URL, a key
-and a `Conversation`. A `Recorder` opens them in front of an engine of ids;
-`adapters.uvicorn.CaptureServer` serves them.
+Agents call a model over OpenAI's protocol. A session is one rollout that is being recorded. It has
+a URL, a key and a `Conversation`. A `Recorder` opens sessions in front of an engine that takes ids,
+and `adapters.uvicorn.CaptureServer` serves them over HTTP.
 """
 
 from .conversation import Continuity, Conversation

@@ -1,4 +1,10 @@
-"""Turns of a conversation, token by token as the engine saw them, made into rollouts."""
+"""Turns of a conversation, made into rollouts with exactly the tokens that the engine saw.
+
+A conversation is a list of branches, and each branch becomes a rollout. A new turn goes to the
+branch that shares most tokens with its prompt. If the prompt contains the whole branch, the turn
+is CLEAN. If only the end of its last answer differs, by at most `max_realigned_tokens`, that end is
+cut (REALIGN). Otherwise the turn begins a new branch (FORK). Branches only change by `append`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ __all__ = ["Continuity", "Conversation", "Turn", "common_prefix", "cut"]
 
 
 class Continuity(StrEnum):
-    """The relation of a prompt to the tokens that were held before it."""
+    """The relation of a prompt to the tokens of earlier turns."""
 
     START = "start"
     CLEAN = "clean"
@@ -29,16 +35,16 @@ class Continuity(StrEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """One request to the engine, and what became of it.
+    """One request to the engine, and how the conversation took it.
 
     Attributes:
-        continuity: START begins the conversation; CLEAN goes on exactly where an earlier turn
-            ended; REALIGN leaves out the end of the last answer; FORK begins another rollout.
-        branch: the rollout that it is a part of.
-        matched: tokens of the prompt that were held already.
-        added: tokens of the prompt that were not, which are not trained on.
+        continuity: START begins the conversation. CLEAN continues exactly where an earlier turn
+            ended. REALIGN cuts the end of the last answer. FORK begins another rollout.
+        branch: the position of its rollout.
+        matched: prompt tokens that its rollout already had.
+        added: the other prompt tokens. They are not trained on.
         sampled: tokens of the answer.
-        dropped: sampled tokens that this turn took out of the rollout, and so out of training.
+        dropped: sampled tokens that this turn removed from the rollout, and so from training.
     """
 
     continuity: Continuity
@@ -50,24 +56,23 @@ class Turn:
 
 
 class Conversation:
-    """The requests of one trajectory, from which exact rollouts are made.
+    """The requests of one trajectory, from which exact rollouts are made. Local.
 
-    Takes ids as the engine was given and has returned them, and never tokenises. So the tokens of
-    each rollout are what the engine saw, and each that is trained on was sampled behind exactly
-    those before it, with the log-probability that is kept.
+    Takes the ids that the engine was given and returned, and never tokenises. So each rollout has
+    the tokens that the engine saw. Each trained token has the log-probability with which it was
+    sampled after exactly the tokens before it.
 
-    An agent whose prompts do not go on where the last answer ended, because it tokenised the
-    answer again, left out its reasoning, or asked twice, begins another rollout: the earlier one
-    stays whole, and what both have in common is trained on once. So does one that has another
-    image under the same tokens. Where only the end of the last answer differs, the answer may
-    rather be cut there: it saves a rollout and costs these tokens.
+    If a prompt does not continue where the last answer ended, it begins another rollout. Agents
+    make such prompts when they tokenise the answer again, leave out its reasoning, change an image,
+    or ask twice. The earlier rollout stays whole, and tokens common to both are trained on once. If
+    only the end of the last answer differs, the answer may be cut there instead. That saves a
+    rollout and loses the cut tokens.
 
-    Cost: local; a comparison of the prompt, and of images that come with it, with each rollout so
-    far.
+    Cost per turn: the prompt and its images are compared with each rollout so far.
 
     Args:
-        max_realigned_tokens: sampled tokens that a turn may cut from the end of the last answer,
-            to go on with its rollout. At 0 each token that was sampled is trained on.
+        max_realigned_tokens: the most sampled tokens that a turn may cut from the end of the last
+            answer. With 0 every sampled token is trained on.
 
     Raises:
         UsageError: `max_realigned_tokens` is negative.
@@ -82,7 +87,7 @@ class Conversation:
 
     @property
     def counts(self) -> Mapping[Continuity, int]:
-        """Turns that began, went on cleanly, were realigned or forked."""
+        """The number of turns of each continuity."""
         return Counter(turn.continuity for turn in self.turns)
 
     def append(
@@ -95,22 +100,21 @@ class Conversation:
         finish_reason: str = "stop",
         attachments: Mapping[str, Any] | None = None,
     ) -> Turn:
-        """Add one request: what was asked, and what the engine sampled.
+        """Add one request: its prompt, and the answer that the engine sampled.
 
-        All or nothing: a turn that is refused changes nothing.
+        A turn that is refused changes nothing.
 
         Args:
-            prompt: ids of the whole prompt, what was said before included.
+            prompt: ids of the whole prompt, including earlier turns.
             sampled: ids of the answer.
             logprobs: the engine's log-probability of each sampled token.
-            versions: the policy version that sampled each of them.
+            versions: the policy version that sampled each token.
             attachments: `Aligned` counts tokens of this prompt and answer. Rows may begin at any
-                token up to the first for which none are held; images that are held may be left
-                out.
+                token up to the first one without rows. Images of earlier turns may be left out.
 
         Raises:
             ShapeError: the prompt or the answer is empty, lengths do not fit, or rows are missing.
-            UsageError: as `Rollout` says.
+            UsageError: as for `Rollout`.
         """
         asked, answer = np.asarray(prompt), np.asarray(sampled)
         if not asked.size or not answer.size:
@@ -118,7 +122,7 @@ class Conversation:
                 f"a turn needs a prompt and an answer; got {asked.size} and {answer.size} tokens. "
                 "Leave out requests that were aborted empty."
             )
-        # Its checks are a rollout's.
+        # A rollout makes all checks.
         new = Rollout(
             tokens=np.concatenate([asked, answer]),
             prompt_length=len(asked),
@@ -151,9 +155,9 @@ class Conversation:
         reward: float | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> tuple[Rollout, ...]:
-        """Return the rollouts so far, each beginning with its first prompt. Arguments as there.
+        """Return the rollouts so far. Each begins with its first prompt. Arguments as `Rollout`.
 
-        Rows that belong to each token, routes for instance, are `Aligned`.
+        Attachments with one row per token, such as routes, are `Aligned`.
         """
         return tuple(
             Rollout(
@@ -171,11 +175,11 @@ class Conversation:
         )
 
     def _place(self, new: Rollout) -> tuple[int, Continuity, int]:
-        """Return the branch that a prompt goes on with, how, and the tokens in common."""
+        """Return the branch that a prompt continues, how, and the number of common tokens."""
         if not self._branches:
             return 0, Continuity.START, 0
         matches = [branch.common_with(new) for branch in self._branches]
-        # The longest; of equals, the newest.
+        # The longest match first, and among equals the newest branch.
         for place in sorted(range(len(matches)), key=lambda i: (matches[i], i), reverse=True):
             branch, matched = self._branches[place], matches[place]
             if matched == len(branch.tokens):
@@ -187,7 +191,7 @@ class Conversation:
 
 @dataclass(frozen=True, eq=False)
 class _Branch:
-    """A rollout so far. Arrays have an entry for each token, the first prompt's included."""
+    """A rollout so far. Arrays have one entry per token, including the first prompt."""
 
     tokens: NDArray[np.int64]
     logprobs: NDArray[np.float64]
@@ -203,12 +207,12 @@ class _Branch:
         return cls(none, np.zeros(0), none, 0, 0, "", {})
 
     def common_with(self, new: Rollout) -> int:
-        """Return how many tokens of a prompt are held: the same ones, with the same images."""
+        """Return how many leading prompt tokens the branch has, with the same images."""
         common = common_prefix(self.tokens, new.prompt)
         return common_tokens(self.attachments, new.attachments, common)
 
     def can_end_at(self, place: int, *, most: int) -> bool:
-        """Say whether the last answer may be cut there: not wholly, and through no whole value."""
+        """Whether the last answer may be cut there: not all of it, and not inside a whole value."""
         return (
             self.answer_start < place
             and len(self.tokens) - place <= most
@@ -216,7 +220,7 @@ class _Branch:
         )
 
     def followed(self, new: Rollout, matched: int) -> _Branch:
-        """Return the branch, cut at `matched`, with the rest of a turn."""
+        """Return the branch, cut at `matched` and followed by the rest of a turn."""
         start = new.prompt_length
         given = start - matched
         held = cut_attachments(self.attachments, matched)
@@ -234,25 +238,26 @@ class _Branch:
 
 
 def cut(rollout: Rollout, length: int) -> Rollout:
-    """Return the first tokens of a rollout, at most `length`. Local; views where it can.
+    """Return the first tokens of a rollout, at most `length`. Local. Arrays are views if possible.
 
-    Values that belong to some tokens are cut with them. One that cannot be, an image, takes its
-    tokens along: the rollout then ends before the first of them. It ends with "length".
+    Values that belong to tokens are cut with them. A value that cannot be cut, such as an image, is
+    removed with all its tokens: the rollout ends before the first of them. The result has
+    `finish_reason="length"` if anything was cut.
 
     Raises:
-        ShapeError: nothing that was sampled would be left.
+        ShapeError: no sampled token would be left.
     """
     if length >= len(rollout.tokens):
         return rollout
     stop = length
-    # One may lie in the tokens of another, so until none is cut.
+    # Repeated, because an image may begin inside the tokens of another value.
     while inside := [x.start for x in whole(rollout.attachments) if x.start < stop < x.stop]:
         stop = min(inside)
     count = stop - rollout.prompt_length
     if count < 1 or not rollout.sampled[:count].any():
         raise ShapeError(
-            f"{stop} tokens, of {length} asked for, hold nothing that was sampled behind a prompt "
-            f"of {rollout.prompt_length}. Keep more, or leave the rollout out."
+            f"length={length} leaves {stop} tokens, which hold nothing that was sampled behind a "
+            f"prompt of {rollout.prompt_length}. Keep more tokens, or leave the rollout out."
         )
     return replace(
         rollout,
@@ -266,7 +271,7 @@ def cut(rollout: Rollout, length: int) -> Rollout:
 
 
 def common_prefix(held: NDArray[np.int64], prompt: NDArray[np.int64]) -> int:
-    """Return how many ids both begin with."""
+    """Return the number of leading ids that are equal."""
     length = min(len(held), len(prompt))
     differs = held[:length] != prompt[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,4 +1,9 @@
-"""Ids of what an agent was answered, so that they stand in its next prompt as they were."""
+"""The ids of an agent's earlier answers, so that its next prompt repeats them unchanged.
+
+A history maps the digest of all messages up to an answer to the ids of prompt and answer. `prompt`
+looks for the longest known beginning of a request, and tokenises only the rest. `keep` adds an
+answer. Nothing is removed while the session lives.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +26,7 @@ __all__ = ["History", "Prompt"]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Ids of a prompt, and where they come from."""
+    """The ids of a prompt, and the known answer that they continue."""
 
     ids: list[int]
     held: _Held | None = None
@@ -29,10 +34,10 @@ class Prompt:
 
 
 class History:
-    """Prompts and answers of a session. An answer is known again by all messages up to it.
+    """The prompts and answers of a session. All messages up to an answer identify it.
 
-    Cost: memory of the ids that each turn added; a digest of each message of a request; and the
-    renderings of `Renderer`.
+    Cost: memory for the ids that each turn added, a digest of each message of a request, and calls
+    of `Renderer`.
     """
 
     def __init__(self, renderer: Renderer) -> None:
@@ -41,10 +46,10 @@ class History:
         self._texts: dict[str, _Held] = {}  # By prompt and answer.
 
     def prompt(self, request: TurnRequest) -> Prompt:
-        """Return the ids of a request, in which known answers are what was sampled.
+        """Return the ids of a request. Known answers keep the ids that were sampled.
 
         Raises:
-            UsageError: as `Renderer`, or it is nested too deeply.
+            UsageError: as for `Renderer`, or the request is nested too deeply.
         """
         if request.prompt is not None:
             return self._text_prompt(request.prompt)
@@ -68,14 +73,14 @@ class History:
     def keep(
         self, request: TurnRequest, prompt: Prompt, ids: list[int], answer: TurnAnswer, *, end: int
     ) -> None:
-        """Keep an answer, of which the last `end` ids are no part of its text."""
+        """Remember an answer, whose last `end` ids are not part of its text."""
         held = prompt.held
         new = prompt.ids[0 if held is None else held.length :] + ids
         if request.prompt is None:
             (message,) = read_messages([answer.message()])
             self._chats[_digest(prompt.mark, message)] = _Held(held, new)
         elif isinstance(request.prompt, str):
-            # Text that goes on with the answer stands before the token that ended it.
+            # Text that continues the answer comes before the token that ended it.
             self._texts[request.prompt + answer.content] = _Held(held, new[: len(new) - end])
 
     def _text_prompt(self, prompt: str | tuple[int, ...]) -> Prompt:
@@ -90,7 +95,7 @@ class History:
 
 
 class _Held:
-    """Ids of a prompt and its answer, of which those of an earlier one are shared."""
+    """The ids of a prompt and its answer. The ids of an earlier answer are shared, not copied."""
 
     def __init__(self, before: _Held | None, ids: ArrayLike) -> None:
         self._before, self.ids = before, np.asarray(ids, np.int64)

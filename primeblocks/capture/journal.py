@@ -1,4 +1,9 @@
-"""Turns on disk: what was sampled outlives the process that recorded it."""
+"""Recorded turns on disk, so that they survive the process that recorded them.
+
+A journal takes turns of a session after `turns` was called for it. It then keeps the session's last
+tokens in memory until `leave` or `forget`, and writes only what a turn adds to them. If a write
+fails, the session has a gap: later turns are written with all their rows.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ _APPLICATION = 0x50424350  # "PBCP"
 
 @dataclass(frozen=True, eq=False)
 class KeptTurn:
-    """A turn as `Conversation.append` took it; `values` are its named arguments."""
+    """A recorded turn. `values` are the named arguments of `Conversation.append`."""
 
     prompt: NDArray[np.int64]
     sampled: NDArray[np.int64]
@@ -36,13 +41,12 @@ class KeptTurn:
 
 
 class CaptureJournal:
-    """The turns of sessions in one SQLite file, each there as a whole once it was answered.
+    """The turns of sessions in one SQLite file. Each turn is written as a whole.
 
-    A turn is there before the agent gets its answer, SIGKILL notwithstanding. Its cost on disk is
-    what it added: tokens that it shares with the turn before, and their rows, are not written
-    again.
+    A turn is on disk before the agent gets its answer, and survives SIGKILL. It takes disk space
+    only for the tokens and rows that it adds to the turn before.
 
-    Args and errors: as `primeblocks.async_loop.Journal`.
+    Args and errors: as for `primeblocks.async_loop.Journal`.
     """
 
     def __init__(
@@ -52,9 +56,9 @@ class CaptureJournal:
         durability: Literal["process", "power"] = "process",
         timeout_s: float = 5.0,
     ) -> None:
-        # Of sessions that are open: the number of turns, and all tokens of the last.
+        # Of open sessions: the number of turns, and all tokens of the last turn.
         self._last: dict[str, tuple[int, NDArray[np.int64]]] = {}
-        self._gapped: set[str] = set()  # A turn of theirs could not be written.
+        self._gapped: set[str] = set()  # Sessions of which a turn could not be written.
         self._database = Database(
             path,
             schema=_SCHEMA,
@@ -71,7 +75,7 @@ class CaptureJournal:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file. Twice is fine."""
+        """Close the file. May be called twice."""
         self._database.close()
 
     def append(
@@ -84,19 +88,21 @@ class CaptureJournal:
         attachments: Mapping[str, Any],
         **values: Any,
     ) -> None:
-        """Keep a turn that a conversation has taken, with what it was given; durable on return.
+        """Write a turn that a conversation has taken, with its values. Durable on return.
 
         Raises:
-            UsageError: the turns that are kept of the session were not read.
-            UnsupportedError: an attachment is no value that can be packed.
-            CapacityError, DeadlineError, CorruptionError, ClosedError: as `Journal`.
+            UsageError: `turns` was not called for the session.
+            UnsupportedError: an attachment is of a type that cannot be packed.
+            CapacityError, DeadlineError, CorruptionError, ClosedError: as for `Journal`.
         """
         if session not in self._last:
-            raise UsageError(f"call turns({session!r}) first, which may be kept from another run")
+            raise UsageError(
+                f"call turns({session!r}) first: the journal may have turns of it from another run"
+            )
         place, last = self._last[session]
         asked = np.asarray(prompt, np.int64)
         same = common_prefix(last, asked)
-        # Another branch has none of these rows yet, nor has one that lacks a turn.
+        # Another branch has none of these rows yet, and neither has one that lacks a turn.
         goes_on = turn.continuity in {"clean", "realign"} and session not in self._gapped
         first = turn.matched - 1 if goes_on else 0
         payload = codec.pack(
@@ -120,15 +126,15 @@ class CaptureJournal:
         self._last[session] = (place + 1, np.concatenate([asked, np.asarray(sampled, np.int64)]))
 
     def sessions(self) -> list[str]:
-        """Return the names of the sessions of which turns are kept."""
+        """Return the names of the sessions that have turns."""
         with self._database.transaction() as db:
             return [name for (name,) in db.execute("SELECT DISTINCT session FROM turns ORDER BY 1")]
 
     def turns(self, session: str) -> list[KeptTurn]:
-        """Return the turns of a session, in order, and be ready for more of them.
+        """Return the turns of a session in order, and accept more turns of it.
 
         Raises:
-            CorruptionError: bytes changed since.
+            CorruptionError: bytes changed after they were written.
         """
         found = self._read(session)
         ends = [np.concatenate([turn.prompt, turn.sampled]) for turn in found[-1:]]
@@ -149,13 +155,13 @@ class CaptureJournal:
         return found
 
     def load(self, session: str, *, max_realigned_tokens: int = 0) -> Conversation:
-        """Return the conversation as it was after the last turn that is kept.
+        """Return the conversation as it was after its last recorded turn.
 
         Args:
-            max_realigned_tokens: as of the conversation that was kept.
+            max_realigned_tokens: as for the recorded conversation.
 
         Raises:
-            CorruptionError: bytes changed since.
+            CorruptionError: bytes changed after they were written.
         """
         conversation = Conversation(max_realigned_tokens=max_realigned_tokens)
         for turn in self._read(session):
@@ -163,12 +169,12 @@ class CaptureJournal:
         return conversation
 
     def leave(self, session: str) -> None:
-        """Free what is held in memory of a session that gets no more turns. They stay on disk."""
+        """Free the memory of a session that gets no more turns. Its turns stay on disk."""
         self._last.pop(session, None)
         self._gapped.discard(session)
 
     def forget(self, session: str) -> None:
-        """Delete the turns of a session, whose rollouts are in safer hands or of no use."""
+        """Delete the turns of a session that are stored elsewhere or not needed."""
         with self._database.transaction() as db:
             db.execute("DELETE FROM turns WHERE session = ?", (session,))
         self.leave(session)

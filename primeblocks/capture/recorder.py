@@ -1,8 +1,10 @@
-"""Recording of rollouts in front of one engine: sessions, opened and found by their keys.
+"""Recording of rollouts in front of one engine. Sessions are found by their names and keys.
 
-A session answers an agent's requests by the engine and keeps each turn token by token. It is open
-until its context ends or the recorder closes. Then requests under way are cancelled, later ones are
-refused, and what was recorded stays.
+A session forwards an agent's requests to the engine and records each turn token by token. A turn is
+recorded when the engine has answered, even if the agent has left. A session is open until its
+context ends or the recorder closes. Then it cancels running requests and refuses later ones. The
+recorded turns stay. Without bounds an agent could open sessions and requests without limit, so
+`CaptureBounds` limits both.
 """
 
 from __future__ import annotations
@@ -40,19 +42,19 @@ __all__ = ["CaptureBounds", "CaptureSession", "Recorder"]
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureBounds:
-    """Limits of a recording. What lies beyond is refused with a typed error.
+    """The limits of a recorder. Requests beyond a limit are refused with a typed error.
 
     Args:
-        sessions: open at a time.
-        turns: of a session.
-        in_flight: requests at the engine at a time, of all sessions.
-        body_bytes: of a request.
-        max_tokens: of an answer, and of one whose request names no limit.
-        timeout_s: of an answer.
-        transfer_timeout_s: for a request to come in whole, and for a response to be taken.
+        sessions: open sessions.
+        turns: turns of one session.
+        in_flight: requests that wait for the engine, over all sessions.
+        body_bytes: bytes of one request.
+        max_tokens: tokens of one answer. Also the default of a request without a limit.
+        timeout_s: seconds until an answer.
+        transfer_timeout_s: seconds for a request to arrive in full, and for a response to be read.
 
     Raises:
-        UsageError: one is not positive.
+        UsageError: a limit is not positive.
     """
 
     sessions: int = 4096
@@ -69,16 +71,16 @@ class CaptureBounds:
 
 
 class CaptureSession:
-    """A rollout under recording. `Recorder.session` makes one.
+    """One rollout that is being recorded. `Recorder.session` makes it.
 
-    An answer that an agent sends back as it got it stands in the next prompt with the ids that
-    were sampled, and only what was said since is tokenised. Messages that go on otherwise are
-    tokenised whole; `conversation` then says REALIGN or FORK, and no token is trained on behind
-    others than those that it was sampled behind.
+    If an agent sends an answer back unchanged, the next prompt has the answer's sampled ids. Only
+    the text after it is tokenised. If the agent changes earlier messages, the whole prompt is
+    tokenised, and the turn in `conversation` is REALIGN or FORK. In both cases a token is trained
+    on only after the tokens that it was sampled after.
 
     Attributes:
-        base_url: of the agent's client; `name` is a part of it.
-        key: the secret that its requests need, as `api_key`.
+        base_url: for the agent's client. It includes `name`.
+        key: the secret that requests need, as `api_key`.
         conversation: the turns so far.
     """
 
@@ -90,7 +92,7 @@ class CaptureSession:
         self._waiting: set[asyncio.Future[BaseException]] = set()
         self._history = History(recorder.renderer)
         self._ended = False
-        # Turns from before a crash, by prompt: an agent that begins anew is answered as it was.
+        # Turns from before a crash, by prompt. An agent that starts again gets the same answers.
         self._kept: dict[bytes, list[tuple[int, KeptTurn]]] = {}
         for place, turn in enumerate([] if self._journal is None else self._journal.turns(name)):
             self.conversation.append(turn.prompt, turn.sampled, **turn.values)
@@ -99,18 +101,19 @@ class CaptureSession:
     async def ask(
         self, request: TurnRequest, *, gone: asyncio.Future[BaseException] | None = None
     ) -> TurnAnswer:
-        """Answer a request, and record it as soon as the engine has answered.
+        """Answer a request, and record the turn as soon as the engine has answered.
 
         Args:
-            gone: done with an error when nobody waits for the answer any more. The engine's
-                request is then cancelled, unless it has answered.
+            gone: a future that gets an error as its result when the agent has left. The engine's
+                request is then cancelled, unless the engine has answered.
 
         Raises:
             UsageError: the request does not fit.
-            CapacityError: too many turns, or requests at a time.
-            DeadlineError, EngineError: as `Generate`; whatever else it raises is an EngineError.
+            CapacityError: the session has too many turns, or too many requests are running.
+            DeadlineError, EngineError: as for `Generate`. Any other exception of `generate` becomes
+                an EngineError.
             ClosedError: the session has ended.
-            CancelledError: as `gone` says. What was recorded stays.
+            CancelledError: the result of `gone`. Recorded turns stay.
         """
         if self._ended:
             raise self._end()
@@ -133,7 +136,7 @@ class CaptureSession:
         return self.conversation.rollouts(prompt_id=self.prompt_id, reward=reward, rewards=rewards)
 
     def close(self) -> None:
-        """Refuse requests from now on, and cancel those under way. What was recorded stays."""
+        """Refuse later requests, and cancel running ones. Recorded turns stay."""
         self._ended = True
         for gone in self._waiting:
             if not gone.done():
@@ -149,13 +152,13 @@ class CaptureSession:
         *,
         stops: Collection[int],
     ) -> TurnAnswer:
-        """Return what the agent reads of a turn, by which the ids are known again."""
+        """Return the agent's view of a turn, and remember it to recognise the ids later."""
         end = int(ids[-1] in stops)
         text, calls = self._recorder.renderer.parse(ids[: len(ids) - end], calls=request.calls)
         answer = TurnAnswer(
             id=f"{self.name}-{place}",
             content=text,
-            # Nine letters and digits, as some templates want them.
+            # Nine letters and digits, because some templates require them.
             tool_calls=tuple(
                 ToolCall(f"t{place:05}{i:03}", name, arguments)
                 for i, (name, arguments) in enumerate(calls)
@@ -168,7 +171,7 @@ class CaptureSession:
         return answer
 
     def _end(self) -> ClosedError:
-        return ClosedError(f"session {self.name} has ended")
+        return ClosedError(f"session {self.name} has ended. Open another session.")
 
     def _options(self, request: TurnRequest) -> dict[str, Any]:
         most = self._recorder.bounds.max_tokens
@@ -202,7 +205,7 @@ class CaptureSession:
         options: dict[str, Any],
         gone: asyncio.Future[BaseException] | None,
     ) -> Sampled:
-        """Ask the engine within the bounds; only a completion of some tokens is returned."""
+        """Call the engine within the bounds. The returned completion has at least one token."""
         self._check_room()
         unless = asyncio.get_running_loop().create_future() if gone is None else gone
         self._recorder.in_flight.add(unless)
@@ -217,7 +220,7 @@ class CaptureSession:
             )
         except PrimeblocksError:
             raise
-        except Exception as error:  # Whatever it is, the agent gets an answer.
+        except Exception as error:  # The agent must get an answer in any case.
             raise EngineError(f"the engine failed: {type(error).__name__}: {error}") from error
         finally:
             self._recorder.in_flight.discard(unless)
@@ -240,7 +243,7 @@ class CaptureSession:
             )
 
     def _append(self, prompt: list[int], ids: list[int], sampled: Sampled) -> int:
-        """Keep a turn; return its place."""
+        """Record a turn and return its position."""
         values: dict[str, Any] = {
             "logprobs": np.asarray(sampled.logprobs, np.float64),
             "versions": np.asarray(sampled.versions),
@@ -257,17 +260,17 @@ class CaptureSession:
 
 
 class Recorder:
-    """The sessions of one engine. Belongs to one event loop.
+    """The sessions of one engine. Use it from one event loop.
 
     Args:
-        generate: the engine; an `async` callable of ids, as `Generate` says.
-        renderer: makes ids of messages, `adapters.transformers.ChatTemplate` for instance.
-        model: the name that the agents see.
-        journal: keeps turns on disk. It stays the caller's to close.
-        max_realigned_tokens: as of `Conversation`.
+        generate: the engine, an `async` callable of ids as in `Generate`.
+        renderer: makes ids from messages, such as `adapters.transformers.ChatTemplate`.
+        model: the model name that agents see.
+        journal: writes turns to disk. The caller closes it.
+        max_realigned_tokens: as for `Conversation`.
 
     Attributes:
-        url: what the URLs of sessions begin with; whoever serves it sets it.
+        url: the beginning of the URLs of sessions. The server of the recorder sets it.
     """
 
     def __init__(
@@ -294,11 +297,11 @@ class Recorder:
     async def session(
         self, *, prompt_id: Hashable = None, name: str | None = None
     ) -> AsyncIterator[CaptureSession]:
-        """Open a session for as long as the context lasts. What it recorded stays with it.
+        """Open a session until the context ends. Its recorded turns stay readable.
 
         Args:
             prompt_id: of its rollouts.
-            name: a part of its URL, and its name in the journal; a random one by default.
+            name: part of its URL, and its name in the journal. Random by default.
 
         Raises:
             UsageError: the name is not made of letters, digits, "-" and "_", or is in use.
@@ -306,7 +309,7 @@ class Recorder:
             ClosedError: the recorder is closed.
         """
         if self._closed:
-            raise ClosedError("the recorder is closed")
+            raise ClosedError("the recorder is closed. Make another.")
         if len(self._sessions) >= self.bounds.sessions:
             raise CapacityError(
                 f"{self.bounds.sessions} sessions are open. End some, or raise "
@@ -316,7 +319,7 @@ class Recorder:
         if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
             raise UsageError(f'a name is made of letters, digits, "-" and "_"; got {name!r}')
         if name in self._sessions:
-            raise UsageError(f"session {name} is open already")
+            raise UsageError(f"session {name} is open already. End it, or choose another name.")
         session = self._sessions[name] = CaptureSession(self, name, prompt_id=prompt_id)
         try:
             yield session
@@ -327,9 +330,9 @@ class Recorder:
                 self.journal.leave(name)
 
     def find(self, name: str, key: str) -> CaptureSession | None:
-        """Return a session, or None: there is none of that name, or the key is another's.
+        """Return an open session, or None if the name is unknown or the key is wrong.
 
-        Takes as long for the one as for the other.
+        Takes the same time in both cases.
         """
         session = self._sessions.get(name)
         expected = secrets.token_urlsafe(32) if session is None else session.key
@@ -337,7 +340,7 @@ class Recorder:
         return session if is_right else None
 
     def close(self) -> None:
-        """Close every session, and open none from now on."""
+        """Close every session, and open no more."""
         self._closed = True
         for session in self._sessions.values():
             session.close()
@@ -347,5 +350,5 @@ def _attachments(sampled: Sampled, length: int) -> dict[str, Aligned]:
     rows = sampled.routed_experts
     if rows is None or not len(rows):
         return {}
-    # The last token was never computed; rows of the first may be left out.
+    # The last token was never computed. Rows of the first tokens may be missing.
     return {"routed_experts": Aligned.rows(rows, start=max(0, length - 1 - len(rows)))}

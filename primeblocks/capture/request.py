@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chat completions and completions, read and checked. Pure."""
+"""Requests of OpenAI's chat completions and completions, parsed and checked. Pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["TurnRequest", "read_messages", "read_request"]
 
 ROLES = {
     "system": "system",
-    "developer": "system",  # OpenAI's newer word; templates know the older one.
+    "developer": "system",  # OpenAI's newer word. Templates know the older one.
     "user": "user",
     "assistant": "assistant",
     "tool": "tool",
 }
-# Fields that are accepted at these values, at which they change nothing, and refused at others.
+# Fields that are accepted only at these values, which change nothing.
 ONLY: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
@@ -40,7 +40,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "top_p": (1,),
 }
-# Names, tags and hints, none of which reaches what is sampled.
+# Names, tags and hints. They do not affect sampling.
 IGNORED = {
     "metadata",
     "prompt_cache_key",
@@ -53,7 +53,7 @@ COMMON = {"model", "seed", "stop", "stop_token_ids", "stream", "stream_options",
 CHAT = COMMON | {"max_completion_tokens", "max_tokens", "messages", "tools"}
 TEXT = COMMON | {"max_tokens", "prompt"}
 MESSAGE = {"content", "name", "reasoning_content", "role", "tool_call_id", "tool_calls"}
-# Of OpenAI's own answers, which agents send back as they are.
+# Fields of OpenAI's own answers, which agents send back unchanged.
 EMPTY = {"annotations", "audio", "function_call", "refusal"}
 
 
@@ -63,10 +63,10 @@ class TurnRequest:
 
     Attributes:
         messages: of a chat, as templates take them: content is text, arguments are objects.
-        prompt: of a completion: text, or ids. None for a chat.
+        prompt: of a completion, as text or ids. None for a chat.
         tools: as the agent described them.
-        calls: whether the model may call them. The prompt is the same if not, as in vLLM.
-        stop: texts to end at.
+        calls: whether the model may call tools. The prompt is the same either way, as in vLLM.
+        stop: texts at which the answer ends.
     """
 
     model: str
@@ -84,11 +84,12 @@ class TurnRequest:
 
 
 def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
-    """Read the body of a request.
+    """Parse the body of a request.
 
     Raises:
-        UsageError: it is no JSON, or a field is missing or of a wrong kind.
-        UnsupportedError: it asks for what would not be done. Nothing is left out in silence.
+        UsageError: the body is not JSON, or a field is missing or has a wrong type.
+        UnsupportedError: the request asks for something that would not be done. Nothing is ignored
+            silently.
     """
     fields = _read_json(body)
     known = CHAT if is_chat else TEXT
@@ -126,7 +127,7 @@ def read_messages(values: list[Any]) -> tuple[dict[str, Any], ...]:
     """Return messages as templates take them.
 
     Raises:
-        UsageError, UnsupportedError: as `read_request`.
+        UsageError, UnsupportedError: as for `read_request`.
     """
     if not values:
         raise UsageError("messages is empty; give one at least")
@@ -137,7 +138,7 @@ def _read_json(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode()
         value = json.loads(text, parse_constant=_refuse_constant)
-        if "\\u" in text:  # Half of a pair of surrogates is no text.
+        if "\\u" in text:  # Half of a surrogate pair is not text.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the body is no JSON: {str(error)[:200]}") from error
@@ -151,7 +152,7 @@ def _refuse_constant(word: str) -> None:
 
 
 def _get(fields: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Return a field, or None; refuse one of another kind."""
+    """Return a field or None, and refuse a field of another type."""
     value = fields.get(name)
     if value is not None and type(value) is not kind:
         raise UsageError(f"{name} must be {kind.__name__}; got {type(value).__name__}")
@@ -274,6 +275,6 @@ def _call(value: Any, where: str) -> dict[str, Any]:
         arguments = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         arguments = None
-    # Templates write an object themselves; what is none stands as it was said.
+    # Templates write an object themselves. Anything else stays text.
     function = {"name": name, "arguments": arguments if isinstance(arguments, dict) else text}
     return {"id": _get(value, "id", str) or "", "type": "function", "function": function}

@@ -1,4 +1,4 @@
-"""Responses of OpenAI's chat completions and completions, whole and as events. Pure."""
+"""Responses of OpenAI's chat completions and completions, as one body or as events. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .request import TurnRequest
 
 __all__ = ["ToolCall", "TurnAnswer", "error_body", "response_body", "response_events"]
 
-# Content comes in pieces of so many characters, and in no more than so many pieces: each costs as
-# much as the next, and the events of one answer are made in one go.
+# Content is sent in pieces of at least this many characters, and in at most this many pieces: each
+# piece costs the same, and all events of an answer are made at once.
 _PIECE, _MOST_PIECES = 64, 32
 
 
@@ -27,7 +27,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class TurnAnswer:
-    """The answer to a request. `finish_reason` is the engine's word."""
+    """The answer to a request. `finish_reason` is the word of the engine."""
 
     id: str
     content: str
@@ -37,7 +37,7 @@ class TurnAnswer:
     completion_tokens: int
 
     def message(self) -> dict[str, Any]:
-        """Return it as OpenAI's message of the assistant."""
+        """Return the answer as OpenAI's message of the assistant."""
         content = None if self.tool_calls and not self.content else self.content
         found: dict[str, Any] = {"role": "assistant", "content": content}
         if self.tool_calls:
@@ -57,7 +57,7 @@ def response_body(request: TurnRequest, answer: TurnAnswer, *, created: int) -> 
 
 
 def response_events(request: TurnRequest, answer: TurnAnswer, *, created: int) -> Iterator[bytes]:
-    """Return the server-sent events of a response, made of an answer that is whole already."""
+    """Return the server-sent events of a response whose answer is complete already."""
     head = _head(request, answer, created, ".chunk")
     if request.include_usage:
         head["usage"] = None
@@ -89,7 +89,7 @@ def response_events(request: TurnRequest, answer: TurnAnswer, *, created: int) -
 
 
 def error_body(error: BaseException, kind: str) -> bytes:
-    """Return the JSON of an error, as OpenAI's clients read it."""
+    """Return the JSON of an error in the form that OpenAI's clients read."""
     said = {"message": str(error), "type": kind, "param": None, "code": type(error).__name__}
     return _dump({"error": said})
 
@@ -111,7 +111,7 @@ def _usage(answer: TurnAnswer) -> dict[str, int]:
 def _finish(answer: TurnAnswer) -> str:
     if answer.tool_calls:
         return "tool_calls"
-    # Whatever else an engine calls it, the answer was cut.
+    # Any other word of an engine means that the answer was cut.
     return "stop" if answer.finish_reason == "stop" else "length"
 
 

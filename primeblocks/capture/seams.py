@@ -1,4 +1,4 @@
-"""Seams of a recording: an engine that takes ids, and a renderer that makes them of messages."""
+"""The two protocols of a recorder: an engine of token ids, and a renderer of messages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Generate", "Renderer", "Sampled"]
 
 
 class Sampled(Protocol):
-    """A completion, as `adapters.vllm.Completion` is one. Entries are one a token.
+    """A completion, such as `adapters.vllm.Completion`. Each sequence has one entry per token.
 
-    `routed_experts` has a row for each token of prompt and completion but the last; where the
-    engine leaves out those of the first tokens, of the others. None without routes.
+    `routed_experts` has a row for each token of prompt and completion except the last. The engine
+    may leave out rows of the first tokens. None without routes.
     """
 
     @property
@@ -31,7 +31,7 @@ class Sampled(Protocol):
 
 
 class Generate(Protocol):
-    """An engine: one completion of ids. It ends behind a stop id, which it returns with them."""
+    """An engine that samples one completion of ids. The completion includes its stop id."""
 
     async def __call__(
         self,
@@ -44,33 +44,33 @@ class Generate(Protocol):
         stop_token_ids: Sequence[int],
         timeout_s: float,
     ) -> Sampled:
-        """Sample.
+        """Sample one completion.
 
         Raises:
             UsageError: the request does not fit the engine.
-            CapacityError: it has no room now.
-            DeadlineError: no answer within `timeout_s`.
-            EngineError: it died or refused.
+            CapacityError: the engine has no room now.
+            DeadlineError: the engine did not answer within `timeout_s`.
+            EngineError: the engine died or refused.
         """
 
 
 class Renderer(Protocol):
-    """Ids of messages and messages of ids, as one model reads and writes them. Pure.
+    """Conversion between messages and ids in one model's format. Pure.
 
-    Messages are OpenAI's, with text as content, and objects as the arguments of calls.
+    Messages are OpenAI's, with text as content and objects as the arguments of tool calls.
     """
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
-        """Ids that end an answer."""
+        """The ids that end an answer."""
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """Return a prompt, up to where the assistant begins to answer.
+        """Return the ids of a prompt, up to where the assistant begins to answer.
 
         Raises:
-            UsageError: the model has no words for such messages.
+            UsageError: the model's format does not allow these messages.
         """
 
     def go_on(
@@ -81,29 +81,29 @@ class Renderer(Protocol):
         *,
         last_id: int,
     ) -> list[int] | None:
-        """Return what stands behind an answer, up to where the assistant answers again.
+        """Return the ids after an answer, up to where the assistant answers again.
 
-        None where the model reads anything of `before` otherwise now that more follows.
+        None if the format writes any of `before` differently now that more messages follow.
 
         Args:
-            before: messages; the last is the answer.
-            added: what was said since.
-            last_id: the last that was sampled for the answer, which may lack its end.
+            before: messages, with the answer last.
+            added: the messages after the answer.
+            last_id: the last sampled id of the answer, which may lack its end.
 
         Raises:
-            UsageError: as `render`.
+            UsageError: as for `render`.
         """
 
     def parse(self, ids: Sequence[int], *, calls: bool) -> tuple[str, list[tuple[str, str]]]:
-        """Return an answer's text, and its calls: names, and arguments as JSON.
+        """Return the text of an answer, and its calls as pairs of name and JSON arguments.
 
         Args:
-            ids: of the answer, without one that ended it.
-            calls: without tools, or where it may not call them, all is text.
+            ids: of the answer, without the stop id.
+            calls: False if the model has no tools or may not call them. Then all ids are text.
         """
 
     def encode(self, text: str) -> list[int]:
-        """Return ids of a text that stands alone, or behind other ids."""
+        """Return the ids of a text that stands alone or after other ids."""
 
     def stop_id(self, text: str) -> int | None:
-        """Return the one id that a text always is, or None: it may be written otherwise too."""
+        """Return the id that always stands for a text, or None if other ids can spell it too."""

@@ -1,3 +1,3 @@
-"""Code that has never met its real host, and research: `README.md` says which, and why."""
+"""Adapters that have never run against their real host, and research. `README.md` gives reasons."""
 
 __all__: list[str] = []

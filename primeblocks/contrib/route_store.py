@@ -1,4 +1,10 @@
-"""Routes that follow the KV cache: rows by page, so that a page that comes back brings its own."""
+"""Routes stored by KV page, so that a cached page keeps the routes of its tokens.
+
+A page's rows are put once, when the engine computed them. They stay while a request retains the
+page's key, and are otherwise evicted, the least recently used first. A digest of each page outlives
+its rows. If a second page under the same key has another digest, the key stays missing until
+`drop`.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +21,39 @@ __all__ = ["RouteStore"]
 
 
 class RouteStore:
-    """Rows of whole KV pages, within a bound, the least recently used evicted first.
+    """Rows of whole KV pages in bounded memory, with the least recently used evicted first.
 
-    An engine skips the forward of a prompt whose pages it still has, on the device or in any tier
-    behind it, and then nothing computes their routes. This store remembers them under the page's
-    own name. What it has forgotten is *missing*, never wrong and never an error: the trainer then
-    chooses for itself.
+    An engine skips the forward of cached pages, on the device or in any other tier. Their routes
+    are then not computed again. This store keeps them under the page's key. An evicted page is
+    *missing*: never wrong and never an error. The trainer then uses its own choice.
 
-    A key must name the page's salt and its hash, as KV caches do (vLLM's page hash contains the
-    salt; `(salt, hash)` or `kvoffload.PageKey` do as well), with a salt for each policy version.
-    Even so a request that runs through a weight update can compute a cached page again, and choose
-    otherwise. It is not known which of the two a later hit finds, so the store remembers a digest
-    of every page it saw, also of those it evicted: two different pages under one key make that key
-    missing from then on. In bfloat16 that happens to every page that is computed again, so `drop` a
-    key when the last KV under it goes, or better: let keys name the place where a page lies, and
-    drop one when the place gets another page. Then rows always belong to the KV that is there.
-    Retain the keys of each request from its start to its end.
+    **Keys.** A key must name the page's salt and hash, with a salt for each policy version, as KV
+    caches do. The page hash of vLLM contains the salt. `(salt, hash)` and `kvoffload.PageKey` also
+    work. Retain the keys of each request from its start to its end.
 
-    Everything is local, thread-safe and O(1) a page.
+    **Pages that are computed again.** A request that runs through a weight update can compute a
+    cached page again, and choose other experts. The store cannot know which of the two pages a
+    later hit finds. So it remembers a digest of every page that was put, also after eviction. If
+    two pages under one key differ, the key is missing from then on.
+
+    In bfloat16 every page that is computed again differs. Call `drop` with a key when the last KV
+    under the key is removed. A better way is a key that names the place of a page in the cache.
+    Drop that key when the place gets another page. Rows then always belong to the stored KV.
+
+    Local and thread-safe. Each page takes constant time.
 
     Args:
         num_experts: as in `Routes`.
         layer_ids: as in `Routes`.
         top_k: as in `Routes`.
         page_tokens: tokens of a KV page.
-        capacity_bytes: room for rows, claimed from the system as it fills.
-        remembered_pages: of how many pages a digest is kept (about 200 bytes each); a dispute with
-            one put longer ago goes unnoticed. Several times the pages of all KV tiers; by default
-            sixteen times what the store holds, and at least 65,536.
+        capacity_bytes: room for rows, which is allocated as the store fills.
+        remembered_pages: the number of digests to keep, at about 200 bytes each. The store does not
+            notice a difference from a page without a digest. Pass several times the pages of all KV
+            tiers. Default: sixteen times the pages that the store holds, and at least 65,536.
 
     Raises:
-        UsageError: not even one page fits, or fewer are to be remembered than do.
+        UsageError: the capacity is below one page, or `remembered_pages` is below the capacity.
     """
 
     def __init__(
@@ -69,7 +77,7 @@ class RouteStore:
         )
 
     def put(self, key: Hashable, routes: Routes) -> bool:
-        """Keep a copy of the rows of one page; return whether `get` will find them.
+        """Store a copy of the rows of one page. Return whether `get` will find them.
 
         Raises:
             ShapeError: the routes are not one page of this model.
@@ -78,13 +86,13 @@ class RouteStore:
         if routes.tokens != self.page_tokens or model != self._model:
             raise ShapeError(
                 f"{routes} is no page of {self.page_tokens} tokens of a model with"
-                f" (num_experts, layer_ids, top_k) = {self._model}"
+                f" (num_experts, layer_ids, top_k) = {self._model}. Put one whole page."
             )
         rows = np.ascontiguousarray(routes.experts).reshape(-1).view(np.uint8)
         return self._pages.put(key, np.concatenate([rows, routes.missing.view(np.uint8)]))
 
     def get(self, keys: Sequence[Hashable]) -> Routes:
-        """The pages' rows, joined in order; pages that are not here are missing."""
+        """Return the rows of the pages, joined in order. Pages without rows are missing."""
         pages = np.zeros((len(keys), self._pages.page_bytes), dtype=np.uint8)
         pages[:, -self.page_tokens :] = True
         self._pages.get(keys, pages)
@@ -95,11 +103,11 @@ class RouteStore:
         return Routes(experts, num_experts, layer_ids, missing.reshape(-1))
 
     def retain(self, keys: Iterable[Hashable]) -> None:
-        """Keep pages, here or to come, from eviction until each is released as often."""
+        """Protect pages from eviction, also future ones, until each is released as often."""
         self._pages.retain(keys)
 
     def release(self, keys: Iterable[Hashable]) -> None:
-        """Undo `retain`. The last one released is the last one evicted.
+        """Undo `retain`. Pages that are released later are evicted later.
 
         Raises:
             UsageError: a key is not retained.
@@ -107,7 +115,7 @@ class RouteStore:
         self._pages.release(keys)
 
     def drop(self, keys: Iterable[Hashable]) -> None:
-        """Forget pages of which no KV is left in any tier; computed again, they are new pages."""
+        """Remove pages whose KV was removed from all tiers. Under these keys new pages may come."""
         self._pages.drop(keys)
 
     def __contains__(self, key: Hashable) -> bool:
@@ -122,7 +130,7 @@ class RouteStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages that are here."""
+        """Bytes of the stored pages."""
         return len(self._pages) * self._pages.page_bytes
 
     @property
@@ -130,7 +138,7 @@ class RouteStore:
         return self._pages.statistics
 
     def close(self) -> None:
-        """Forget everything; later pages are refused. The process may keep the memory."""
+        """Remove all pages, and refuse later ones. The process may keep the memory."""
         self._pages.close()
 
     def __enter__(self) -> RouteStore:

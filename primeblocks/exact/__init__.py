@@ -1,10 +1,11 @@
-"""Batch-invariant computation: a row has the same bits whatever else is in the batch.
+"""Batch-invariant computation on a CPU: a row has the same bits whatever else is in the batch.
 
-An engine computes a token in a batch of one row, a trainer in a batch of thousands. Kernels choose
-the order of their additions by the shape of a batch, so the two differ in their last bits, and a
-policy gradient needs importance ratios. Inside `batch_invariant()` every operation has one order.
-An engine that runs the same model inside of it (`adapters.vllm`) returns the trainer's
-log-probabilities, bit for bit: the mismatch is zero. On a CPU.
+An engine computes a token in a batch of one row, and a trainer in a batch of thousands. Kernels
+choose the order of their additions by the shape of a batch. The last bits therefore differ, and a
+policy gradient needs importance ratios.
+
+Inside `batch_invariant()` every operation has one order. An engine that runs the same model inside
+of it (`adapters.vllm`) returns the trainer's log-probabilities bit for bit. The mismatch is zero.
 """
 
 from .attention import attend

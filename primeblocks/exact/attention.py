@@ -1,8 +1,8 @@
 """Attention over the keys of a sequence in pages of fixed size, in the order of positions.
 
-Each page is folded into a running greatest score, weight and output. A page that a query does not
-see multiplies these by one and adds zero, which changes no bit. So queries may be walked together,
-prefilled in pieces, or one at a time over a cache.
+Each page is merged into a running maximum of scores, a weight and an output. A page that a query
+does not see multiplies these by one and adds zero, which changes no bit. So queries may be computed
+together, prefilled in pieces, or one at a time over a cache.
 """
 
 import torch
@@ -29,25 +29,26 @@ def attend(
 ) -> Float[Tensor, "queries heads outs"]:
     """Attend from queries of one sequence to its keys, each up to its own position.
 
-    Local; on a CPU; without gradients. In float32, or float64 where the operands are; the result
-    has the dtype of `query`.
+    Local. On a CPU, without gradients. Computes in float32, or in float64 for float64 operands. The
+    result has the dtype of `query`.
 
     Args:
-        query: heads that share a group of keys are neighbours.
-        key: from position 0 on.
-        value: its width may differ from the keys'.
-        positions: the last key that each query sees, from 0 on.
-        scale: of scores.
+        query: the queries. Heads that share a group of keys are neighbours.
+        key: the keys from position 0 on.
+        value: the values. Their width may differ from the keys'.
+        positions: the last key that each query sees, counted from 0.
+        scale: factor of the scores.
 
     Raises:
-        ShapeError: groups that do not divide the heads, or a position without a key.
+        ShapeError: groups do not divide the heads, or a position has no key.
         UnsupportedError: this processor's products depend on the batch.
     """
     heads, groups, keys = query.shape[1], key.shape[1], len(key)
     if heads % groups or key.shape[:2] != value.shape[:2]:
         raise ShapeError(
             f"attend: {heads} heads over keys of {groups} and values of {value.shape[1]} groups, "
-            f"{keys} and {len(value)} of them; groups must divide the heads, and keys have values."
+            f"{keys} and {len(value)} of them. Groups must divide the heads, and each key needs a "
+            "value."
         )
     with _disable_current_modes():
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < keys:

@@ -1,15 +1,16 @@
-"""The switch: inside of it torch's operations give a row the same bits in any batch.
+"""The switch `batch_invariant()`, inside of which torch gives a row the same bits in any batch.
 
-Two modes of torch see what a model calls. One replaces attention, before torch takes it apart. The
-other sees each operation of `aten`, which is
+Two modes of torch see the calls of a model. One replaces attention before torch takes it apart. The
+other sees each operation of `aten`, and does one of four things:
 
-- computed in one order: products, sums, means, softmax, norms (`ORDERED`, by `rows`);
-- computed in whole vectors: functions of single elements that are rounded, such as `silu`;
-- left alone: `DEFINED`, whose result IEEE 754 defines to the bit; `MOVED`, which moves or compares
-  elements, or adds them in the order of an index; what makes no floating-point numbers;
-- or refused by name.
+- It computes in one order: products, sums, means, softmax and norms (`ORDERED`, in `rows`).
+- It computes in whole vectors: rounded functions of single elements, such as `silu`.
+- It leaves the operation alone. `DEFINED` have a result that IEEE 754 defines to the bit. `MOVED`
+  move or compare elements, or add them in the order of an index. Others make no floating-point
+  numbers.
+- It refuses the operation by name.
 
-Backward passes are left to torch: they need no bits in common with an engine.
+Backward passes are left to torch, because they need no bits in common with an engine.
 """
 
 from collections.abc import Callable, Iterator
@@ -49,24 +50,28 @@ new_empty_strided new_full new_ones new_zeros ones ones_like repeat _reshape_cop
 scalar_tensor scatter scatter_add select_scatter slice_scatter sort split stack topk tril triu
 unbind _unsafe_view zeros zeros_like
 """)
-# Of processes: a gather moves elements, a sum has the order of ranks.
+# Collectives between processes: a gather moves elements, and a sum has the order of ranks.
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "fsdp"})
 
 
 @contextmanager
 def batch_invariant() -> Iterator[None]:
-    """Inside, a row of any operation has the same bits whatever else is in the batch.
+    """Give a row of any operation the same bits whatever else is in the batch, in a `with` block.
 
-    Local; for this thread, on a CPU. For forward passes; a backward may run inside or outside.
-    Attention goes through torch's `scaled_dot_product_attention` (transformers:
-    `attn_implementation="sdpa"`), experts through its grouped products (transformers' default), a
-    loop over experts, or expert parallelism with its default dispatcher. Checkpoints compute again
-    inside of a context of their own: give torch's `checkpoint`
-    `context_fn=lambda: (nullcontext(), batch_invariant())`.
+    Local. Applies to this thread, on a CPU, and to forward passes. You may call backward inside or
+    outside. Three conditions hold for models:
+
+    - Attention calls torch's `scaled_dot_product_attention`. In transformers set
+      `attn_implementation="sdpa"`.
+    - Experts use transformers' default grouped products, a loop over experts, or expert parallelism
+      with its default dispatcher.
+    - Checkpoints recompute in a context of their own. Pass torch's `checkpoint`
+      `context_fn=lambda: (nullcontext(), batch_invariant())`.
 
     Raises (inside):
-        UnsupportedError: an operation without such a form, by name; another device than a CPU; a
-            processor on which products depend on the batch.
+        UnsupportedError: an operation has no batch-invariant form, which the message names.
+
+        UnsupportedError: a tensor is not on a CPU, or products depend on the batch here.
     """
     with _Attention(), _Operations():
         yield
@@ -99,7 +104,7 @@ class _Operations(TorchDispatchMode):
             found = func(*args, **kwargs)
             if any(isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves(found)):
                 raise UnsupportedError(
-                    f"{func} has no batch-invariant form; compute it outside, or in other words."
+                    f"{func} has no batch-invariant form; compute it outside, or use another one."
                 )
         return found
 
@@ -109,7 +114,7 @@ def _name(func: Any) -> str:
 
 
 def _is_exact(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether torch's own operation has the same bits in any batch."""
+    """Return whether torch's own operation has the same bits in any batch."""
     if func.namespace in COLLECTIVES or func.is_view:
         return True
     plain = _name(func).rstrip("_")
@@ -117,7 +122,7 @@ def _is_exact(func: Any, args: Any, kwargs: Any) -> bool:
         return False
     if plain == "index_put":  # By several threads, where it adds.
         return not (kwargs.get("accumulate") or args[3:4] == (True,))
-    # Scaled, torch may round once or twice.
+    # With a scale, torch may round once or twice.
     return plain not in ("add", "sub", "rsub") or (*args[2:3], kwargs.get("alpha", 1))[0] == 1
 
 
@@ -129,7 +134,7 @@ def _makes_floats(func: Any, args: Any) -> bool:
 
 
 def _is_backward() -> bool:
-    """Whether autograd calls, and not a checkpoint, which computes a forward again."""
+    """Return whether autograd is the caller, and not a checkpoint that recomputes a forward."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
@@ -150,9 +155,9 @@ def _addmm(
 def _bmm(left: Tensor, right: Tensor) -> Tensor:
     if left.shape[-1] != 1:
         raise UnsupportedError(
-            "a batch of products may add over the tokens of a sequence, in an order of their "
-            "number. Let attention call torch's scaled_dot_product_attention (transformers: "
-            'attn_implementation="sdpa") and experts grouped_mm.'
+            "a batch of products may add over the tokens of a sequence, in an order that depends "
+            "on their number. Let attention call torch's scaled_dot_product_attention "
+            '(transformers: attn_implementation="sdpa") and experts grouped_mm.'
         )
     return left * right
 
@@ -187,15 +192,15 @@ def _embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The experts of a token, as expert parallel adds them: products, then their sum."""
+    """Sum the experts of a token as expert parallelism does: first products, then their sum."""
     size = len(chosen) // max(len(starts), 1)
     bags = chosen.view(-1, size) if size and len(chosen) % size == 0 else chosen[:, None]
     is_even = torch.equal(starts, torch.arange(0, len(chosen), max(size, 1)))
     in_two = size % 2 == 0 and torch.equal(bags[:, 0::2], bags[:, 1::2])
     if mode != 0 or include_last_offset or padding_idx != -1 or not is_even or in_two:
         raise UnsupportedError(
-            "embedding_bag adds as many rows for each token, each once. Experts: keep the default "
-            "dispatcher, and a model in float32 where its router's weights are."
+            "embedding_bag must add equally many rows for each token, each row once. For experts "
+            "keep the default dispatcher, and a model in float32 if its router's weights are."
         )
     each = table.index_select(0, chosen)
     each = each if weights is None else each * weights[:, None]

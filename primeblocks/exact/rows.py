@@ -1,6 +1,6 @@
-"""Operations of which every row has one order of additions. Local; on a CPU.
+"""Operations in which every row has one order of additions. Local. On a CPU.
 
-Sums and softmax are computed in float32 at least, and return what they computed in.
+Sums and softmax are computed in float32 or wider, and return that dtype.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ _proved: set[tuple[Any, ...]] = set()
 
 
 def matmul(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply `[rows, in]` by `[in, out]`, 32 rows at a time, of which the last may be zeros.
+    """Multiply `[rows, in]` by `[in, out]`, 32 rows at a time, padded with rows of zeros.
 
-    A weight of fewer than 16 columns gets columns of zeros. The first product of a shape proves on
-    rows of its own that this processor's kernel gives a row the same bits at another place, beside
-    other rows, and with one thread.
+    A weight of fewer than 16 columns is padded with columns of zeros. The first product of a shape
+    tests this processor's kernel on rows of its own. A row must have the same bits at another
+    place, next to other rows, and with one thread.
 
     Raises:
-        UnsupportedError: it does not.
+        UnsupportedError: the bits differ.
     """
     count, columns = rows.shape[0], weight.shape[1]
     if columns < COLUMNS:
@@ -73,7 +73,7 @@ def _prove(weight: Tensor) -> None:
 
 
 def total(values: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
-    """Sum neighbours, then the sums of neighbours: an order that zeros at the end do not change."""
+    """Sum neighbours, then those sums, and so on. Zeros at the end do not change the order."""
     dims = sorted(dim % values.dim() for dim in dims)
     kept = [dim for dim in range(values.dim()) if dim not in dims]
     work = wide(values).permute(*kept, *dims).flatten(len(kept))
@@ -89,15 +89,15 @@ def total(values: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
 
 
 def wide(values: Tensor) -> Tensor:
-    """Give what sums are computed in: float32, or float64 where `values` are."""
+    """Return values in the dtype of sums: float32, or float64 for float64."""
     return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
 
 
 def pointwise(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Apply a function of single elements to whole vectors only.
 
-    torch computes elements that fill no vector by other code. The last bits of its `silu`, `pow`
-    and others differ there, and a thread's share may end anywhere.
+    torch computes elements that do not fill a vector with other code. The last bits of its `silu`,
+    `pow` and other functions differ there, and a thread's share may end anywhere.
     """
     shape = torch.broadcast_shapes(*(arg.shape for arg in args if _is_many(arg)))
     count = shape.numel()
@@ -119,7 +119,7 @@ def _is_many(arg: Any) -> bool:
 
 
 def _exponentials(values: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """The greatest, what is left of each without it, and the exponentials of that."""
+    """Return the maximum, the values minus the maximum, and their exponentials."""
     work = wide(values)
     greatest = work.amax(tuple(dims), keepdim=True)
     left = work - torch.where(greatest == -torch.inf, 0.0, greatest)

@@ -1,4 +1,4 @@
-"""torch's `scaled_dot_product_attention` by pages: the keys that each query sees; the backward."""
+"""torch's `scaled_dot_product_attention`, computed by pages of the keys that each query sees."""
 
 from typing import Any
 
@@ -23,13 +23,14 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute what torch's function computes, for masks of which each query sees a run of keys.
+    """Compute torch's function, for masks in which each query sees a contiguous range of keys.
 
-    Pages begin at the first key that a query sees, so that a sequence in a packed row has the bits
-    that it has alone. Differentiable; the backward is that of torch.
+    Pages begin at the first key that a query sees. A sequence in a packed row therefore has the
+    bits that it has alone. Differentiable, with torch's backward.
 
     Raises:
-        UnsupportedError: dropout; biases; a mask with gaps or of some heads only; other shapes.
+        UnsupportedError: dropout, a bias, another shape, a mask with gaps, or a mask that differs
+            between heads.
     """
     if dropout_p:
         raise UnsupportedError(f"attention drops {dropout_p} of its weights; set dropout to 0.")
@@ -97,7 +98,7 @@ def _by_pages(
 def _runs(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Find the first and the last key that each query sees, both `[batch, queries]`; -1: none."""
+    """Return the first and the last key that each query sees, both `[batch, queries]`. -1: none."""
     batch, queries, keys = len(query), query.shape[-2], key.shape[-2]
     if mask is None:
         last = torch.arange(queries).clamp(max=keys - 1) if is_causal else torch.tensor([keys - 1])
@@ -105,7 +106,7 @@ def _runs(
         return torch.zeros_like(last), last
     seen = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool(((mask < -1e4) | seen).all()):
-        raise UnsupportedError("the mask adds to scores; give one of bools.")
+        raise UnsupportedError("the mask adds to scores; give a mask of bools.")
     seen = seen.broadcast_to(batch, seen.shape[1] if seen.dim() == 4 else 1, queries, keys)
     if not torch.equal(seen, seen[:, :1].expand_as(seen)):
         raise UnsupportedError("the mask differs between heads; compute these apart.")

@@ -25,11 +25,13 @@ class Difference:
     """The first numbers that differ.
 
     Attributes:
-        module: its name in the model. If `side` is `"output"`, it computed them, or what follows
-            its last submodule did. If `"input"`, its caller did, after the event `after`.
+        module: the name of the module in the model.
+        side: `"output"` if the module itself computed the numbers, after its last submodule.
+            `"input"` if its caller computed them, after the event `after`.
         after: the last event that agrees, such as `"model.layers.0.self_attn.v_proj output"`.
-        rows: how many of those compared differ, and `of` how many.
-        largest: difference of two elements; NaN where shapes or dtypes differ.
+        rows: the number of compared rows that differ.
+        of: the number of compared rows.
+        largest: the largest difference of two elements. NaN if shapes or dtypes differ.
     """
 
     module: str
@@ -41,12 +43,12 @@ class Difference:
 
 
 class Trace:
-    """A note of what every module of a model takes and returns, from now until `stop`. Local.
+    """Records the inputs and outputs of every module of a model, until `stop`. Local.
 
-    Cost: a copy of all of it, in host memory. Use it as a context manager too.
+    Copies all of them to host memory. Also a context manager.
 
     Args:
-        model: changed in nothing but hooks, until `stop`.
+        model: a model, which gets hooks until `stop` and is not changed otherwise.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,7 +66,7 @@ class Trace:
         self.stop()
 
     def stop(self) -> "Trace":
-        """Note nothing more, and return this trace."""
+        """Stop recording, and return this trace."""
         for each in self._handles:
             each.remove()
         self._handles.clear()
@@ -72,7 +74,7 @@ class Trace:
 
     @property
     def tokens(self) -> int:
-        """Of the sequence: rows of what the first module returned, which embeds them."""
+        """Tokens of the sequence: rows of the output of the first module, which embeds them."""
         found = (each.values for each in self.events if each.side == "output" and each.values)
         return next((len(_rows(next(iter(values.values())))) for values in found), 0)
 
@@ -87,15 +89,15 @@ class Trace:
 
 
 def first_difference(one: Trace, other: Trace) -> Difference | None:
-    """Compare two traces in the order of the first; None if all that both have agrees. Local.
+    """Compare two traces in the order of the first. Return None if all common events agree. Local.
 
-    A step over a cache is compared with the end of the whole sequence: rows, of the last dimension,
-    from the last one backwards. Then what has more rows than tokens is left out, such as rows
-    sorted by expert, which are compared where both traces have as many. Give each trace one
-    sequence alone.
+    Pass traces of one sequence each. A step over a cache is compared with the end of the whole
+    sequence: rows, of the last dimension, from the last one backwards. Values with more rows than
+    tokens are then left out, such as rows sorted by expert. They are compared only if both traces
+    have the same number of rows.
 
     Raises:
-        UsageError: they have no numbers in common.
+        UsageError: the traces have no common numbers.
     """
     theirs: defaultdict[tuple[str, str], list[_Event]] = defaultdict(list)
     for each in reversed(other.events):
@@ -136,7 +138,7 @@ def _rows(values: Tensor) -> Tensor:
 
 
 def _compare(rows: Tensor, more: Tensor) -> tuple[int, int, float] | None:
-    """Count the rows that differ, and all; measure by how much. None if none does."""
+    """Return the number of differing rows, of all rows, and the largest difference, or None."""
     count = min(len(rows), len(more))
     if rows.shape[1] != more.shape[1] or rows.dtype != more.dtype:
         return count, count, torch.nan

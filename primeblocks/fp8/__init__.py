@@ -1,7 +1,7 @@
 """Block-scaled FP8 (E4M3) for training and for weight transfer.
 
-Holds one quantizer for both, matrix products with gradients over an engine that is passed in, and
-a reference that says what each result is.
+One quantizer serves both. Matrix products have gradients, and run on an engine that you pass in. A
+reference defines the result of each product.
 """
 
 from .audit import audit

@@ -1,10 +1,10 @@
-"""A comparison, before step 0, of what a trainer multiplies with and what its engine serves."""
+"""Compare, before step 0, a trainer's quantized weights with the weights that its engine serves."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,7 +32,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """A tensor that differs, and the reason."""
+    """The name of a tensor that differs, and the reason."""
 
     name: str
     reason: str
@@ -42,9 +42,11 @@ class Finding:
 class Audit:
     """The tensors that differ between a trainer and an engine.
 
-    Neither true nor false: an audit without findings would be the false one.
+    `bool(audit)` raises UsageError, because an audit without findings would be false. Read
+    `findings`, or call `check()`.
 
     Args:
+        findings: the tensors that differ.
         compared: the number of the trainer's tensors.
     """
 
@@ -55,16 +57,16 @@ class Audit:
         raise UsageError("an audit is neither true nor false. Look at findings, or call check().")
 
     def table(self) -> str:
-        """Tabulate the findings, a line each. Pure."""
+        """Return one line per finding. Pure."""
         width = max((len(each.name) for each in self.findings), default=0)
         lines = [f"tensors {self.compared}, findings {len(self.findings)}"]
         return "\n".join([*lines, *(f"{f.name:<{width}}  {f.reason}" for f in self.findings)])
 
     def check(self) -> None:
-        """Refuse an engine that differs. Local.
+        """Raise if the engine differs from the trainer. Local.
 
         Raises:
-            CorruptionError: with the first findings.
+            CorruptionError: there are findings. The message lists the first ones.
         """
         if not self.findings:
             return
@@ -85,47 +87,57 @@ def audit(
     only: Expression,
     exclude: Expression | None = None,
     excluded: Iterable[str] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Audit:
-    """Compare a trainer's weights, quantized by a recipe, with what an engine holds, bit by bit.
+    """Compare a trainer's weights, quantized by a recipe, with an engine's weights, bit by bit.
 
-    For each tensor that differs the known causes are tried, alone and then together: another
-    source of the rounding, kind of scales, quotient or tile, codes rounded twice. One is named only
-    if it gives the engine's bits; where several do, all are. Other differences are counted.
+    For each tensor that differs, `audit` tries known causes, alone and together. The causes are
+    another source, scale, quotient or tile, and codes that were rounded twice. `audit` names a
+    cause only if the cause gives the engine's bits. If several causes give them, it names all. It
+    counts differences without a known cause.
 
-    Seen are weights. Unseen is what an engine computes from them: how it quantizes activations,
-    scales of a KV cache, codes that it made anew for its kernels after `engine` was read, which
-    layers run in which kernel. A cause that changes no bit of a tensor is not found in it.
+    `audit` sees only weights. It does not see how the engine quantizes activations or its KV cache,
+    or which kernels run. It does not see codes that the engine makes after you read `engine`. It
+    cannot find a cause that changes no bit of a tensor.
 
-    Local; a tensor at a time, on the trainer's device, and some copies of it in float32.
+    Local. Compares one tensor at a time on the trainer's device, with some float32 copies of it.
 
     Args:
-        trainer: by name, the whole tensors that are quantized: the float32 masters, if there are.
-        engine: by the same names codes with their scales beside them (`NAME_scale_inv`, float32 or
-            float8_e8m0fnu), or plain numbers, those of `encode_weights(form="simulated")` too.
-            Parts that an engine fuses are taken apart before.
-        only: the names that `convert` returned, or a rule for the weights that the trainer
-            multiplies in float8, or for their modules.
-        exclude: names those that it does not.
-        excluded: the engine's own list, `modules_to_not_convert` of its `quantization_config`: why
-            it left out a weight is then told by the entry.
+        trainer: the whole tensors by name. Pass the float32 masters if they exist.
+        engine: the engine's tensors by the same names: codes with their scales, or plain numbers.
+            Scales are named `NAME_scale_inv`, in float32 or float8_e8m0fnu. Plain numbers may come
+            from `encode_weights(form="simulated")`. Split the weights that the engine fuses first.
+        recipe: the recipe of the trainer.
+        only: the names that `convert` returned, or a rule. A rule names the weights that the
+            trainer multiplies in float8, or their modules.
+        exclude: a rule for weights that the trainer does not multiply in float8.
+        excluded: the engine's list `modules_to_not_convert` of its `quantization_config`. With it
+            `audit` can name the entry that made the engine leave out a weight.
+        progress: called with the tensors compared and to compare, after each one.
 
     Raises:
-        UsageError: a rule names nothing, or something by accident; the recipe needs master weights
-            and the trainer's have less precision.
+        UsageError: a rule names no weight, or matches inside a word by accident.
+        UsageError: the recipe needs master weights, and the trainer's weights have less precision.
         UnsupportedError: a tensor is a DTensor.
     """
     check_recipe(recipe)
     if isinstance(excluded, str):
-        raise UsageError(f"excluded must be the entries of a list; got the text {excluded!r}")
+        raise UsageError(
+            f"excluded must be the entries of a list; got {excluded!r}. Put it in a list."
+        )
     mine, held = _named("trainer", trainer), _named("engine", engine)
     matrices = [name for name, tensor in mine.items() if tensor.ndim > 1]
     chosen = frozenset(choose_weights(matrices, only=only, exclude=exclude))
     rules = Rule("only", only), None if exclude is None else Rule("exclude", exclude)
     entries = None if excluded is None else tuple(excluded)
     kept = tuple(name.removesuffix(".weight") for name in matrices if name not in chosen)
-    # A value that is not finite is a finding, or the same on both sides.
+    # A value that is not finite is a finding, or equal on both sides.
     sides = _Sides(mine, held, replace(recipe, nonfinite="nan"), chosen, *rules, entries, kept)
-    reasons = {name: sides.compare(name) for name in mine}
+    reasons = {}
+    for name in mine:
+        reasons[name] = sides.compare(name)
+        if progress is not None:
+            progress(len(reasons), len(mine))
     reasons |= {name: sides.extra(name) for name in held if name not in mine}
     return Audit(tuple(Finding(n, reason) for n, reason in reasons.items() if reason), len(mine))
 
@@ -142,7 +154,7 @@ class _Sides:
     kept: tuple[str, ...]
 
     def compare(self, name: str) -> str:
-        """The reason why a tensor differs, or nothing."""
+        """Return the reason why a tensor differs, or an empty text."""
         if name not in self.engine:
             return "missing in the engine"
         weight = _checked(name, self.trainer[name])
@@ -158,7 +170,7 @@ class _Sides:
         return "" if same else explain_plain(weight, held, self.recipe)
 
     def _unlike(self, name: str, weight: Tensor, held: Tensor, scales: Tensor | None) -> str:
-        """Of another kind, whatever the values are."""
+        """Return the reason if shape, dtype or scales differ, whatever the values are."""
         is_codes = held.is_floating_point() and held.element_size() == 1
         if held.shape != weight.shape:
             return f"shape {list(held.shape)} in the engine, {list(weight.shape)} in the trainer"
@@ -174,7 +186,7 @@ class _Sides:
         owner = name.removesuffix(SCALES_SUFFIX)
         if owner == name or owner not in self.trainer:
             return "in the engine alone"
-        # Of a weight that is there, codes or not, `compare` tells.
+        # `compare` reports the weights that exist, with codes or without.
         return "" if owner in self.engine else f"scales of {owner}, which the engine has not"
 
     def _codes(self, name: str, weight: Tensor, codes: Tensor, scales: Tensor) -> str:
@@ -192,7 +204,7 @@ class _Sides:
 
     def _simulated(self, name: str, weight: Tensor, held: Tensor) -> str:
         expected = self._quantize(name, weight).dequantize()
-        # A trainer in bfloat16 sends bfloat16, whatever the engine keeps it in.
+        # A trainer in bfloat16 sends bfloat16, whatever dtype the engine keeps it in.
         if any(
             is_same(each.to(held.dtype), held) for each in (expected, expected.to(weight.dtype))
         ):
@@ -234,7 +246,7 @@ class _Sides:
         return reason
 
     def _entries(self, name: str) -> Iterator[tuple[str, bool]]:
-        """Entries of the engine's list that are found in a name: by whole words, or by accident."""
+        """Yield the engine's entries found in a name, and whether they name whole words."""
         for entry in self.excluded or ():
             if entry in name:
                 yield entry, bool(re.search(rf"(^|\.){re.escape(entry)}(\.|$)", name))
@@ -253,11 +265,13 @@ def _named(side: str, tensors: object) -> Mapping[str, Tensor]:
         raise UsageError(f"{side} must be tensors by name, or have a state_dict(); got a {kind}")
     for name, tensor in held.items():
         if not isinstance(tensor, Tensor):
-            raise UsageError(f"{name!r} of {side} is a {type(tensor).__name__}, no tensor")
+            raise UsageError(
+                f"{name!r} of {side} is a {type(tensor).__name__}, no tensor. Pass tensors by name."
+            )
     return held
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:
     if local_part(tensor) is not tensor:
-        raise UnsupportedError(f"{name} is a DTensor; pass whole tensors, full_tensor()")
+        raise UnsupportedError(f"{name} is a DTensor; pass whole tensors, full_tensor().")
     return tensor.detach()

@@ -1,4 +1,4 @@
-"""Causes that turn one weight into other codes: tried, and named where they give the same bits."""
+"""Known causes that turn one weight into other codes, named if they give the engine's bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 _MASTER, _EXPORT, _TWICE = "float32", "bfloat16", "codes"
 _SIDES = (1, 16, 32, 64, 128, 256, 512)
-# A rounding to bfloat16 moves a tile's largest value, and so its scale, by 2**-9 of it at most.
+# Rounding to bfloat16 moves a tile's largest value, and so its scale, by at most 2**-9 of it.
 _CLOSE = 2.0**-8
 _SCALES = {"float32": "float32", "ue8m0": "UE8M0"}
 _SOURCES = {
@@ -35,7 +35,7 @@ _SOURCES = {
 
 
 class _Way(NamedTuple):
-    """One way to quantize; where it is not a recipe's, a cause."""
+    """One way to quantize. A way that differs from the recipe's is a possible cause."""
 
     source: str
     scale: Scale
@@ -49,7 +49,7 @@ class _Way(NamedTuple):
         return quantize(x, self.tile, scale=self.scale, quotient=self.quotient, nonfinite="nan")
 
     def against(self, usual: _Way) -> str:
-        """Say what differs from the recipe's way. Pure."""
+        """Return the differences from the recipe's way, in words. Pure."""
         words = [_SOURCES[self.source]] if self.source != usual.source else []
         if self.scale != usual.scale:
             words.append(f"{_SCALES[self.scale]} scales, the recipe's are {_SCALES[usual.scale]}")
@@ -61,9 +61,10 @@ class _Way(NamedTuple):
 
 
 def explain_codes(weight: Tensor, codes: Tensor, scales: Tensor, recipe: Recipe) -> str:
-    """Say why an engine's codes and scales are not what the recipe makes of a weight. Local.
+    """Return the reason why an engine's codes and scales differ from the recipe's. Local.
 
-    A cause is named if it gives the engine's bits; of several with equally few changes, all are.
+    Names a cause if it gives the engine's bits. If several causes with equally few changes do so,
+    names all of them.
     """
     expected = recipe.quantize_weight(weight)
     shape = expected.scales.shape
@@ -74,7 +75,7 @@ def explain_codes(weight: Tensor, codes: Tensor, scales: Tensor, recipe: Recipe)
         return f"scales of shape {list(scales.shape)} where the recipe has {list(shape)}"
 
     def fits(way: _Way) -> bool:
-        # Whole tiles of both, of one expert: most ways end here.
+        # Compare whole tiles of one expert first. Most ways end here.
         rows = math.lcm(way.tile.rows, recipe.weights.rows)
         first: tuple[int | slice, ...] = (*(0,) * (weight.ndim - 2), slice(rows))
         top: tuple[int | slice, ...] = (*first[:-1], slice(rows // way.tile.rows))
@@ -96,10 +97,10 @@ def explain_codes(weight: Tensor, codes: Tensor, scales: Tensor, recipe: Recipe)
 
 
 def explain_simulated(weight: Tensor, held: Tensor, recipe: Recipe, *, unquantized: str) -> str:
-    """Say why plain numbers are not on the float8 grid, as a recipe puts them. Local.
+    """Return the reason why plain numbers differ from a recipe's float8 grid. Local.
 
     Args:
-        unquantized: words for numbers that are the weight's own.
+        unquantized: the reason to give for numbers that equal the weight.
     """
 
     def fits(way: _Way) -> bool:
@@ -114,7 +115,7 @@ def explain_simulated(weight: Tensor, held: Tensor, recipe: Recipe, *, unquantiz
 
 
 def explain_plain(weight: Tensor, held: Tensor, recipe: Recipe) -> str:
-    """Say why a tensor that stays as it is differs from the engine's. Local."""
+    """Return the reason why a tensor that is not quantized differs from the engine's. Local."""
     causes = []
     if _is_rounding(weight, held):
         causes.append(f"the bfloat16 rounding, in {held.dtype}")
@@ -127,19 +128,19 @@ def explain_plain(weight: Tensor, held: Tensor, recipe: Recipe) -> str:
 
 
 def is_same(some: Tensor, other: Tensor) -> bool:
-    """Say whether two tensors have equal bits. Local."""
+    """Return whether two tensors have equal bits. Local."""
     if some.dtype != other.dtype or some.shape != other.shape:
         return False
     return not bool(_unlike(some, other).any())
 
 
 def _is_rounding(weight: Tensor, held: Tensor) -> bool:
-    """Say whether an engine's numbers are the weight, cast, with bfloat16 between or not. Local."""
+    """Return whether an engine's numbers are the weight, cast directly or via bfloat16. Local."""
     return any(is_same(each.to(held.dtype), held) for each in (weight, weight.bfloat16()))
 
 
 def can_quantize(weight: Tensor, recipe: Recipe) -> bool:
-    """Say whether a tensor is a matrix of the precision that a recipe quantizes. Local."""
+    """Return whether a tensor is a matrix of the precision that a recipe quantizes. Local."""
     is_master = weight.dtype in (torch.float32, torch.float64)
     return (
         weight.ndim > 1 and weight.is_floating_point() and (is_master or recipe.source == _EXPORT)
@@ -149,7 +150,7 @@ def can_quantize(weight: Tensor, recipe: Recipe) -> bool:
 def _causes(
     weight: Tensor, recipe: Recipe, tiles: list[Tile], fits: Callable[[_Way], bool]
 ) -> list[str]:
-    """The ways that fit, in words, of those with the fewest changes."""
+    """Return the ways with the fewest changes that fit, in words."""
     usual = _Way(recipe.source, recipe.scale, recipe.quotient, recipe.weights)
     is_master = weight.dtype in (torch.float32, torch.float64)
     sources = (_EXPORT, _MASTER, _TWICE) if is_master else (_EXPORT, _TWICE)
@@ -157,7 +158,7 @@ def _causes(
     for way in itertools.starmap(
         _Way, itertools.product(sources, get_args(Scale), get_args(Quotient), tiles)
     ):
-        # Quotients by a power of two are one.
+        # All quotients by a power of two are equal.
         if way.scale == "float32" or way.quotient == usual.quotient:
             changes = sum(a != b for a, b in zip(way, usual, strict=True))
             levels.setdefault(changes, []).append(way)
@@ -168,7 +169,7 @@ def _causes(
 
 
 def _tiles(weight: Tensor, scales: Tensor, usual: Tile) -> list[Tile]:
-    """The usual tile and common ones, of those that give as many scales."""
+    """Return the usual tile and common tiles that give the same number of scales."""
     rows, columns = weight.shape[-2:]
     every = itertools.starmap(
         Tile, itertools.product(_sides_of(rows, usual.rows), _sides_of(columns, usual.columns))
@@ -177,7 +178,7 @@ def _tiles(weight: Tensor, scales: Tensor, usual: Tile) -> list[Tile]:
 
 
 def _sides_of(size: int, usual: int) -> list[int]:
-    """Sides of tiles that cut a dim differently."""
+    """Return sides of tiles that cut a dim differently."""
     smaller = [side for side in _SIDES if side < size and side != usual]
     if usual >= size:
         return [usual, *smaller]
@@ -185,7 +186,7 @@ def _sides_of(size: int, usual: int) -> list[int]:
 
 
 def _facts(expected: Quantized, held: Quantized, kind: Scale) -> Iterator[str]:
-    """Yield facts about codes that no known cause gives."""
+    """Yield facts about codes without a known cause."""
     powers = bool(powers_of_two(held.scales).all())
     if kind == "float32" and powers and not powers_of_two(expected.scales).all():
         yield "scales are all powers of two (UE8M0), the recipe's are float32"
@@ -207,7 +208,7 @@ def _facts(expected: Quantized, held: Quantized, kind: Scale) -> Iterator[str]:
 
 
 def _ordered(codes: Tensor) -> Tensor:
-    """Codes as integers in the order of their values; steps between them are ones."""
+    """Return codes as integers in the order of their values. Neighbours differ by one."""
     bits = codes.view(torch.int8).short()
     return torch.where(bits < 0, -(bits & 0x7F), bits)
 

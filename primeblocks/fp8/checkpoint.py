@@ -1,4 +1,4 @@
-"""Quantized weights as checkpoints hold them, and as weight transfer sends them."""
+"""Quantized weights, as checkpoints store them and as weight transfer sends them."""
 
 from __future__ import annotations
 
@@ -32,35 +32,37 @@ Form = Literal["float8", "simulated"]
 
 
 def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
-    """Name the codes and the scales of a weight as DeepSeek-V3's checkpoints do.
+    """Name the codes and the scales of a weight as DeepSeek-V3's checkpoints do. Local.
 
-    Codes get the weight's name, scales that and `_scale_inv`: in spite of it, the factor from a
-    code to its value. Scales are float32, of UE8M0 recipes too, as vLLM and transformers read
-    both. Contiguous, as files need them. Local.
+    Codes get the weight's name. Scales get that name plus `_scale_inv`, although a scale is the
+    factor from a code to its value. Scales are float32, also with a UE8M0 recipe, because vLLM and
+    transformers read both kinds so. All tensors are contiguous, as files need them.
 
     Raises:
-        UsageError: nothing quantized, or a name of scales.
-        ShapeError: codes or scales of another dtype or shape than tiles give.
+        UsageError: `quantized` is not a `Quantized`, or `name` is a name of scales.
+        ShapeError: codes or scales have another dtype or shape than the tiles give.
     """
     if not isinstance(quantized, Quantized):
-        raise UsageError(f"{name}: needs what quantize made; got a {type(quantized).__name__}")
+        raise UsageError(
+            f"{name}: expected a Quantized; got a {type(quantized).__name__}. Call quantize."
+        )
     if name.endswith(SCALES_SUFFIX):
-        raise UsageError(f"{name} is a name of scales; pass the weight's")
+        raise UsageError(f"{name} is a name of scales. Pass the weight's name.")
     _check_pair(name, quantized.codes, quantized.scales, quantized.tile)
-    # Those of a ragged matrix are cut out of whole tiles.
+    # The codes of a ragged matrix are a view of whole tiles.
     codes = quantized.codes.view(torch.uint8).contiguous().view(torch.float8_e4m3fn)
     return {name: codes, name + SCALES_SUFFIX: quantized.scales.contiguous()}
 
 
 def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Quantized | Tensor]:
-    """Join codes and scales of a checkpoint; other tensors stay as they are. Local.
+    """Join the codes and scales of a checkpoint. Other tensors stay as they are. Local.
 
-    Aliases, but for scales in float8_e8m0fnu, which become float32.
+    The results alias `state`, except scales in float8_e8m0fnu, which become float32.
 
     Raises:
-        PlanError: codes without scales, scales without codes, or float32 scales where the recipe's
-            are powers of two.
-        ShapeError: another dtype, or scales that are not one for each of `recipe.weights`.
+        PlanError: codes and scales do not come in pairs, or the recipe's scales are powers of two
+            and the checkpoint's are not.
+        ShapeError: a dtype is wrong, or there is not one scale per tile of `recipe.weights`.
     """
     check_recipe(recipe)
     weights: dict[str, Quantized | Tensor] = {}
@@ -68,7 +70,7 @@ def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Qua
         scales = state.get(name + SCALES_SUFFIX)
         if name.endswith(SCALES_SUFFIX):
             if (owner := name.removesuffix(SCALES_SUFFIX)) not in state:
-                raise PlanError(f"{name} holds scales and {owner} is missing")
+                raise PlanError(f"{name} holds scales and {owner} is missing. Pass both.")
         elif scales is not None:
             if scales.dtype == torch.float8_e8m0fnu:
                 scales = scales.float()
@@ -76,41 +78,44 @@ def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Qua
             if recipe.scale == "ue8m0" and not (powers_of_two(scales) | scales.isnan()).all():
                 raise PlanError(
                     f"{name + SCALES_SUFFIX} holds scales that are no powers of two; the recipe's "
-                    'are. Use Recipe(scale="float32"), or quantize the weights anew.'
+                    'are. Use Recipe(scale="float32"), or quantize the weights again.'
                 )
             weights[name] = Quantized(tensor, scales, recipe.weights)
         elif _is_float8(tensor):
-            raise PlanError(f"{name} holds codes and {name + SCALES_SUFFIX} is missing")
+            raise PlanError(f"{name} holds codes and {name + SCALES_SUFFIX} is missing. Pass both.")
         else:
             weights[name] = tensor
     return weights
 
 
 def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the `quantization_config` that belongs into a checkpoint's config.json. Pure.
+    """Return the `quantization_config` for a checkpoint's config.json. Pure.
 
-    `modules_to_not_convert` lists by full name each module whose matrix `state` holds without
-    scales: vLLM compares whole names, transformers prefixes and ends of names.
+    `modules_to_not_convert` lists each module whose matrix in `state` has no scales, by full name.
+    Readers compare these entries in two ways: vLLM by whole names, and transformers by the
+    beginnings and ends of names.
 
     Args:
-        state: all tensors of the checkpoint, as packed; on the meta device they cost nothing.
+        state: all tensors of the checkpoint, as packed. Tensors on the meta device need no memory.
 
     Raises:
-        PlanError: nothing is quantized, or the name of a module that is not lies at the beginning
-            or the end of one that is, so that readers would not agree.
-        UnsupportedError: tiles of activations that readers would not use.
+        PlanError: `state` has no quantized weight.
+        PlanError: a quantized module's name begins or ends with the name of an unquantized module.
+            Readers would disagree about it.
+        UnsupportedError: the format cannot describe the tiles of `recipe`.
     """
     check_recipe(recipe)
     tile = recipe.weights
     if recipe.activations != Tile(1, tile.rows) or tile.rows != tile.columns:
         raise UnsupportedError(
-            f"the format knows square tiles of weights, and activations in rows of one side; got "
-            f"weights {tile} and activations {recipe.activations}"
+            "the format of checkpoints needs square tiles of weights, and tiles of activations "
+            f"with one row of the same side; got weights {tile} and activations "
+            f"{recipe.activations}. Use a recipe such as Recipe()."
         )
     scaled = {name.removesuffix(SCALES_SUFFIX) for name in state if name.endswith(SCALES_SUFFIX)}
     modules = {_module_of(name) for name in scaled}
     if not modules:
-        raise PlanError(f"none of {len(state)} tensors is quantized: there is nothing to configure")
+        raise PlanError(f"none of {len(state)} tensors is quantized. Call pack_weight first.")
     kept = {
         _module_of(name)
         for name, tensor in state.items()
@@ -133,10 +138,10 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class WeightEncoder:
-    """The function from a rank's part of a weight to what is sent; see `encode_weights`.
+    """A function from a rank's part of a weight to the tensors to send. See `encode_weights`.
 
-    `weightsync.Publisher` calls `origins` and `describe` before the first tensor, so that there a
-    cut through a tile, and a rule that names nothing, are met without `layouts` too.
+    `weightsync.Publisher` calls `origins` and `describe` before the first tensor. So a cut through
+    a tile, or a rule that names no weight, raises early, also without `layouts`.
     """
 
     def __init__(
@@ -154,20 +159,20 @@ class WeightEncoder:
     def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Encode this rank's part of a tensor. Local.
 
-        Returns the named tensors to send: codes and scales, or the tensor as it is.
+        Returns the tensors to send by name: codes and scales, or the unchanged tensor.
 
         Raises:
-            UsageError: a rule is found in the name by accident; codes are encoded again; the
-                recipe needs master weights.
-            PlanError: the part is not the one of `layouts`.
-            UnsupportedError: a DTensor.
+            UsageError: a rule matches inside a word of the name, the tensor holds codes already, or
+                the recipe needs master weights.
+            PlanError: the part differs from `layouts`.
+            UnsupportedError: the tensor is a DTensor.
         """
         if tensor.ndim < 2 or not tensor.is_floating_point() or not self._names(name):
             return {name: tensor}
         if local_part(tensor) is not tensor:
-            raise UnsupportedError(f"{name} is a DTensor; pass its local part, to_local()")
+            raise UnsupportedError(f"{name} is a DTensor. Pass its local part: to_local().")
         if _is_float8(tensor):
-            raise UsageError(f"{name} holds float8 codes already; a second rounding is another")
+            raise UsageError(f"{name} holds float8 codes already. Pass the weight before rounding.")
         if self._held is not None:
             place = self._held.get(name)
             if place is None or place.shard.sizes != tuple(tensor.shape):
@@ -181,11 +186,11 @@ class WeightEncoder:
         return {name: quantized.dequantize().to(tensor.dtype)}
 
     def describe(self, held: Any) -> Any:
-        """Return the `weightsync.Manifest` of a rank once its tensors are encoded. Pure.
+        """Return the `weightsync.Manifest` of a rank's encoded tensors. Pure.
 
         Raises:
-            PlanError: a shard is cut through a tile.
-            UsageError: a rule names nothing, or something by accident.
+            PlanError: a shard cuts through a tile.
+            UsageError: a rule names no weight, or matches inside a word by accident.
         """
         chosen = self._choose({name: spec.layout for name, spec in held.items()})
         if self._form == "simulated":
@@ -201,7 +206,7 @@ class WeightEncoder:
         return replace(held, tensors=tuple(rows), recipe=self._recipe.fingerprint())
 
     def origins(self, held: Any) -> dict[str, str]:
-        """Return the parameter that each encoded tensor is made of. Pure. Raises as `describe`."""
+        """Return the parameter that each encoded tensor comes from. Pure. Raises as `describe`."""
         made = dict.fromkeys(self.describe(held))
         return {name: name if name in held else name.removesuffix(SCALES_SUFFIX) for name in made}
 
@@ -228,33 +233,37 @@ def encode_weights(
     layouts: Mapping[str, Layout] | None,
     form: Form = "float8",
 ) -> WeightEncoder:
-    """Return the function that quantizes each tensor as training does, before it is sent.
+    """Return a function that quantizes each tensor before it is sent, as training does. Local.
 
-    It is what `weightsync.Publisher(encode=...)` takes. Matrices, and experts in one parameter of
-    three dims, become codes and scales, half the bytes of bfloat16; or, `form="simulated"`, numbers
-    on the float8 grid in their own dtype, which an engine without float8 kernels can serve: no
-    bytes are saved, and a transfer in bfloat16 rounds code times scale once more. Local.
+    Pass the result to `weightsync.Publisher(encode=...)`. It encodes matrices, and experts that
+    share one parameter of three dims. `form` chooses the result:
 
-    Each rank quantizes its own part, whose tiles are those of the whole only if the cuts lie
-    between tiles of `recipe.weights`.
+    - `"float8"`: codes and scales, which take half the bytes of bfloat16.
+    - `"simulated"`: numbers on the float8 grid in their own dtype, for engines without float8
+      kernels. This saves no bytes. In bfloat16, code times scale is rounded once more.
+
+    Each rank quantizes its own part. The parts have the tiles of the whole weight only if every cut
+    lies between tiles of `recipe.weights`.
 
     Args:
-        only: the names that `convert` returned, or a rule for weights or their modules; others,
-            vectors and biases pass unchanged. A rule may name what `convert` leaves: a router's
-            matrix, an embedding.
-        layouts: by name, what this rank holds (`primeblocks.layout.layout_of`), or None where it
-            holds every tensor whole.
+        only: the names that `convert` returned, or a rule for weights or their modules. Other
+            weights, vectors and biases are sent unchanged. A rule may also name weights that
+            `convert` leaves out, such as a router's matrix or an embedding.
+        exclude: a rule for weights that are sent unchanged.
+        layouts: by name, the layout that this rank holds (`primeblocks.layout.layout_of`). None if
+            it holds every tensor whole.
+        form: see above.
 
     Raises:
-        UsageError: a rule that is no regular expression, or names none of `layouts`, or something
-            by accident; without `layouts` that is met in the call with the name.
-        PlanError: a shard of a weight that is named is cut through a tile.
-        UnsupportedError: another form.
+        UsageError: a rule is not a regular expression, names no weight of `layouts`, or matches
+            inside a word by accident. Without `layouts` the call that encodes raises this error.
+        PlanError: a shard of a named weight cuts through a tile.
+        UnsupportedError: `form` is unknown.
     """
     check_recipe(recipe)
     check_choice("form", form, Form)
     if layouts is not None and not isinstance(layouts, Mapping):
-        raise UsageError(f"layouts are by name, or None; got a {type(layouts).__name__}")
+        raise UsageError(f"layouts are by name, or None; got a {type(layouts).__name__}.")
     for name, layout in ({} if layouts is None else layouts).items():
         if not isinstance(layout, Layout):
             raise UsageError(
@@ -265,7 +274,7 @@ def encode_weights(
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """Say for each float32 scale whether it is a power of two, or infinite. Local."""
+    """Return for each float32 scale whether it is a power of two, or infinite. Local."""
     return (scales.view(torch.int32) & 0x7FFFFF) == 0
 
 
@@ -277,23 +286,24 @@ def _check_pair(name: str, codes: Tensor, scales: Tensor, tile: Tile) -> None:
     if codes.dtype != torch.float8_e4m3fn or codes.ndim < 2:
         raise ShapeError(
             f"{name} has scales and is {codes.dtype} {list(codes.shape)}; codes are "
-            "float8_e4m3fn matrices"
+            "float8_e4m3fn matrices."
         )
     expected = [*codes.shape[:-2], *tile.grid(*codes.shape[-2:])]
     if scales.dtype != torch.float32 or list(scales.shape) != expected:
         raise ShapeError(
             f"{name + SCALES_SUFFIX} is {scales.dtype} {list(scales.shape)}; "
-            f"{list(codes.shape)} in tiles of {tile.rows} x {tile.columns} needs float32 {expected}"
+            f"{list(codes.shape)} in tiles of {tile.rows} x {tile.columns} needs float32 "
+            f"{expected}."
         )
 
 
 def _module_of(name: str) -> str:
-    """The module of `module.weight`, and of experts' `module.gate_up_proj`."""
+    """Return the module of `module.weight`, or of experts' `module.gate_up_proj`."""
     return name.rpartition(".")[0]
 
 
 def _is_matrix(name: str, tensor: Tensor) -> bool:
-    # Readers quantize what is called weight, and stacked experts under any name.
+    # Readers quantize parameters named `weight`, and stacked experts of any name.
     return tensor.ndim > (1 if name.endswith(".weight") else 2) and tensor.is_floating_point()
 
 

@@ -1,4 +1,4 @@
-"""Checks that engines of Hopper's block-scaled products share; the device is not asked anything."""
+"""Checks that engines of Hopper's block-scaled products share. No check reads from the device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _OTHERS = (
 
 
 def check_hopper(device: torch.device, engine: str) -> None:
-    """Refuse a device without Hopper's block-scaled products. Local; no host wait.
+    """Refuse a device without Hopper's block-scaled products. Local. The host does not wait.
 
-    Later GPUs have float8 products of other tiles, 1 x 32, with UE8M0 scales. A library that casts
-    float32 scales to those alters the numbers.
+    Later GPUs have float8 products with tiles of 1 x 32 and UE8M0 scales. A library that casts
+    float32 scales to UE8M0 would change the numbers.
 
     Raises:
-        UnsupportedError: with the device.
+        UnsupportedError: the device is not CUDA of compute capability 9.0.
     """
     if device.type != "cuda":
         raise UnsupportedError(f"{engine} multiplies on a CUDA device; got {device}. {_OTHERS}")
@@ -39,18 +39,20 @@ def check_hopper(device: torch.device, engine: str) -> None:
 
 
 def check_operands(a: Quantized, b: Quantized, engine: str) -> None:
-    """Refuse tiles, layouts and sizes other than `a @ b.T` needs. Local.
+    """Refuse tiles, layouts and sizes that `a @ b.T` does not support. Local.
 
     Raises:
-        ShapeError: the inner dims differ, or the devices.
-        UnsupportedError: tiles of `a` are not 1 x 128, those of `b` neither 1 x 128 nor 128 x 128;
-            the inner dim, or a side of 128 x 128 tiles, is not a multiple of 128; codes are not
-            contiguous.
+        ShapeError: the inner dims or the devices differ.
+        UnsupportedError: tiles of `a` are not 1 x 128, or tiles of `b` are neither 1 x 128 nor
+            128 x 128.
+        UnsupportedError: the inner dim, or a side of a weight in 128 x 128 tiles, is not a multiple
+            of 128.
+        UnsupportedError: codes are not contiguous.
     """
     if a.shape[-1] != b.shape[-1] or a.codes.device != b.codes.device:
         raise ShapeError(
             f"a {list(a.shape)} on {a.codes.device} and b {list(b.shape)} on {b.codes.device} do "
-            "not multiply: inner dims and devices must be equal"
+            "not multiply: inner dims and devices must be equal."
         )
     if a.tile != ROW or b.tile not in (ROW, SQUARE):
         raise UnsupportedError(
@@ -68,24 +70,24 @@ def check_operands(a: Quantized, b: Quantized, engine: str) -> None:
     for name, x in (("a", a), ("b", b)):
         if not x.codes.is_contiguous():
             raise UnsupportedError(
-                f"{engine} needs contiguous codes, as k_major tells; those of {name} have shape "
-                f"{list(x.shape)} and strides {list(x.codes.stride())}. Copy them once a version, "
-                "as quantize_both_ways does."
+                f"{engine} needs contiguous codes (k_major); those of {name} have shape "
+                f"{list(x.shape)} and strides {list(x.codes.stride())}. Copy them once per "
+                "version, as quantize_both_ways does."
             )
 
 
 def check_groups(a: Quantized, b: Quantized, offsets: Tensor, engine: str) -> None:
-    """Refuse what is not rows, experts and an offset for each. Local; offsets are not read.
+    """Refuse anything but rows, experts and one offset per expert. Local. Does not read offsets.
 
     Raises:
-        ShapeError: dims or dtypes do not fit, or offsets lie on another device.
+        ShapeError: dims or dtypes do not fit, or offsets are on another device.
     """
     if a.codes.ndim != 2 or b.codes.ndim != 3 or offsets.shape != b.shape[:1]:
         raise ShapeError(
             f"{engine} groups rows [tokens, in] by experts [experts, out, in] with offsets "
-            f"[experts]; got {list(a.shape)}, {list(b.shape)} and {list(offsets.shape)}"
+            f"[experts]; got {list(a.shape)}, {list(b.shape)} and {list(offsets.shape)}."
         )
     if offsets.dtype != torch.int32 or offsets.device != a.codes.device:
         raise ShapeError(
-            f"offsets must be int32 on {a.codes.device}; got {offsets.dtype} on {offsets.device}"
+            f"offsets must be int32 on {a.codes.device}; got {offsets.dtype} on {offsets.device}."
         )

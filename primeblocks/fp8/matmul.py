@@ -1,4 +1,4 @@
-"""Matrix products in float8 with gradients: dense, of experts over grouped rows, after a SwiGLU."""
+"""Float8 matrix products with gradients: dense, grouped by expert, and of a SwiGLU."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["WeightCodes", "grouped_matmul", "matmul", "quantize_both_ways", "swi
 
 
 class WeightCodes(NamedTuple):
-    """A weight, quantized for forward, and for the gradient of the input."""
+    """A weight, quantized for forward and for the gradient of the input."""
 
     forward: Quantized
     backward: Quantized
 
 
 def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
-    """Quantize `[..., out, in]` for forward and backward. Local.
+    """Quantize a weight `[..., out, in]` for forward and backward. Local.
 
-    Backward uses the same codes, transposed, where the tiles have several rows; copied if the
-    engine needs its operands contiguous.
+    If tiles have several rows, backward uses the same codes, transposed. They are copied if the
+    engine needs contiguous operands. Tiles of one row are quantized again.
     """
     forward = recipe.quantize_weight(weight)
     if recipe.weights.rows == 1:
@@ -46,15 +46,15 @@ def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
 def matmul(
     x: Tensor, weight: Tensor, *, recipe: Recipe, codes: WeightCodes | None = None
 ) -> Tensor:
-    """`x @ weight.T`, both rounded to float8; differentiable in both.
+    """Multiply `x @ weight.T`, both rounded to float8. Local. Differentiable in both.
 
-    The gradient of `x` is a float8 product too, with the same codes of `weight`, transposed; that
-    of `weight` has operands as `recipe.wgrad` says. Local.
+    The gradient of `x` is also a float8 product, with the same weight codes, transposed.
+    `recipe.wgrad` chooses the operands of the gradient of `weight`.
 
     Args:
         x: `[..., in]`.
         weight: `[out, in]`.
-        codes: of `weight`, if they are at hand; see `WeightCache`.
+        codes: the codes of `weight`, if you have them. See `WeightCache`.
 
     Returns:
         `[..., out]` in the dtype of `x`, or autocast's.
@@ -62,12 +62,12 @@ def matmul(
     Raises:
         ShapeError: the inner dims differ.
         UnsupportedError: `weight` is sharded over ranks.
-        UsageError: no recipe; a value is not finite and the recipe raises then.
+        UsageError: `recipe` is not a `Recipe`, or a value is not finite and the recipe raises then.
     """
     check_recipe(recipe)
     check_tensors(x=x, weight=weight)
     if weight.ndim != 2 or not x.ndim or x.shape[-1] != weight.shape[1]:
-        raise ShapeError(f"x {list(x.shape)} and weight {list(weight.shape)} do not multiply")
+        raise ShapeError(f"x {list(x.shape)} and weight {list(weight.shape)} do not multiply.")
     _check_operands(x, weight)
     flat = _Matmul.apply(_autocast(x).reshape(-1, x.shape[-1]), weight, None, recipe, codes)
     return flat.reshape(*x.shape[:-1], weight.shape[0])
@@ -82,25 +82,24 @@ def grouped_matmul(
     recipe: Recipe,
     codes: WeightCodes | None = None,
 ) -> Tensor:
-    """`matmul` of consecutive groups of rows, each with its expert's weight.
+    """Multiply consecutive groups of rows, each by its expert's weight, as `matmul` does. Local.
 
-    An expert without rows takes part with a gradient of zeros; rows past the last offset give
-    zeros. Local. On a GPU `offsets` stays there, and so nothing compares it with the rows; on a
-    CPU it is checked.
+    An expert without rows gets a gradient of zeros. Rows after the last offset give zeros. On a GPU
+    the host does not read `offsets`, so their values are not checked. On a CPU they are checked.
 
     Args:
         x: `[tokens, in]`, sorted by expert.
         experts: `[experts, out, in]`.
-        offsets: int32 or int64 `[experts]`, where each expert's rows end.
+        offsets: int32 or int64 `[experts]`, the end of each expert's rows.
 
     Raises:
-        ShapeError: shapes do not fit, or offsets on a CPU do not rise, or end past the tokens.
+        ShapeError: shapes do not fit. On a CPU also if offsets decrease or exceed the tokens.
         UnsupportedError: `experts` is sharded over ranks.
     """
     check_recipe(recipe)
     check_tensors(x=x, experts=experts, offsets=offsets)
     if experts.ndim != 3 or x.ndim != 2 or x.shape[1] != experts.shape[2]:
-        raise ShapeError(f"x {list(x.shape)} and experts {list(experts.shape)} do not multiply")
+        raise ShapeError(f"x {list(x.shape)} and experts {list(experts.shape)} do not multiply.")
     offsets = _checked_offsets(offsets, len(experts), len(x))
     _check_operands(x, experts)
     return _Matmul.apply(_autocast(x), experts, offsets, recipe, codes)
@@ -116,33 +115,36 @@ def swiglu_matmul(
     scores: Tensor | None = None,
     codes: WeightCodes | None = None,
 ) -> Tensor:
-    """Multiply `swiglu(gate_up, scores)`, that is never stored, by a weight.
+    """Multiply `swiglu(gate_up, scores)` by a weight, without storing the activation. Local.
 
-    The result and gradients of `grouped_matmul`, or of `matmul` without offsets, of the
-    activation; an engine that can computes its codes in one pass over `gate_up`. Of the input only
-    `gate_up` is kept for backward, which computes the activation again. Local.
+    The result and gradients equal those of `grouped_matmul` of the activation, or of `matmul`
+    without offsets. A `FusedQuantizer` computes the codes in one pass over `gate_up`. Only
+    `gate_up` is kept for backward, which computes the activation again.
 
     Args:
         gate_up: `[tokens, 2 * in]`, the gate first.
         weight: `[experts, out, in]`, or `[out, in]` without offsets.
         offsets: as for `grouped_matmul`.
-        scores: `[tokens]`, by which the activation is multiplied.
+        scores: `[tokens]`, which multiply the activation.
 
     Raises:
-        ShapeError, UnsupportedError: as `grouped_matmul`.
+        ShapeError, UnsupportedError: as for `grouped_matmul`.
     """
     check_recipe(recipe)
     check_tensors(gate_up=gate_up, weight=weight)
     grouped = offsets is not None
     if gate_up.ndim != 2 or weight.ndim != 2 + grouped or gate_up.shape[1] != 2 * weight.shape[-1]:
         raise ShapeError(
-            f"gate_up {list(gate_up.shape)} is no pair of what the weight {list(weight.shape)} "
-            f"multiplies, {'with' if grouped else 'without'} offsets"
+            f"gate_up {list(gate_up.shape)} is no pair of inputs of the weight "
+            f"{list(weight.shape)}, {'with' if grouped else 'without'} offsets. Pass "
+            "[tokens, 2 * in], the gate first."
         )
     if scores is not None:
         check_tensors(scores=scores)
     if scores is not None and scores.shape != gate_up.shape[:1]:
-        raise ShapeError(f"needs a score for each of {len(gate_up)} rows; got {list(scores.shape)}")
+        raise ShapeError(
+            f"needs a score for each of {len(gate_up)} rows; got {list(scores.shape)}."
+        )
     if offsets is not None:
         offsets = _checked_offsets(offsets, len(weight), len(gate_up))
     _check_operands(gate_up, weight)
@@ -240,7 +242,7 @@ def _input_gradient(
     *,
     both: bool,
 ) -> tuple[Tensor, Quantized | None]:
-    """The input's gradient; and `dy.T` quantized, if the weight's gradient is to use it."""
+    """Return the input's gradient, and with `both` the quantized `dy.T` for the weight's."""
     weight, columns = Quantized(codes, scales, recipe.transposed_weights), None
     if both and recipe.wgrad == "float8":
         rows, columns = recipe.quantize_both(_without_tail(dy, offsets), recipe.gradients)
@@ -250,7 +252,7 @@ def _input_gradient(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """The input as an ordinary product would take it."""
+    """Return the input in the dtype that an ordinary product would use."""
     kind = x.device.type
     taken = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if taken else x
@@ -265,7 +267,7 @@ def _refuse_create_graph() -> None:
 
 
 def _without_tail(x: Tensor, offsets: Tensor | None) -> Tensor:
-    """`x`, zero in rows past the last offset, which are nobody's and may hold anything."""
+    """Return `x` with zeros in rows after the last offset, which may hold anything."""
     if offsets is None or (offsets.device.type == "cpu" and int(offsets[-1]) == len(x)):
         return x
     rows = torch.arange(len(x), device=x.device) < offsets[-1]
@@ -299,7 +301,7 @@ def _weight_gradient(
     offsets: Tensor | None,
     recipe: Recipe,
 ) -> Tensor:
-    """Float32 or bfloat16 `dy.T @ x`; `[experts, out, in]` where there are offsets."""
+    """Return `dy.T @ x` in float32 or bfloat16. With offsets the shape is `[experts, out, in]`."""
     tile = recipe.activations
     kept = Quantized(saved[0], saved[1], tile) if len(saved) == 2 else None
     with torch.autocast(dy.device.type, enabled=False):
@@ -322,17 +324,17 @@ def _weight_gradient(
 
 
 def _checked_offsets(offsets: Tensor, experts: int, tokens: int) -> Tensor:
-    """int32 offsets; on a GPU their values are nobody's to look at."""
+    """Return int32 offsets. The host does not read their values on a GPU."""
     if offsets.shape != (experts,) or offsets.is_floating_point() or not experts:
         raise ShapeError(
             "needs at least one expert, and for each an integer offset at which its rows end; got "
-            f"{experts} experts and offsets {offsets.dtype} {list(offsets.shape)}"
+            f"{experts} experts and offsets {offsets.dtype} {list(offsets.shape)}."
         )
     if offsets.device.type == "cpu":
         ends = offsets.tolist()
         rising = all(start <= end for start, end in zip([0, *ends], ends, strict=False))
         if not rising or ends[-1] > tokens:
-            raise ShapeError(f"offsets must rise from 0 to at most the {tokens} tokens; got {ends}")
+            raise ShapeError(f"offsets must rise from 0 to at most {tokens} tokens; got {ends}.")
     return offsets.int()
 
 
@@ -340,7 +342,7 @@ def _check_operands(x: Tensor, weight: Tensor) -> None:
     for name, one in (("x", x), ("the weight", weight)):
         if not one.is_floating_point() or one.element_size() == 1 or not weight.shape[-1]:
             raise ShapeError(
-                f"{name} must hold numbers to round to float8; got {one.dtype} {list(one.shape)}"
+                f"{name} must hold numbers to round to float8; got {one.dtype} {list(one.shape)}."
             )
         if local_part(one) is not one:
             raise UnsupportedError(

@@ -1,4 +1,9 @@
-"""Float8 in existing models: linear layers, grouped rows of experts, and a cache of codes."""
+"""Float8 in existing models: linear layers, experts, and a cache of weight codes.
+
+`convert` changes modules in place. `WeightCache` keeps the codes of their weights. An entry is
+valid while four facts about the parameter stay the same: its version counter, its memory address,
+its dtype and its recipe. Every step of a torch optimizer, and every load, drops all entries.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +30,10 @@ __all__ = ["Fp8GroupedMm", "Fp8Linear", "WeightCache", "convert", "plain_name"]
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in float8; parameters and their names are those of Linear.
+    """A linear layer that multiplies in float8, with the parameters and names of Linear.
 
-    The weight is rounded in every forward, and backward uses those codes, unless a `WeightCache`
-    keeps them from one forward to the next.
+    The weight is rounded in every forward, and backward uses the same codes. A `WeightCache` keeps
+    the codes between forwards.
     """
 
     recipe: Recipe
@@ -42,10 +47,10 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8GroupedMm:
-    """The grouped product of a module of experts, in float8: its `grouped_mm`.
+    """A float8 product of experts, for the attribute `grouped_mm` of their module.
 
-    Called as `grouped_mm(name, tokens, weight, offsets)`, where `name` is the weight's in the
-    module. See `grouped_matmul`.
+    Called as `grouped_mm(name, tokens, weight, offsets)` with the weight's name in the module. See
+    `grouped_matmul`.
     """
 
     def __init__(self, module: nn.Module, recipe: Recipe) -> None:
@@ -65,37 +70,39 @@ def convert(
     only: Expression,
     exclude: Expression | None = None,
 ) -> tuple[str, ...]:
-    """Let some of a model's linear layers and experts multiply in float8, in place.
+    """Let some of a model's linear layers and experts multiply in float8, in place. Local.
 
-    The layers become `Fp8Linear` but stay the same objects, with their parameters, names and
-    hooks, so optimizers, FSDP2 (applied afterwards) and weight transfer do not notice. A module of
-    experts is converted through the seam that it declares, an attribute `grouped_mm`: those of
-    `primeblocks.parallel` do; for others call the `convert` of an adapter, such as
-    `primeblocks.fp8.adapters.transformers`. Local.
+    Layers become `Fp8Linear` but stay the same objects, with their parameters, names and hooks.
+    Optimizers and weight transfer keep working. Apply FSDP2 afterwards. A module of experts must
+    have an attribute `grouped_mm`, as those of `primeblocks.parallel` do. For other experts call
+    the `convert` of an adapter, such as `primeblocks.fp8.adapters.transformers`.
 
     Args:
-        only: a regular expression that names whole parts of dotted names; a layer is converted if
-            it, or what it lies in, is named.
-        exclude: of the same kind: layers that are not.
+        only: a regular expression that names whole parts of dotted names. A layer is converted if
+            the rule names the layer or a module around it.
+        exclude: a rule of the same kind, for layers to leave out.
 
     Returns:
         The names of the converted layers.
 
     Raises:
-        UsageError: a rule matches nothing, or something by accident, or is no regular expression.
-        UnsupportedError: experts without a seam are named.
+        UsageError: a rule matches no layer, matches inside a word by accident, or is not a regular
+            expression.
+        UnsupportedError: a chosen module of experts has no `grouped_mm`, or a chosen layer does not
+            multiply by its own forward.
     """
     check_recipe(recipe)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be an nn.Module; got a {type(model).__name__}")
+        raise UsageError(f"model must be an nn.Module; got a {type(model).__name__}.")
     layers = {plain_name(name): m for name, m in model.named_modules() if _multiplies(m)}
     chosen = choose(layers, only=only, exclude=exclude, among="linear layers and experts")
     for name in chosen:
         if not isinstance(layers[name], nn.Linear) and not hasattr(layers[name], "grouped_mm"):
             raise UnsupportedError(
                 f"{name or 'the model'} is a {type(layers[name]).__name__}, which has no seam for "
-                "grouped products. Call convert of primeblocks.fp8.adapters.transformers or "
-                f".torchtitan, or exclude={re.escape(name.rpartition('.')[2]) + '$'!r}."
+                "grouped products (grouped_mm). Call convert of "
+                "primeblocks.fp8.adapters.transformers or .torchtitan, or "
+                f"exclude={re.escape(name.rpartition('.')[2]) + '$'!r}."
             )
     going_around = {
         id(layer)
@@ -121,7 +128,7 @@ def convert(
 
 
 def plain_name(name: str) -> str:
-    """Return a module's name as it is without wrappers for compilation and checkpoints. Pure."""
+    """Return a module's name without the wrappers of compilation and checkpoints. Pure."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -137,24 +144,31 @@ def _converted(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, Tensor]]
 
 
 class WeightCache:
-    """Codes of a converted model's weights, kept until a weight changes.
+    """Keeps the float8 codes of a converted model's weights until a weight changes.
 
-    All micro-batches of a step, forward, backward and recomputation, use one rounding. Weights are
-    taken to have changed when any torch optimizer of the process has stepped, when they were loaded
-    or written in place (their version numbers), or lie elsewhere. Under FSDP2 the sharded parameter
-    is watched: the gathered one is refilled without a sign. What no sign shows needs `advance()`:
-    a write to `weight.data`, as PEFT merges adapters, or by `torch._foreach_*` to a DTensor.
+    All micro-batches of a step share one rounding, in forward, backward and recomputation. The
+    cache drops codes after these events:
 
-    Codes are kept whole, a byte a value, or two if the engine copies transposed ones: under FSDP2
-    that is memory which the sharding had saved.
+    - A torch optimizer of the process steps. All codes are dropped.
+    - A module loads a state dict.
+    - A weight is written in place, which its version counter shows.
+    - A weight's memory moves.
+
+    Under FSDP2 the cache watches the sharded parameter. Some writes do not change a version
+    counter: a write to `weight.data`, as PEFT does to merge adapters, and `torch._foreach_*` on a
+    DTensor. After such a write, call `advance()`.
+
+    The cache keeps codes of whole weights, also under FSDP2. They take one byte per value, or two
+    if the engine copies transposed codes.
 
     Args:
-        model: converted, and sharded already if it is to be.
-        optimizers: all that update its converted weights. Without any, weights must be frozen.
+        model: a converted model. If you shard it, shard it first.
+        optimizers: every optimizer that updates its converted weights. Without optimizers all
+            converted weights must be frozen.
 
     Raises:
-        UsageError: nothing was converted; a weight that wants gradients is in none of the
-            optimizers, so that nothing might tell that it changed.
+        UsageError: the model has no converted layer, or a weight that needs gradients is in none of
+            the optimizers. The cache would not notice its changes.
     """
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
@@ -162,8 +176,8 @@ class WeightCache:
             hasattr(optimizer, "param_groups") for optimizer in optimizers
         ):
             raise UsageError(
-                "needs a model and its optimizers; got "
-                f"{[type(one).__name__ for one in (model, *optimizers)]}"
+                "WeightCache needs a model and its optimizers; got "
+                f"{[type(one).__name__ for one in (model, *optimizers)]}."
             )
         self._kept: dict[tuple[nn.Module, str], _Entry] = {}
         self._watched: dict[tuple[nn.Module, str], tuple[Any, Tensor]] = {}
@@ -173,13 +187,13 @@ class WeightCache:
             if parameter.requires_grad and id(parameter) not in updated:
                 raise UsageError(
                     f"{name} of a {type(module).__name__} wants gradients and is in none of the "
-                    f"{len(optimizers)} optimizers: nothing would tell that it changed. Make the "
-                    "cache after fully_shard and the optimizers, WeightCache(model, optimizer), "
-                    "with FSDP2's weights at rest (model.reshard()); or do without."
+                    f"{len(optimizers)} optimizers, so the cache would not notice its changes. "
+                    "Call WeightCache(model, optimizer) after fully_shard, with FSDP2's weights "
+                    "resharded (model.reshard()), or use no cache."
                 )
             self._watched[module, name] = product, parameter
         if not self._watched:
-            raise UsageError("no layer of the model is converted; call convert first")
+            raise UsageError("no layer of the model is converted. Call convert first.")
         this = weakref.ref(self)
 
         def changed(*_: object) -> None:
@@ -203,38 +217,39 @@ class WeightCache:
         """Return the codes of a weight that a layer is about to use. Local.
 
         Raises:
-            UsageError: it is not the parameter that the cache was made for, or a part of it.
+            UsageError: the weight is not converted, its parameter was replaced after the cache was
+                made, or the layer multiplies by parts of it.
         """
         if (module, name) not in self._watched:
-            raise UsageError(f"{name} of a {type(module).__name__} is no weight that is converted")
+            raise UsageError(f"{name} of a {type(module).__name__} is not a converted weight.")
         product, parameter = self._watched[module, name]
         if local_part(parameter) is parameter is not getattr(module, name):
             raise UsageError(
                 f"{name} of a {type(module).__name__} is another parameter than when the cache was "
-                "made: make it after fully_shard, and anew when parameters are replaced"
+                "made: make it after fully_shard, and again after you replace parameters."
             )
         sign = _sign(parameter, product)
         entry = self._kept.get((module, name))
         if entry is None or entry.sign != sign:
             self.roundings += 1
-            # What is made under inference_mode could not serve the training that follows.
+            # A tensor made under inference_mode could not serve a later training step.
             with torch.inference_mode(False):
                 codes = quantize_both_ways(weight.detach(), product.recipe)
             entry = _Entry(sign, local_part(parameter).detach(), codes)
             self._kept[module, name] = entry
         if entry.codes.forward.shape != weight.shape:
             raise UsageError(
-                f"{name} of a {type(module).__name__} is multiplied by in parts of different "
-                "shapes; do without a cache"
+                f"{name} of a {type(module).__name__} is multiplied in parts of different shapes. "
+                "Use no cache for this model."
             )
         return entry.codes
 
     def advance(self) -> None:
-        """Forget all codes: the weights changed. Optimizers' steps call it. Local."""
+        """Drop all codes. Call it after a write that the cache cannot notice. Local."""
         self._kept.clear()
 
     def close(self) -> None:
-        """Round in every forward again. Local."""
+        """Stop caching, so that every forward rounds again. Local."""
         self.advance()
         for hook in self._hooks:
             hook.remove()
@@ -243,7 +258,7 @@ class WeightCache:
                 product.cache = None
 
     def _follow(self, module: nn.Module) -> None:
-        """Watch the sharded parameters that a load put in the place of others."""
+        """Watch the sharded parameters that a load replaced."""
         for (owner, name), (product, _) in self._watched.items():
             parameter = getattr(module, name, None)
             if owner is module and parameter is not None and local_part(parameter) is not parameter:
@@ -256,15 +271,15 @@ class WeightCache:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a model has no cache: nothing would tell it of changes.
+        # A copy of a model has no cache, because the cache would not notice its changes.
         return type(None), ()
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether it is a linear layer, or one of experts: matrices stacked in one parameter."""
+    """Return whether a module is a linear layer, or experts stacked in one parameter."""
     if isinstance(module, nn.Linear):
         plain = type(module).forward is nn.Linear.forward or isinstance(module, Fp8Linear)
-        # That of nn.MultiheadAttention, which multiplies by its weight itself.
+        # nn.MultiheadAttention multiplies by this layer's weight itself.
         return plain and not isinstance(module, NonDynamicallyQuantizableLinear)
     stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3]
     return hasattr(module, "grouped_mm") or len(stacked) > 1
@@ -281,7 +296,7 @@ def _convert(module: nn.Module, recipe: Recipe) -> None:
 
 @functools.cache
 def _float8(linear: type[nn.Linear]) -> type[Fp8Linear]:
-    """Return the class that a layer gets: its own too, if that is a host's."""
+    """Return the class of a converted layer, which also derives from a host's own class."""
     if issubclass(linear, Fp8Linear):
         return linear
     return (
@@ -291,12 +306,12 @@ def _float8(linear: type[nn.Linear]) -> type[Fp8Linear]:
 
 class _Entry(NamedTuple):
     sign: tuple[Any, ...]
-    weight: Tensor  # Kept, so that no other one can come to lie in its place.
+    weight: Tensor  # Kept alive, so that its address is not reused.
     codes: WeightCodes
 
 
 def _sign(parameter: Tensor, product: Any) -> tuple[Any, ...]:
-    # Writes to a DTensor count on it, those of optimizers on its local part.
+    # A DTensor counts writes to itself. Its local part counts those of optimizers.
     parts = [parameter, local_part(parameter)]
     versions = [0 if part.is_inference() else part._version for part in parts]
     return *versions, parts[1].data_ptr(), parts[1].dtype, product.recipe

@@ -1,4 +1,4 @@
-"""Block-scaled float8: number formats, tiles that share a scale, codes, and back."""
+"""Block-scaled float8: number formats, tiles that share a scale, codes, and values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
     "tiled",
 ]
 
-# Values that are scaled at once on a CPU: in float32 and with their codes they fit its cache.
+# Values scaled at once on a CPU. In float32 and with their codes they fit its cache.
 _AT_ONCE = 1 << 17
 
 E4M3_MAX = 448.0
@@ -50,10 +50,10 @@ Nonfinite = Literal["raise", "nan"]
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of a matrix that shares one scale; ragged at the last row and column.
+    """The part of a matrix that shares one scale. Tiles at the last row and column may be cut.
 
     Raises:
-        UsageError: a side is not positive.
+        UsageError: a side is not a positive whole number.
     """
 
     rows: int
@@ -62,7 +62,9 @@ class Tile:
     def __post_init__(self) -> None:
         for side in (self.rows, self.columns):
             if not isinstance(side, Integral) or side < 1:
-                raise UsageError(f"a tile has positive sides; got {self.rows!r} x {self.columns!r}")
+                raise UsageError(
+                    f"a tile has positive sides; got {self.rows!r} x {self.columns!r}."
+                )
 
     @property
     def transposed(self) -> Tile:
@@ -74,32 +76,32 @@ class Tile:
 
 
 def check_tile(name: str, value: object) -> None:
-    """Refuse what is no tile, such as a pair of numbers, by a UsageError. Local."""
+    """Raise UsageError unless `value` is a `Tile`. Local."""
     if not isinstance(value, Tile):
-        raise UsageError(f"{name} must be a Tile, such as Tile(1, 128); got {value!r:.60}")
+        raise UsageError(f"{name} must be a Tile, such as Tile(1, 128); got {value!r:.60}.")
 
 
 def check_choice(name: str, value: object, kind: object) -> None:
-    """Refuse what is not one of a Literal's words, by an UnsupportedError. Local."""
+    """Raise UnsupportedError unless `value` is one of a Literal's words. Local."""
     words = get_args(kind)
     if value not in words:
-        raise UnsupportedError(f"{name} is one of {', '.join(map(repr, words))}; got {value!r}")
+        raise UnsupportedError(f"{name} is one of {', '.join(map(repr, words))}; got {value!r}.")
 
 
 def scales_of(amax: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, Tensor]:
-    """Return the scales of tiles with these largest values, and what the values are scaled by.
+    """Return the scales of tiles with these largest values, and the operands that scale values.
 
-    The second is a divisor for `"division"`, a factor otherwise. A scale is at least the smallest
-    normal float32, whose reciprocal is finite; 1 where `amax` is 0, NaN where it is not finite.
-    Local; the host waits for nothing.
+    The second result is a divisor for `"division"`, and otherwise a factor. A scale is at least the
+    smallest normal float32, whose reciprocal is finite. It is 1 if `amax` is 0, and NaN if `amax`
+    is not finite. Local. The host does not wait.
     """
-    # As tensors, to be divided: over a number CUDA multiplies by its reciprocal, and a number over
-    # a tensor is that number times the tensor's reciprocal everywhere.
+    # Divide by tensors. For a division by a number, CUDA multiplies by the reciprocal. A number
+    # divided by a tensor is the number times the tensor's reciprocal everywhere.
     largest = torch.full_like(amax, E4M3_MAX)
     scales = (amax / largest).clamp_(min=torch.finfo(torch.float32).tiny)
     if scale == "ue8m0":
-        # One more in the exponent where a mantissa bit is set: exp2(ceil(log2(s))) goes wrong
-        # beside powers of two.
+        # Add one to the exponent if a mantissa bit is set. exp2(ceil(log2(s))) is wrong next to
+        # powers of two.
         bits = (scales.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF
         scales = bits.view(torch.float32)
     scales.masked_fill_(amax == 0, 1.0)
@@ -114,9 +116,9 @@ def scales_of(amax: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, T
 
 
 def tiled(x: Tensor, tile: Tile) -> Tensor:
-    """View `[..., rows, columns]` as `[..., row tiles, rows, column tiles, columns]`.
+    """View `[..., rows, columns]` as `[..., row tiles, rows, column tiles, columns]`. Local.
 
-    Filled up with zeros, which copies, where the last tiles are ragged. Local.
+    If the last tiles are cut, the matrix is copied and padded with zeros.
     """
     down, across = tile.grid(*x.shape[-2:])
     padding = (0, across * tile.columns - x.shape[-1], 0, down * tile.rows - x.shape[-2])
@@ -126,11 +128,12 @@ def tiled(x: Tensor, tile: Tile) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A matrix, or a batch of them, as float8 codes and a scale a tile: value = code * scale.
+    """A matrix, or a batch of them, as float8 codes and one scale per tile: value = code * scale.
 
     Args:
         codes: float8_e4m3fn `[..., rows, columns]`.
-        scales: float32 `[..., row tiles, column tiles]`; powers of two where the kind is UE8M0.
+        scales: float32 `[..., row tiles, column tiles]`. With UE8M0 they are powers of two.
+        tile: the tile that shares a scale.
     """
 
     codes: Tensor
@@ -143,11 +146,11 @@ class Quantized:
 
     @property
     def transposed(self) -> Quantized:
-        """The transposed matrix, from the same codes; nothing is rounded again. A view."""
+        """Return a view of the transposed matrix, with the same codes. Nothing is rounded again."""
         return Quantized(self.codes.mT, self.scales.mT, self.tile.transposed)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Code times scale, computed in `dtype`. Local."""
+        """Return code times scale, computed in `dtype`. Local."""
         rows, columns = self.shape[-2:]
         by_row = self.scales.to(dtype).repeat_interleave(self.tile.rows, dim=-2)[..., :rows, :]
         spread = by_row.repeat_interleave(self.tile.columns, dim=-1)[..., :columns]
@@ -162,23 +165,26 @@ def quantize(
     quotient: Quotient = "reciprocal",
     nonfinite: Nonfinite = "raise",
 ) -> Quantized:
-    """Round a matrix to E4M3 with one scale a tile, so that its largest value becomes 448.
+    """Round a matrix to E4M3 with one scale per tile, so that its largest value becomes 448.
 
-    The scale has no floor but float32's own, a normal number, so a tile of gradients keeps its
-    relative precision down to a largest value of 5e-36. A tile of zeros has scale 1. All in
-    float32, rounded to nearest even. Local; the host waits for the device if `nonfinite="raise"`.
+    The only floor of a scale is the smallest normal float32. A tile of gradients therefore keeps
+    its relative precision down to a largest value of 5e-36. A tile of zeros has scale 1. All steps
+    are in float32, rounded to nearest even. Local. With `nonfinite="raise"` the host waits for the
+    device.
 
     Args:
-        x: `[..., rows, columns]`; the matrices of a batch share no tile.
-        scale: `"ue8m0"` rounds scales up to powers of two, as Blackwell's engines need them.
-        quotient: `"reciprocal"` is DeepGEMM's form; they differ in about a code of two thousand.
-        nonfinite: `"nan"` gives a tile with such a value the scale NaN, and so what it is
-            multiplied into, without a look at it from the host.
+        x: `[..., rows, columns]`. Matrices of a batch do not share tiles.
+        tile: the tile that shares a scale.
+        scale: `"ue8m0"` rounds scales up to powers of two, as engines on Blackwell need them.
+        quotient: form of the scaled value. `"reciprocal"` is DeepGEMM's form. Between forms about
+            one code in two thousand differs.
+        nonfinite: `"raise"` refuses values that are not finite. `"nan"` gives the scale NaN to a
+            tile with such a value, and so to its products. The host does not wait then.
 
     Raises:
-        ShapeError: no matrix of floating-point numbers.
-        UsageError: a value is not finite in float32, or `tile` is no `Tile`.
-        UnsupportedError: another word for `scale`, `quotient` or `nonfinite`.
+        ShapeError: `x` is not a matrix of floating-point numbers.
+        UsageError: a value is not finite in float32, or `tile` is not a `Tile`.
+        UnsupportedError: the value of `scale`, `quotient` or `nonfinite` is unknown.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3; UE8M0: OCP Microscaling Formats 1.0.
     """
@@ -197,14 +203,14 @@ def quantize(
 
 
 def swiglu(gate_up: Tensor, scores: Tensor | None = None) -> Tensor:
-    """`silu(gate) * up * score` in float32, rounded once, to the dtype of `gate_up`. Local.
+    """Return `silu(gate) * up * score`, computed in float32 and rounded once. Local.
 
     Args:
         gate_up: `[tokens, 2 * inner]`, the gate first.
-        scores: `[tokens]`; absent, 1.
+        scores: `[tokens]`. None means 1.
 
     Returns:
-        `[tokens, inner]`; differentiable.
+        `[tokens, inner]` in the dtype of `gate_up`. Differentiable.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     h = torch.nn.functional.silu(gate) * up
@@ -214,11 +220,11 @@ def swiglu(gate_up: Tensor, scores: Tensor | None = None) -> Tensor:
 
 
 def measure_error(x: Tensor, quantized: Quantized) -> float:
-    """Return the relative error in the Frobenius norm, in float64; 0 for zeros. Local."""
+    """Return the relative error in the Frobenius norm, in float64. It is 0 for zeros. Local."""
     check_tensors(x=x)
     if not isinstance(quantized, Quantized) or x.shape != quantized.shape:
         shape = getattr(quantized, "shape", None)
-        raise ShapeError(f"needs x and what quantize made of it; got {list(x.shape)} and {shape}")
+        raise ShapeError(f"needs x and its Quantized; got {list(x.shape)} and {shape}.")
     exact = x.detach().double()
     norm = exact.norm()
     if norm == 0:
@@ -227,19 +233,19 @@ def measure_error(x: Tensor, quantized: Quantized) -> float:
 
 
 def _round_tiles(values: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, Tensor]:
-    """Codes and scales of `[..., row tiles, rows, column tiles, columns]`: the definition."""
+    """Define codes and scales of `[..., row tiles, rows, column tiles, columns]`."""
     scaled = values.float()
     amax = scaled.abs().amax(-1).amax(-2)  # Faster than over both dims at once.
     scales, by = scales_of(amax, scale, quotient)
     by = by[..., None, :, None]
-    # A rounding beyond 448 comes back to it; nothing finite gets as far as the 464 from which on a
-    # cast gives NaN (torch 2.11) or saturates (since 2.12).
+    # Values that round beyond 448 become 448. No finite value reaches 464, from which a cast gives
+    # NaN (torch 2.11) or saturates (since 2.12).
     scaled = scaled / by if quotient == "division" else scaled * by
     return scaled.to(torch.float8_e4m3fn), scales
 
 
 def _parts(values: Tensor) -> list[tuple[Any, ...]]:
-    """Cut the row tiles of a batch into parts that a CPU's cache holds; one part on a device."""
+    """Cut the row tiles of a batch into parts that fit a CPU's cache, or one part on a device."""
     *batch, down = values.shape[:-3]
     if not values.numel():
         return []
@@ -256,18 +262,18 @@ def _parts(values: Tensor) -> list[tuple[Any, ...]]:
 def check_operands(
     x: Tensor, tile: Tile, scale: Scale, quotient: Quotient, nonfinite: Nonfinite
 ) -> None:
-    """Refuse what no quantizer takes. Local; raises as `quantize`."""
+    """Refuse operands that a quantizer does not take. Local. Raises as `quantize`."""
     check_tile("tile", tile)
     check_tensors(x=x)
     check_choice("scale", scale, Scale)
     check_choice("quotient", quotient, Quotient)
     check_choice("nonfinite", nonfinite, Nonfinite)
     if x.ndim < 2 or not x.is_floating_point() or x.element_size() == 1:
-        raise ShapeError(f"quantize takes a floating-point matrix; got {x.dtype} {list(x.shape)}")
+        raise ShapeError(f"quantize takes a floating-point matrix; got {x.dtype} {list(x.shape)}.")
 
 
 def refuse_nonfinite(x: Tensor, quantized: Quantized) -> None:
-    """Refuse values that are not finite, by a UsageError with their number. The host waits."""
+    """Raise UsageError with the number of values that are not finite. The host waits."""
     if not quantized.scales.isfinite().all():
         bad = int((~x.float().isfinite()).sum())
-        raise UsageError(f"{bad} of {x.numel()} values are not finite; float8 has no infinity")
+        raise UsageError(f"{bad} of {x.numel()} values are not finite, and float8 has no infinity.")

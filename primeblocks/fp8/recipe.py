@@ -1,4 +1,4 @@
-"""The recipe of float8 products: what is rounded, how, and which engines do it."""
+"""The recipe of float8 products: which values are rounded, how, and by which engines."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ Saved = Literal["input", "float8"]
 
 
 class Gemm(Protocol):
-    """An engine that multiplies quantized matrices. Hashable, as part of a Recipe.
+    """An engine that multiplies quantized matrices. It must be hashable, as a part of a Recipe.
 
-    Its results are float32 or bfloat16. `k_major` is True where it needs both operands contiguous
-    along the inner dim: transposed weights are then copied once a version.
+    Results are float32 or bfloat16. `k_major` is True if both operands must be contiguous along the
+    inner dim. Transposed weights are then copied once per version.
     """
 
     @property
@@ -51,11 +51,11 @@ class Gemm(Protocol):
         Args:
             a: `[tokens, in]`, sorted by expert.
             b: `[experts, out, in]`.
-            offsets: int32 `[experts]`, where each expert's rows end. An engine of a GPU leaves it
-                there.
+            offsets: int32 `[experts]`, the end of each expert's rows. An engine on a GPU does not
+                copy it to the host.
 
         Returns:
-            `[tokens, out]`; zeros past the last offset.
+            `[tokens, out]`, with zeros after the last offset.
         """
         ...
 
@@ -63,11 +63,11 @@ class Gemm(Protocol):
         """Multiply `a @ b.T` over each expert's part of the inner dim.
 
         Args:
-            a: `[out, tokens]`, in tiles along the tokens, which an expert's end may cut.
+            a: `[out, tokens]`, in tiles along the tokens. An expert's end may cut a tile.
             b: `[in, tokens]`.
 
         Returns:
-            float32 `[experts, out, in]`; zeros for an expert without tokens.
+            float32 `[experts, out, in]`, with zeros for an expert without tokens.
         """
         ...
 
@@ -75,7 +75,7 @@ class Gemm(Protocol):
 
 
 class Quantizer(Protocol):
-    """An engine that quantizes, with the bits of `quantize`. Hashable, as part of a Recipe."""
+    """An engine that quantizes, with the bits of `quantize`. It must be hashable."""
 
     def __call__(
         self, x: Tensor, tile: Tile, *, scale: Scale, quotient: Quotient, nonfinite: Nonfinite
@@ -86,7 +86,7 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class FusedQuantizer(Protocol):
-    """A quantizer that also takes two steps in one pass; the words are those of `Quantizer`."""
+    """A `Quantizer` that also does two steps in one pass. It takes the same keywords."""
 
     def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
         """Quantize a matrix and its transpose, each in tiles along its own rows."""
@@ -99,37 +99,39 @@ class FusedQuantizer(Protocol):
     def swiglu_both(
         self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any
     ) -> tuple[Quantized, Quantized]:
-        """Quantize it and its transpose."""
+        """Quantize `primeblocks.fp8.quantize.swiglu(gate_up, scores)` and its transpose."""
         ...
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A hashable value: equal recipes round alike, and `fingerprint` says so across processes.
+    """The rules by which float8 products round. Equal recipes round alike. Hashable.
+
+    Compare `fingerprint` to check equality across processes.
 
     Args:
         activations: tile of activations and of their gradients.
-        weights: tile of weights. Square ones serve the gradient of the input too, transposed;
-            those of one row are quantized once more, along the other dim.
-        scale: kind of scales; `"ue8m0"` rounds them up to powers of two.
-        quotient: form of a scaled value; see `quantize`.
-        source: what of a weight is quantized. `"bfloat16"`: its bfloat16 rounding, which is also
-            what FSDP2 gathers and an engine loads; `"float32"`: the master weight, and a weight
-            of less precision is refused.
-        wgrad: the operands of weights' gradients; sums are float32 in any case.
-        saved: what forward keeps of its input for the weight's gradient: the input, or codes, a
-            byte a value.
-        nonfinite: `"nan"` lets a value that is not finite pass into the results as NaN, as other
-            products do; `"raise"` looks at every operand, for which a GPU waits.
-        gemm: multiplies. It is passed in, never found: what happens to be installed does not
-            alter anyone's numbers.
-        quantizer: quantizes, to the same bits whoever it is; in fewer passes if it is a
-            `FusedQuantizer`.
+        weights: tile of weights. With square tiles the transposed codes also serve the gradient of
+            the input. With one-row tiles weights are quantized again along the other dim.
+        scale: kind of scales. `"ue8m0"` rounds them up to powers of two.
+        quotient: form of a scaled value. See `quantize`.
+        source: the numbers of a weight that are quantized. `"bfloat16"` takes the weight's bfloat16
+            rounding, which FSDP2 gathers and an engine loads. `"float32"` takes the master weight,
+            and refuses a weight of less precision.
+        wgrad: operands of weights' gradients. Sums are always float32.
+        saved: the data that forward keeps for the weight's gradient: the input, or its codes at one
+            byte per value.
+        nonfinite: `"nan"` passes a value that is not finite into the results as NaN, as other
+            products do. `"raise"` checks every operand, for which the host waits for a GPU.
+        gemm: the engine that multiplies. Installed packages do not change it, and so do not change
+            your numbers.
+        quantizer: the engine that quantizes. All give the same bits. A `FusedQuantizer` needs fewer
+            passes.
 
     Raises:
-        UsageError: a tile that is no `Tile`, or an engine that cannot be called.
-        PlanError: the tiles do not share their inner side, in both directions.
-        UnsupportedError: another word than those above.
+        UsageError: a tile is not a `Tile`, or an engine is not callable.
+        PlanError: the two tiles have different inner sides, in forward or in backward.
+        UnsupportedError: the value of another argument is unknown.
     """
 
     activations: Tile = field(default=Tile(1, 128))
@@ -149,11 +151,11 @@ class Recipe:
         for name, example in (("gemm", "ReferenceGemm()"), ("quantizer", "quantize")):
             engine = getattr(self, name)
             if not callable(engine) or isinstance(engine, type):
-                raise UsageError(f"{name} must be an engine, such as {example}; got {engine!r}")
+                raise UsageError(f"{name} must be an engine, such as {example}; got {engine!r}.")
         if self.activations.columns != self.weights.columns:
             raise PlanError(
                 f"activations {self.activations} and weights {self.weights} need the same number "
-                "of columns: they are multiplied along them"
+                "of columns, because they are multiplied along them."
             )
         kinds = {"scale": Scale, "quotient": Quotient, "source": Source, "wgrad": Wgrad}
         for name, kind in {**kinds, "saved": Saved, "nonfinite": Nonfinite}.items():
@@ -172,7 +174,7 @@ class Recipe:
 
     @property
     def gradients(self) -> Tile:
-        """Tile of the gradient of an output: its inner side is the transposed weights'."""
+        """Tile of the gradient of an output. Its inner side is that of the transposed weights."""
         return Tile(self.activations.rows, self.transposed_weights.columns)
 
     @property
@@ -181,20 +183,20 @@ class Recipe:
         return self.weights if self.weights.rows == 1 else self.weights.transposed
 
     def quantize(self, x: Tensor, tile: Tile) -> Quantized:
-        """Quantize as the recipe says, with its engine. Local."""
+        """Quantize with the recipe's engine and options. Local."""
         return self.quantizer(x, tile, **self._how)
 
     def quantize_both(self, x: Tensor, tile: Tile) -> tuple[Quantized, Quantized]:
-        """Quantize rows, and the transpose in tiles of `activations`. Local.
+        """Quantize a matrix in `tile`, and its transpose in tiles of `activations`. Local.
 
-        In one pass where the engine can, and the tiles are the same.
+        One pass if the engine can do it and the tiles are equal.
         """
         if tile == self.activations and isinstance(self.quantizer, FusedQuantizer):
             return self.quantizer.both(x, tile, **self._how)
         return self.quantize(x, tile), self.quantize(x.mT, self.activations)
 
     def quantize_swiglu(self, gate_up: Tensor, scores: Tensor | None) -> Quantized:
-        """Quantize an activation from what it is computed from. Local."""
+        """Quantize a SwiGLU from its `gate_up` and scores. Local."""
         if isinstance(self.quantizer, FusedQuantizer):
             return self.quantizer.swiglu(gate_up, scores, self.activations, **self._how)
         return self.quantize(swiglu(gate_up, scores), self.activations)
@@ -202,7 +204,7 @@ class Recipe:
     def quantize_swiglu_both(
         self, gate_up: Tensor, scores: Tensor | None
     ) -> tuple[Quantized, Quantized]:
-        """Quantize an activation and its transpose. Local."""
+        """Quantize a SwiGLU and its transpose. Local."""
         if isinstance(self.quantizer, FusedQuantizer):
             return self.quantizer.swiglu_both(gate_up, scores, self.activations, **self._how)
         return self.quantize_both(swiglu(gate_up, scores), self.activations)
@@ -223,7 +225,7 @@ class Recipe:
         return self.quantize(weight, self.weights)
 
     def describe(self) -> dict[str, str]:
-        """Return by name all that decides codes, scales and how they are stored. Pure."""
+        """Return by name every choice that decides codes, scales and their storage. Pure."""
         return {
             "codes": "float8_e4m3fn",
             "activations": f"{self.activations.rows}x{self.activations.columns}",
@@ -237,14 +239,15 @@ class Recipe:
     def fingerprint(self, layers: Iterable[str] = ()) -> str:
         """Return sixteen hex digits of `describe()` and of the names of quantized layers. Pure.
 
-        Neither the engines nor what only gradients see: those may differ between the two sides.
+        The digits leave out engines, and options that only gradients use. These may differ between
+        trainer and engine.
 
         Args:
-            layers: as `convert` returned them, if both sides are to exclude the same.
+            layers: the names that `convert` returned, if both sides must convert the same layers.
         """
         names = None if isinstance(layers, str) or not isinstance(layers, Iterable) else set(layers)
         if names is None or not all(isinstance(name, str) for name in names):
-            raise UsageError(f"layers must be names, as convert returned them; got {layers!r:.60}")
+            raise UsageError(f"layers must be names, as convert returned them; got {layers!r:.60}.")
         facts = [*self.describe().items(), *sorted(names)]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
@@ -254,10 +257,10 @@ class Recipe:
 
 
 def check_recipe(recipe: object) -> None:
-    """Refuse what is no recipe. Local.
+    """Refuse anything but a `Recipe`. Local.
 
     Raises:
-        UsageError: with what was passed.
+        UsageError: `recipe` is not a `Recipe`.
     """
     if not isinstance(recipe, Recipe):
-        raise UsageError(f"recipe must be a Recipe, such as Recipe(); got {recipe!r:.60}")
+        raise UsageError(f"recipe must be a Recipe, such as Recipe(); got {recipe!r:.60}.")

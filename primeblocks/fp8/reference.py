@@ -1,4 +1,4 @@
-"""Block-scaled products in torch alone: to the bit, quick, and exact for comparison."""
+"""Block-scaled products in torch alone: one exact to the bit, one quick, one in float64."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ __all__ = ["ReferenceGemm", "SimulatedGemm", "exact_product", "runs"]
 
 @dataclass(frozen=True)
 class ReferenceGemm:
-    """Products of quantized matrices to the bit, on any device; see `Gemm`.
+    """A `Gemm` that defines the result of products bit for bit, on any device.
 
-    Products of codes within one tile of the inner dim are summed exactly (they fit float64) and
-    rounded to float32; then, tile after tile, `total = fma(a_scale * b_scale, sum, total)` in
-    float32. So the result does not depend on threads, libraries or the order inside a tile.
-    Hopper's tensor cores accumulate with fewer bits; engines agree with this to a tolerance, not
-    to the bit. Local; `offsets` is read on the host.
+    Within one tile of the inner dim, products of codes are summed exactly in float64 and rounded to
+    float32. Then `total = fma(a_scale * b_scale, sum, total)` runs tile after tile in float32. The
+    result therefore does not depend on threads, libraries or the order inside a tile.
+
+    Hopper's tensor cores accumulate with fewer bits. Engines agree with this class to a tolerance,
+    not to the bit. Local. The host reads `offsets`.
 
     Raises:
         ShapeError: from each product, if the inner dims or their tiles differ.
@@ -36,7 +37,7 @@ class ReferenceGemm:
         return _product(a, b, slice(0, a.shape[-1]))
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows by its matrix; float32."""
+        """Multiply each expert's rows by its matrix. Returns float32."""
         _check_inner(a, b)
         out, by_row = a.scales.new_zeros(a.shape[0], b.shape[-2]), _by_row(a)
         for expert, rows in enumerate(runs(offsets)):
@@ -45,17 +46,17 @@ class ReferenceGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply `a @ b.T` over each expert's part of the inner dim; float32."""
+        """Multiply `a @ b.T` over each expert's part of the inner dim. Returns float32."""
         _check_inner(a, b)
         return torch.stack([_product(a, b, part) for part in runs(offsets)])
 
 
 @dataclass(frozen=True)
 class SimulatedGemm:
-    """Float32 products of what codes and scales say, by torch; see `Gemm`.
+    """A `Gemm` that multiplies dequantized matrices in float32 with torch.
 
-    Only the rounding of a sum to float32 differs from `ReferenceGemm`. For training at small scale
-    on a CPU, or on a GPU without float8. Local; grouped products read `offsets` on the host.
+    Only the rounding of sums to float32 differs from `ReferenceGemm`. For training at small scale
+    on a CPU, or on a GPU without float8. Local. The host reads `offsets` of grouped products.
 
     Raises:
         ShapeError: from each product, if the inner dims or their tiles differ.
@@ -69,7 +70,7 @@ class SimulatedGemm:
         return a.dequantize() @ b.dequantize().mT
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows by its matrix; float32."""
+        """Multiply each expert's rows by its matrix. Returns float32."""
         _check_inner(a, b)
         rows, weights = a.dequantize(), b.dequantize().mT
         out = rows.new_zeros(len(rows), weights.shape[-1])
@@ -78,23 +79,23 @@ class SimulatedGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply `a @ b.T` over each expert's part of the inner dim; float32."""
+        """Multiply `a @ b.T` over each expert's part of the inner dim. Returns float32."""
         _check_inner(a, b)
         left, right = a.dequantize(), b.dequantize().mT
         return torch.stack([left[:, run] @ right[run] for run in runs(offsets)])
 
 
 def runs(offsets: Tensor) -> list[slice]:
-    """Return where each expert's rows lie, read on the host. Local."""
+    """Return the range of each expert's rows, read on the host. Local."""
     ends = offsets.tolist()
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def exact_product(a: Quantized, b: Quantized) -> Tensor:
-    """Dequantize and multiply in float64, which any engine approximates. Local."""
+    """Dequantize and multiply in float64, the product that all engines approximate. Local."""
     if not isinstance(a, Quantized) or not isinstance(b, Quantized):
         raise ShapeError(
-            f"needs two quantized matrices; got a {type(a).__name__} and a {type(b).__name__}"
+            f"needs two quantized matrices; got a {type(a).__name__} and a {type(b).__name__}."
         )
     return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
 
@@ -103,16 +104,16 @@ def _check_inner(a: Quantized, b: Quantized) -> None:
     if a.shape[-1] != b.shape[-1] or a.tile.columns != b.tile.columns:
         raise ShapeError(
             f"inner dims {a.shape[-1]} and {b.shape[-1]} in tiles of {a.tile.columns} and "
-            f"{b.tile.columns} do not match"
+            f"{b.tile.columns} do not match."
         )
 
 
 def _product(a: Quantized, b: Quantized, inner: slice) -> Tensor:
-    """`a @ b.T` over a part of the inner dim, whose tiles stay where they are."""
+    """Return `a @ b.T` over a part of the inner dim. The tiles keep their places."""
     size = a.tile.columns
     total = a.scales.new_zeros(a.shape[0], b.shape[0])
     a_scales, b_scales = _by_row(a), _by_row(b)
-    # An expert without tokens has no tile, not even the one in which it would lie.
+    # An expert without tokens has no tile at all.
     tiles = range(inner.start // size, -(-inner.stop // size)) if inner.start < inner.stop else ()
     for k in tiles:
         part = slice(max(k * size, inner.start), min((k + 1) * size, inner.stop))
@@ -126,13 +127,13 @@ def _by_row(x: Quantized) -> Tensor:
 
 
 def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-    """`x * y + z` of float32, rounded once."""
+    """Return `x * y + z` of float32, rounded once."""
     product, addend = x.double() * y.double(), z.double()  # exact: 24 + 24 bits fit in 53
     total = product + addend
-    # What that addition lost, exactly (Knuth's two-sum).
+    # The exact rounding error of that addition (Knuth's two-sum).
     virtual = total - product
     lost = (product - (total - virtual)) + (addend - virtual)
-    # Rounded to odd (cut off, last bit set where something is lost), so that rounding to float32
-    # is as good as the only one: Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008.
+    # Round to odd: cut off, and set the last bit if a part was lost. Rounding to float32 is then as
+    # good as a single rounding: Boldo and Melquiond, IEEE Trans. Computers 57(4), 2008.
     cut = total.view(torch.int64) - (lost * total < 0).long()
     return (cut | (lost != 0).long()).view(torch.float64).float()

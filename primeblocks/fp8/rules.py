@@ -1,4 +1,4 @@
-"""Rules that choose layers and weights by name, and are refused where they name others."""
+"""Rules that choose layers and weights by name. A rule that matches by accident is refused."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Expression = str | re.Pattern[str] | tuple[str, ...]
 class Rule:
     r"""A regular expression that names whole parts of dotted names, or a tuple of such names.
 
-    `self_attn\.[qkvo]_proj` names `layers.0.self_attn.q_proj` and what lies in it; `mlp.gate` is
-    found in `mlp.gate_up_proj`, but does not name it, so that asking is refused.
+    `self_attn\.[qkvo]_proj` names `layers.0.self_attn.q_proj` and all parts of that module.
+    `mlp.gate` matches inside `mlp.gate_up_proj` but does not name it, so that match raises.
 
     Raises:
-        UsageError: no regular expression, or an empty one.
+        UsageError: the expression is empty, or not a regular expression.
     """
 
     def __init__(self, argument: str, expression: Expression) -> None:
         if isinstance(expression, tuple):
             if not all(isinstance(name, str) for name in expression):
-                raise UsageError(f"{argument} must be names; got {expression!r:.60}")
+                raise UsageError(f"{argument} must be names; got {expression!r:.60}.")
             self.argument, self.text = argument, "|".join(map(re.escape, expression))
             self._found = self._named = re.compile(rf"^(?:{self.text})(?=\.|$)")
             return
@@ -40,31 +40,31 @@ class Rule:
             self._found = re.compile(expression)
         except re.error as error:
             raise UsageError(
-                f"{argument}={expression!r} is no regular expression: {error}"
+                f"{argument}={expression!r} is no regular expression: {error}."
             ) from error
         self.text = self._found.pattern
-        # Flags at its beginning hold already; a comment at its end would hide what follows.
+        # Flags at its beginning are already set. A comment at its end would hide later parts.
         body = re.sub(r"^\(\?[aiLmsux]+\)", "", self.text)
         end = "\n" if self._found.flags & re.VERBOSE else ""
         self._named = re.compile(rf"(?:^|(?<=\.))(?:{body}{end})(?=\.|$)", self._found.flags)
         if not self.text:
-            raise UsageError(f"{argument} is empty; to name everything use '.*'")
+            raise UsageError(f"{argument} is empty. To name everything use '.*'.")
         self.argument = argument
 
     def names_weight(self, name: str) -> bool:
-        """Say whether a parameter's name, or its module's, is what the rule names. Pure.
+        """Return whether the rule names a parameter or its module. Pure.
 
         Raises:
-            UsageError: as `names`.
+            UsageError: as for `names`.
         """
         places = dict.fromkeys([name.rpartition(".")[0], name.removesuffix(".weight"), name])
         return any(self.names(place) for place in places if place)
 
     def names(self, name: str) -> bool:
-        """Say whether a part of `name` is what the rule names. Pure.
+        """Return whether the rule names whole parts of `name`. Pure.
 
         Raises:
-            UsageError: the rule is found in it by accident, inside a word.
+            UsageError: the rule matches inside a word, by accident.
         """
         if self._named.search(name):
             return True
@@ -73,9 +73,9 @@ class Rule:
             return False
         words = [word for word in name.split(".") if found.group().split(".")[-1] in word]
         raise UsageError(
-            f"{self.argument}={self.text!r} is found inside {name!r} and does not name it: was "
-            f"that meant? Write whole words, such as {re.escape(words[-1] if words else name)!r}, "
-            f"or a rule that is not found there, such as r'{self.text}(\\.|$)'."
+            f"{self.argument}={self.text!r} is found inside {name!r} and does not name it. To name "
+            f"it write whole words, such as {re.escape(words[-1] if words else name)!r}. To leave "
+            f"it out write a rule that is not found there, such as r'{self.text}(\\.|$)'."
         )
 
 
@@ -90,15 +90,15 @@ def choose(
     """Return the names of modules that `only` names and `exclude` does not. Pure.
 
     Raises:
-        UsageError: a rule names nothing, or is found in a name by accident.
+        UsageError: a rule names no module, or matches inside a word by accident.
     """
     names, found = list(names), []
     for rule in [Rule("only", only)] + ([] if exclude is None else [Rule("exclude", exclude)]):
         named = {name for name in names if meets(rule, name)}
         if not named:
             raise UsageError(
-                f"{rule.argument}={rule.text!r} matches none of {len(names)} {among}; "
-                f"they are named like {names[:3]}"
+                f"{rule.argument}={rule.text!r} matches none of {len(names)} {among}. "
+                f"Their names look like {names[:3]}."
             )
         found.append(named)
     chosen = found[0].difference(*found[1:])
@@ -108,9 +108,9 @@ def choose(
 def choose_weights(
     names: Iterable[str], *, only: Expression, exclude: Expression | None = None
 ) -> tuple[str, ...]:
-    """Return the names of weights that `only` names, or whose modules it names. Pure.
+    """Return the names of weights that `only` names, directly or through their modules. Pure.
 
-    Biases are none, whatever dims they have. Raises as `choose`.
+    Biases are never chosen, whatever dims they have. Raises as `choose`.
     """
     weights = [name for name in names if not name.endswith("bias")]
     return choose(weights, only=only, exclude=exclude, among="weights", meets=Rule.names_weight)

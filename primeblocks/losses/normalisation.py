@@ -10,7 +10,7 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..errors import UsageError
+from ..errors import UsageError, check_counts
 from ..groups import agreed
 from .tokens import TokenLoss, check_tokens, masked, sequence_sums
 
@@ -65,9 +65,14 @@ def global_count(
         device: where the backend of `group` takes tensors.
 
     Raises:
-        RankError, PlanError: as `divide`.
+        RankError, PlanError: as `divide`; or `count` is not a whole number from 0 up.
     """
-    return _added(lambda: count, "global_count", group=group, device=device)
+
+    def look() -> int:
+        check_counts(least=0, count=count)
+        return count
+
+    return _added(look, "global_count", group=group, device=device)
 
 
 def length_weights(

@@ -1,8 +1,9 @@
 """Train mixture-of-experts models over many ranks with torch's own FSDP2 and process groups.
 
-Degrees are planned and checked as numbers, experts are shared by token dispatch, sequences are
-split by a plan, gradients are plain sums that do not depend on how the run is parallelised, and
-norms clip across any mix of meshes. Models come in through `adapters`.
+`plan_mesh` plans the degrees of parallelism. `plan_sequence` splits a packed sequence over ranks.
+Dispatchers send tokens to the ranks of their experts. Every gradient is a plain sum over all ranks,
+however you split the run. `clip_grad_norm_` works on any mix of meshes. Functions that parallelize
+the model of another package are in `adapters`.
 """
 
 from . import attention, experts, linear, memory

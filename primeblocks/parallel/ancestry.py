@@ -1,7 +1,7 @@
-"""Documents that continue others: depths, subtrees, and the places that a token sees.
+"""Documents that continue other documents: depths, subtrees, and the tokens that a token sees.
 
-Documents are in preorder, so a document and all that continue it, directly or not, are neighbours.
-A token at place j is visible from place i exactly if `j <= i < ends[j]`.
+Documents are in preorder: all that continue a document, directly or not, come right after it. The
+token at place i sees the token at place j exactly if `j <= i < ends[j]`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class Ancestry:
     """The tree of a sequence's documents.
 
     Attributes:
-        parents: the document that each one continues, or -1; None where none continues another.
+        parents: for each document the document that it continues, or -1. None if no document
+            continues another.
         starts: int64 `[documents + 1]`, the place where each document begins, and the end.
     """
 
@@ -35,7 +36,7 @@ class Ancestry:
         """Check parents. Pure.
 
         Raises:
-            PlanError: another number of them, or documents that are not in preorder.
+            PlanError: the number of parents is wrong, or the documents are not in preorder.
         """
         starts = np.cumsum([0, *lengths], dtype=np.int64)
         if parents is None:
@@ -52,8 +53,8 @@ class Ancestry:
             if parent != -1 and not path:
                 raise PlanError(
                     f"plan_sequence got parent {parent} for document {document}, which is not in "
-                    "preorder. Put each document behind the one that it continues, and all that "
-                    "continue it right behind it, or pass TreePlan.parents."
+                    "preorder. Put each document after the one that it continues, and all that "
+                    "continue it right after it, or pass TreePlan.parents."
                 )
             path.append(document)
         known = tuple(int(each) for each in parents)
@@ -71,7 +72,7 @@ class Ancestry:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """int64 `[tokens]`: the place behind the last token that sees a token."""
+        """int64 `[tokens]`: the place after the last token that sees each token."""
         ends = self.starts[1:].copy()
         for document, parent in reversed([*enumerate(self.parents or ())]):
             if parent >= 0:
@@ -79,13 +80,13 @@ class Ancestry:
         return np.repeat(ends, np.diff(self.starts))
 
     def before(self, place: int, *, least: int = 0) -> list[tuple[int, int]]:
-        """Return what a token sees before itself, as ranges of places, ascending. Pure.
+        """Return the earlier tokens that a token sees, as ascending ranges of places. Pure.
 
         Args:
-            least: the depth of the first token that it sees.
+            least: the smallest depth that the token sees.
         """
         found: list[tuple[int, int]] = []
-        # Of documents that begin at one place all but the last are empty.
+        # If several documents begin at one place, all but the last are empty.
         document, stop = int(np.searchsorted(self.starts, place, side="right")) - 1, place
         while document >= 0:
             start = int(self.starts[document])

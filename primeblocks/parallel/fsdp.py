@@ -1,4 +1,8 @@
-"""FSDP2 over dense and expert meshes: sharding, gradient scaling, clipping."""
+"""FSDP2 over dense and expert meshes: sharding, clipping and token counts.
+
+FSDP2 would divide each gradient by the size of its own mesh, which differs between expert and dense
+parameters. This file asks for plain sums. The caller divides the loss by all ranks' token count.
+"""
 
 from __future__ import annotations
 
@@ -47,38 +51,39 @@ def fully_shard_moe(
     reshard_after_forward: bool = True,
     offload_policy: OffloadPolicy | None = None,
 ) -> None:
-    """Shard a mixture-of-experts model in place; names of parameters stay.
+    """Shard a mixture-of-experts model in place. Parameter names do not change.
 
-    Experts are dealt over `meshes.expert`, then sharded over `meshes.expert_fsdp`; all else is
-    sharded over `meshes.fsdp`, the ranks of a context group included. Afterwards every gradient is
-    the plain SUM of all ranks' loss contributions, whatever the meshes: divide each local loss by
-    `global_token_count`. Local, but the model's weights must be equal on all ranks; forward and
-    backward are collective.
+    Each rank of `meshes.expert` keeps its share of the experts, and `meshes.expert_fsdp` shards
+    them. `meshes.fsdp` shards all other parameters, also over the ranks of a context group.
+    Afterwards every gradient is the plain SUM of all ranks' loss contributions, so divide each
+    local loss by `global_token_count`. Local. The model's weights must be equal on all ranks.
+    Forward and backward are collective.
 
-    With context > 1 each rank passes its own part of the sequences, and the model's attention must
-    look beyond it: see `ring_attention` and `ulysses_attention`.
+    With context > 1 each rank passes its own part of the sequences. The model's attention must then
+    reach the other parts: see `ring_attention` and `ulysses_attention`.
 
     Args:
-        layers: modules to gather one at a time, as a rule the decoder layers, in their order.
-        experts: modules whose every parameter has the experts as dim 0, and whose forward takes
-            the local part of it and dispatches over `meshes.expert`. Its first floating-point
-            argument, the tokens, is cast as `precision` says; scores are left in float32.
-        routers: modules that compute, and reduce their gradients, in float32 where `precision`
-            would have less: a small error of a score picks another expert. Their outputs are not
-            cast.
-        precision: dtypes of compute and reduction; default: as the parameters are.
-        reshard_after_forward: free gathered parameters after forward, and gather them again for
-            backward. False keeps those of layers, experts and routers until then, once a step
-            instead of twice over the wire. What is in no layer is kept in either case, as FSDP2
-            does.
-        offload_policy: `CPUOffloadPolicy()` keeps parts, gradients and optimizer states on the
-            host; default: on the device.
+        layers: modules to gather one at a time, usually the decoder layers, in their order.
+        experts: modules in which dim 0 of every parameter is the expert. Their forward works on
+            the local experts and dispatches over `meshes.expert`. `precision` casts their first
+            floating-point argument, the tokens. Scores keep their dtype.
+        routers: modules that compute and reduce gradients in float32 even if `precision` asks for
+            less, because a small error of a score picks another expert. Outputs are not cast.
+        precision: dtypes of compute and reduction. Default: the dtype of the parameters.
+        reshard_after_forward: free gathered parameters after forward and gather them again for
+            backward. False keeps the parameters of layers, experts and routers until backward,
+            which gathers once per step instead of twice. FSDP2 always keeps parameters that are
+            outside of these modules.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states on the
+            host. Default: on the device.
 
     Raises:
-        PlanError: the model or a module given is sharded already; the expert degree does not divide
-            the experts, or there are none; a named module is not in `model`; a dispatcher of
-            experts lies over other ranks; a number for `reshard_after_forward`, which would have to
-            divide several meshes.
+        PlanError: `model` or a given module is sharded already, or a given module is not part of
+            `model`.
+        PlanError: the expert degree does not divide the number of experts, or the degree is over 1
+            without experts.
+        PlanError: a dispatcher uses other ranks than `meshes.expert`, or `reshard_after_forward`
+            is a number. Dense parameters and experts could not share one number.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
@@ -95,8 +100,8 @@ def fully_shard_moe(
         raise PlanError(f"expert={meshes.plan.expert}, but no experts were given. Use expert=1.")
     if not isinstance(reshard_after_forward, bool):
         raise PlanError(
-            f"reshard_after_forward must be True or False; got {reshard_after_forward!r}. Ranks to "
-            "keep parts of layers on would differ between dense parameters and experts."
+            f"reshard_after_forward must be True or False; got {reshard_after_forward!r}. A number "
+            "of ranks would mean different groups for dense parameters and for experts."
         )
     policy = MixedPrecisionPolicy() if precision is None else precision
     offload = OffloadPolicy() if offload_policy is None else offload_policy
@@ -142,23 +147,25 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their total 2-norm is at most `max_norm`.
 
-    As `torch.nn.utils.clip_grad_norm_`, for any mix of meshes inside `meshes.loss`. A gradient
-    that is no DTensor must be equal on all ranks. One collective of one number, and a small one
-    if `check`.
+    Works like `torch.nn.utils.clip_grad_norm_`, for any mix of meshes inside `meshes.loss`. A
+    gradient that is not a DTensor must be equal on all ranks. Collective: one all-reduce of one
+    number, and one more small collective if `check`.
 
     Args:
-        optimizer: if it is given, it is checked as by `check_optimizer`.
-        check: agree on `max_norm` first, so that a mistake on one rank is an error on all and not
-            a wait. A GPU has to wait for it.
+        optimizer: checked as `check_optimizer` does, if you pass it.
+        check: agree on `max_norm` first, so that a mistake on one rank raises on all ranks instead
+            of hanging. The host waits for a GPU to do so.
 
     Returns:
-        The total norm before scaling, in float64, equal on all ranks. Not finite if a gradient is
-        not; the gradients are spoilt then: check before the optimizer step.
+        The total norm before scaling, in float64, equal on all ranks. The norm is not finite if a
+        gradient is not finite. All gradients are spoilt then, so check the norm before the
+        optimizer step.
 
     Raises:
-        PlanError: a gradient holds partial sums; ranks pass different norms; `optimizer` steps
-            other tensors; or FSDP2 left parameters of a model unsharded, as it does after several
-            forwards before one backward with reentrant checkpointing. Gradients are wrong then.
+        PlanError: a gradient holds partial sums, ranks pass different norms, or `optimizer` steps
+            tensors that are not in `parameters`.
+        PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. Reentrant
+            checkpointing does so if several forwards precede one backward.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)
@@ -168,6 +175,8 @@ def clip_grad_norm_(
     with agreed("clip_grad_norm_", total, group=group, check=check) as call:
         if not isinstance(max_norm, Real) or not max_norm >= 0:
             raise PlanError(f"max_norm must be a number from 0 up; got {max_norm!r}.")
+        if not isinstance(parameters, Iterable):
+            raise PlanError(f"parameters must be tensors; got one {type(parameters).__name__}.")
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for parameter in given:
             check_tensors(parameter=parameter)
@@ -192,16 +201,16 @@ def clip_grad_norm_(
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that steps tensors which are no parameters of the model. Local.
+    """Refuse an optimizer that steps tensors outside of the model. Local.
 
-    Sharding replaces parameters. An optimizer that was made before keeps the old ones and trains
-    nothing.
+    Sharding replaces parameters. An optimizer that was made before sharding still steps the old
+    parameters, and would train nothing.
 
     Args:
         model: for an optimizer of several models, an `nn.ModuleList` of them.
 
     Raises:
-        PlanError: with the number of such tensors.
+        PlanError: some tensors of the optimizer are not parameters of `model`.
     """
     _check_steps(list(model.parameters()), optimizer)
 
@@ -213,13 +222,13 @@ def _check_steps(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> 
     if foreign:
         raise PlanError(
             f"{foreign} of {len(stepped)} tensors of the optimizer are no parameters of the model: "
-            "it was made before the model was sharded, and would not train them. Make the "
+            "the optimizer was made before the model was sharded, and would not train it. Make the "
             "optimizer after parallelize or fully_shard_moe."
         )
 
 
 def _check_sharded(given: list[Tensor], meshes: Meshes) -> None:
-    """Refuse gradients of gathered parameters, which FSDP2 has not reduced."""
+    """Refuse gradients that FSDP2 has not reduced, because their parameters are still gathered."""
     # `fully_shard_moe` shards every parameter over one of these axes.
     axes = {*(meshes.fsdp.mesh_dim_names or ()), *(meshes.expert_fsdp.mesh_dim_names or ())}
     gathered = {id(p) for p in given if p.grad is not None and not axes & _axes_of(p)}
@@ -242,13 +251,13 @@ def _axes_of(parameter: Tensor) -> set[str]:
 
 
 def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
-    """Sum a count over all ranks, for a loss to be divided by. Two small collectives.
+    """Return the sum of a count over all ranks, to divide the loss by. Two small collectives.
 
     Args:
-        local: the tokens of this rank that count in the loss; may be 0.
+        local: the tokens of this rank that count in the loss. The count may be 0.
 
     Raises:
-        ShapeError: `local` is no count.
+        ShapeError: `local` is not a whole number from 0 up.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)
@@ -258,9 +267,11 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
         whole = isinstance(local, Integral) or (
             isinstance(local, Tensor) and local.numel() == 1 and not local.is_floating_point()
         )
-        if not whole or local < 0:
+        if not whole or not 0 <= int(local) < 2**63:
             shown = f"{local.dtype} {tuple(local.shape)}" if isinstance(local, Tensor) else local
-            raise ShapeError(f"a count is one whole number from 0 up; got {shown}. Sum a mask.")
+            raise ShapeError(
+                f"a count is one whole number from 0 to 2**63 - 1; got {shown}. Sum a mask."
+            )
         count.fill_(int(local))
     dist.all_reduce(count, group=group)
     return int(count)
@@ -268,7 +279,9 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
 
 def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
     if isinstance(given, nn.Module) and not isinstance(given, Iterable):
-        raise PlanError(f"{name} must be a list of modules; got one {type(given).__name__}.")
+        raise PlanError(
+            f"{name} must be a list of modules; got one {type(given).__name__}. Pass [it]."
+        )
     found, inside = list(given), set(model.modules())  # type: ignore[call-overload]
     odd = [x for x in found if not isinstance(x, nn.Module) or x not in inside]
     if odd:
@@ -280,10 +293,10 @@ def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
 
 
 def check_dispatcher(dispatcher: object, meshes: Meshes) -> None:
-    """Refuse a dispatcher known to lie over other ranks than those that share the experts. Local.
+    """Refuse a dispatcher whose ranks are known not to be those of `meshes.expert`. Local.
 
     Raises:
-        PlanError: with both lists of ranks.
+        PlanError: the ranks differ.
     """
     group = getattr(dispatcher, "group", None)
     shared = dist.get_process_group_ranks(meshes.expert.get_group())
@@ -304,12 +317,12 @@ def _check_shared(module: nn.Module, degree: int) -> None:
         if parameter.shape[0] % degree:
             raise PlanError(
                 f"{name} has {parameter.shape[0]} experts, which expert={degree} ranks cannot "
-                "share equally."
+                "share equally. Plan with an expert degree that divides the number of experts."
             )
 
 
 def _check_dtypes(units: list[nn.Module]) -> None:
-    """Refuse what FSDP2 would refuse at the first forward, by an assertion. Inner units lead."""
+    """Refuse units of several dtypes, as FSDP2 does at the first forward. Inner units lead."""
     taken: set[nn.Parameter] = set()
     for unit in units:
         own = [(name, p) for name, p in unit.named_parameters() if p not in taken]
@@ -327,7 +340,7 @@ def _check_dtypes(units: list[nn.Module]) -> None:
 def _deal_experts(module: nn.Module, meshes: Meshes) -> None:
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            # Every rank keeps its part of what it holds: nothing is sent.
+            # Every rank holds all experts already, so nothing is sent.
             dealt = distribute_tensor(
                 parameter.detach(), meshes.expert, [Shard(0)], src_data_rank=None
             )
@@ -339,13 +352,13 @@ def _fully_shard_experts(
 ) -> None:
     ranks = meshes.plan.expert_fsdp
     if policy.cast_forward_inputs and policy.param_dtype is not None:
-        # FSDP2 would cast the scores as well: rounded gates, and rounded gradients of routers.
+        # FSDP2 would also cast the scores, and round gates and the routers' gradients.
         module.register_forward_pre_hook(_cast_tokens(policy.param_dtype), with_kwargs=True)
         policy = replace(policy, cast_forward_inputs=False)
 
     def placement(parameter: nn.Parameter) -> Shard:
         local = local_part(parameter)
-        # More ranks than experts would leave some of them empty; split inside the experts then.
+        # With more ranks than experts some ranks would be empty. Split inside the experts instead.
         uneven = local.shape[0] % ranks != 0
         return Shard(1) if uneven and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
 
@@ -367,7 +380,7 @@ def _cast_tokens(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
 
 
 def _prefetch(layers: list[nn.Module]) -> None:
-    """Gather the next layer's parameters before this one's experts.
+    """Gather the next layer's parameters before the experts of this layer run.
 
     FSDP gathers ahead of the host, but the host waits for the token counts of each layer.
     """

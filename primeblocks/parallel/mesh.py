@@ -20,17 +20,18 @@ __all__ = ["MeshPlan", "Meshes", "check_meshes", "on_device", "plan_mesh"]
 
 @dataclass(frozen=True)
 class Meshes:
-    """The process groups of one plan. Every mesh exists; an unused axis has size 1.
+    """The process groups of one plan. Every mesh exists. An unused axis has size 1.
 
     Attributes:
-        plan: the plan that they were built from.
-        fsdp: dense parameters are sharded over it; two axes (replicate, fsdp) if replicated.
-        expert_fsdp: an expert's parameters are sharded over it; two axes if replicated.
-        expert: each rank of it owns an equal share of the experts.
-        context: each rank of it holds a part of the same sequences.
-        batch: each rank of it reads different samples.
+        plan: the plan that the meshes were built from.
+        fsdp: shards dense parameters. It has the two axes (replicate, fsdp) if replicate > 1.
+        expert_fsdp: shards an expert's parameters. It has the two axes (replicate, expert_fsdp) if
+            replicate > 1.
+        expert: each of its ranks owns an equal share of the experts.
+        context: each of its ranks holds a part of the same sequences.
+        batch: each of its ranks reads different samples.
         loss: all ranks, for token counts and norms.
-        models: those that `fully_shard_moe` has sharded over these meshes, while they are alive.
+        models: the living models that `fully_shard_moe` sharded over these meshes.
     """
 
     plan: MeshPlan
@@ -47,11 +48,11 @@ class Meshes:
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """Checked degrees of parallelism, as `plan_mesh` makes them.
+    """Checked degrees of parallelism, made by `plan_mesh`.
 
-    Ranks are laid out twice over the same numbers, last axis fastest:
-    (replicate, expert_fsdp, expert) for parameters and (batch, context) for data. So the ranks
-    that talk most, an expert or a context group, are neighbours.
+    The same ranks are laid out twice, with the last axis fastest: (replicate, expert_fsdp, expert)
+    for parameters and (batch, context) for data. The ranks that talk most, an expert group or a
+    context group, are therefore neighbours.
     """
 
     world_size: int
@@ -75,7 +76,7 @@ class MeshPlan:
         return self.world_size // self.context
 
     def table(self) -> str:
-        """Return one line an axis: its size, the ranks of rank 0's group, and what it carries."""
+        """Return one line per axis: its size, the ranks of rank 0's group, and what it carries."""
         axes = {
             "replicate": (self.replicate, self.fsdp, "gradients: all-reduce"),
             "fsdp": (self.fsdp, 1, "dense weights: all-gather; gradients: reduce-scatter"),
@@ -93,14 +94,14 @@ class MeshPlan:
         return "\n".join(lines)
 
     def build(self, device: str) -> Meshes:
-        """Make the process groups. Collective over all ranks; call it once.
+        """Make the process groups. Collective over all ranks. Call it once.
 
         Args:
             device: "cpu" or "cuda".
 
         Raises:
-            PlanError: torch.distributed is not initialised, has another number of ranks or not
-                this device, or ranks build different plans.
+            PlanError: torch.distributed is not initialised, the number of running ranks differs
+                from the plan, `device` cannot be used, or ranks build different plans.
             RankError: another rank refused its plan.
         """
         if not dist.is_initialized():
@@ -119,7 +120,7 @@ class MeshPlan:
             return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
         dense = mesh(replicate=self.replicate, fsdp=self.fsdp)
-        # FSDP2 wants an expert's two axes to come from one mesh.
+        # FSDP2 requires that an expert's two axes come from one mesh.
         sparse = mesh(replicate=self.replicate, expert_fsdp=self.expert_fsdp, expert=self.expert)
         data = mesh(batch=self.batch, context=self.context)
         copies = ("replicate",) if self.replicate > 1 else ()
@@ -137,13 +138,13 @@ class MeshPlan:
 def plan_mesh(
     *, world_size: int, replicate: int = 1, context: int = 1, expert: int = 1
 ) -> MeshPlan:
-    """Check the degrees and derive the rest. Pure.
+    """Check the degrees of parallelism and derive the others. Pure.
 
     Args:
-        world_size: all ranks.
+        world_size: the number of all ranks.
         replicate: full copies of the sharded model (HSDP).
-        context: ranks that share a sequence. They also share the dense parameters.
-        expert: ranks that share the experts. Takes its ranks from inside one copy.
+        context: ranks that share a sequence. These ranks also share the dense parameters.
+        expert: ranks that share the experts. All of them belong to one copy of the model.
 
     Raises:
         PlanError: a degree is below 1, or does not divide the number of ranks that it splits.
@@ -160,10 +161,10 @@ def plan_mesh(
 
 
 def check_meshes(meshes: object) -> None:
-    """Refuse anything but built meshes. Local.
+    """Refuse anything but `Meshes`. Local.
 
     Raises:
-        PlanError: a plan, or something else.
+        PlanError: `meshes` is a plan, or another object.
     """
     if not isinstance(meshes, Meshes):
         raise PlanError(
@@ -173,13 +174,13 @@ def check_meshes(meshes: object) -> None:
 
 
 def on_device(device: str) -> Tensor:
-    """Return an empty tensor on `device`, which says where a backend takes tensors. Local.
+    """Return an empty tensor on `device`, to show where the backend takes tensors. Local.
 
-    Where the caller has chosen no device for this rank, this chooses as torch's DeviceMesh would:
-    once a tensor lies on a device, DeviceMesh chooses no more.
+    If the caller has not chosen a device for this rank, this function chooses one as torch's
+    DeviceMesh would. DeviceMesh itself chooses only while the device is unused.
 
     Raises:
-        PlanError: there is no such device.
+        PlanError: `device` does not exist or cannot be used.
     """
     try:
         accelerator = torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""Orders of a split sequence: the pieces that each rank holds, by cost and by place."""
+"""Orders of a split sequence: the pieces of tokens that each rank holds."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ORDERS = ("balanced", "contiguous", "zigzag")
 def costs_before(
     positions: np.ndarray, cost: Callable[[np.ndarray], np.ndarray] | None
 ) -> np.ndarray:
-    """Cost of all tokens before each place, from their positions. Pure.
+    """Return the summed cost of all tokens before each place. Pure.
 
     Raises:
-        PlanError: `cost` returns something else than one finite number a position.
+        PlanError: `cost` does not return one finite number >= 0 per position.
     """
     each = positions + 1.0 if cost is None else np.asarray(cost(positions), dtype=np.float64)
     if each.shape != positions.shape or not np.isfinite(each).all() or (each < 0).any():
@@ -35,10 +35,10 @@ def costs_before(
 def pieces_in_order(
     order: str, paid: np.ndarray, ranks: int, chunk_tokens: int
 ) -> list[list[tuple[int, int]]]:
-    """Return the pieces of each rank, from `costs_before`. Pure.
+    """Return the pieces of each rank, from the result of `costs_before`. Pure.
 
     Raises:
-        PlanError: an unknown order.
+        PlanError: the order is unknown.
     """
     tokens = len(paid) - 1
     if order == "balanced":

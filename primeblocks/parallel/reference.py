@@ -1,4 +1,4 @@
-"""The computations of the block on one rank in float64, as plain as they can be."""
+"""The computations of this block on one rank in float64, written as plainly as possible."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def experts(
     gate_up: Float[Tensor, "experts gate_and_up hidden"],
     down: Float[Tensor, "experts hidden intermediate"],
 ) -> Float[Tensor, "tokens hidden"]:
-    """Compute what `GroupedExperts` does, one token and one choice after the other. Local.
+    """Compute the result of `GroupedExperts`, one token and one choice after the other. Local.
 
-    Differentiable; returns float64.
+    Differentiable. Returns float64.
     """
     x, scores, gate_up, down = (t.double() for t in (x, scores, gate_up, down))
     intermediate = down.shape[2]
@@ -58,12 +58,12 @@ def attention(
     sinks: Float[Tensor, " heads"] | None = None,
     parents: Sequence[int] | None = None,
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """Compute what `ring_attention` and `ulysses_attention` do: all scores, masked. Local.
+    """Compute the result of `ring_attention` and `ulysses_attention` with a full mask. Local.
 
-    Differentiable; returns float64.
+    Differentiable. Returns float64.
 
     Args:
-        parents: the document that each one continues, or -1; in preorder.
+        parents: for each document the document that it continues, or -1. Documents are in preorder.
     """
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
@@ -98,7 +98,7 @@ def select(
     document_lengths: Sequence[int],
     top_k: int,
 ) -> list[list[int]]:
-    """Choose what `dsa.TopK` does: by query, ascending places in the sequence. Local."""
+    """Choose as `dsa.TopK` does: the ascending places in the sequence, by query. Local."""
     chosen = []
     for start, stop in _documents(document_lengths):
         for t in range(start, stop):
@@ -120,12 +120,12 @@ def sparse_attention(
     scale: float,
     sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """Compute what `dsa.sparse_attention` does, one query and head after the other. Local.
+    """Compute the result of `dsa.sparse_attention`, one query and head after the other. Local.
 
-    Differentiable; returns float64.
+    Differentiable. Returns float64.
 
     Args:
-        chosen: by query and group, the entries that are read.
+        chosen: by query and group, the entries to read.
     """
     q, kv = q.double(), kv.double()
     per_group = q.shape[1] // kv.shape[1]
@@ -146,7 +146,7 @@ def sparse_attention(
 def causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, document_lengths: Sequence[int]
 ) -> Tensor:
-    """Compute what `causal_conv1d` does, for the whole sequence. Local."""
+    """Compute the result of `causal_conv1d` for the whole sequence. Local."""
     rows = []
     for document in x.split(list(document_lengths)):
         for t in range(document.shape[0]):
@@ -162,7 +162,7 @@ def causal_conv1d(
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, document_lengths: Sequence[int]
 ) -> Tensor:
-    """Compute what `gated_delta_rule` does, for the whole sequence. Local."""
+    """Compute the result of `gated_delta_rule` for the whole sequence. Local."""
     rows = []
     for start, stop in _documents(document_lengths):
         state = v.new_zeros(v.shape[1], k.shape[2], v.shape[2])
@@ -183,7 +183,7 @@ def state_space(
     D: Tensor | None,
     document_lengths: Sequence[int],
 ) -> Tensor:
-    """Compute what `state_space` does, for the whole sequence. Local."""
+    """Compute the result of `state_space` for the whole sequence. Local."""
     per_group = x.shape[1] // B.shape[1]
     rows = []
     for start, stop in _documents(document_lengths):
@@ -203,7 +203,7 @@ def _documents(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _paths(lengths: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """By token the places that it sees, itself last."""
+    """Return the places that each token sees, itself last."""
     of_documents: list[list[int]] = []
     found = []
     for (start, stop), parent in zip(_documents(lengths), parents, strict=True):

@@ -1,4 +1,8 @@
-"""Plans of which rank holds which tokens of a packed sequence."""
+"""Plans that say which rank holds which tokens of a packed sequence.
+
+A plan never changes. Each rank makes its own from equal arguments, and `fingerprint` lets ranks
+check that they did. Tables that a call derives from a plan are kept on it for the next call.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +31,11 @@ R = TypeVar("R")
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens of one document on one rank.
+    """A contiguous range of tokens of one document on one rank.
 
-    `start` is the place of the first token in the whole sequence, `stop` the place after the last
-    one, `document` the place of the document's first token, and `offset` the place of the run's
-    first token among the rank's own.
+    `start` and `stop` are places in the whole sequence, with `stop` after the last token.
+    `document` is the place of the document's first token. `offset` is the place of the run's first
+    token among this rank's tokens.
     """
 
     start: int
@@ -42,17 +46,19 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Documents packed one behind the other, and the runs of tokens that each rank holds.
+    """Documents packed into one sequence, and the tokens of it that each rank holds.
 
-    Whatever belongs to tokens is split by the same plan: ids, positions, masks, labels. A rank
-    keeps its tokens in the order of the whole sequence. `plan_sequence` makes it; equal arguments
+    Split every tensor of tokens by the same plan: ids, positions, masks and labels. A rank keeps
+    its tokens in the order of the whole sequence. Make a plan with `plan_sequence`. Equal arguments
     make equal plans, so every rank makes its own.
 
     Attributes:
-        document_lengths: tokens of each document; some may be 0.
-        pieces: by rank, (start, stop) of each run of tokens, ascending.
+        document_lengths: tokens of each document. A length may be 0.
+        order: the order that the plan was made with.
+        pieces: by rank, the ascending (start, stop) of each contiguous range of tokens.
         costs: by rank, in the unit of `plan_sequence`'s `cost`.
-        parents: the document that each one continues, or -1; None where none continues another.
+        parents: for each document the document that it continues, or -1. None if no document
+            continues another.
     """
 
     document_lengths: tuple[int, ...]
@@ -68,7 +74,7 @@ class SequencePlan:
         )
 
     def __getstate__(self) -> dict[str, object]:
-        # A copy computes for itself what was kept: it may be large, and of another device.
+        # A copy computes its cached tables anew, which may be large, and on another device.
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
@@ -86,13 +92,13 @@ class SequencePlan:
 
     @property
     def max_over_mean(self) -> float:
-        """The cost of the busiest rank over the mean: 1 is balanced."""
+        """The cost of the busiest rank over the mean cost. 1 is balanced."""
         mean = sum(self.costs) / self.ranks
         return max(self.costs) / mean if mean else 1.0
 
     @cached_property
     def fingerprint(self) -> int:
-        """A 63-bit number by which ranks see that they hold the same plan."""
+        """A 63-bit number that is equal on ranks with equal plans."""
         known = [self.document_lengths, self.pieces, *([self.parents] if self.parents else [])]
         return xxhash.xxh3_64_intdigest(repr(known).encode()) >> 1
 
@@ -102,7 +108,7 @@ class SequencePlan:
         return Ancestry.of(self.document_lengths, self.parents)
 
     def table(self) -> str:
-        """Return one line a rank: tokens, runs, cost over the mean."""
+        """Return one line per rank: tokens, contiguous ranges, and cost over the mean."""
         mean = sum(self.costs) / self.ranks or 1.0
         lines = [f"{'rank':<6}{'tokens':>10}{'runs':>7}{'cost/mean':>11}"]
         for rank, (own, cost) in enumerate(zip(self.pieces, self.costs, strict=True)):
@@ -110,35 +116,35 @@ class SequencePlan:
         return "\n".join(lines)
 
     def runs(self, rank: int) -> tuple[Run, ...]:
-        """The tokens of `rank`, cut where documents begin. Local."""
+        """Return the tokens of `rank` as runs, cut where documents begin. Local."""
         return self._runs[rank]
 
     def indices(self, rank: int) -> Tensor:
-        """`[local_tokens]`, int64: the place of each token of `rank` in the whole sequence."""
+        """Return int64 `[local_tokens]`: each token's place in the whole sequence. Local."""
         parts = [torch.arange(start, stop) for start, stop in self.pieces[rank]]
         return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 
     def document_starts(self, rank: int) -> Tensor:
-        """`[local_tokens]`, int64: the place of the first token of each token's document."""
+        """Return int64 `[local_tokens]`: the place where each token's document begins. Local."""
         runs = self.runs(rank)
         lengths = torch.tensor([run.stop - run.start for run in runs], dtype=torch.int64)
         starts = torch.tensor([run.document for run in runs], dtype=torch.int64)
         return starts.repeat_interleave(lengths)
 
     def positions(self, rank: int) -> Tensor:
-        """`[local_tokens]`, int64: the place of each token inside its document, from 0.
+        """Return int64 `[local_tokens]`: each token's place in its document, from 0. Local.
 
-        The tokens of a document that continues another one are counted from the root.
+        If a document continues another one, its tokens are counted from the root.
         """
         if self.parents is not None:
             return torch.from_numpy(self.ancestry.depths)[self.indices(rank)]
         return self.indices(rank) - self.document_starts(rank)
 
     def labels(self, tokens: Tensor, *, dim: int = -1, ignore_index: int = -100) -> Tensor:
-        """The token after each one, `ignore_index` at the end of each document. Local.
+        """Return the next token of each token, and `ignore_index` at each document's end. Local.
 
-        For the whole sequence: shift first, then split. A shift of the parts would lose the
-        token that the next rank holds.
+        Shift the whole sequence first, then split the result. A shift of the parts would lose the
+        tokens that other ranks hold.
 
         Raises:
             ShapeError: `tokens` does not hold the whole sequence along `dim`.
@@ -158,17 +164,17 @@ class SequencePlan:
         return shifted.index_fill(dim, last.to(tokens.device), ignore_index)
 
     def split(self, x: Tensor, *, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
-        """This rank's part of `x`. Local; differentiable.
+        """Return this rank's part of `x`. Local. Differentiable.
 
-        The gradient of `x` is that of this rank's part alone, zero elsewhere: over the ranks of
-        `group` the gradients add up.
+        The gradient of `x` is zero outside of this rank's part. The sum over the ranks of `group`
+        is the gradient of the whole.
 
         Args:
             x: the whole sequence along `dim`, equal on every rank.
 
         Raises:
             ShapeError: `x` does not hold the whole sequence.
-            PlanError: the group does not have as many ranks as the plan.
+            PlanError: `group` and the plan have different numbers of ranks.
         """
         self.check_group(group)
         check_tensors(x=x)
@@ -179,18 +185,18 @@ class SequencePlan:
     def join(
         self, local: Tensor, *, group: dist.ProcessGroup, dim: int = 0, check: bool = True
     ) -> Tensor:
-        """The whole sequence, on every rank. Collective; differentiable.
+        """Return the whole sequence on every rank. Collective over `group`. Differentiable.
 
-        Each rank's gradient of the whole flows back to the rank that holds the token, and is
-        added up there. Each rank receives the parts of all others once.
+        Every rank receives the parts of all other ranks once. In backward every rank's gradient of
+        a token returns to the rank that holds the token, and is summed there.
 
         Args:
             check: as in `ring_attention`.
 
         Raises:
             ShapeError: `local` does not hold this rank's tokens.
-            PlanError: the group does not have as many ranks as the plan, or ranks differ in the
-                plan, in sizes or in whether gradients are asked for.
+            PlanError: `group` and the plan have different numbers of ranks, or ranks differ in
+                plan, sizes or in whether they need gradients.
             RankError: another rank refused its arguments.
         """
         with agreed("SequencePlan.join", local, group=group, check=check) as call:
@@ -210,14 +216,14 @@ class SequencePlan:
 
     @cached_property
     def whole(self) -> SequencePlan:
-        """The same documents on one rank."""
+        """A plan of the same documents on one rank."""
         pieces = merge_pieces([(0, self.tokens)])
         costs = (sum(self.costs),)
         return SequencePlan(self.document_lengths, "contiguous", (pieces,), costs, self.parents)
 
     @cached_property
     def token_of_row(self) -> Tensor:
-        """`[tokens]`: places in the whole sequence, one rank's tokens after another's."""
+        """`[tokens]`: the place in the sequence of each row, if ranks' tokens are concatenated."""
         return torch.cat([self.indices(rank) for rank in range(self.ranks)])
 
     @cached_property
@@ -226,10 +232,11 @@ class SequencePlan:
         return self.token_of_row.argsort()
 
     def check_group(self, group: dist.ProcessGroup) -> None:
-        """Refuse a group that this plan was not made for. Local.
+        """Refuse a group that does not fit this plan. Local.
 
         Raises:
-            PlanError: another number of ranks, this rank is no member, or no process group.
+            PlanError: `group` is not a process group of this rank, or has another number of ranks
+                than the plan.
         """
         check_group(group)
         if group.size() != self.ranks:
@@ -239,10 +246,10 @@ class SequencePlan:
             )
 
     def check_tokens(self, group: dist.ProcessGroup, **operands: Tensor) -> None:
-        """Refuse operands that do not hold this rank's tokens. Local.
+        """Refuse tensors that do not hold this rank's tokens. Local.
 
         Raises:
-            ShapeError: with their shapes.
+            ShapeError: the first dim of a tensor is not this rank's number of tokens.
         """
         tokens = self.counts[group.rank()]
         if any(x.shape[:1] != (tokens,) for x in operands.values()):
@@ -281,9 +288,10 @@ class SequencePlan:
 
 
 def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callable[..., R]:
-    """Compute once for each plan and other arguments; the result lives as long as the plan. Pure.
+    """Cache a function's result on the plan, by its other arguments. Pure.
 
-    A checkpoint that recomputes a layer finds all of it: selective ones refuse other operators.
+    The result lives as long as the plan. A checkpoint that recomputes a layer finds every result,
+    because selective checkpoints refuse operators that did not run before.
     """
 
     @wraps(function)
@@ -302,11 +310,11 @@ def check_plan(sequence: object, group: dist.ProcessGroup, *, trees: bool = Fals
     """Refuse anything but a plan for this group. Local.
 
     Args:
-        trees: the caller follows documents that continue others.
+        trees: the caller supports documents that continue others.
 
     Raises:
-        PlanError: no plan, or as `SequencePlan.check_group`.
-        UnsupportedError: documents continue others, and the caller does not follow that.
+        PlanError: `sequence` is not a plan, or does not fit the group.
+        UnsupportedError: documents continue others, and the caller does not support that.
     """
     if not isinstance(sequence, SequencePlan):
         raise PlanError(
@@ -331,27 +339,31 @@ def plan_sequence(
     cost: Callable[[np.ndarray], np.ndarray] | None = None,
     chunk_tokens: int = 128,
 ) -> SequencePlan:
-    """Deal the tokens of packed documents to the ranks that share the sequence. Pure.
+    """Assign the tokens of packed documents to the ranks that share the sequence. Pure.
 
-    `contiguous` gives each rank one run, which suits recurrences best. `zigzag` gives each rank
-    one early and one late run, which balances causal attention in one long document, and nothing
-    else. `balanced` deals chunks, the most expensive first, each to the rank that has least to do
-    among those that have not had their share of chunks: memory and work are both balanced,
-    whatever the documents. No divisibility is asked for; ranks may hold different numbers of
-    tokens, or none.
+    - `contiguous` gives each rank one contiguous range, which suits recurrences best.
+    - `zigzag` gives each rank one early and one late range. That balances causal attention if one
+      long document fills the sequence, and not otherwise.
+    - `balanced` assigns chunks, the most expensive first. Each chunk goes to the rank with the
+      least work among the ranks that still need chunks. This balances memory and work for any
+      documents.
+
+    Lengths need not be divisible. Ranks may hold different numbers of tokens, also zero.
 
     Args:
         document_lengths: tokens of each document, in the order in which they are packed.
-        parents: for each document the one that it continues, or -1. A token then sees its own
-            document and those that it continues, to the root. Documents are in preorder: each is
-            followed by all that continue it, as in `losses.packing.TreePlan`.
-        cost: from the positions of tokens inside their documents to the cost of each of them;
-            default: position + 1, the keys that causal attention reads.
-        chunk_tokens: size of the chunks of `balanced`.
+        parents: for each document the document that it continues, or -1. A token then sees its own
+            document and all that this document continues, up to the root. Documents must be in
+            preorder: every document is followed by all that continue it, as in
+            `losses.packing.TreePlan`.
+        cost: a function from the positions of tokens in their documents to the cost of each token.
+            Default: position + 1, the number of keys that causal attention reads.
+        chunk_tokens: tokens of a chunk of `balanced`.
 
     Raises:
-        PlanError: an unknown order, no ranks, a negative length, a cost that is no number, or
-            parents that are not in preorder.
+        PlanError: the order is unknown, a number is out of range, or `cost` returns something else
+            than finite numbers.
+        PlanError: `parents` are not in preorder.
 
     Source: arXiv:2407.21783 (zigzag); Graham 1969 (longest processing time first).
     """
@@ -362,14 +374,14 @@ def plan_sequence(
     )
     if not whole or not (cost is None or callable(cost)):
         raise PlanError(
-            "needs a list of document lengths, ranks and chunk_tokens, all whole numbers, and a "
-            f"cost to call; got {given!r:.80}, ranks={ranks!r}, chunk_tokens={chunk_tokens!r}, "
-            f"cost={cost!r}."
+            "plan_sequence needs a list of document lengths, ranks and chunk_tokens, all whole "
+            f"numbers, and a callable cost or None; got {given!r:.80}, ranks={ranks!r}, "
+            f"chunk_tokens={chunk_tokens!r}, cost={cost!r}."
         )
     lengths = tuple(int(length) for length in given)
     if ranks < 1 or chunk_tokens < 1 or min(lengths, default=0) < 0:
         raise PlanError(
-            f"needs ranks >= 1, chunk_tokens >= 1 and lengths >= 0; "
+            f"plan_sequence needs ranks >= 1, chunk_tokens >= 1 and lengths >= 0; "
             f"got ranks={ranks}, chunk_tokens={chunk_tokens}, lengths={list(lengths)}."
         )
     tree = Ancestry.of(lengths, parents)

@@ -1,7 +1,8 @@
-"""Plans before a run: who gets which GPUs, and a simulation of it: how fast, and how old.
+"""Plans before a training run: the GPUs of trainer and engine, and a simulation of speed and age.
 
-In closed form beside them: `capacity` of KV memory, `traffic` of a step over ranks, and `dsa`, the
-same for sparse attention.
+`split` divides GPUs. `simulation` plays the asynchronous loop, and `serving` plays a fleet, both in
+virtual time. Three modules compute in closed form: `capacity` (KV memory), `traffic` (bytes of a
+step over ranks), and `dsa` (sparse attention).
 """
 
 from .distribution import Distribution, constant, empirical, lognormal

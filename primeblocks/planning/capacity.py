@@ -1,4 +1,4 @@
-"""The fewest GPUs that hold a batch of rollouts, the load of each tier, and what evictions cost."""
+"""The fewest GPUs that hold a batch of rollouts, the load of each tier, and evictions' cost."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Gpu:
     """Memory of one GPU.
 
     Attributes:
-        memory_bytes: all of it.
-        memory_fraction: share that the engine may use, weights included.
-        reserve_bytes: part of that share for activations, graphs and communication.
+        memory_bytes: the whole memory.
+        memory_fraction: the share that the engine may use, weights included.
+        reserve_bytes: the part of that share for activations, graphs and communication.
 
     Raises:
-        PlanError: nothing is left.
+        PlanError: these numbers leave no memory for weights and pages.
     """
 
     memory_bytes: int
@@ -61,17 +61,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Weights:
-    """Sizes of the weights, and the parameters that a token is multiplied with.
+    """Sizes of the weights, and the number of parameters that multiply each token.
 
     Attributes:
-        dense_bytes: all but routed experts: split over a replica's ranks, copied to every replica.
+        dense_bytes: all weights except routed experts. They are split over a replica's ranks and
+            copied to every replica.
         expert_bytes: all routed experts together.
-        experts: routed experts of a layer.
-        spread_experts: deal whole experts to all GPUs; else a replica splits each of them.
-        active_parameters: those that one token is multiplied with, for the cost of recomputing.
+        experts: routed experts per layer.
+        spread_experts: assign whole experts to all GPUs. If False, a replica splits each expert.
+        active_parameters: parameters that multiply one token, for the cost of recomputing.
 
     Raises:
-        PlanError: a number is negative, or experts and their bytes do not go together.
+        PlanError: a number is negative, or only one of `experts` and `expert_bytes` is given.
     """
 
     dense_bytes: int
@@ -86,7 +87,7 @@ class Weights:
             least=0, experts=self.experts, active_parameters=self.active_parameters, **sizes
         )
         if (self.expert_bytes > 0) != (self.experts > 0):
-            raise PlanError(f"expert_bytes needs experts, and experts need bytes; got {self}")
+            raise PlanError(f"expert_bytes needs experts, and experts need bytes; got {self}.")
 
     def rank_bytes(self, *, tensor: int, data: int) -> int:
         """Return the bytes on the fullest GPU of `data` replicas of `tensor` ranks.
@@ -104,7 +105,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class KvTier:
-    """The load of one tier when every rollout is at its largest: whole prompts, all samples."""
+    """The load of one tier if every rollout is at its largest: whole prompts with all samples."""
 
     name: str
     rollouts: int
@@ -114,7 +115,7 @@ class KvTier:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The cost of prefilling rollouts whose pages are gone, once each."""
+    """The cost of recomputing each evicted rollout once."""
 
     rollouts: int
     tokens: int
@@ -135,8 +136,8 @@ class CapacityPlan:
         peak_bytes: the most that pages need on a GPU of the fullest replica.
         pages: pages of each group at that peak.
         tiers: GPU, host and disk with their loads.
-        one_eviction: cost of recomputing the longest rollout, its shared prompt still there.
-        left_over: cost of recomputing, once, every rollout that no tier has room for.
+        one_eviction: cost of recomputing the longest rollout, while its shared prompt is kept.
+        left_over: cost of recomputing once every rollout without room in any tier.
     """
 
     groups: tuple[KvGroup, ...]
@@ -160,16 +161,16 @@ class CapacityPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether nothing is evicted from a GPU before it ends, in whatever order they grow."""
+        """Whether no rollout is evicted from a GPU before it ends, for every order of growth."""
         return self.peak_bytes <= self.kv_bytes
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one more token in all layers, each head once; states do not grow."""
+        """Bytes of one more token in all layers, with each head counted once and no states."""
         return sum(each.token_bytes for each in self.groups)
 
     def table(self) -> str:
-        """Format bytes by layer group, by GPU and by tier, then the cost of evictions."""
+        """Return bytes by layer group, by GPU and by tier, then the cost of evictions."""
         lines = [
             f"{'group':<20}{'layers':>7}{'bytes/token':>13}{'page bytes/GPU':>16}{'pages':>10}"
         ]
@@ -209,27 +210,30 @@ def plan_capacity(
 ) -> CapacityPlan:
     """Plan the memory of rollouts that are all in flight at once. Pure.
 
-    `gpus` are replicas of attention of `tensor` ranks each. Whole prompts are dealt to replicas in
-    turn, the largest first. Weights and key-value heads split over a replica; heads that are fewer
-    than its ranks, and latents, are on every rank. The promise is for every order in which
-    rollouts may grow: with the planned GPUs nothing is evicted before it ends. An engine that
-    computes prompts in chunks frees a window's pages after each chunk, not after each token; give
-    it the chunk's pages of windowed layers in `Gpu.reserve_bytes`. Page sizes of groups are added
-    as they are, not padded to one size.
+    `gpus` form replicas of attention of `tensor` ranks each. Whole prompts are assigned to replicas
+    in turn, the largest first. Weights and key-value heads are split over a replica. Every rank of
+    a replica holds latents, and heads that are fewer than the ranks.
+
+    The plan promises that no rollout is evicted before it ends, for every order in which rollouts
+    may grow. An engine that computes prompts in chunks frees a window's pages after each chunk and
+    not after each token. Add one chunk's pages of windowed layers to `Gpu.reserve_bytes` for it.
+    Page sizes of groups are added as they are, without padding to one size.
 
     Args:
         groups: layers with equal caches, from `kv_groups` or written by hand.
         rollouts: one entry for each shape.
+        gpu: the memory of each GPU.
+        weights: the sizes of the weights.
         tensor: ranks of one replica.
-        gpus: number of GPUs; None finds the fewest that hold everything.
-        page_tokens: tokens of a page, the engine's block size.
+        gpus: number of GPUs. None finds the fewest that hold everything.
+        page_tokens: tokens of a page, which is the engine's block size.
         host_bytes: memory of all hosts together, for rollouts that the GPUs do not hold. A page is
-            there once, whatever the number of ranks that hold it.
-        disk_bytes: room on all disks together, behind the hosts.
+            stored there once, for any number of ranks.
+        disk_bytes: room on all disks together, for rollouts that the hosts do not hold.
 
     Raises:
-        PlanError: numbers that do not fit together.
-        CapacityError: no number of GPUs is enough, or not even the weights fit on `gpus`.
+        PlanError: the numbers do not fit together.
+        CapacityError: any number of GPUs is too small, or the weights alone do not fit on `gpus`.
     """
     limits = {"host": host_bytes, "disk": disk_bytes}
     counts = {"tensor": tensor, "page_tokens": page_tokens}
@@ -290,7 +294,7 @@ class _Load:
         )
 
     def dealt(self, replica: int, data: int) -> list[int]:
-        """Return the prompts of each kind on one replica; replica 0 has the most."""
+        """Return the prompts of each kind on one replica. Replica 0 has the most."""
         counts, end = [], 0
         for kind, _ in self.kinds:
             begin, end = end, end + kind.prompts
@@ -298,13 +302,13 @@ class _Load:
         return counts
 
     def replicas(self, data: int) -> list[tuple[int, int]]:
-        """Return one replica of each load, and how many are like it."""
+        """Return one replica of each load, and the number of replicas with that load."""
         ends = accumulate(kind.prompts for kind, _ in self.kinds)
         cuts = sorted({0, data, *(end % data for end in ends)})
         return [(cut, after - cut) for cut, after in pairwise(cuts)]
 
     def fewest(self) -> int:
-        """Find the fewest replicas by bisection: with more of them, each never holds more."""
+        """Find the fewest replicas by bisection. With more replicas, each never holds more."""
         most = max(sum(kind.prompts for kind, _ in self.kinds), self.weights.experts, 1)
         most = min(most, sys.maxsize)  # What bisection can count.
 
@@ -315,8 +319,8 @@ class _Load:
             raise CapacityError(
                 f"{most} replicas of tensor={self.tensor} are not enough: one prompt with its "
                 f"samples and the weights need {lack(most)} bytes more on a GPU. Raise tensor, "
-                "shorten rollouts, use an fp8 cache, or give up sharing: write samples as prompts "
-                "of their own."
+                "shorten rollouts, use an fp8 cache, or do not share prompts: write each sample as "
+                "a prompt of its own."
             )
         return bisect_left(range(1, most), True, key=lambda data: lack(data) <= 0) + 1
 
@@ -329,7 +333,7 @@ def _place(
     page_tokens: int,
     limits: dict[str, int],
 ) -> tuple[tuple[KvTier, ...], list[tuple[Rollouts, int]]]:
-    """Place whole prompts at their largest in the first tier with room; return those left too."""
+    """Place whole prompts at their largest in the first tier with room. Also return the rest."""
     budget = load.room(data)
     used = dict.fromkeys(("gpu", *limits), 0)
     held = dict.fromkeys(used, 0)
@@ -361,8 +365,8 @@ def _price(
     page_tokens: int,
     active_parameters: int,
 ) -> Recompute:
-    """Price so many rollouts of a kind each, whose shared prompt is still there or not."""
-    # A state after the shared part is not kept: a model with states begins at token 0.
+    """Return the cost of recomputing some rollouts of each kind, with or without their prompt."""
+    # A state after the shared part is not kept, so a model with states begins at token 0.
     reused = not any(group.state_head_bytes for group in groups)
     rollouts = tokens = flops = 0
     for count, kind, sibling in evicted:
@@ -383,7 +387,7 @@ def _check(
     gpus: int | None,
 ) -> None:
     if not groups or not rollouts:
-        raise PlanError(f"needs groups and rollouts; got {len(groups)} and {len(rollouts)}")
+        raise PlanError(f"needs groups and rollouts; got {len(groups)} and {len(rollouts)}.")
     check_counts(**numbers, **({} if gpus is None else {"gpus": gpus}))
     check_counts(least=0, **sizes)
     tensor = numbers["tensor"]

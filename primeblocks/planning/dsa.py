@@ -1,4 +1,4 @@
-"""Costs of sparse attention over ranks, in closed form, before anything is started."""
+"""Costs of sparse attention over ranks, in closed form, before a process starts."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ __all__ = ["DsaPlan", "DsaSizes", "dsa_cost", "plan_dsa"]
 
 @dataclass(frozen=True)
 class DsaSizes:
-    """A model with an indexer, in numbers.
+    """The sizes of a model with an indexer.
 
-    GLM-5.2 is `DsaSizes(heads=64, index_heads=32, layers=78, index_layers=21)`, DeepSeek-V3.2
+    GLM-5.2 is `DsaSizes(heads=64, index_heads=32, layers=78, index_layers=21)`. DeepSeek-V3.2 is
     `DsaSizes(heads=128, index_heads=64, layers=61, index_layers=61)`.
 
     Attributes:
-        heads: of attention.
-        index_heads: of the indexer.
-        layers: with sparse attention.
-        index_layers: those that select; the others reuse a selection.
+        heads: heads of attention.
+        index_heads: heads of the indexer.
+        layers: layers with sparse attention.
+        index_layers: layers that select. The other layers reuse a selection.
         top_k: tokens that a query selects.
-        key_dim: of a row that travels, latent and rotated part.
-        value_dim: columns of it that are the value.
-        index_dim: of a key of the indexer.
-        row_bytes: of one number of a row.
-        index_bytes: of one number of a key of the indexer.
-        index_speed: FLOPs of the indexer that take the time of one of attention; kernels in
-            float8 are faster.
+        key_dim: numbers of a row that travels: latent and rotated part.
+        value_dim: columns of the row that are the value.
+        index_dim: numbers of a key of the indexer.
+        row_bytes: bytes of one number of a row.
+        index_bytes: bytes of one number of a key of the indexer.
+        index_speed: the indexer's FLOPs per second over those of attention. Kernels in float8 have
+            a larger value.
     """
 
     heads: int
@@ -58,17 +58,17 @@ class DsaSizes:
             raise PlanError(f"index_speed must be positive; got {self.index_speed}.")
 
 
-# Backward computes scores and their gradients, and those of queries, keys and values: five
-# products where forward has two.
+# Backward computes scores and their gradients, and those of queries, keys and values. That makes
+# five products, and forward makes two.
 _FORWARD_AND_BACKWARD = 3.5
 
 
 def dsa_cost(sizes: DsaSizes) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the `cost` for `plan_sequence`: what a token costs at each position. Pure.
+    """Return the `cost` for `plan_sequence`: the cost of a token at each position. Pure.
 
-    FLOPs of forward and backward of all layers, in those of attention. Attention reads
-    `min(position + 1, top_k)` rows; the indexer scores all tokens before, once, where there are
-    more than `top_k`.
+    The unit is FLOPs of attention, for forward and backward of all layers. Attention reads
+    `min(position + 1, top_k)` rows. If there are more than `top_k` tokens, the indexer scores all
+    of them once first.
     """
 
     def cost(positions: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ def dsa_cost(sizes: DsaSizes) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _flops(sizes: DsaSizes, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """FLOPs of one layer's indexer and attention, forward, for queries that see so many tokens."""
+    """Return forward FLOPs of one layer's indexer and attention, by the tokens that queries see."""
     scored = np.where(seen > sizes.top_k, seen, 0.0)
     indexer = 2.0 * sizes.index_heads * sizes.index_dim * scored
     read = np.minimum(seen, sizes.top_k)
@@ -92,18 +92,18 @@ def _flops(sizes: DsaSizes, seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class DsaPlan:
-    """Costs of a layer for one rank, as `plan_dsa` computes them: bytes and FLOPs.
+    """Costs of a layer for one rank, in bytes and FLOPs. The result of `plan_dsa`.
 
     Attributes:
-        gather_bytes: received in the forward of a layer without indexer.
-        index_gather_bytes: more in a layer with one, in the same collective.
-        scatter_bytes: gradients received in backward, where rows are gathered once more.
-        indexer_flops: of the busiest rank, forward.
-        attention_flops: of the busiest rank, forward.
-        max_over_mean: the busiest rank's cost over the mean, all layers, forward and backward.
-        score_bytes: most that chunks of scores take at once, with what chooses from them.
-        full_score_bytes: the matrix `[local_tokens, tokens]` in float32, which does not exist.
-        indices_bytes: what a selection takes, int32.
+        gather_bytes: bytes received in the forward of a layer without indexer.
+        index_gather_bytes: additional bytes in a layer with indexer, in the same collective.
+        scatter_bytes: gradients received in backward, which also gathers the rows again.
+        indexer_flops: forward FLOPs of the busiest rank.
+        attention_flops: forward FLOPs of the busiest rank.
+        max_over_mean: the busiest rank's cost over the mean, for all layers, forward and backward.
+        score_bytes: the most memory that chunks of scores and their selection take at once.
+        full_score_bytes: the matrix `[local_tokens, tokens]` in float32, which is never made.
+        indices_bytes: memory of a selection, int32.
     """
 
     gather_bytes: int
@@ -118,11 +118,11 @@ class DsaPlan:
 
     @property
     def score_fraction(self) -> float:
-        """Memory of scores over that of the full matrix."""
+        """Memory of scores over the memory of the full matrix."""
         return self.score_bytes / self.full_score_bytes if self.full_score_bytes else 0.0
 
     def table(self) -> str:
-        """Return one line a number."""
+        """Return one line per number."""
         mib = {
             "received forward, rows": self.gather_bytes,
             "received forward, index keys": self.index_gather_bytes,
@@ -140,10 +140,12 @@ class DsaPlan:
 
 
 def plan_dsa(sequence: SequencePlan, sizes: DsaSizes, *, chunk_bytes: int = 64 << 20) -> DsaPlan:
-    """Compute what sparse attention over this plan sends, computes and holds. Pure.
+    """Compute what sparse attention over a plan sends, computes and stores. Pure.
 
     Args:
-        chunk_bytes: of `TopK`.
+        sequence: the plan of the sequence.
+        sizes: the sizes of the model.
+        chunk_bytes: as for `TopK`.
     """
     others, most = sequence.ranks - 1, max(sequence.counts)
     cost = dsa_cost(sizes)

@@ -1,4 +1,9 @@
-"""An inference engine made of a throughput curve: requests share it, weights change under them."""
+"""An inference engine made of a throughput curve. Requests share it, and weights may change.
+
+A request waits until fewer than `max_running` requests run, then runs at the pace of all running
+requests, and ends when its tokens are made. `pause` stops all requests and `resume` continues them.
+`swap` gives the tokens made afterwards to another policy. One timer is set, for the next end.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +25,11 @@ Throughput = Callable[[int], float] | Mapping[int, float]
 def decode_latency(*, step_s: float, request_s: float = 0.0) -> Callable[[int], float]:
     """Return the throughput of an engine whose decode step takes `step_s + running * request_s`.
 
-    The first term is reading the weights, the second reading caches and computing. Pure.
+    The first term is the time to read the weights. The second is the time to read caches and to
+    compute. Pure.
     """
     if step_s <= 0 or request_s < 0:
-        raise UsageError(f"seconds of a decode step must be positive; got {step_s}, {request_s}")
+        raise UsageError(f"seconds of a decode step must be positive; got {step_s}, {request_s}.")
     return lambda running: running / (step_s + running * request_s)
 
 
@@ -32,12 +38,13 @@ class EngineModel:
     """One engine, as it was measured.
 
     Args:
-        tokens_per_s: throughput with so many requests running: measurements, between which the
-            time of a decode step is interpolated, or a callable.
-        max_running: more requests wait in its queue.
+        tokens_per_s: throughput by the number of running requests. Pass a callable, or
+            measurements. Between measurements the time of a decode step is interpolated.
+        max_running: the most requests that run at once. More requests wait in a queue.
 
     Raises:
-        UsageError: no measurement, or a throughput that is not positive.
+        UsageError: there are 0 measurements, a throughput is not positive, or `max_running` is
+            below 1.
     """
 
     tokens_per_s: Throughput
@@ -46,12 +53,12 @@ class EngineModel:
 
     def __post_init__(self) -> None:
         if self.max_running < 1:
-            raise UsageError(f"max_running must be at least 1; got {self.max_running}")
+            raise UsageError(f"max_running must be at least 1; got {self.max_running}.")
         if callable(self.tokens_per_s):
             return
         table = sorted(self.tokens_per_s.items())
         if not table or table[0][0] < 1 or not all(rate > 0 for _, rate in table):
-            raise UsageError(f"tokens_per_s needs positive measurements; got {table!r:.80}")
+            raise UsageError(f"tokens_per_s needs positive measurements; got {table!r:.80}.")
         object.__setattr__(self, "_points", tuple((n, n / rate) for n, rate in table))
 
     def token_s(self, running: int) -> float:
@@ -81,8 +88,8 @@ class SimulatedEngine:
     """Runs requests in the time of the running event loop, all at the same pace.
 
     Args:
-        model: how fast.
-        version: the policy that it starts with.
+        model: the throughput.
+        version: the version of the first policy.
     """
 
     def __init__(self, model: EngineModel, *, version: int = 0) -> None:
@@ -101,18 +108,18 @@ class SimulatedEngine:
 
     @property
     def busy_s(self) -> float:
-        """Seconds until now in which a request was running."""
+        """Seconds until now in which at least one request was running."""
         self._advance()
         return self._busy_s
 
     @property
     def made(self) -> float:
-        """Tokens made until now, all requests together."""
+        """Tokens made until now by all requests together."""
         self._advance()
         return self._made
 
     async def generate(self, tokens: float) -> list[tuple[int, float]]:
-        """Return, once `tokens` are made, how many of them each policy made."""
+        """Return, after `tokens` are made, how many of them each policy made."""
         request = _Request(float(tokens), self._loop.create_future())
         self._waiting.append(request)
         self._plan_soon()
@@ -130,13 +137,13 @@ class SimulatedEngine:
         self._starts.append(self._each)
 
     def pause(self) -> None:
-        """Stand still; requests stay."""
+        """Stop all requests, and keep them."""
         self._advance()
         self._paused = True
         self._plan_soon()
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self._advance()
         self._paused = False
         self._plan_soon()
@@ -152,13 +159,13 @@ class SimulatedEngine:
         self._since = now
 
     def _plan_soon(self) -> None:
-        # Many requests come and go at the same instant: plan once, when all have.
+        # Many requests come and go at the same instant, so plan once after all of them.
         if not self._planned:
             self._planned = True
             self._loop.call_soon(self._plan)
 
     def _plan(self) -> None:
-        """End what is done, start what waits, and set the timer for the next end."""
+        """End finished requests, start waiting ones, and set the timer for the next end."""
         self._planned = False
         self._advance()
         running = self._running
@@ -183,7 +190,7 @@ class SimulatedEngine:
             self._timer = self._loop.call_later(max(0.0, wait_s), self._plan)
 
     def _is_done(self, end: float) -> bool:
-        # A sum of many steps meets its end up to rounding.
+        # A sum of many steps reaches its end only up to rounding.
         return end - self._each <= 1e-9 * max(1.0, end)
 
     def _forget(self, request: _Request) -> None:

@@ -14,7 +14,7 @@ __all__ = ["Footprint", "KvGroup", "Rollouts", "footprint", "kv_groups", "prefil
 _SIZES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 _DS_MLA = "fp8_ds_mla"
 _MOST_LAYERS = 1 << 16  # Each is looked at.
-# Keys that change what a layer keeps, in ways not read here; None where they change nothing.
+# Keys of layers that change caches in ways not read here. None means that they change nothing.
 _UNREAD = (
     "compress_ratios",
     "global_head_dim",
@@ -23,7 +23,7 @@ _UNREAD = (
     "layers_block_type",
     "num_kv_shared_layers",
 )
-# These too, unless transformers has already spelled them out under the other name.
+# These keys too, unless transformers already gives their content under the other name.
 _SPELLED = {
     "index_topk_freq": "indexer_types",
     "index_topk_pattern": "indexer_types",
@@ -37,21 +37,21 @@ _INDEXED = "indexed_attention"  # latents with an indexer
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers whose caches are alike.
+    """Layers with equal caches.
 
     Attributes:
         name: the group's name in a plan.
         layers: number of layers.
         head_bytes: keys and values of one token, in one head of one layer.
-        heads: key-value heads a layer; tensor-parallel ranks share them, or hold copies where
-            there are more ranks than heads. Latents and index keys have one.
-        window: tokens that a token sees, itself included; None sees all. Pages before it are freed.
+        heads: key-value heads per layer. Tensor-parallel ranks share them, or hold copies if there
+            are more ranks than heads. Latents and index keys have one head.
+        window: tokens that a token sees, itself included. Earlier pages are freed. None sees all.
         state_head_bytes: state of a rollout of any length, in one head of one layer.
-        pair_flops: FLOPs of attention of one query to one key in one layer, all heads.
-        max_keys: a query attends to at most this many keys (sparse attention); all are kept.
+        pair_flops: FLOPs of attention of one query to one key in one layer, over all heads.
+        max_keys: the most keys that a query attends to (sparse attention). All keys are stored.
 
     Raises:
-        PlanError: a count is below 1, bytes are negative, or nothing is kept.
+        PlanError: a count is below 1, bytes are negative, or the group stores nothing.
     """
 
     name: str
@@ -70,11 +70,11 @@ class KvGroup:
         sizes = {"head_bytes": self.head_bytes, "state_head_bytes": self.state_head_bytes}
         check_counts(least=0, pair_flops=self.pair_flops, **sizes)
         if not self.head_bytes and not self.state_head_bytes:
-            raise PlanError(f"group {self.name!r} keeps nothing; leave it out")
+            raise PlanError(f"group {self.name!r} keeps nothing; leave it out.")
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in all layers and heads, each head once."""
+        """Bytes of one token in all layers and heads, with each head counted once."""
         return self.layers * self.heads * self.head_bytes
 
     def rank_heads(self, tensor: int) -> int:
@@ -107,9 +107,9 @@ class Rollouts:
 
     Attributes:
         prompts: number of different prompts.
-        prompt_tokens: length of each.
-        completion_tokens: the most that follow the prompt in one rollout, all turns together.
-        samples: rollouts of one prompt; they share its whole pages.
+        prompt_tokens: length of each prompt.
+        completion_tokens: the most tokens after the prompt in one rollout, over all turns.
+        samples: rollouts per prompt. They share the prompt's whole pages.
 
     Raises:
         PlanError: a number is below 1.
@@ -126,7 +126,7 @@ class Rollouts:
 
     @property
     def tokens(self) -> int:
-        """Tokens with keys and values: all but the last, which no later token attends to."""
+        """Tokens with keys and values: all but the last, because no later token attends to it."""
         return self.prompt_tokens + self.completion_tokens - 1
 
     def shared_pages(self, page_tokens: int) -> int:
@@ -144,7 +144,7 @@ class Footprint(NamedTuple):
 def kv_groups(
     config: Any, *, kv_dtype: str = "bfloat16", state_dtype: str = "float32"
 ) -> tuple[KvGroup, ...]:
-    """Read the layer groups of a configuration as transformers writes it. Pure.
+    """Read the groups of layers from a configuration of transformers. Pure.
 
     Reads multi-head and grouped-query attention, latents (`kv_lora_rank`), index keys of sparse
     attention (`index_head_dim`), sliding windows, gated delta networks and Kimi's delta attention
@@ -152,14 +152,14 @@ def kv_groups(
 
     Args:
         config: an object or a mapping, such as the content of config.json.
-        kv_dtype: float32, bfloat16, float16, fp8, or fp8_ds_mla (latents alone: 512 bytes, four
-            float32 scales and 64 unquantized bfloat16 values a token).
-        state_dtype: of the recurrent state of linear attention. Its convolution has `kv_dtype`,
-            or bfloat16 where that is quantized.
+        kv_dtype: float32, bfloat16, float16, fp8, or fp8_ds_mla. The last is for latents only: per
+            token 512 bytes, four float32 scales and 64 unquantized bfloat16 values.
+        state_dtype: dtype of the recurrent state of linear attention. The convolution's state has
+            `kv_dtype`, or bfloat16 if `kv_dtype` is quantized.
 
     Raises:
-        PlanError: a needed size is absent, or is none.
-        UnsupportedError: unknown layers or dtypes.
+        PlanError: a needed size is absent or not a count.
+        UnsupportedError: layers or dtypes are unknown.
     """
     if (inner := _get(config, "text_config")) is not None:  # of a multimodal model
         config = inner
@@ -170,7 +170,7 @@ def kv_groups(
     if kv_dtype not in (*_SIZES, _DS_MLA) or state_dtype not in ("float32", "bfloat16", "float16"):
         raise UnsupportedError(
             f"kv_dtype is one of {', '.join(_SIZES)}, {_DS_MLA}, and state_dtype is not quantized; "
-            f"got {kv_dtype!r} and {state_dtype!r}"
+            f"got {kv_dtype!r} and {state_dtype!r}."
         )
     latent = _may(config, "kv_lora_rank") is not None
     if kv_dtype == _DS_MLA and not latent:
@@ -202,7 +202,7 @@ def _attention(config: Any, name: str, layers: int, kv_dtype: str, window: int |
 
 
 def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...]:
-    """Return the latent groups of the layers that are `here`."""
+    """Return the latent groups of the layers that `here` marks."""
     rank, rope = _need(config, "kv_lora_rank"), _need(config, "qk_rope_head_dim")
     heads, top = _need(config, "num_attention_heads"), _may(config, "index_topk")
     if kv_dtype == _DS_MLA:
@@ -217,9 +217,9 @@ def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...
     width = _need(config, "index_head_dim")
     kinds = _get(config, "indexer_types") or ["full"] * len(here)
     if not isinstance(kinds, Sequence) or len(kinds) != len(here):
-        raise PlanError(f"indexer_types must name {len(here)} layers; got {shown(kinds)}")
+        raise PlanError(f"indexer_types must name {len(here)} layers; got {shown(kinds)}.")
     own = [kind for kind, present in zip(kinds, here, strict=True) if present]
-    # An FP8 key and a float32 scale for each 128 values, whatever the latents are kept in.
+    # An FP8 key and a float32 scale for each 128 values, whatever the dtype of the latents.
     index = KvGroup(
         "index keys",
         own.count("full"),
@@ -237,7 +237,7 @@ def _delta_net(config: Any, layers: int, kv_dtype: str, state_dtype: str) -> KvG
         keys, values = (_need(config, f"linear_num_{each}_heads") for each in ("key", "value"))
         key, value = (_need(config, f"linear_{each}_head_dim") for each in ("key", "value"))
     if values % keys:
-        raise PlanError(f"{values} heads of values share no {keys} heads of keys equally")
+        raise PlanError(f"{values} heads of values share no {keys} heads of keys equally.")
     each = values // keys
     kept = (2 * key + each * value) * (_need(config, "linear_conv_kernel_dim") - 1)
     recurrent = each * value * key * _SIZES[state_dtype]
@@ -256,7 +256,7 @@ def _layer_types(config: Any, layers: int, *, known: tuple[str, ...]) -> list[st
         )
         kinds = [_SLIDING if windowed else _FULL] * layers
     if isinstance(kinds, str) or not isinstance(kinds, Sequence):
-        raise PlanError(f"layer_types must be a list; got {shown(kinds)}")
+        raise PlanError(f"layer_types must be a list; got {shown(kinds)}.")
     unknown = {kind for kind in map(str, kinds) if kind not in known}
     if unknown or len(kinds) != layers:
         raise UnsupportedError(
@@ -287,12 +287,12 @@ def _need(config: Any, name: str) -> int:
     found = _may(config, name)
     if found is None:
         got = _get(config, name)
-        raise PlanError(f"the configuration needs {name} of at least 1; got {shown(got)}")
+        raise PlanError(f"the configuration needs {name} of at least 1; got {shown(got)}.")
     return found
 
 
 def _may(config: Any, name: str) -> int | None:
-    """Read a count that may be absent; 0 stands for that too."""
+    """Read a count that may be absent. 0 also means absent."""
     found = _get(config, name)
     if found is None or found is False or found == 0:
         return None
@@ -305,10 +305,10 @@ def footprint(
 ) -> Footprint:
     """Return the peak over every order in which samples can grow, token by token. Pure.
 
-    Samples after the first begin when the prompt is in its pages; each is then at any length up to
-    its end. Only lengths in the last page matter: one page earlier, a rollout never holds more,
-    since a window moves by whole pages and everything else only grows. Of these two are tried, the
-    first and the one that opens a page: between them windows only let pages go.
+    Samples after the first begin when the prompt is in its pages. Each may then have any length up
+    to its end. Only lengths in the last page matter. A rollout one page shorter never holds more,
+    because a window moves by whole pages and all other memory only grows. Two of these lengths
+    suffice, the first and the one that opens a page. Between them windows only free pages.
     """
     end = rollouts.tokens
     begin = 1 if rollouts.samples == 1 else rollouts.prompt_tokens
@@ -344,10 +344,10 @@ def _held(group: KvGroup, tokens: int, page_tokens: int, shared: int) -> int:
 def prefill_flops(
     groups: Sequence[KvGroup], *, start: int, end: int, active_parameters: int
 ) -> int:
-    """Count a rollout's forward FLOPs of tokens `start` to `end` (exclusive), a closed form. Pure.
+    """Count a rollout's forward FLOPs of tokens `start` to `end` (exclusive), in closed form. Pure.
 
-    Two for each active parameter and token, and attention to the keys that each token sees.
-    Recurrent states are not counted; a model with them computes from token 0.
+    Counts two FLOPs per active parameter and token, and attention to the keys that each token sees.
+    Recurrent states are not counted. A model with states computes from token 0.
     """
     attention = 0
     for group in groups:

@@ -1,4 +1,4 @@
-"""A fleet of engines with prefix caches, played in virtual time: the cost of a route."""
+"""A fleet of engines with prefix caches in virtual time, to compare routes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ __all__ = ["AgentTurn", "Served", "Serving", "ServingModel", "Session", "simulat
 
 @dataclass(frozen=True)
 class ServingModel:
-    """One engine: it computes one prompt at a time, and decodes nothing meanwhile.
+    """One engine. It computes one prompt at a time, and decodes nothing meanwhile.
 
     Args:
-        decode: its throughput, and the requests that run at a time.
-        prefill_tokens_per_s: tokens of a prompt that it computes in a second.
-        cache_pages: pages of its KV cache, for running requests and for those that were.
+        decode: its throughput, and the number of requests that run at a time.
+        prefill_tokens_per_s: tokens of a prompt that it computes per second.
+        cache_pages: pages of its KV cache, for running requests and for earlier ones.
         page_tokens: tokens of a page.
 
     Raises:
@@ -45,7 +45,7 @@ class ServingModel:
         if not self.prefill_tokens_per_s > 0 or min(self.cache_pages, self.page_tokens) < 1:
             raise UsageError(
                 "prefill_tokens_per_s, cache_pages and page_tokens must be positive; got "
-                f"{self.prefill_tokens_per_s}, {self.cache_pages} and {self.page_tokens}"
+                f"{self.prefill_tokens_per_s}, {self.cache_pages} and {self.page_tokens}."
             )
 
 
@@ -54,9 +54,9 @@ class AgentTurn:
     """One answer of an agent.
 
     Args:
-        prompt_tokens: new before it: the task, or what a tool said.
-        answer_tokens: of the answer.
-        tool_s: seconds of the tool after it.
+        prompt_tokens: new tokens before the answer: the task, or a tool's result.
+        answer_tokens: tokens of the answer.
+        tool_s: seconds of the tool after the answer.
     """
 
     prompt_tokens: int
@@ -66,10 +66,13 @@ class AgentTurn:
 
 @dataclass(frozen=True)
 class Session:
-    """A conversation, each of whose prompts is the one before, its answer, and what is new.
+    """A conversation. Each prompt is the previous prompt, its answer, and new tokens.
 
     Args:
-        shared_tokens: of a beginning that all sessions with the same `shared` have.
+        name: the name of the session.
+        turns: the answers in order.
+        shared: sessions with an equal `shared` have the same beginning.
+        shared_tokens: tokens of that beginning.
     """
 
     name: str
@@ -79,7 +82,7 @@ class Session:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the end."""
+        """Tokens at the end of the session."""
         return self.shared_tokens + sum(
             each.prompt_tokens + each.answer_tokens for each in self.turns
         )
@@ -87,7 +90,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request that was served: `wait_s` until its first token, `end_s` on the clock."""
+    """One served request: `wait_s` is the time to its first token, `end_s` its end on the clock."""
 
     engine: str
     session: str
@@ -103,7 +106,7 @@ class Serving:
 
     Args:
         requests: in the order in which they ended.
-        busy_s: seconds with a request to decode, by engine.
+        busy_s: seconds with at least one request to decode, by engine.
     """
 
     requests: tuple[Served, ...]
@@ -119,16 +122,16 @@ class Serving:
 
     @property
     def hit_rate(self) -> float:
-        """Tokens of prompts that a cache had, over all."""
+        """Tokens of prompts that a cache held, over all tokens of prompts."""
         return self.hits(0.0, np.inf)
 
     @property
     def wait_s(self) -> float:
-        """Mean seconds until a first token."""
+        """Mean seconds to a first token."""
         return float(np.mean([request.wait_s for request in self.requests]))
 
     def hits(self, begin_s: float, end_s: float) -> float:
-        """Return the hit rate of requests that ended in a span; NaN without one."""
+        """Return the hit rate of requests that ended in a span, or NaN if the span has none."""
         found = [each for each in self.requests if begin_s <= each.end_s < end_s]
         tokens = sum(each.prompt_tokens for each in found)
         return sum(each.hit_tokens for each in found) / tokens if tokens else float("nan")
@@ -142,26 +145,31 @@ def simulate_serving(
     in_flight: int,
     update_s: float = float("inf"),
 ) -> Serving:
-    """Serve sessions, `in_flight` at a time, in their order, through a `Fleet`. Local; pure.
+    """Serve sessions through a `Fleet` in virtual time, `in_flight` at a time, in order. Pure.
 
     Args:
-        update_s: seconds between two policy versions; each has a salt of its own, so that all
-            pages of the one before are of no use to a request that begins after it.
+        sessions: the conversations.
+        engines: the engines by name.
+        route: the rule that chooses an engine for each request.
+        in_flight: sessions at a time.
+        update_s: seconds between two policy versions. Each version has its own salt, so a request
+            that begins after an update cannot use earlier pages.
 
     Raises:
-        UsageError: nothing to do, or a prompt and its answer do not fit an engine's cache.
+        UsageError: there are 0 sessions, engines differ in page size, or a number is out of range.
+        UsageError: a prompt and its answer do not fit an engine's cache.
     """
     pages = {model.page_tokens for model in engines.values()}
     if not sessions or len(pages) != 1 or in_flight < 1 or not update_s > 0:
         raise UsageError(
             f"needs a session, engines of one page size, in_flight >= 1 and update_s > 0; got "
-            f"{len(sessions)} sessions, page_tokens {sorted(pages)}, {in_flight}, {update_s}"
+            f"{len(sessions)} sessions, page_tokens {sorted(pages)}, {in_flight}, {update_s}."
         )
     room = min(model.cache_pages * model.page_tokens for model in engines.values())
     if (longest := max(sessions, key=attrgetter("tokens"))).tokens > room:
         raise UsageError(
             f"session {longest.name!r} has {longest.tokens} tokens in the end, and a cache has "
-            f"room for {room}"
+            f"room for {room}. Shorten the session, or raise cache_pages."
         )
     return run_in_virtual_time(_serve(sessions, engines, route, in_flight, update_s, *pages))
 
@@ -227,7 +235,7 @@ class _Names:
 
 
 class _Engine:
-    """A KV cache in front of a `SimulatedEngine`; requests enter in the order of arrival."""
+    """A KV cache in front of a `SimulatedEngine`. Requests enter in the order of arrival."""
 
     def __init__(self, model: ServingModel) -> None:
         self.decode = SimulatedEngine(model.decode)
@@ -239,7 +247,7 @@ class _Engine:
         self._prefill = asyncio.Lock()
 
     async def serve(self, names: _Names, prompt: int, answer: int) -> tuple[int, float]:
-        """Return the tokens that the cache had, and when the first token was there."""
+        """Return the tokens that the cache held, and the time of the first token."""
         size, clock = self._model.page_tokens, asyncio.get_running_loop()
         need = -(-(prompt + answer) // size)
         turn: asyncio.Future[Pages] = clock.create_future()

@@ -1,10 +1,15 @@
-"""The real loop in virtual time, with engines and a trainer made of numbers."""
+"""The real asynchronous loop in virtual time, with simulated engines and a simulated trainer.
+
+`AsyncLoop` runs unchanged, with its buffer and scheduler. Only its callables are replaced: they
+sleep in virtual time for as long as the measured work takes. The loop's own code decides which
+rollouts wait, are dropped or are trained on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,14 +35,14 @@ class StepRecord:
     """One step of a simulated loop.
 
     Args:
-        end_s: when it ended.
+        end_s: the time at which it ended.
         trainer_idle_s: seconds that the trainer waited for its batch.
-        engine_busy_s: seconds until then in which an engine had a request, their mean.
-        lags: for each group, the policy that trained on it minus that of its submission.
-        token_lag: the same for its tokens, their mean.
-        tokens: of each sample in it.
-        masked_tokens: of these, those that do not count in the loss for their age.
-        dropped: groups thrown away for their age.
+        engine_busy_s: mean seconds until then in which an engine had a request.
+        lags: for each group, the version that trained on it minus the version at its submission.
+        token_lag: the mean of the same difference over tokens.
+        tokens: tokens of each sample in the step.
+        masked_tokens: tokens that do not count in the loss because of their age.
+        dropped: groups dropped because of their age.
         failed: attempts that raised.
         lost: prompts that used up their attempts.
     """
@@ -56,11 +61,12 @@ class StepRecord:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """The result of `simulate`; averages leave the first `settle` steps out.
+    """The result of `simulate`. Averages exclude the first `settle` steps.
 
     Args:
-        steps: one record each.
-        sampled_tokens: lengths of all samples that were begun and did not fail, in order.
+        steps: one record per step.
+        settle: the number of steps that averages exclude.
+        sampled_tokens: lengths, in order, of all samples that began and did not fail.
         made_tokens: tokens that the engines made.
     """
 
@@ -74,12 +80,12 @@ class Simulation:
 
     @property
     def settled(self) -> tuple[StepRecord, ...]:
-        """The steps that averages are taken over."""
+        """The steps that averages include."""
         return self.steps[self.settle :]
 
     @property
     def total_s(self) -> float:
-        """Seconds of all steps, the first ones too."""
+        """Seconds of all steps, also of the first ones."""
         return self.steps[-1].end_s
 
     @property
@@ -89,17 +95,17 @@ class Simulation:
 
     @property
     def groups_per_s(self) -> float:
-        """Groups trained on in a second."""
+        """Groups trained on per second."""
         return sum(len(step.lags) for step in self.settled) / self.settled_s
 
     @property
     def trainer_idle(self) -> float:
-        """The share of time that the trainer waited for rollouts."""
+        """The share of time in which the trainer waited for rollouts."""
         return sum(step.trainer_idle_s for step in self.settled) / self.settled_s
 
     @property
     def engine_idle(self) -> float:
-        """The share of time that an engine had no request."""
+        """The share of time in which an engine had 0 requests."""
         before = self.steps[self.settle - 1].engine_busy_s if self.settle else 0.0
         return 1 - (self.steps[-1].engine_busy_s - before) / self.settled_s
 
@@ -121,7 +127,7 @@ class Simulation:
 
     @property
     def dropped(self) -> int:
-        """Groups thrown away for their age."""
+        """Groups dropped because of their age."""
         return sum(step.dropped for step in self.settled)
 
     @property
@@ -131,7 +137,7 @@ class Simulation:
 
     @property
     def masked(self) -> float:
-        """The share of trained tokens that do not count in the loss for their age."""
+        """The share of trained tokens that do not count in the loss because of their age."""
         every = sum(sum(step.tokens) for step in self.settled)
         return sum(step.masked_tokens for step in self.settled) / every
 
@@ -142,7 +148,7 @@ class Simulation:
 
     @property
     def settled_s(self) -> float:
-        """Seconds of the steps that averages are taken over."""
+        """Seconds of the steps that averages include."""
         return self.total_s - (self.steps[self.settle - 1].end_s if self.settle else 0.0)
 
     def table(self) -> str:
@@ -188,33 +194,40 @@ def simulate(
     steps: int = 100,
     settle: int = 0,
     seed: int = 0,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Simulation:
-    """Run `AsyncLoop` itself, buffer and scheduler too, for `steps` steps of virtual time. Local.
+    """Run `AsyncLoop` with its buffer and scheduler for `steps` steps of virtual time. Local.
 
-    A prompt's samples depend on `seed`, its ordinal and the attempt alone, so that runs with other
-    limits see the same prompts. Not from inside a coroutine of the same thread.
+    A prompt's samples depend only on `seed`, its ordinal and the attempt. Runs with other limits
+    therefore see the same prompts.
+
+    Do not call this function from a coroutine of the same thread.
 
     Args:
-        engines: requests go to the one with the fewest (`serving.least_loaded`).
+        workload: the prompts and the lengths of their answers.
+        engines: each request goes to the engine with the fewest (`serving.least_loaded`).
         train_s: seconds of a step, a distribution of them, or a callable of the batch's tokens.
-        staleness: the loop's policy.
+        staleness: the policy of the loop.
         batch_size: groups in a step.
-        max_in_flight: requests at a time: groups, or samples with `by_sample`.
-        publish_s: seconds after a step that trainer waits, until engines have the new weights.
-        pause_s: of these the last, in which engines stand still.
-        send_s: seconds more until engines have them, while the next step trains already.
-        by_sample: ask for samples one at a time (`group_size`), not for whole groups.
-        capacity: groups that the buffer holds; default: what may wait within the bound.
-        retries: of samples that fail.
-        settle: first steps that averages leave out.
+        max_in_flight: requests at a time. A request is a group, or a sample with `by_sample`.
+        publish_s: seconds after a step until engines have the new weights. The trainer waits.
+        pause_s: the last part of `publish_s`, in which engines pause.
+        send_s: additional seconds until engines have the weights, while the next step trains.
+        by_sample: request single samples (`group_size`) instead of whole groups.
+        capacity: groups that the buffer holds. Default: the groups that may wait within the bound.
+        retries: retries of samples that fail.
+        steps: steps to simulate.
+        settle: the number of first steps that averages exclude.
+        seed: the seed of all draws.
+        progress: called with the steps simulated and `steps`, after each step.
 
     Raises:
-        UsageError: no engine or step, or `pause_s` is longer than `publish_s`.
+        UsageError: there are 0 engines or steps, or `pause_s` is longer than `publish_s`.
     """
     if not engines or not 0 <= settle < steps or not 0 <= pause_s <= publish_s or send_s < 0:
         raise UsageError(
             f"needs an engine, settle < steps, pause_s <= publish_s and send_s >= 0; got "
-            f"{len(engines)} engines, {settle} and {steps}, {pause_s}, {publish_s} and {send_s} s"
+            f"{len(engines)} engines, {settle} and {steps}, {pause_s}, {publish_s} and {send_s} s."
         )
     clock = VirtualClock()
     if capacity is None:
@@ -235,8 +248,12 @@ def simulate(
             step_timeout_s=_NEVER_S,
             clock=clock,
         )
+        records = []
         async with loop:
-            records = [_record(step, world) async for step in loop.steps(steps)]
+            async for step in loop.steps(steps):
+                records.append(_record(step, world))
+                if progress is not None:
+                    progress(len(records), steps)
         made = sum(engine.made for engine in world.engines)
         return Simulation(tuple(records), settle, np.array(world.sampled), made)
 

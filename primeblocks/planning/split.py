@@ -1,6 +1,7 @@
 """The division of GPUs between trainer and engine: LlamaRL's search over measured costs.
 
-It takes all samples as equally long. `simulate` has tails of lengths and bounds on staleness.
+The search assumes that all samples have equal lengths. `simulate` has tails of lengths and bounds
+on staleness.
 
 Source: arXiv:2505.24034, section 7. The derivation is in `docs/planning_evidence.md`.
 """
@@ -21,17 +22,17 @@ __all__ = ["CostTable", "Side", "SplitPlan", "plan_split"]
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds a sample of a trainer or an engine, by micro-batch and model-parallel degree.
+    """Seconds per sample of a trainer or an engine, by micro-batch and model-parallel degree.
 
     Args:
-        sample_s: measured seconds a sample of one replica of `degree` GPUs, by
-            `(micro_batch, degree)`. The micro-batch of an engine is the number of samples that it
-            runs at a time.
-        weight_bytes: of one replica: weights; gradients and optimizer state, too, of a trainer.
-        sample_bytes: of one sample of a micro-batch on one replica: activations, or KV cache.
+        sample_s: measured seconds per sample of one replica of `degree` GPUs, by
+            `(micro_batch, degree)`. An engine's micro-batch is the number of samples that run at a
+            time.
+        weight_bytes: weights of one replica. For a trainer include gradients and optimizer state.
+        sample_bytes: memory of one sample of a micro-batch on one replica: activations or KV cache.
 
     Raises:
-        PlanError: no choice, or a number is not positive and finite.
+        PlanError: `sample_s` is empty, or a number is not positive and finite.
     """
 
     sample_s: Mapping[tuple[int, int], float]
@@ -43,11 +44,12 @@ class CostTable:
         if not choices or not all(min(b, m) >= 1 and 0 < s < math.inf for (b, m), s in choices):
             raise PlanError(
                 "sample_s needs positive seconds by (micro_batch, degree), both at least 1; got "
-                f"{dict(self.sample_s)!r:.80}"
+                f"{dict(self.sample_s)!r:.80}."
             )
         if not (0 <= self.weight_bytes < math.inf and 0 <= self.sample_bytes < math.inf):
             raise PlanError(
-                f"bytes must be 0 or more, and finite; got {self.weight_bytes}, {self.sample_bytes}"
+                "bytes must be 0 or more, and finite; got "
+                f"{self.weight_bytes}, {self.sample_bytes}."
             )
 
     def gpu_bytes(self, micro_batch: int, degree: int) -> float:
@@ -55,9 +57,9 @@ class CostTable:
         return (self.weight_bytes + micro_batch * self.sample_bytes) / degree
 
     def batch_s(self, micro_batch: float, degree: int) -> float:
-        """Return the seconds of a micro-batch, interpolated between those measured. Pure.
+        """Return the seconds of a micro-batch, interpolated between measured ones. Pure.
 
-        One smaller than all that were measured is no faster.
+        A micro-batch below the smallest measured one takes as long as that one.
         """
         table = sorted((b, b * s) for (b, m), s in self.sample_s.items() if m == degree)
         sizes, seconds = zip(*table, strict=True)
@@ -70,10 +72,10 @@ class Side:
 
     Args:
         degree: GPUs of a replica.
-        replicas: how many there are.
+        replicas: number of replicas.
         micro_batch: samples that a replica takes at a time.
-        step_s: seconds for a batch of the loop, without a wait.
-        gpu_bytes: memory of a GPU.
+        step_s: seconds for a batch of the loop, without waiting.
+        gpu_bytes: memory needed on a GPU.
     """
 
     degree: int
@@ -90,17 +92,18 @@ class Side:
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """GPUs for the trainer and for the engine, and what that brings.
+    """GPUs for the trainer and for the engine, and the resulting step times.
 
     Args:
-        gpus: all of them.
-        trainer: its side.
-        engine: its side.
-        publish_s: seconds that the trainer waits for the engine; part of all steps but `bound_s`.
-        together_s: seconds of a synchronous step on all GPUs in turn; infinite where both sides do
-            not fit on them.
-        bound_s: seconds of a step with fractions of GPUs and each side at its best, which no
-            asynchronous step beats.
+        gpus: the number of all GPUs.
+        trainer: the side of the trainer.
+        engine: the side of the engine.
+        publish_s: seconds that the trainer waits for the engine. Part of every step time except
+            `bound_s`.
+        together_s: seconds of a synchronous step, in which both sides use all GPUs in turn. The
+            value is infinite if both sides do not fit.
+        bound_s: a lower bound of asynchronous steps, with fractions of GPUs and each side at its
+            best.
     """
 
     gpus: int
@@ -117,16 +120,16 @@ class SplitPlan:
 
     @property
     def async_s(self) -> float:
-        """Seconds of an asynchronous step: of the slower side."""
+        """Seconds of an asynchronous step, which are those of the slower side."""
         return max(self.trainer.step_s + self.publish_s, self.engine.step_s)
 
     @property
     def gain(self) -> float:
-        """The speed-up over all GPUs in turn, were all samples equally long."""
+        """The speed-up over a synchronous step, if all samples had equal lengths."""
         return self.together_s / self.async_s
 
     def table(self) -> str:
-        """Return the plan as text: a line a side, a line a way to run it."""
+        """Return the plan as text: one line per side, then one line per way to run it."""
         lines = ["side      GPUs  degree  replicas  micro-batch  GB a GPU  s a batch"]
         for name, side in (("trainer", self.trainer), ("engine", self.engine)):
             lines.append(
@@ -155,29 +158,33 @@ def plan_split(
     max_off_policy_steps: int = 1,
     publish_s: float = 0.0,
 ) -> SplitPlan:
-    """Choose GPUs, model-parallel degrees and micro-batches of both sides. Pure; exhaustive.
+    """Choose GPUs, model-parallel degrees and micro-batches of both sides. Pure.
 
-    The asynchronous loop gives each side GPUs of its own: two memory constraints and two degrees.
-    The synchronous one has all GPUs do both in turn, with one degree and one memory constraint.
+    Tries all choices. The asynchronous loop gives each side its own GPUs, with two memory
+    constraints and two degrees. In the synchronous loop all GPUs do both in turn, with one degree
+    and one memory constraint.
 
     Args:
-        gpus: all of them.
+        trainer: measured costs of the trainer.
+        engine: measured costs of the engine.
+        gpus: the number of all GPUs.
         batch_size: samples in a step.
-        memory_bytes: of a GPU.
-        max_off_policy_steps: at most that many batches are generated ahead.
+        memory_bytes: memory of a GPU.
+        max_off_policy_steps: the most batches that are generated ahead.
         publish_s: seconds after a step that the trainer waits for the engine.
 
     Raises:
-        PlanError: nothing fits, or a number is out of range; with the least memory that would do.
+        PlanError: a number is out of range, or no choice fits. The message then gives the least
+            memory that would fit.
     """
     if min(batch_size, max_off_policy_steps) < 1 or gpus < 2:
         raise PlanError(
             "batch_size and max_off_policy_steps must be at least 1, and trainer and engine need a "
-            f"GPU each; got {batch_size}, {max_off_policy_steps} and gpus={gpus}"
+            f"GPU each; got {batch_size}, {max_off_policy_steps} and gpus={gpus}."
         )
     if not (0 < memory_bytes < math.inf and 0 <= publish_s < math.inf):
         raise PlanError(
-            f"memory_bytes must be positive, publish_s 0 or more; got {memory_bytes}, {publish_s}"
+            f"memory_bytes must be positive, publish_s 0 or more; got {memory_bytes}, {publish_s}."
         )
 
     def train_s(micro_batch: int, degree: int, replicas: int) -> float:

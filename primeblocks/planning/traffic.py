@@ -1,4 +1,4 @@
-"""The bytes that a training step sends, computed before anything is started."""
+"""The bytes that a training step sends, computed before a process starts."""
 
 from __future__ import annotations
 
@@ -16,23 +16,27 @@ ATTENTIONS = ("ring", "ulysses")
 
 @dataclass(frozen=True)
 class StepSizes:
-    """A model, and one rank's part of one micro-batch, in numbers.
+    """The sizes of a model, and of one rank's part of one micro-batch.
 
     Attributes:
-        tokens: of one rank.
+        tokens: tokens of one rank.
         hidden: width of the rows that travel to experts.
+        num_experts: routed experts per layer.
+        top_k: experts per token.
         expert_layers: layers with experts.
         layers: layers with attention.
-        head_dim: of queries, keys and values; their mean where they differ.
-        root_parameters: outside of the layers, such as embedding and head.
-        layer_parameters: of all layers, without their experts.
-        expert_parameters: of all experts of all layers.
-        parameter_bytes: of one gathered parameter.
-        gradient_bytes: of one reduced gradient.
-        activation_bytes: of one activation; sums of gradients travel in 4 at least.
+        heads: query heads.
+        key_heads: key-value heads.
+        head_dim: of queries, keys and values. Pass the mean if they differ.
+        root_parameters: parameters outside of the layers, such as embedding and head.
+        layer_parameters: parameters of all layers without experts.
+        expert_parameters: parameters of all experts of all layers.
+        parameter_bytes: bytes of one gathered parameter.
+        gradient_bytes: bytes of one reduced gradient.
+        activation_bytes: bytes of one activation. Sums of gradients travel in at least 4 bytes.
         recompute: activation checkpointing runs the layers' forward twice.
-        latent_dim: in latent attention, numbers of a token that travel for all heads, such as
-            512 + 64; 0 where keys and values do.
+        latent_dim: numbers per token that travel for all heads in latent attention, such as
+            512 + 64. 0 if keys and values travel.
     """
 
     tokens: int
@@ -56,10 +60,10 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank receives from others in one micro-batch, as `plan_traffic` counts them.
+    """Bytes that one rank receives from others in one micro-batch. The result of `plan_traffic`.
 
     Attributes:
-        rows: (axis, what, bytes).
+        rows: (axis, purpose, bytes).
     """
 
     rows: tuple[tuple[str, str, float], ...]
@@ -73,7 +77,7 @@ class Traffic:
         return sum(size for name, _, size in self.rows if name == axis)
 
     def table(self) -> str:
-        """Return one line an axis and purpose, in MiB."""
+        """Return one line per axis and purpose, in MiB."""
         lines = [f"{'axis':<12}{'MiB received':>14}  for"]
         lines += [f"{axis:<12}{size / 2**20:>14,.1f}  {what}" for axis, what, size in self.rows]
         lines.append(f"{'all':<12}{self.total_bytes / 2**20:>14,.1f}")
@@ -83,24 +87,26 @@ class Traffic:
 def plan_traffic(
     plan: MeshPlan, sizes: StepSizes, *, dispatch: str = "once_per_choice", attention: str = "ring"
 ) -> Traffic:
-    """Say what forward and backward of one micro-batch send over each axis. Pure.
+    """Compute the bytes that one micro-batch sends over each axis, forward and backward. Pure.
 
-    Tokens are taken to choose experts evenly and sequences to be split evenly; checks and counts,
-    a kilobyte a call, are left out.
+    Assumes that tokens choose experts evenly and that sequences are split evenly. Checks and
+    counts, about a kilobyte per call, are left out.
 
     Args:
+        plan: the plan of the ranks.
+        sizes: the sizes of the model.
         dispatch: "once_per_choice" (`AllToAllDispatcher`) or "once_per_rank".
         attention: "ring" or "ulysses".
 
     Raises:
-        PlanError: no plan or no sizes, another word, or experts that the expert degree does not
-            divide.
+        PlanError: `plan` or `sizes` has another type, a word is unknown, or the expert degree does
+            not divide the experts.
     """
     if not isinstance(plan, MeshPlan):
-        raise PlanError(f"plan must be a MeshPlan, as plan_mesh() returns; got {plan!r:.60}")
+        raise PlanError(f"plan must be a MeshPlan, as plan_mesh() returns; got {plan!r:.60}.")
     if not isinstance(sizes, StepSizes):
         raise PlanError(
-            f"sizes must be a StepSizes, as StepSizes(tokens=...) makes; got {sizes!r:.60}"
+            f"sizes must be a StepSizes, as StepSizes(tokens=...) makes; got {sizes!r:.60}."
         )
     if dispatch not in DISPATCHERS or attention not in ATTENTIONS:
         raise PlanError(
@@ -128,14 +134,14 @@ def plan_traffic(
 
 
 def _far(ranks: int) -> float:
-    """The part of something evenly spread that other ranks hold."""
+    """Return the part of evenly spread data that other ranks hold."""
     return (ranks - 1) / ranks
 
 
 def _experts(plan: MeshPlan, sizes: StepSizes, dispatch: str) -> float:
     row, ranks = sizes.hidden * sizes.activation_bytes, plan.expert
-    # There and back, forward and backward. What is recomputed ends where nothing is needed any
-    # more: rows that were weighted by their owners do not come back a second time.
+    # To the experts and back, forward and backward. A recomputation ends early: rows that were
+    # weighted by their owners do not return a second time.
     passes = 4 + sizes.recompute * (2 if dispatch == "once_per_choice" else 1)
     if dispatch == "once_per_choice":
         each = passes * _far(ranks) * sizes.top_k * row
@@ -144,7 +150,7 @@ def _experts(plan: MeshPlan, sizes: StepSizes, dispatch: str) -> float:
         nothing = comb(sizes.num_experts - share, sizes.top_k) / comb(
             sizes.num_experts, sizes.top_k
         )
-        # Numbers and scores of the choices, and the gradients of the scores, in float32.
+        # Ids and scores of the choices, and the gradients of the scores, in float32.
         choices = sizes.top_k * (8 * (1 + sizes.recompute) + 4)
         each = (ranks - 1) * (1 - nothing) * (passes * row + choices)
     return sizes.expert_layers * sizes.tokens * each
@@ -155,14 +161,14 @@ def _attention(plan: MeshPlan, sizes: StepSizes, attention: str) -> float:
     if attention == "ring":
         pair = sizes.latent_dim or 2 * sizes.key_heads * width
         forward = 2 + sizes.recompute
-        # Keys and values come by again in backward; their gradients go all around.
+        # Keys and values travel again in backward. Their gradients go all around.
         each = pair * ((ranks - 1) * forward * item + ranks * max(item, 4) * (ranks > 1))
         return sizes.layers * sizes.tokens * each
     heads = [range(sizes.heads * r // ranks, sizes.heads * (r + 1) // ranks)
              for r in range(ranks)]  # fmt: skip
     per_key = sizes.heads // sizes.key_heads
     keys = sum(len({head // per_key for head in part}) for part in heads) / ranks
-    # A rank holds its heads of all tokens, and its tokens of all heads afterwards.
+    # A rank first holds its heads of all tokens, and then its tokens of all heads.
     queries = sizes.heads / ranks
     trip = (ranks - 1) * width * item
     exchanged = trip * 2 * queries * (2 + sizes.recompute)

@@ -1,4 +1,4 @@
-"""Virtual time: an event loop that jumps to the next timer in place of waiting for it."""
+"""Virtual time: an event loop that jumps to the next timer instead of waiting for it."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class VirtualClock:
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time stands still while a task can run, then jumps to the next timer.
+    """An event loop whose time stops while a task can run, and then jumps to the next timer.
 
-    All of asyncio works in it, timeouts included, and the order of events depends on nothing but
-    the program. It knows nothing of other threads: time jumps ahead while one of them works.
+    All of asyncio works, timeouts included. The order of events depends only on the program. The
+    loop does not know other threads: time jumps ahead while another thread works.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _Jump(selectors.DefaultSelector):
-    """Where the loop would wait for a socket until the next timer, that timer's time comes."""
+    """A selector that jumps to the next timer instead of waiting for a socket."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         super().__init__()
@@ -62,18 +62,19 @@ class _Jump(selectors.DefaultSelector):
                 " wait a deadline, and no work to threads."
             )
         due_s = self._loop.virtual_s + timeout
-        # Past it by more than rounding: a timer that is due by nothing is not run.
+        # Jump past it by more than rounding, because a timer that is not yet due does not run.
         self._loop.virtual_s = due_s + 4 * math.ulp(due_s)
         return events
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
-    """Run `main` in a `VirtualTimeLoop` and return its result; as `asyncio.run`, but at once.
+    """Run `main` in a `VirtualTimeLoop`, as `asyncio.run` would, and return its result.
 
-    It takes a thread of its own, for a notebook has an event loop running already.
+    Waits take no real time. The loop runs in a thread of its own, because a notebook already runs
+    an event loop.
 
     Raises:
-        DeadlineError: all tasks wait for each other.
+        DeadlineError: every task waits and no timer is set.
     """
     results: list[T] = []
     errors: list[BaseException] = []

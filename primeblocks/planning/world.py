@@ -1,4 +1,4 @@
-"""The surroundings of a simulated loop: prompts, engines, a trainer, and the way between them."""
+"""The callables of a simulated loop: prompts, engines, a trainer, and publishing between them."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Spans = list[tuple[int, float]]  # of a sample: tokens by the policy that made t
 
 @dataclass(frozen=True)
 class Workload:
-    """The prompts: how long their answers are, and what else they wait for.
+    """The prompts: the lengths of their answers, and their tools.
 
     Args:
-        tokens: of one sample, all its turns together.
-        samples: of a group.
-        turns: of a sample, equally long, with a tool's answer between two of them.
-        tool_s: a tool's latency; needed with several turns.
-        failure_rate: probability that a sample breaks off, somewhere, with an error.
+        tokens: tokens of one sample, over all its turns.
+        samples: samples of a group.
+        turns: turns of a sample, of equal length. A tool answers between two turns.
+        tool_s: latency of a tool. Required with several turns.
+        failure_rate: probability that a sample breaks off at some point with an error.
 
     Raises:
-        UsageError: a count below 1, a rate outside [0, 1), or turns without `tool_s`.
+        UsageError: a count is below 1, a rate is outside of [0, 1), or turns lack `tool_s`.
     """
 
     tokens: Distribution
@@ -49,15 +49,15 @@ class Workload:
         if self.samples < 1 or self.turns < 1 or not 0 <= self.failure_rate < 1:
             raise UsageError(
                 "samples and turns must be at least 1 and failure_rate in [0, 1); got "
-                f"{self.samples}, {self.turns} and {self.failure_rate}"
+                f"{self.samples}, {self.turns} and {self.failure_rate}."
             )
         if self.turns > 1 and self.tool_s is None:
-            raise UsageError(f"{self.turns} turns have tools between them: give tool_s")
+            raise UsageError(f"{self.turns} turns have tools between them: give tool_s.")
 
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt, and what came of its samples, the latest attempt each."""
+    """A prompt, and the latest attempt of each of its samples."""
 
     ordinal: int
     attempts: Counter[int] = field(default_factory=Counter)
@@ -69,15 +69,15 @@ class _Prompt:
 
 
 class World:
-    """All that a loop calls, in the time of the running event loop.
+    """Everything that a loop calls, in the time of the running event loop.
 
     Attributes:
-        engines: as they are now.
-        sampled: lengths of all samples that were begun and did not fail, in order.
+        engines: the simulated engines.
+        sampled: lengths, in order, of all samples that began and did not fail.
 
     Args:
-        publish_s: seconds that the trainer waits, that engines stand still, and until they have
-            the weights while the trainer goes on; one after the other.
+        publish_s: three spans in order: the trainer waits, then engines pause, then the trainer
+            continues until engines have the weights.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class World:
         return [task.result() for task in tasks]
 
     async def train(self, groups: Sequence[Group], *, version: int) -> None:
-        """Let the time of a step pass."""
+        """Sleep for the time of a training step."""
         seconds = self._train_s
         if isinstance(seconds, Distribution):
             seconds = float(seconds.draw(self._steps, 1)[0])
@@ -129,7 +129,7 @@ class World:
         await asyncio.sleep(seconds)
 
     async def publish(self, version: int) -> asyncio.Task[None] | None:
-        """Let the time of a publish pass; return the rest of the way, if there is one."""
+        """Sleep for the time of a publish. Return the task of its last part, if there is one."""
         before_s, pause_s, send_s = self._publish_s
         await asyncio.sleep(before_s)
         if pause_s:
@@ -149,7 +149,7 @@ class World:
         tokens, tools, breaks_at = self._draws(prompt.ordinal, sample, attempt)
         if breaks_at is not None:
             await self._turns(tokens * breaks_at, tools)
-            raise EngineError(f"sample {sample} of prompt {prompt.ordinal} broke off")
+            raise EngineError(f"sample {sample} of prompt {prompt.ordinal} broke off.")
         self.sampled.append(tokens)
         spans = prompt.spans[sample] = await self._turns(tokens, tools)
         return self._rollout(tuple(made_by for made_by, _ in spans))
@@ -160,7 +160,7 @@ class World:
         """Return the tokens of a sample, its tools' seconds, and the share where it breaks off."""
         work, (chunk, place) = self._workload, divmod(ordinal, _CHUNK)
         if (chunk, attempt) not in self._drawn:
-            # For many prompts at once: drawing one by one costs more than all the rest.
+            # Draw for many prompts at once, because single draws cost more than all the rest.
             generator = np.random.default_rng([self._seed, chunk, attempt])
             shape = _CHUNK, work.samples
             tokens = work.tokens.draw(generator, _CHUNK * work.samples).reshape(shape)
@@ -189,7 +189,7 @@ class World:
         return spans
 
     def _rollout(self, policies: tuple[int, ...]) -> Rollout:
-        """Return a rollout with one token for each policy that had a part in it."""
+        """Return a rollout with one token for each policy that made a part of it."""
         if policies not in self._rollouts:
             size = len(policies)
             self._rollouts[policies] = Rollout(

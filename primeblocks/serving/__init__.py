@@ -1,4 +1,4 @@
-"""Several engines behind one `generate`: routes, which are pure, and the fleet that follows one."""
+"""Several engines behind one `generate`: pure routes, and a fleet that follows a route."""
 
 from .fleet import Fleet, engines_to_restart
 from .routes import (

@@ -1,4 +1,9 @@
-"""A fleet: engines that come and go, what each has, and a route between them."""
+"""A fleet of engines behind one callable: which are open, what each holds, and a route.
+
+An engine is open from `add` until `drain`, or until it raises `EngineError`. Only open engines get
+requests. The fleet does not ask an engine for its cache. It remembers the pages that the engine was
+sent last, at most `cache_pages`. `drain` and `add` forget them.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +23,24 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
     """Return the engines that must restart because one did, in their order. Pure.
 
     An engine that restarts leaves its transfer agent behind in every engine that read from it:
-    drain these, restart them, and add them. For transfers that do not notice: NIXL in vLLM where
-    the engine comes back under the `engine_id` that it had, or with NIXL up to 1.3 over RDMA.
-    vLLM draws an id for each start, and a decode engine of 0.32 with NIXL 1.5 then goes on with
-    the new prefill engine (docs/serving_vllm.md).
+    drain these, restart them, and add them. This is needed only if transfers do not notice the
+    restart. In vLLM these are transfers by NIXL up to 1.3 over RDMA. They are also transfers by any
+    NIXL if the engine comes back under its previous `engine_id`. By default vLLM draws a new id for
+    each start (docs/serving_vllm.md).
 
     Args:
-        agents: for each engine those whose agents it holds: of a decode engine its prefill engines,
-            and the other way round too where transfers go both ways.
+        agents: for each engine, the engines whose agents it holds. A decode engine holds those of
+            its prefill engines. If transfers go both ways, the reverse holds too.
 
     Raises:
-        UsageError: a name is given where several belong, in which parts of it would be found.
+        UsageError: a value is one name instead of a collection of names.
 
     Source: llm-d #2187, vLLM #49238 and #50047.
     """
     if any(isinstance(held, str) for held in agents.values()):
-        raise UsageError(f"agents has a collection of names for each engine; got {agents!r:.200}.")
+        raise UsageError(f"agents needs a collection of names per engine; got {agents!r:.200}.")
     found = [restarted]
-    for gone in found:  # which grows: who restarts leaves an agent behind as well
+    for gone in found:  # Grows meanwhile: each engine that restarts leaves an agent behind too.
         found += [name for name, held in agents.items() if gone in held and name not in found]
     return tuple(found[1:])
 
@@ -51,22 +56,22 @@ class _Engine:
 
 
 class Fleet:
-    """Several engines behind one `generate`, each request to the one that `route` chooses.
+    """Several engines behind one `generate`. `route` chooses the engine of each request.
 
-    What an engine holds is not asked for: it is believed to hold the pages of the requests that it
-    got last. An engine that raises `EngineError` gets no more requests until it is added again; the
-    error reaches the caller, whose retry goes elsewhere (`scheduler.Retries`). Local; for one event
-    loop.
+    The fleet does not ask engines for their caches. It assumes that an engine holds the pages of
+    its last requests. An engine that raises `EngineError` gets no more requests until it is added
+    again. The error reaches the caller, and a retry goes to another engine (`scheduler.Retries`).
+    Local. Use a fleet from one event loop.
 
     Args:
         engines: `generate` callables by name.
-        route: chooses among engines that are open.
-        describe: makes a `Request` of a call's arguments; by default nothing is known of it.
-        max_in_flight: requests that one engine takes, or a number by name.
-        cache_pages: pages that one engine holds; 0 where `route` does not look at them.
+        route: chooses among the open engines.
+        describe: makes a `Request` from the arguments of a call. By default a request has no facts.
+        max_in_flight: the requests that one engine takes: one number, or a number by name.
+        cache_pages: the pages that one engine holds. Use 0 if `route` does not use pages.
 
     Raises:
-        UsageError: there is no engine, a number is out of range, or `route` is no function.
+        UsageError: `engines` is empty, a number is out of range, or `route` is not a function.
     """
 
     def __init__(
@@ -82,7 +87,9 @@ class Fleet:
         if not isinstance(engines, Mapping) or not engines:
             raise UsageError(f"needs at least one engine, by name; got {shown(engines)}")
         if not callable(route) or not (describe is None or callable(describe)):
-            raise UsageError(f"needs functions; got {shown(route)} and {shown(describe)}")
+            raise UsageError(
+                f"route and describe need to be functions; got {shown(route)} and {shown(describe)}"
+            )
         self._route, self._describe, self._cache_pages = route, describe, cache_pages
         self._max_in_flight, self._routed = max_in_flight, 0
         self._engines: dict[str, _Engine] = {}
@@ -94,7 +101,7 @@ class Fleet:
         """Await the call of one engine.
 
         Raises:
-            EngineError: from the engine, with its name as a note; or all engines are closed.
+            EngineError: raised by the engine, with its name as a note, or no engine is open.
         """
         request = Request() if self._describe is None else self._describe(*args, **kwargs)
         name = self.choose(request)
@@ -116,8 +123,8 @@ class Fleet:
 
         Raises:
             EngineError: no engine is open.
-            UsageError: the route names none of those that it was given, or `describe` makes no
-                `Request`.
+            UsageError: the route returned no position among the open engines, or `describe`
+                returned no `Request`.
         """
         if not isinstance(request, Request):
             raise UsageError(f"needs a Request, as describe makes it; got {shown(request)}")
@@ -131,7 +138,7 @@ class Fleet:
         return states[place].name
 
     def states(self, request: Request | None = None) -> Sequence[EngineState]:
-        """Return the engines that are open, and what they have of `request`."""
+        """Return the state of each open engine, including the pages of `request` it holds."""
         request = Request() if request is None else request
         matched = self._matched(request.pages)
         return [
@@ -141,10 +148,10 @@ class Fleet:
         ]
 
     def drain(self, name: str) -> None:
-        """Give an engine no more requests; it ends those that it has, and its pages are forgotten.
+        """Send an engine no more requests. It completes its own, and its pages are forgotten.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: no engine has that name.
         """
         if name not in self._engines:
             raise UsageError(f"no engine {name!r} in the fleet: {list(self._engines)}")
@@ -153,10 +160,10 @@ class Fleet:
         self._forget(engine)
 
     def add(self, name: str, generate: Callable[..., Any]) -> None:
-        """Add an engine, or open one again: it holds no page. Give it the current weights first.
+        """Add an engine, or open it again, without pages. Give it the current weights first.
 
         Raises:
-            UsageError: `max_in_flight` has no number for it, or it is no function.
+            UsageError: `max_in_flight` has no number for its name, or `generate` is not a function.
         """
         limit = self._max_in_flight
         most = limit.get(name, 0) if isinstance(limit, Mapping) else limit

@@ -1,4 +1,4 @@
-"""Routes: pure choices of the engine that gets a request, from facts about both."""
+"""Routes: pure functions that choose the engine of a request from facts about both."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Facts of a request that no engine has yet.
+    """The facts of a request before it has an engine.
 
     Args:
-        session: the conversation that it belongs to, as text.
-        pages: names of the whole pages of its prompt, first page first, the cache's salt in each:
-            a page of another policy version is another page. `kvoffload.page_hashes` names them.
-        ordinal: requests of the fleet before it.
+        session: the conversation to which it belongs, as text.
+        pages: names of the whole pages of its prompt, first page first. Each name includes the
+            salt of the cache, so that pages of two policy versions differ. `kvoffload.page_hashes`
+            makes them.
+        ordinal: the number of earlier requests of the fleet.
     """
 
     session: str = ""
@@ -41,16 +42,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
-    """One engine that may get a request, at this moment.
+    """The state of one engine that may get a request.
 
     Args:
         name: its name in the fleet.
-        in_flight: requests that it has.
-        max_in_flight: requests beyond which they wait for each other, or for its cache.
-        matched: lead pages of the request that it is believed to hold.
+        in_flight: the requests that it has.
+        max_in_flight: the requests that it can have before they wait for each other or its cache.
+        matched: the leading pages of the request that it is assumed to hold.
 
     Raises:
-        UsageError: a number is negative or no number, or it takes no request.
+        UsageError: a number is negative or NaN, or `max_in_flight` is 0.
     """
 
     name: str
@@ -59,7 +60,7 @@ class EngineState:
     matched: int = 0
 
     def __post_init__(self) -> None:
-        # Plainly, for each engine and request: what is no number compares with none.
+        # Written so that NaN is refused too, and cheaply, because it runs per engine and request.
         if not (self.in_flight >= 0 and self.max_in_flight > 0 and self.matched >= 0):
             raise UsageError(
                 f"engine {self.name!r} needs in_flight >= 0, max_in_flight > 0 and matched >= 0; "
@@ -68,12 +69,12 @@ class EngineState:
 
     @property
     def load(self) -> float:
-        """Requests in flight over what it takes."""
+        """Requests in flight, divided by `max_in_flight`."""
         return self.in_flight / self.max_in_flight
 
 
 Route = Callable[[Request, Sequence[EngineState]], int]
-"""A choice: a place in the sequence, which is not empty."""
+"""A function that returns a position in a sequence of engines, which is not empty."""
 
 
 def _some(engines: Sequence[EngineState]) -> Sequence[EngineState]:
@@ -83,27 +84,27 @@ def _some(engines: Sequence[EngineState]) -> Sequence[EngineState]:
 
 
 def round_robin(request: Request, engines: Sequence[EngineState]) -> int:
-    """Choose one engine after the other."""
+    """Choose the engines in turn. Pure."""
     return request.ordinal % len(_some(engines))
 
 
 def least_loaded(request: Request, engines: Sequence[EngineState]) -> int:
-    """Choose the engine with the least load, the first of several."""
+    """Choose the engine with the least load, or the first of several. Pure."""
     return min(range(len(_some(engines))), key=lambda place: engines[place].load)
 
 
 def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
-    """Choose the same engine for a session each time, whatever its load.
+    """Choose the same engine for a session each time, whatever its load. Pure.
 
-    Where an engine leaves or joins, the sessions move that it had or gets, and no others. It is
-    here to be compared with: a session stays with an engine that is saturated while others idle.
+    If an engine leaves or joins, only its own sessions move. Use this route for comparisons: a
+    session stays with a saturated engine while other engines are idle.
 
     Source: highest random weight, Thaler and Ravishankar 1998.
     """
 
     def weight(place: int) -> int:
         both = f"{engines[place].name}\0{request.session}"
-        # Half a surrogate, as JSON may bring, is a name like any other.
+        # JSON may contain half a surrogate, which is a name like any other.
         return xxhash.xxh3_64_intdigest(both.encode(errors="surrogatepass"))
 
     return max(range(len(_some(engines))), key=weight)
@@ -113,13 +114,14 @@ def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
 class PrefixAndLoad:
     """Choose by the part of the prompt that an engine holds, less `beta` times its relative load.
 
-    That is its requests in flight over the mean of all engines. A saturated engine gets nothing
-    while another has room: a session moves, and computes its prompt once more there.
+    The relative load is the engine's requests in flight, divided by the mean of all engines. A
+    saturated engine gets nothing while another engine has room. A session that moves computes its
+    prompt again on the new engine.
 
     Args:
-        beta: the part of a prompt that as many requests as the mean are worth. 0 is prefix alone;
-            the more, the sooner a session moves.
-        saturated: load from which an engine has no room.
+        beta: the part of a prompt that is worth as much as one mean number of requests. 0 looks at
+            the prefix only. With a larger value, sessions move sooner.
+        saturated: the load from which an engine has no room.
 
     Raises:
         UsageError: a number is negative or infinite, or `saturated` is 0.
@@ -134,7 +136,7 @@ class PrefixAndLoad:
         _check_numbers(self.saturated, beta=self.beta)
 
     def __call__(self, request: Request, engines: Sequence[EngineState]) -> int:
-        # With few requests one more or less says nothing.
+        # At least 1: with few requests, one more or less means little.
         mean = max(1.0, sum(engine.in_flight for engine in engines) / len(_some(engines)))
 
         def score(place: int) -> tuple[bool, float, float]:
@@ -150,20 +152,22 @@ class PrefixAndLoad:
 class AddedSeconds:
     """Choose the engine where a request costs all agents together the fewest seconds.
 
-    A prompt stops whoever decodes there, so each page that must be computed counts for all of them.
-    An answer slows them. With many on every engine a session stays where its pages are; as engines
-    empty, it moves. A saturated engine gets nothing while another has room.
+    Computing a prompt stops all requests that decode on the engine, so each page to compute counts
+    for all of them. Decoding an answer slows them. With many requests on every engine a session
+    stays where its pages are. It moves when other engines empty. A saturated engine gets nothing
+    while another engine has room.
 
     Args:
-        token_s: seconds between two tokens of a request where so many run: `EngineModel.token_s`
-            of the plan, or a table of measurements.
-        page_s: seconds that an engine computes on a page of a prompt.
-        tokens: answered where the session goes now: one answer times the turns that it may stay.
-        saturated: load from which an engine has no room.
+        token_s: returns the seconds between two tokens of a request, given the number of running
+            requests: `EngineModel.token_s` of the plan, or a table of measurements.
+        page_s: the seconds that an engine needs to compute one page of a prompt.
+        tokens: the tokens decoded where the session goes now: one answer times the turns that the
+            session may stay.
+        saturated: the load from which an engine has no room.
 
     Raises:
-        UsageError: a number is negative or infinite, or `saturated` is 0; from a choice, `token_s`
-            returns no number.
+        UsageError: a number is negative or infinite, or `saturated` is 0. A choice raises it if
+            `token_s` returns NaN.
     """
 
     token_s: Callable[[int], float]
@@ -182,7 +186,7 @@ class AddedSeconds:
             slower_s = others * (self.token_s(others + 1) - self.token_s(others)) if others else 0.0
             token_s = self.token_s(others + 1) + slower_s
             seconds = prompt_s * (others + 1) + self.tokens * token_s
-            if isnan(seconds):  # Smaller than nothing, and nothing smaller than it.
+            if isnan(seconds):  # NaN compares as neither smaller nor larger.
                 raise UsageError(f"token_s says no number for {others + 1} requests.")
             return engine.load >= self.saturated, seconds
 

@@ -17,18 +17,18 @@ __all__ = ["Messenger"]
 
 
 class Messenger:
-    """All-gather of JSON objects between trainer ranks.
+    """Exchanges JSON objects between all trainer ranks.
 
-    After a failed exchange the group's state is unknown, so every later one is refused.
+    After a failed exchange the group's state is unknown, so every later exchange is refused.
 
     Args:
         world_size: how many ranks must take part.
-        group: a group with gloo for CPU tensors; None is the default group, or no group at all
-            for one rank.
+        group: a group with gloo for CPU tensors. None is the default group, or no group for one
+            rank.
 
     Raises:
         UsageError: the group has another size.
-        UnsupportedError: the group has no gloo.
+        UnsupportedError: the group does not support gloo.
     """
 
     def __init__(self, *, world_size: int, group: dist.ProcessGroup | None) -> None:
@@ -40,19 +40,19 @@ class Messenger:
         if self.size != world_size:
             raise UsageError(
                 f"the plan is for {world_size} ranks, the group has {self.size}. "
-                "Plan with one manifest for each rank of this group."
+                "Make a plan from the manifest of each rank of this group."
             )
         if self.size > 1 and "gloo" not in str(dist.get_backend_config(group)):
             raise UnsupportedError(
-                f"the group speaks {dist.get_backend_config(group)}; waits need gloo. "
-                "Pass group=torch.distributed.new_group(backend='gloo')."
+                f"the group has the backend {dist.get_backend_config(group)}; waits with a "
+                "deadline need gloo. Pass group=torch.distributed.new_group(backend='gloo')."
             )
 
     def exchange(self, message: dict[str, Any], *, deadline: float) -> list[dict[str, Any]]:
-        """Return every rank's message, by rank. Collective: their sizes, then the messages.
+        """Return every rank's message, by rank. Collective: gathers the sizes, then the messages.
 
         Raises:
-            TransferError: a peer died, or did not come before `deadline` (time.monotonic).
+            TransferError: a peer died, or did not call before `deadline` (time.monotonic).
         """
         if self._broken:
             raise TransferError(
@@ -78,6 +78,7 @@ class Messenger:
             self._broken = str(error).splitlines()[0][:200]
             raise TransferError(
                 f"rank {self.rank} of {self.size} lost its peers, or the deadline passed: "
-                f"{self._broken}. The committed version did not change; make a new group."
+                f"{self._broken}. The committed version did not change; make a new group and a "
+                "new Publisher."
             ) from error
         return theirs

@@ -1,4 +1,4 @@
-"""The digest of a bucket, from the same bytes on both sides."""
+"""The digest of a bucket. Both sides compute it from the same bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Parts = Iterator[tuple[Tensor, Tensor | None]]
 
 
 def bucket_digest(pieces: Iterable[Tensor]) -> str:
-    """Return the digest of a bucket's pieces: their bytes in C order. Local; one pass over them."""
+    """Return the digest of a bucket's pieces, over their bytes in C order. Local: one pass."""
     digest = Digest()
     for piece in pieces:
         if piece.device.type == "cpu":
@@ -41,10 +41,10 @@ def bucket_digest(pieces: Iterable[Tensor]) -> str:
 def cast_and_digest(
     sources: Sequence[Tensor], dtypes: Sequence[torch.dtype], into: Sequence[Tensor] | None
 ) -> str:
-    """Copy tensors, each cast to its dtype, and return the digest of the copies. Local; one pass.
+    """Copy tensors, each cast to its dtype, and return the digest of the copies. Local: one pass.
 
     Args:
-        into: the targets, of the same shapes; None digests alone.
+        into: targets of the same shapes. None computes only the digest.
     """
     digest = Digest()
     targets: Sequence[Tensor | None] = [None] * len(sources) if into is None else into
@@ -61,11 +61,11 @@ def cast_and_digest(
 def taken(
     source: Tensor, dtype: torch.dtype, target: Tensor | None, chunk_bytes: int
 ) -> Iterator[tuple[Bytes, Bytes | None]]:
-    """Cast a tensor chunk by chunk; yield each one's bytes and the place of its copy.
+    """Cast a tensor chunk by chunk, and yield the bytes of each chunk and the place of its copy.
 
-    A chunk is good until the next. What has no plain place on the host is copied here, and comes
-    without one. Bytes of a device cross the bus once, through pinned memory; what is copied on the
-    device stays there.
+    A chunk is valid until the next. If the place is on a device or not contiguous, this function
+    makes the copy and yields None for the place. Bytes of a device cross the bus once, through
+    pinned memory. A copy from a device to the same device does not cross it.
     """
     if _are_plain(source, dtype, target):
         new = np.asarray(as_buffer(source))
@@ -92,13 +92,14 @@ def crossing(
     allocate: Callable[[int], UInt8[Tensor, " bytes"]],
     send: Callable[[Tensor, Tensor], Callable[[], object]],
 ) -> Parts:
-    """Yield parts on the host; each is good until the next. The next one travels meanwhile.
+    """Yield parts on the host. Each is valid until the next, which is copied during its use.
 
-    Run on one H100; its order is tested on the host.
+    This function ran on one H100. The order of its steps is tested on the host.
 
     Args:
-        allocate: returns pinned memory of so many bytes.
-        send: begins a copy into the first from the second; what it returns waits for its end.
+        allocate: returns pinned memory of the given number of bytes.
+        send: starts a copy into the first tensor from the second, and returns a function that
+            waits for the end of the copy.
     """
     rooms: list[UInt8[Tensor, " bytes"]] = []
     under_way: deque[tuple[Tensor, Tensor | None, Callable[[], object]]] = deque()
@@ -132,7 +133,7 @@ def _send(room: Tensor, cast: Tensor) -> Callable[[], object]:
 
 
 def _cast(parts: Parts, dtype: torch.dtype) -> Parts:
-    """Yield parts cast where they lie; copy those whose place is on a device."""
+    """Cast each part on its own device. Copy those whose place is on a device."""
     for part, place in parts:
         cast = part.to(dtype).contiguous()
         if place is None or place.device.type == "cpu":
@@ -150,7 +151,7 @@ def _are_plain(source: Tensor, dtype: torch.dtype, target: Tensor | None) -> boo
 
 
 def as_buffer(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU. No copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     # Not .numpy(): it forbids resizing the storage ever after, as offloading does.
     plain = tensor.detach() if tensor.requires_grad else tensor
     # Not view(-1): a single element may have any stride.
@@ -159,7 +160,7 @@ def as_buffer(tensor: Tensor) -> memoryview:
 
 
 def _chunks(source: Tensor, target: Tensor | None, itemsize: int, size_bytes: int) -> Parts:
-    """Yield parts of both that follow each other in C order."""
+    """Yield matching parts of source and target, in C order."""
     if source.is_contiguous() and (target is None or target.is_contiguous()):
         source = source.view(-1)
         target = None if target is None else target.view(-1)

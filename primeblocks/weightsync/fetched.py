@@ -1,4 +1,4 @@
-"""The bytes of a version on their way into a load: fetched, checked, given.
+"""The bytes of a version on their way into a load: fetched, checked, loaded.
 
 A load gets only bytes that were checked. Bytes in memory of this process, or sealed by their
 writers, are checked once and given where they are stored. Other processes may still write to lent
@@ -39,7 +39,7 @@ _AHEAD = 2
 
 
 class ReaderState(Enum):
-    """The states of a reader and of its versions, as `receive` draws them."""
+    """The states of a reader and of its versions. The head of `receive.py` draws them."""
 
     EMPTY = "empty"
     FETCHED = "fetched"
@@ -52,10 +52,10 @@ class Fetched(NamedTuple):
     """The weights of one version, as this reader has them.
 
     Attributes:
-        held: None once they were let go.
-        bytes: the number of bytes read for it.
-        state: FETCHED, or CHECKED once its bytes were found to be right.
-        digests: of what an engine has after its load, where that is observed.
+        held: the bytes. None after they were released.
+        bytes: the number of bytes read for the version.
+        state: FETCHED, or CHECKED after every byte was checked.
+        digests: digests of the engine's tensors after the load, if they are observed.
     """
 
     marker: Marker
@@ -65,28 +65,31 @@ class Fetched(NamedTuple):
     digests: Digests | None = None
 
     def closed(self) -> Fetched:
-        """Let the bytes go; return what is known of them."""
+        """Release the bytes, and return what is known of them."""
         if self.held is not None:
             self.held.close()
         return self._replace(held=None)
 
 
 def check_plan(plan: Plan, marker: Marker) -> None:
-    """Look whether a version was sent by a plan, before anything is read of it.
+    """Check that a version was sent by a plan, before any byte of the version is read.
 
     Raises:
-        PlanError: it was sent by another one.
-        CorruptionError: the sizes in its marker are not of this plan.
+        PlanError: the version was sent by another plan.
+        CorruptionError: the sizes in the marker do not fit this plan.
     """
     if marker.plan != plan.fingerprint():
         raise PlanError(
-            f"version {marker.version} was written by plan {marker.plan}, this is plan "
+            f"version {marker.version} was written by plan {marker.plan}; this reader has plan "
             f"{plan.fingerprint()}. Build both from the same manifests."
         )
     sizes, whole = marker.sizes, tuple(bucket.bytes for bucket in plan.buckets)
     fits = len(sizes) == len(whole) and all(map(operator.le, sizes, whole))
     if not fits or (marker.base is None and sizes != whole):
-        raise CorruptionError(f"version {marker.version} has sizes that no version of it has")
+        raise CorruptionError(
+            f"the marker of version {marker.version} has bucket sizes that do not fit its plan. "
+            "Publish again."
+        )
 
 
 def bring(
@@ -99,21 +102,21 @@ def bring(
     deadline: float,
     threads: int,
 ) -> Fetched:
-    """Return the bytes of the last of `found`, each a delta to the one before.
+    """Return the checked bytes of the last version in `found`. Each is a delta to the one before.
 
-    Deltas are applied to a copy of the version that the first of them was made from, so that this
-    version stays whole. The check comes after.
+    Deltas are applied to a copy of their base version, so that the base stays whole. Then the
+    result is checked.
 
     Args:
-        base: the version that the first of them is a delta to. It is not written to.
-        memory: the source of the copy.
-        threads: the number of buckets worked on at a time, where there is enough to do.
+        base: the version to which the first version in `found` is a delta. It is not written to.
+        memory: the source of memory for the copy.
+        threads: how many buckets are handled at a time, if there are enough bytes.
 
     Raises:
         PlanError: a version was sent by another plan.
-        CorruptionError: the bytes are not those that were sent.
-        DeadlineError: they were not checked in time.
-        TransferError: the version was retired meanwhile.
+        CorruptionError: the bytes are not as sent.
+        DeadlineError: the bytes were not checked in time.
+        TransferError: the version was retired during the call.
     """
     for each in found:
         check_plan(plan, each.marker)
@@ -129,7 +132,9 @@ def bring(
 
     def bring_bucket(index: int) -> None:
         if time.monotonic() > deadline:
-            raise DeadlineError(f"checked {len(checked)} of {len(mine)} buckets in time")
+            raise DeadlineError(
+                f"checked {len(checked)} of {len(mine)} buckets in time. Pass a longer timeout_s."
+            )
         if isinstance(held, Boxes) and deltas:
             pieces = held.views(index)
             copy_bucket(plan, index, start, pieces)
@@ -144,7 +149,9 @@ def bring(
         with used(start):
             _for_each(plan, mine, start, bring_bucket, threads=threads)
             if time.monotonic() > deadline:
-                raise DeadlineError(f"checked all {len(mine)} buckets, and not in time")
+                raise DeadlineError(
+                    f"checked all {len(mine)} buckets, and not in time. Pass a longer timeout_s."
+                )
         is_kept = not deltas
     finally:
         if whole is not None and not is_kept:
@@ -157,7 +164,7 @@ def check(plan: Plan, reader: int, fetched: Fetched) -> None:
     """Check every byte that this reader wants.
 
     Raises:
-        CorruptionError: a byte is not the one that was sent.
+        CorruptionError: a byte is not as sent.
     """
     assert fetched.held is not None
     for index in plan.of_reader(reader):
@@ -167,10 +174,10 @@ def check(plan: Plan, reader: int, fetched: Fetched) -> None:
 def write(
     plan: Plan, reader: int, fetched: Fetched, places: Mapping[str, Tensor], *, threads: int
 ) -> None:
-    """Copy a version into an engine's own tensors, and check what is there, in one pass.
+    """Copy a version into an engine's own tensors, and check the copies, in one pass.
 
     Raises:
-        CorruptionError: a byte is not the one that was sent; some of them were written.
+        CorruptionError: a byte is not as sent. Some tensors were already written.
     """
     held, into = fetched.held, Boxes(plan, reader, stays=True, served=places)
     assert held is not None
@@ -186,14 +193,14 @@ def write(
 
 
 class Feed:
-    """Tensors of a version for one load, each of bytes that were found to be right.
+    """The checked tensors of a version, for one load.
 
-    Bytes that a reader has checked where nobody writes are given as they lie there. The rest is
-    checked in threads, some buckets ahead of what was asked for; of lent bytes, copies are given,
-    each freed when it is used no more.
+    Bytes that were checked in memory that cannot change are passed on in place. Other bytes are
+    checked in threads, a few buckets ahead of the load. Lent bytes are copied, and each copy is
+    freed after its last use.
 
     Args:
-        convert: the wiring to what is given.
+        convert: the wiring from the plan's tensors to those that the load gets.
     """
 
     def __init__(
@@ -230,10 +237,10 @@ class Feed:
         self._checks: list[Future[None]] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what a load is given, each tensor until the next.
+        """Yield (name, tensor) pairs for a load. Each tensor is valid until the next one.
 
         Raises:
-            CorruptionError: its bytes are not what was sent.
+            CorruptionError: the bytes of a tensor are not as sent.
         """
         for name in self.names:
             yield name, self._tensor(name)
@@ -244,10 +251,10 @@ class Feed:
                         self._copies.drop(source)
 
     def check(self) -> None:
-        """Check all that is to be checked, before anything is asked for.
+        """Check all unchecked bytes now, before the load asks for a tensor.
 
         Raises:
-            CorruptionError: a byte is not the one that was sent.
+            CorruptionError: a byte is not as sent.
         """
         self._checks = [self._pool.submit(self._check, index) for index in self._order]
         for check in self._checks:
@@ -286,7 +293,7 @@ class Feed:
 def feeding(
     plan: Plan, reader: int, fetched: Fetched, convert: Wiring | None, *, threads: int
 ) -> Iterator[Feed]:
-    """Open a `Feed`, for as long as the load goes on."""
+    """Open a `Feed` for the duration of one load."""
     lent, cores = isinstance(fetched.held, Lent), len(os.sched_getaffinity(0))
     threads = _as_many(plan, plan.of_reader(reader), threads)
     # A load that has every core of this process is only slowed by checks beside it.
@@ -318,7 +325,7 @@ def _for_each(
     *,
     threads: int,
 ) -> None:
-    """Work on each bucket; the first error ends the work, once buckets under way are done."""
+    """Work on each bucket. After the first error, only the buckets already started are finished."""
     if not isinstance(held, Lent):  # In memory, threads beyond the cores only wait for each other.
         threads = min(threads, len(os.sched_getaffinity(0)))
     threads = _as_many(plan, indices, threads)

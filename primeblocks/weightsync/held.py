@@ -1,4 +1,8 @@
-"""The bytes of one version as a reader or writer holds them: whole tensors in a blob, or boxes."""
+"""The bytes of one version in the hands of a reader or a writer: a blob of whole tensors, or boxes.
+
+`Held` bytes are in memory that cannot change, and are used in place. `Lent` bytes may still change,
+so they are copied, and the copies are checked.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +52,8 @@ class Held(Protocol):
     """The bytes of one version, or of the part that one reader wants, in memory of this process.
 
     Attributes:
-        stays: whether a reader keeps it after its load: to go back to, and as the base of deltas.
-        device: the device that its bytes are on.
+        stays: whether a reader keeps the bytes after a load, to go back to and as a base of deltas.
+        device: the device that has the bytes.
     """
 
     stays: bool
@@ -60,23 +64,23 @@ class Held(Protocol):
         ...
 
     def box(self, name: str, box: Shard) -> Tensor:
-        """Return a view of a box, or of a part of one, that the reader wants."""
+        """Return a view of a box that the reader wants, or of a part of such a box."""
         ...
 
     def close(self) -> None:
-        """Let go. Twice is fine."""
+        """Release the bytes. Idempotent."""
         ...
 
 
 @runtime_checkable
 class Lent(Protocol):
-    """The bytes of one version in a place where others may write: a file, or another process.
+    """The bytes of one version where other processes may write, such as a file.
 
-    They are never used in that place: they are copied, and the copies are checked.
+    Lent bytes are never used in place. They are copied, and the copies are checked.
 
     Attributes:
         stays: as in `Held`.
-        device: the device that copies belong on.
+        device: the device for the copies.
     """
 
     stays: bool
@@ -85,18 +89,18 @@ class Lent(Protocol):
     def chunks(
         self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
     ) -> Iterator[UInt8[Tensor, " chunk"]]:
-        """Yield the bytes of one copy of a bucket, in C order; each chunk is good until the next.
+        """Yield the bytes of one copy of a bucket, in C order. Each chunk is valid until the next.
 
-        The chunks lie in `into`, one behind the other; without it, in memory of their own.
+        The chunks fill `into` in order. Without `into`, they are in memory of their own.
 
         Raises:
-            CorruptionError: there are fewer.
-            TransferError: they cannot be read.
+            CorruptionError: there are fewer bytes than the plan says.
+            TransferError: the bytes cannot be read.
         """
         ...
 
     def close(self) -> None:
-        """Let go. Twice is fine."""
+        """Release the bytes. Idempotent."""
         ...
 
 
@@ -122,9 +126,9 @@ class Blob:
 
 
 class Sealed:
-    """A `Held` over a blob in memory that its writers have sealed, from its byte `start` on.
+    """A `Held` over a blob in sealed memory, which no process can write. It begins at byte `start`.
 
-    It is mapped anew for each use: what a load writes into its tensors is gone afterwards.
+    The memory is mapped anew for each use. So a load's writes to its tensors are lost afterwards.
     """
 
     stays, device = True, torch.device("cpu")
@@ -141,7 +145,7 @@ class Sealed:
         return self._used().box(name, box)
 
     def rest(self, *, is_right: bool = True) -> None:
-        """Say that a use is over, and whether its bytes were found to be right."""
+        """End a use of the bytes, and say whether the bytes were found to be right."""
         with self._lock:
             self._blob = None
             self._lease.unmap(is_right=is_right)
@@ -159,7 +163,7 @@ class Sealed:
 
 @contextmanager
 def used(held: Held | Lent) -> Iterator[None]:
-    """Use bytes. Sealed ones are mapped for this use; after an error the mapping is not kept."""
+    """Use bytes. Sealed bytes are mapped for this use. After an error the mapping is not kept."""
     is_right = False
     try:
         yield
@@ -170,9 +174,9 @@ def used(held: Held | Lent) -> Iterator[None]:
 
 
 class BlobFile:
-    """A `Lent` over a blob in a file, from its byte `start` on.
+    """A `Lent` over a blob in a file. It begins at byte `start`.
 
-    It is read, not mapped, so that a file that was cut short is an error and no SIGBUS.
+    The file is read and not mapped. So a file that was cut short causes an error, not a SIGBUS.
     """
 
     stays, device = True, torch.device("cpu")
@@ -222,17 +226,17 @@ class BlobFile:
                 raise TransferError(f"a file of weights cannot be read: {error}") from error
             if count == 0:
                 raise CorruptionError(
-                    f"a file of weights ends at {at + done} bytes; {at + len(room)} needed. "
+                    f"a file of weights ends at {at + done} bytes; {at + len(room)} are needed. "
                     "Publish again."
                 )
             done += count
 
 
 class Boxes:
-    """The boxes that one reader wants, each a tensor of its own, in new memory at its first use.
+    """The boxes that one reader wants. Each is a tensor of its own, allocated at its first use.
 
     Args:
-        served: an engine's own tensors, one for each name, instead of new memory.
+        served: an engine's own tensors, one for each name, to use instead of new memory.
         memory: the source of new memory on the host.
     """
 
@@ -263,14 +267,16 @@ class Boxes:
                 return tensor
             if held.intersect(box) == box:
                 return tensor[box.within(held).slices]
-        raise PlanError(f"no wanted box of {name!r} has {box} in it")
+        raise PlanError(
+            f"reader wants no box of {name!r} that contains {box}. Plan with the wiring in use."
+        )
 
     def drop(self, name: str) -> None:
         """Forget the boxes of a tensor."""
         self._boxes.pop(name, None)
 
     def close(self) -> None:
-        """Do nothing: the tensors go with their last user."""
+        """Do nothing. The tensors are freed with their last user."""
 
     def _of(self, name: str) -> list[tuple[Shard, Tensor]]:
         with self._lock:
@@ -287,14 +293,14 @@ class Boxes:
 
 
 class CachingAllocator:
-    """Memory that is used again once no tensor is in it: fresh pages cost several copies."""
+    """Reuses memory once its tensors are freed, because fresh pages cost several copies."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, list[np.ndarray]] = {}
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Return memory that nobody else has, with undefined contents."""
+        """Return memory that no other tensor uses, with undefined contents."""
         with self._lock:
             arrays = self._arrays.setdefault(size_bytes, [])
             # Each tensor of an array, and each view of that, holds it.
@@ -307,10 +313,11 @@ class CachingAllocator:
 def chunks_of(
     plan: Plan, index: int, lent: Lent, into: Sequence[Tensor] | None
 ) -> Iterator[UInt8[Tensor, " chunk"]]:
-    """Yield a lent bucket's bytes in the order of its digest: copies, each good until the next.
+    """Yield copies of a lent bucket's bytes, in digest order. Each is valid until the next.
 
     Args:
-        into: a tensor for each copy of the bucket, to keep them; filled once all were asked for.
+        into: tensors that keep the bytes, one for each copy of the bucket. They are complete once
+            all chunks were consumed.
     """
     for place, copy in enumerate(plan.buckets[index].copies):
         if into is None:
@@ -323,25 +330,29 @@ def chunks_of(
 
 
 def copied(plan: Plan, reader: int, held: Held | Lent, *, stays: bool, deadline: float) -> Boxes:
-    """Copy a reader's boxes, unchecked, into its own memory; close their source.
+    """Copy a reader's boxes, unchecked, into the reader's memory, and close their source.
 
     Raises:
-        DeadlineError: they were not copied in time.
+        DeadlineError: the boxes were not copied in time.
     """
     boxes = Boxes(plan, reader, stays=stays, device=held.device)
     mine = plan.of_reader(reader)
     for done, index in enumerate(mine):
         if time.monotonic() > deadline:
-            raise DeadlineError(f"copied {done} of {len(mine)} buckets in time")
+            raise DeadlineError(
+                f"copied {done} of {len(mine)} buckets in time. Pass a longer timeout_s."
+            )
         copy_bucket(plan, index, held, boxes.views(index))
     if time.monotonic() > deadline:
-        raise DeadlineError(f"copied all {len(mine)} buckets, and not in time")
+        raise DeadlineError(
+            f"copied all {len(mine)} buckets, and not in time. Pass a longer timeout_s."
+        )
     held.close()
     return boxes
 
 
 def copy_bucket(plan: Plan, index: int, held: Held | Lent, into: Sequence[Tensor]) -> None:
-    """Copy one bucket, unchecked. `into`: a tensor for each of its copies."""
+    """Copy one bucket, unchecked, into one tensor for each of its copies."""
     if isinstance(held, Lent):
         for _ in chunks_of(plan, index, held, into):
             pass  # It stays in `into`.
@@ -361,7 +372,7 @@ def packed_views(plan: Plan, index: int, buffer: UInt8[Tensor, " bytes"]) -> lis
 def _spans(
     shape: tuple[int, ...], box: Shard, itemsize: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield rows of a box in a whole tensor, in bytes: the first, their number, stride and size."""
+    """Yield the rows of a box in bytes: the first row's place, and their count, stride and size."""
     if box.numel == 0:
         return
     strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]

@@ -1,4 +1,10 @@
-"""Locks that end with their process, and files and sealed memory that readers hold by them."""
+"""Locks that end with their process, and the files and sealed memory that they protect.
+
+A reader holds a `FileLease` or a `SealedLease`. Each owns a `Hold`, an flock on an open file.
+Writers leave a version unchanged while a reader has such a lock. `close()` ends a lease, and so
+does the end of the process. The lock of a `SealedLease` also waits for the last tensor that uses
+the mapped memory. A forked child drops its copies of its parent's locks.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +28,15 @@ __all__ = ["FileLease", "Hold", "SealedLease", "alone"]
 
 @contextmanager
 def alone(lock: threading.Lock, call: str) -> Iterator[None]:
-    """Hold a lock of this process, or refuse the call if another one has it.
+    """Hold a lock of this process, or refuse the call if another call has the lock.
 
     Raises:
-        UsageError: it is held.
+        UsageError: another call has the lock.
     """
     if not lock.acquire(blocking=False):
         raise UsageError(
-            f"{call} was called while another call of the same object is under way. Nothing was "
-            "changed. Wait for that call, and use the object from one thread."
+            f"{call} was called while another call of the same object is under way. This call "
+            "changed nothing. Wait for that call, and use the object from one thread."
         )
     try:
         yield
@@ -39,17 +45,18 @@ def alone(lock: threading.Lock, call: str) -> Iterator[None]:
 
 
 class Hold:
-    """A lock on an open file, which it closes at its end. It ends with this process.
+    """A lock on an open file. It ends with this process, and `close` also closes the file.
 
-    A forked child shares the lock, and would keep it as long as it lives: it lets go of it at
-    once, and its copy of this object does nothing to the lock.
+    A forked child shares the lock and would keep it for life. So the child drops its copy at once,
+    which does not end the lock of the parent.
 
     Args:
-        how: fcntl.LOCK_SH or fcntl.LOCK_EX; None takes no lock.
+        fd: the descriptor of the open file. The lock owns it, and closes it if it raises.
+        how: fcntl.LOCK_SH or fcntl.LOCK_EX. None takes no lock.
 
-    Raises, with `fd` closed:
-        BlockingIOError: another one has it.
-        UnsupportedError: the file system has no locks.
+    Raises:
+        BlockingIOError: another process has the lock.
+        UnsupportedError: the file system does not support locks.
     """
 
     def __init__(self, fd: int, how: int | None) -> None:
@@ -69,7 +76,7 @@ class Hold:
             ) from error
 
     def close(self) -> None:
-        """Let go, even where a forked child that ran no Python has a copy. Twice is fine."""
+        """Release the lock, even if a forked child that ran no Python shares it. Idempotent."""
         if self.fd >= 0 and self._is_locked:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
         self._drop()
@@ -81,7 +88,7 @@ class Hold:
 
 
 class FileLease:
-    """A committed file, open and unchanged by its writers until closed."""
+    """A committed file, open for reading. Writers leave it unchanged until `close`."""
 
     def __init__(self, hold: Hold) -> None:
         self._hold = hold
@@ -89,19 +96,19 @@ class FileLease:
 
     @property
     def fd(self) -> int:
-        """The descriptor to read from; -1 once it is closed, and in a forked child."""
+        """The descriptor to read from. It is -1 after `close`, and in a forked child."""
         return self._hold.fd
 
 
 class SealedLease:
-    """A committed version in sealed memory, unchanged by its writers until closed.
+    """A committed version in sealed memory. Writers leave it unchanged until `close`.
 
-    It is mapped for one use at a time. A tensor of a mapping holds the version for as long as
-    somebody keeps it.
+    The memory is mapped for one use at a time. A tensor of a mapping keeps the version alive while
+    the tensor exists.
 
     Args:
-        take: returns a mapping of it, in private pages: writes to them stay in this process.
-        give: keeps a mapping for the next lease that needs it.
+        take: returns a mapping in private pages, so that writes stay in this process.
+        give: keeps a mapping for the next lease that needs one.
     """
 
     def __init__(
@@ -112,7 +119,7 @@ class SealedLease:
         self.close = weakref.finalize(self, self._state.close)
 
     def map(self) -> UInt8[Tensor, " bytes"]:
-        """Return the version's bytes, as they were written, until `unmap`."""
+        """Return the version's bytes, as they were written. They are valid until `unmap`."""
         if self._mapped is None:
             mapping = self._take()
             whole = mapping[:]  # Ends with the last tensor.
@@ -123,7 +130,7 @@ class SealedLease:
         return self._mapped
 
     def unmap(self, *, is_right: bool = True) -> None:
-        """Forget the mapping. One that is wrong, or was written to, is never used again."""
+        """Forget the mapping. A wrong mapping, or a mapping that was written to, is not reused."""
         if self._mapped is not None:
             self._state.is_clean = is_right and self._mapped._version == 0
             self._mapped = None  # Where nobody keeps a tensor, this is its end.

@@ -1,4 +1,4 @@
-"""A `load` for engines that are a module of torch, or named tensors."""
+"""A `load` for engines that are a torch module or named tensors."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ __all__ = ["InPlace", "load_into"]
 
 
 def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -> InPlace:
-    """Return a `load` for `Subscriber` that copies each tensor into the one of its name. Local.
+    """Return a `load` for `Subscriber` that copies each tensor to the target's tensor of that name.
 
-    Names, shapes, boxes and dtypes are compared at once, before anything is loaded. Every tensor of
-    either side has to be on the other.
+    Local. Compares names, shapes, boxes and dtypes now, before any load. Both sides must have the
+    same tensors.
 
     Args:
-        target: a module (its parameters and persistent buffers), or named tensors. A DTensor gets
-            its own box, if that is what the reader wants.
-        plan: what the `Subscriber` gets; with `convert=`, the targets of the wiring.
+        target: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
+            gets its own box if the reader wants that box.
+        plan: the plan of the `Subscriber`. If the subscriber has `convert=`, the targets of that
+            wiring.
         reader: the number of the reader in the plan.
 
     Raises:
-        PlanError: they do not fit, a dtype would lose bits, or a tensor is on the meta device.
+        PlanError: the sides do not fit, a dtype would lose bits, or a tensor is on the meta device.
     """
     if not isinstance(target, nn.Module):
         target = named_tensors(target)  # Pairs can be read once.
@@ -38,14 +39,15 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
     missing, more = held.keys() - sent.keys(), sent.keys() - held.keys()
     if missing or more:
         raise PlanError(
-            f"{len(missing)} tensors are not in the plan{_first(missing)}, and {len(more)} of it "
-            f"are not here{_first(more)}. Load into named tensors, or plan with convert=."
+            f"{len(missing)} tensors of the target are not in the plan{_first(missing)}, and "
+            f"{len(more)} tensors of the plan are not in the target{_first(more)}. Pass the "
+            "planned tensors by name, or plan with convert=."
         )
     for name, spec in sent.items():
         if held[name].layout != spec.layout or not _takes(held[name].dtype, spec.dtype):
             raise PlanError(
-                f"{name!r} is {held[name].dtype} {held[name].layout} here, and {spec.dtype} "
-                f"{spec.layout} in the plan. Plan with describe() of this target."
+                f"{name!r} is {held[name].dtype} {held[name].layout} in the target, and "
+                f"{spec.dtype} {spec.layout} in the plan. Plan with describe() of this target."
             )
     into = InPlace(target, sent)
     into.places()
@@ -53,15 +55,15 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
 
 
 class InPlace:
-    """A `load` that copies each tensor, as it is, into one of the engine's, and does no more."""
+    """A `load` that only copies each tensor, unchanged, into one of the engine's tensors."""
 
     def __init__(self, target: nn.Module | Mapping[str, Tensor], sent: Manifest) -> None:
         self._target, self._sent = target, sent
 
     def places(self) -> dict[str, Tensor]:
-        """Return the engine's tensors by the names that it is given.
+        """Return the engine's tensors by the names under which weights arrive.
 
-        None where it casts them, or where two of them share memory.
+        Empty if a tensor needs a cast, or if two tensors share memory.
         """
         places = self._local()
         are_as_sent = all(
@@ -77,7 +79,10 @@ class InPlace:
         places = self._local()
         for name, tensor in tensors:
             if name not in places or places[name].shape != tensor.shape:  # copy_ would broadcast.
-                raise PlanError(f"{name!r} is not as it was at load_into(). Call it again.")
+                raise PlanError(
+                    f"{name!r} is missing or has another shape since load_into(). Call "
+                    "load_into() again."
+                )
             places[name].copy_(tensor)
 
     def _local(self) -> dict[str, Tensor]:
@@ -86,7 +91,7 @@ class InPlace:
         if empty := [name for name, place in places.items() if place.is_meta]:
             raise PlanError(
                 f"{len(empty)} of {len(places)} tensors are on the meta device{_first(empty)}: "
-                "they have no memory to load into. Call to_empty() first."
+                "these have no memory to load into. Call to_empty() first."
             )
         return {name: local_part(place.detach()) for name, place in places.items()}
 
@@ -103,7 +108,7 @@ def _of_reader(plan: Plan, reader: int) -> Manifest:
 
 
 def _share_memory(tensors: Iterable[Tensor]) -> bool:
-    """Return whether the bytes from first to last of one tensor meet those of another."""
+    """Return whether the span of bytes of one tensor overlaps that of another."""
     spans = []
     for tensor in tensors:
         if tensor.numel():
@@ -117,7 +122,7 @@ def _share_memory(tensors: Iterable[Tensor]) -> bool:
 
 
 def _takes(held: torch.dtype, sent: torch.dtype) -> bool:
-    """Return whether every value of one dtype is one of the other, too."""
+    """Return whether `held` can store every value of `sent`."""
     floats = held.is_floating_point and sent.is_floating_point
     return held == sent or (floats and torch.promote_types(held, sent) == held)
 

@@ -1,4 +1,4 @@
-"""The tensors that a rank holds: name -> dtype, global shape and this rank's box of it."""
+"""The tensors that a rank holds: name -> dtype, global shape and this rank's box."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torc
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: its dtype, and the place of the local part in the global one."""
+    """The dtype and the layout of one tensor."""
 
     dtype: torch.dtype
     layout: Layout
@@ -59,17 +59,17 @@ class TensorSpec:
         return prod(self.shape) * self.dtype.itemsize
 
     def whole(self) -> TensorSpec:
-        """Return the same tensor, held in full."""
+        """Return the spec of the same tensor held in full."""
         return TensorSpec(self.dtype, Layout.whole(self.shape))
 
 
 @dataclass(frozen=True)
 class Manifest(Mapping[str, TensorSpec]):
-    """The tensors of one rank by name, in order. A mapping and a value.
+    """The tensors of one rank by name, in order. An immutable mapping.
 
     Attributes:
-        recipe: the fingerprint of the recipe that encoded them, if any; both sides must have the
-            same.
+        recipe: the fingerprint of the recipe that encoded the tensors, or "". Trainer and readers
+            must have the same.
     """
 
     tensors: tuple[tuple[str, TensorSpec], ...]
@@ -78,7 +78,10 @@ class Manifest(Mapping[str, TensorSpec]):
     def __post_init__(self) -> None:
         index = dict(self.tensors)
         if len(index) != len(self.tensors):
-            raise PlanError(f"{len(self.tensors) - len(index)} names occur twice in a manifest")
+            raise PlanError(
+                f"{len(self.tensors) - len(index)} of {len(self.tensors)} names occur twice in a "
+                "manifest. Rename those tensors."
+            )
         object.__setattr__(self, "_index", index)
 
     def __getitem__(self, name: str) -> TensorSpec:
@@ -91,7 +94,10 @@ class Manifest(Mapping[str, TensorSpec]):
         return len(self.tensors)
 
     def whole(self, *, dtype: torch.dtype | None = None) -> Manifest:
-        """Return the same tensors held in full, as an engine wants them. Floats become `dtype`."""
+        """Return the same tensors held in full, as an engine wants them.
+
+        If `dtype` is given, floating tensors get it.
+        """
         return Manifest(
             tuple(
                 (name, TensorSpec(_cast(spec.dtype, dtype), Layout.whole(spec.shape)))
@@ -119,7 +125,7 @@ class Manifest(Mapping[str, TensorSpec]):
         """Return the manifest that `to_json` wrote.
 
         Raises:
-            PlanError: it is another text.
+            PlanError: `to_json` did not write this text.
         """
         with as_plan_error("a manifest"):
             recipe, rows = json.loads(text)
@@ -139,31 +145,34 @@ def as_plan_error(what: str) -> Iterator[None]:
         raise
     except UNREADABLE as error:
         raise PlanError(
-            f"no text of {what}: {type(error).__name__}: {str(error)[:200]}. "
-            "Pass on what to_json() gave."
+            f"this is no text of {what}: {type(error).__name__}: {str(error)[:200]}. "
+            "Pass on what to_json() returned."
         ) from error
 
 
 def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Shard:
-    """Return a box that somebody else has written.
+    """Return a box that another process has written.
 
     Raises:
-        PlanError: it is none.
+        PlanError: an offset or a size is not a count.
     """
     if not all(map(is_count, (*offsets, *sizes))):
-        raise PlanError(f"no box at {str(offsets)[:99]} of {str(sizes)[:99]}")
+        raise PlanError(
+            f"no box has offsets {str(offsets)[:99]} and sizes {str(sizes)[:99]}. "
+            "Pass on what to_json() returned."
+        )
     return Shard(tuple(offsets), tuple(sizes))
 
 
 def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by name; mappings and pairs as they are. Local.
+    """Return tensors by name: a module's parameters and persistent buffers, or those given. Local.
 
-    A module's names are those that it has without wrappers (torch.compile, DDP, FSDP1, activation
-    checkpoints).
+    A module's names come without the parts that wrappers add, such as torch.compile, DDP, FSDP1
+    and activation checkpoints.
 
     Raises:
-        PlanError: a name occurs twice, or a value is no tensor, or a tensor without strides, or a
-            negated or conjugated view; or FSDP1 has flattened the parameters.
+        PlanError: a name occurs twice, FSDP1 has flattened the parameters, or a value is not a
+            dense tensor. A negated or conjugated view is refused too.
     """
     rows = list(_of_module(source)) if isinstance(source, nn.Module) else source
     try:
@@ -172,37 +181,41 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
     except (TypeError, ValueError) as error:
         raise PlanError(f"Give a module or tensors by name, not {shown(source)}.") from error
     if len(tensors) != len(pairs):
-        raise PlanError(f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors")
+        raise PlanError(
+            f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors. "
+            "Give each tensor a name of its own."
+        )
     for name, tensor in tensors.items():
         if is_lazy(tensor):
-            raise PlanError(f"{name!r} has no shape yet. Run the module once.")
+            raise PlanError(f"{name!r} is lazy and has no shape yet. Run the module once.")
         if (
             not isinstance(name, str)
             or not isinstance(tensor, torch.Tensor)
             or tensor.layout != torch.strided
         ):
             kind = getattr(tensor, "layout", type(tensor).__name__)
-            raise PlanError(f"{name!r} is {kind}; give dense tensors by name.")
+            raise PlanError(f"{name!r} is {kind}; give dense tensors by name instead.")
         if tensor.is_neg() or tensor.is_conj():
             raise PlanError(
-                f"{name!r} is a negated or conjugated view, whose bits are not stored. "
+                f"{name!r} is a negated or conjugated view, and torch does not store its bits. "
                 "Give the result of resolve_neg() or resolve_conj()."
             )
     return tensors
 
 
 def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manifest:
-    """Describe the tensors that this rank holds. Local; moves no data.
+    """Describe the tensors that this rank holds. Local. Moves no data.
 
     A tied parameter appears once, under its first name.
 
     Args:
-        source: a module (its parameters and persistent buffers), or named tensors. A DTensor
-            counts with its global shape and this rank's box, FSDP2 over expert shards included.
-        dtype: the dtype to describe floating tensors with; integers stay as they are.
+        source: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
+            is described by its global shape and this rank's box, also for FSDP2 over expert shards.
+        dtype: the dtype with which floating tensors are described. None keeps theirs. Integers
+            always keep theirs.
 
     Raises:
-        PlanError: as `layout_of`, or a name occurs twice, or a value is no dense tensor.
+        PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.
     """
     return Manifest(
         tuple(
@@ -215,7 +228,7 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
 def gather_manifests(
     manifest: Manifest, *, group: torch.distributed.ProcessGroup | None = None
 ) -> list[Manifest]:
-    """Return every rank's manifest, by rank. Collective; some 100 bytes a tensor and rank."""
+    """Return every rank's manifest, by rank. Collective: about 100 bytes per tensor and rank."""
     world_size = torch.distributed.get_world_size(group)
     texts: list[str] = [""] * world_size
     torch.distributed.all_gather_object(texts, manifest.to_json(), group=group)
@@ -223,7 +236,7 @@ def gather_manifests(
 
 
 def converts(have: torch.dtype, want: torch.dtype) -> bool:
-    """Tell whether a sender turns one dtype into the other: they are equal, or both `FLOATS`."""
+    """Whether a sender can turn one dtype into the other: equal, or both in `FLOATS`."""
     return have == want or {have, want} <= set(FLOATS)
 
 
@@ -234,7 +247,7 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         if isinstance(owner, FullyShardedDataParallel) and (
             owner.sharding_strategy != ShardingStrategy.NO_SHARD
         ):
-            raise PlanError("FSDP1 has flattened the parameters. Use torch's fully_shard.")
+            raise PlanError("FSDP1 has flattened the parameters. Use torch's fully_shard (FSDP2).")
     for name, parameter in module.named_parameters():
         yield unwrapped(name, owners), parameter
     persistent = {
@@ -266,5 +279,5 @@ def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise PlanError(f"torch has no dtype named {name!r}")
+        raise PlanError(f"torch has no dtype named {name!r}. Pass on what to_json() returned.")
     return dtype

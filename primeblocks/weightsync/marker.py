@@ -15,7 +15,7 @@ from ..errors import CorruptionError, PrimeblocksError
 __all__ = ["UNREADABLE", "Digests", "Marker", "Receipt", "as_corruption", "is_count"]
 
 UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Errors of a parser that met what nobody wrote."""
+"""The errors of a parser that meets malformed text."""
 
 Digests = Mapping[str, Sequence[str]]
 """Name -> dtype and shape of a tensor, and the digests of its pieces."""
@@ -23,10 +23,14 @@ Digests = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Receipt:
-    """The result of one publish or receive: `bytes` counts the weights' bytes written or read.
+    """The result of one publish or receive.
 
-    `held` has the `digest_tensors` of what the engine holds, where its `Subscriber` observes it:
-    each was compared with what was sent. `verify_engine` takes them to look again later.
+    Attributes:
+        bytes: the number of the weights' bytes that were written or read.
+        seconds: how long the call took.
+        digest: the digest of the version's commit marker.
+        held: the `digest_tensors` of the engine's tensors, if the `Subscriber` observes them. Each
+            was compared with what `load` was given. Pass them to `verify_engine` to look again.
     """
 
     version: int
@@ -38,15 +42,16 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Marker:
-    """The commit record of a version: that it is whole, and the digests that show it.
+    """The commit record of a version. Its presence says that the version is complete.
 
     Attributes:
-        run: names one life of the transport's owner: the version 5 of a trainer that starts over is
-            not the old version 5.
-        base: the version that this one is a delta to; None where it is full.
-        sizes: bytes of each bucket of the plan as it travels; one sent in full has its own size.
-        buckets: the digest of each whole bucket, however it travels.
-        digest: covers every other field.
+        run: identifies one life of the transport's owner. If a trainer starts over, its version 5
+            is not the old version 5.
+        plan: the fingerprint of the plan by which the version was sent.
+        base: the version to which this version is a delta. None if this version is full.
+        sizes: the bytes of each bucket as it travels. A bucket sent in full has its whole size.
+        buckets: the digest of each whole bucket, whether it travels in full or as a delta.
+        digest: covers all other fields.
     """
 
     run: str
@@ -95,11 +100,13 @@ class Marker:
             made = {f.name: getattr(given, f.name) for f in fields(cls) if f.name != "digest"}
             right = cls.make(**made).digest == given.digest and given._is_sound()
         if not right:
-            raise CorruptionError(f"the commit marker of version {given.version} fails its digest")
+            raise CorruptionError(
+                f"the commit marker of version {given.version} fails its digest. Publish again."
+            )
         return given
 
     def _is_sound(self) -> bool:
-        """Tell whether somebody may have meant it: numbers are counts, its base came before."""
+        """Whether the fields make sense: numbers are counts, and the base is an older version."""
         counts = [self.version, *self.sizes, *([] if self.base is None else [self.base])]
         texts = [self.run, self.plan, *self.buckets]
         return (
@@ -111,7 +118,7 @@ class Marker:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Tell whether a number that somebody else has written is a count, below 2**63."""
+    """Whether a value that another process has written is a count below 2**63."""
     return type(value) is int and 0 <= value < 1 << 63
 
 

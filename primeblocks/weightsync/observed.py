@@ -1,4 +1,4 @@
-"""Digests of what an engine process holds: piece by piece, or in the boxes of a plan."""
+"""Digests of the tensors in an engine process, piece by piece or in the boxes of a plan."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ _PIECES, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
 
 
 class Seen(NamedTuple):
-    """A tensor in one form that an engine has it in: `HELD`, or as a kernel is `MULTIPLIED` by it.
+    """A tensor in one form in which an engine has it.
 
-    What a kernel multiplies by shows but for the sign of zeros and for subnormal numbers.
+    `HELD` is the tensor itself. `MULTIPLIED` is what a kernel multiplies by, which does not show
+    the sign of zeros, nor subnormal numbers.
     """
 
     way: str
@@ -54,11 +55,11 @@ class Seen(NamedTuple):
 
 
 Look = Callable[[str], Sequence[Seen] | str]
-"""Returns all forms in which an engine has a parameter, or why it cannot be seen."""
+"""Returns all forms in which an engine has a parameter, or why the engine cannot show it."""
 
 
 class Form(NamedTuple):
-    """A box of a tensor that travels, as an engine has it; without a dtype, `way` says why not."""
+    """A box of a sent tensor in one form of the engine. If `dtype` is "", `way` is the reason."""
 
     box: Shard
     way: str
@@ -68,13 +69,15 @@ class Form(NamedTuple):
 
 @dataclass(frozen=True)
 class Observed:
-    """Digests of what one engine process holds.
+    """Digests of the tensors in one engine process.
 
     Attributes:
+        plan: the fingerprint of the plan.
+        reader: the number of this process's reader in the plan.
         forms: for each copy of the plan that this reader wants, in order, its boxes in each form
-            that this process has them in; none of a box that it does not hold.
+            that this process has. A box that the process does not hold has no form.
         unexpected: parameters that no tensor of the plan leads to.
-        absent: wanted tensors without elements that are not held in their shape: no form shows it.
+        absent: wanted tensors of zero elements that are missing here, or have another shape.
     """
 
     plan: str
@@ -84,7 +87,7 @@ class Observed:
     absent: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return values that travel as JSON."""
+        """Return a value that JSON can carry."""
         rows = [[[f.box.offsets, f.box.sizes, *f[1:]] for f in row] for row in self.forms]
         return {**vars(self), "forms": rows}
 
@@ -93,7 +96,7 @@ class Observed:
         """Return what `to_json` made.
 
         Raises:
-            PlanError: it is something else.
+            PlanError: `to_json` did not make this value.
         """
         with as_plan_error("an observation"):
             forms = tuple(
@@ -106,7 +109,7 @@ class Observed:
             return cls(str(raw["plan"]), int(raw["reader"]), forms, unexpected, absent)
 
     def check(self, plan: Plan) -> None:
-        """Raise PlanError unless this was observed by that plan, copy by copy."""
+        """Raise PlanError unless this was observed by `plan`, copy by copy."""
         copies: list[Copy] = []
         if self.plan == plan.fingerprint():
             plan.check_reader(self.reader)
@@ -120,7 +123,8 @@ class Observed:
         if not fits or self.plan != plan.fingerprint():
             raise PlanError(
                 f"reader {self.reader} was observed by plan {self.plan}, in {len(self.forms)} "
-                f"copies; this is plan {plan.fingerprint()}, which has others. Attach anew."
+                f"copies; this is plan {plan.fingerprint()}, which has others. Attach the engine "
+                "anew with this plan."
             )
 
 
@@ -132,13 +136,14 @@ def observe(
     convert: Wiring | None = None,
     lost: Mapping[str, str] | None = None,
 ) -> Observed:
-    """Digest what an engine holds, in the boxes that a plan cuts it into. Local; one pass.
+    """Digest an engine's tensors, in the boxes of a plan. Local: one pass.
 
     Args:
-        held: the engine's tensors, by the names that `load` gets or that `convert` leads to; or a
-            function that looks one up.
-        convert: the wiring to this process's parameters; boxes without a place are others'.
-        lost: name -> why nobody knows where its elements are, as in `Reads`.
+        held: the engine's tensors, by the names that `load` gets or that `convert` leads to. Or a
+            function that looks up one tensor by name.
+        convert: the wiring to this process's parameters. A box that the wiring does not place
+            belongs to another process.
+        lost: name -> why the place of its elements is unknown, as in `Reads`.
 
     Raises:
         PlanError: the plan has no such reader.
@@ -175,10 +180,12 @@ def observe(
 
 
 def digest_tensors(tensors: NamedTensors) -> Digests:
-    """Return, by name, dtype and shape, then an XXH3-64 of each piece of a tensor. Local.
+    """Return the dtype and shape of each tensor, and the XXH3-64 of each of its pieces. Local.
 
-    A tensor has 64 pieces, of 256 bytes at least and 64 KiB at most. Raises PlanError if a tensor
-    is on the meta device.
+    A piece is a 64th of the tensor, but at least 256 bytes and at most 64 KiB.
+
+    Raises:
+        PlanError: a tensor is on the meta device, or `tensors` is not tensors by name.
     """
     return {
         name: tuple(_piece_digests(local_part(tensor.detach())))
@@ -187,7 +194,7 @@ def digest_tensors(tensors: NamedTensors) -> Digests:
 
 
 def digest_as(tensors: Mapping[str, Tensor], like: Digests) -> Digests:
-    """Return `digest_tensors` of those that `like` has, each in the dtype that it has there."""
+    """Return `digest_tensors` of the tensors that `like` names, cast to their dtypes in `like`."""
     digests: dict[str, Sequence[str]] = {}
     for name in (name for name in like if name in tensors):
         mine = local_part(tensors[name].detach())
@@ -199,7 +206,7 @@ def digest_as(tensors: Mapping[str, Tensor], like: Digests) -> Digests:
 
 
 def are_digests(held: object) -> TypeGuard[Digests]:
-    """Tell whether these are what `digest_tensors` gave, or read from JSON."""
+    """Whether a value is a result of `digest_tensors`, also after a way through JSON."""
     rows = held.values() if isinstance(held, Mapping) else ()
     return bool(rows) and all(
         isinstance(row, tuple | list) and row and all(isinstance(one, str) for one in row)
@@ -208,10 +215,10 @@ def are_digests(held: object) -> TypeGuard[Digests]:
 
 
 def kept(given: Digests, held: NamedTensors) -> Digests:
-    """Return the digests of what an engine holds.
+    """Return the digests of an engine's tensors after a load.
 
     Raises:
-        TransferError: a tensor is not the one that `load` was given.
+        TransferError: a tensor differs from what `load` was given.
     """
     tensors = named_tensors(held)
     seen = digest_tensors({name: tensors[name] for name in given if name in tensors})
@@ -219,13 +226,13 @@ def kept(given: Digests, held: NamedTensors) -> Digests:
         some = ", ".join(map(repr, lost[:3]))
         raise TransferError(
             f"{len(lost)} of {len(given)} tensors, such as {some}, are not in the "
-            "engine as load was given them"
+            "engine as load was given them. Check load= and observe=."
         )
     return seen
 
 
 def digest_form(way: str, tensor: Tensor) -> str:
-    """Return the digest of a tensor's bytes, as they show in this form. Local."""
+    """Return the digest of a tensor's bytes in one form (see `Seen`). Local."""
     tensor = tensor.detach().cpu().contiguous()
     if way == MULTIPLIED:
         tensor = torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, 0, tensor)
@@ -233,7 +240,7 @@ def digest_form(way: str, tensor: Tensor) -> str:
 
 
 def with_aliases(source: NamedTensors) -> dict[str, Tensor]:
-    """Return tensors by name, tied ones of a module under each of their names. Local."""
+    """Return tensors by name. A module's tied tensors appear under each of their names. Local."""
     tensors = named_tensors(source)
     if isinstance(source, nn.Module):
         owners = dict(source.named_modules())
@@ -243,10 +250,7 @@ def with_aliases(source: NamedTensors) -> dict[str, Tensor]:
 
 
 def only_in(some: NamedTensors | Digests, known: Container[str]) -> dict[str, str]:
-    """Return the shapes of tensors that have no name in `known`, nor are tied to one that has.
-
-    Tied tensors have the same elements.
-    """
+    """Return the shapes of tensors that are not in `known`, nor tied to a tensor in `known`."""
     if are_digests(some):
         return {name: row[0] for name, row in some.items() if name not in known}
     tensors = cast(NamedTensors, some)
@@ -267,7 +271,7 @@ def _place(tensor: Tensor) -> object:
 
 def _piece_digests(tensor: Tensor) -> Iterator[str]:
     if tensor.is_meta:
-        raise PlanError("a tensor is on the meta device and has no elements. Load it first.")
+        raise PlanError("a tensor is on the meta device and has no elements. Load its weights.")
     yield f"{tensor.dtype} {tuple(tensor.shape)}"
     room = as_buffer(tensor.cpu().contiguous())
     size = max(_LEAST_BYTES, min(_MOST_BYTES, -(-len(room) // _PIECES)))
@@ -276,7 +280,7 @@ def _piece_digests(tensor: Tensor) -> Iterator[str]:
 
 
 def _look_into(held: NamedTensors, known: Container[str]) -> tuple[Look, tuple[str, ...]]:
-    """Return a way to look up tensors, and the names that are not known, nor tied to one."""
+    """Return a function that looks up tensors, and the names neither known nor tied to a known."""
     if not isinstance(held, nn.Module):
         held = named_tensors(held)  # Pairs can be read once.
     tensors = {name: local_part(one.detach()) for name, one in with_aliases(held).items()}

@@ -1,4 +1,10 @@
-"""One rank's part of one version: taken once, digested, made smaller where that is sooner."""
+"""One rank's part of one version: read once, digested, and sent as a delta if that is faster.
+
+`SentBytes` keeps what this rank sent last, as the base of the next delta. `Pace` keeps what the
+last full version and the last delta cost, and chooses between them. `Shipment` is one version on
+its way. During a shipment the bytes are of neither version, and `SentBytes.version` says None. If
+the send or the commit fails, the publisher forgets the bytes, and sends the next version in full.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +42,9 @@ class Sent:
     """The cost of one version.
 
     Attributes:
-        bytes: as it travelled, of all ranks.
-        seconds: until all ranks had taken, encoded and sent it.
-        apply_s: what a reader needs for it beyond what a full version needs.
+        bytes: the bytes that all ranks sent.
+        seconds: the time until all ranks had read, encoded and sent the version.
+        apply_s: the time that a reader needs in addition to that of a full version.
     """
 
     bytes: int
@@ -46,18 +52,19 @@ class Sent:
     apply_s: float = 0.0
 
     def expected_s(self, link_bytes_per_s: float | None) -> float:
-        """Return the seconds from a publish until readers have it."""
+        """Return the expected seconds from a publish until readers have the version."""
         carry_s = 0.0 if link_bytes_per_s is None else self.bytes / link_bytes_per_s
         return self.seconds + self.apply_s + carry_s
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The costs of the last full version and the last delta, and what was sent since.
+    """The costs of the last full version and of the last delta, and how many were sent since.
 
     Attributes:
-        fulls: full versions since the last delta.
-        deltas: deltas since the last full version, of `delta_bytes` in all.
+        fulls: the number of full versions since the last delta.
+        deltas: the number of deltas since the last full version.
+        delta_bytes: the bytes of these deltas.
     """
 
     full: Sent | None = None
@@ -74,10 +81,11 @@ class Pace:
         return replace(self, full=sent, fulls=self.fulls + 1, deltas=0, delta_bytes=0)
 
     def wants_delta(self, *, full_every: int, link_bytes_per_s: float | None) -> bool:
-        """Tell whether the next version is to be a delta.
+        """Whether the next version should be a delta.
 
-        It is full where `full_every` or the bytes of the deltas since the last full one say so;
-        else whichever is expected sooner. What was not tried for `full_every` versions is tried.
+        It is full if `full_every` demands it, or if the deltas since the last full version have
+        reached the bytes of that version. Otherwise the faster kind wins. If no delta was sent in
+        the last `full_every` versions, one is tried.
         """
         if self.full is None or self.deltas + 1 >= full_every:
             return False
@@ -92,10 +100,11 @@ class Pace:
 
 
 class SentBytes:
-    """The bytes that this rank sent last, packed, from which the next deltas are made.
+    """The bytes that this rank sent last, packed. The next delta is made from them.
 
     Attributes:
-        apply_s_a_byte: the seconds that a reader needs for each byte of a delta, in one thread.
+        version: the version of the bytes. None if they are of no single version.
+        apply_s_a_byte: the seconds that a reader needs per byte of a delta, in one thread.
     """
 
     def __init__(self) -> None:
@@ -104,30 +113,32 @@ class SentBytes:
         self.buffers: dict[int, UInt8[Tensor, " bytes"]] = {}
 
     def forget(self) -> None:
-        """Have the next version sent in full."""
+        """Drop the bytes, so that the next version is sent in full."""
         self.version = None
         self.buffers = {}
 
     def kept(self, plan: Plan, index: int) -> UInt8[Tensor, " bytes"]:
-        """Return the memory of a bucket; new memory where there is none."""
+        """Return the memory of a bucket. Allocates it at the first call."""
         if index not in self.buffers:
             self.buffers[index] = torch.empty(plan.buckets[index].bytes, dtype=torch.uint8)
         return self.buffers[index]
 
 
 class Shipment:
-    """Buckets of one version that a trainer rank sends, which a transport asks for in any order.
+    """The buckets of one version that a trainer rank sends. A transport asks for them in any order.
 
-    They are made of pieces of the parameters, with the bytes that were sent of them before.
-    A history becomes this version while the version is taken: where that or the commit fails, it is
-    to be forgotten.
+    The shipment reads the parameters, and overwrites `history` with their bytes. If it or the
+    commit fails, the caller must call `history.forget()`.
 
     Args:
-        pool: threads that take buckets; None takes them one after another, in this one.
+        base: the version to which buckets are sent as deltas. None sends them in full.
+        history: the bytes that this rank sent last. None keeps no bytes.
+        pool: threads that read buckets. None reads one bucket at a time, in the caller's thread.
+        progress: called with bytes taken and bytes to take, after each bucket, in this thread.
 
     Attributes:
-        digests: of each bucket that was asked for.
-        sizes: bytes of each as it travels.
+        digests: the digest of each bucket that was read.
+        sizes: the bytes of each bucket as it travels.
     """
 
     def __init__(
@@ -141,37 +152,41 @@ class Shipment:
         history: SentBytes | None,
         pool: Executor | None,
         deadline: float,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         self.plan, self.rank, self.version, self.base = plan, rank, version, base
         self.digests: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
         self._parts, self._pool, self._deadline = parts, pool, deadline
+        self._progress = progress
         self._history, self._payloads = history, dict[int, memoryview]()
         if base is not None and (history is None or history.version != base):
-            raise TransferError(f"rank {rank} has not what it sent as version {base} any more")
+            raise TransferError(
+                f"rank {rank} does not have the bytes of version {base} any more. Publish again."
+            )
         if history is not None:
             history.version = None  # From here on it is neither of the two versions.
 
     def fill_all(self, buckets: Iterable[tuple[int, Sequence[Tensor] | None]]) -> None:
-        """Copy buckets in full, several at a time: each of their copies, shaped as its box."""
+        """Copy buckets in full, several at a time, into one tensor for each of their copies."""
         for index, digest in self._each(self._fill, buckets):
-            self.digests[index], self.sizes[index] = digest, self.plan.buckets[index].bytes
+            self._note(index, digest, self.plan.buckets[index].bytes)
 
     def payload(self, index: int) -> memoryview:
-        """Return a bucket as it travels: a delta if `base` is given and smaller, else packed."""
+        """Return a bucket as it travels: as a delta if `base` is given and that is smaller."""
         if not self._payloads:
             mine = [(each, None) for each in self.plan.of_rank(self.rank)]
             for each, (digest, payload) in self._each(self._encode, mine):
-                self.digests[each], self.sizes[each] = digest, len(payload)
+                self._note(each, digest, len(payload))
                 self._payloads[each] = payload
         return self._payloads[index]
 
     def digest_all(self) -> None:
-        """Take every piece, for its digest alone."""
+        """Read every bucket, only for its digest."""
         self.fill_all((index, None) for index in self.plan.of_rank(self.rank))
 
     def sent(self) -> float:
-        """Remember what was sent as the base of the next delta; return `Sent.apply_s`."""
+        """Keep the sent bytes as the base of the next delta, and return `Sent.apply_s`."""
         if self._history is None:
             return 0.0
         self._history.version = self.version
@@ -189,6 +204,12 @@ class Shipment:
         start = time.monotonic()
         apply_payloads(self.plan, index, [piece.clone() for piece in pieces], [payload])
         return (time.monotonic() - start) / len(payload)
+
+    def _note(self, index: int, digest: str, size_bytes: int) -> None:
+        self.digests[index], self.sizes[index] = digest, size_bytes
+        if self._progress is not None:
+            done = sum(self.plan.buckets[each].bytes for each in self.digests)
+            self._progress(done, self.plan.written_bytes(self.rank))
 
     def _fill(self, index: int, views: Views, into: Sequence[Tensor] | None) -> str:
         if self._history is None:
@@ -217,9 +238,9 @@ class Shipment:
     def _each(
         self, work: Callable[..., T], buckets: Iterable[tuple[int, Sequence[Tensor] | None]]
     ) -> Iterator[tuple[int, T]]:
-        """Work on buckets, several at a time; yield each with what came of it, in order.
+        """Work on buckets, several at a time, and yield each with its result, in order.
 
-        Their tensors are looked up, and encoded, in this thread.
+        Tensors are looked up and encoded in the caller's thread.
         """
 
         def in_time(*args: object) -> T:
@@ -243,4 +264,6 @@ class Shipment:
     def _check_deadline(self) -> None:
         if time.monotonic() > self._deadline:
             done, whole = len(self.digests), len(self.plan.of_rank(self.rank))
-            raise DeadlineError(f"took {done} of {whole} buckets before the deadline")
+            raise DeadlineError(
+                f"took {done} of {whole} buckets before the deadline. Pass a longer timeout_s."
+            )

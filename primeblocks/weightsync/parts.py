@@ -1,4 +1,7 @@
-"""The part of a version that one trainer rank writes: boxes of its local tensors."""
+"""`Parts`: the boxes of its local tensors that one trainer rank sends.
+
+The head of `Parts` says when its map from boxes to tensors is made anew.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ Encode = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 @runtime_checkable
 class Encoder(Protocol):
-    """An `Encode` that makes tensors of other names and shapes, and describes them."""
+    """An `Encode` that may return tensors of other names and shapes, and describes them."""
 
     def __call__(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
-        """Encode this rank's part of a parameter; return its parts of the tensors made of it."""
+        """Encode this rank's part of a parameter, and return the parts of the encoded tensors."""
         ...
 
     def describe(self, held: Manifest) -> Manifest:
@@ -35,15 +38,15 @@ class Encoder(Protocol):
         ...
 
     def origins(self, held: Manifest) -> Mapping[str, str]:
-        """Return the parameter that each encoded tensor is made of."""
+        """Return, for each encoded tensor, the name of the parameter it is made of."""
         ...
 
 
 class _Source(NamedTuple):
-    """A box of a tensor that a rank holds, or, if encoded, of one made of parameter `origin`.
+    """A box of a tensor that a rank holds, or of a tensor encoded from parameter `origin`.
 
-    `is_all`: the box is all that the rank holds of the tensor, in the same order. `dtype`: as which
-    it travels.
+    `is_all` says that the box is all that the rank holds of the tensor, in the same order. `dtype`
+    is the dtype that travels.
     """
 
     origin: str
@@ -54,10 +57,10 @@ class _Source(NamedTuple):
 
 
 class Parts:
-    """One rank's view of its parameters in the terms of a plan.
+    """Maps the boxes of a plan to the parameters of one rank.
 
-    Names and boxes are worked out at the first use, and again when the layout of a tensor has
-    changed: another shape, other placements or another mesh.
+    The map is made at the first `refresh`. A later `refresh` makes the map again if a tensor has
+    another shape, other placements or another mesh.
     """
 
     def __init__(
@@ -82,12 +85,11 @@ class Parts:
         self._last: tuple[str, Mapping[str, Tensor]] = ("", {})
 
     def refresh(self) -> None:
-        """Read the parameters again. Local; moves no data.
+        """Read the parameters again. Local. Moves no data.
 
         Raises:
-            PlanError: a tensor has another shape, or one that does not convert to the plan's dtype;
-                a tensor that this rank has to send is missing, or has other parts of the whole
-                than in the plan; or the plan was made without a tensor that is here now.
+            PlanError: the parameters do not fit the plan. A tensor is missing or new, has another
+                shape, cannot be cast to the plan's dtype, or lacks a box that this rank must send.
         """
         self._tensors = named_tensors(self._parameters)
         self._last = ("", {})
@@ -103,8 +105,8 @@ class Parts:
         """Return a bucket's tensors as this rank holds them, and the dtypes that travel.
 
         Raises:
-            PlanError: a tensor has another local shape than at first.
-            UnsupportedError: `encode` made other tensors than were described.
+            PlanError: the local shape or the dtype of a tensor does not fit the plan.
+            UnsupportedError: `encode` returned another name or shape.
         """
         views, dtypes = [], []
         for source in self._sources[index]:
@@ -123,18 +125,21 @@ class Parts:
         if tuple(local.shape) != source.held.shard.sizes:
             raise PlanError(
                 f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank} and was "
-                f"described as {source.held.shard.sizes}; describe it anew and plan again."
+                f"described as {source.held.shard.sizes}. Describe it anew and plan again."
             )
         if not converts(local.dtype, source.dtype):
             raise PlanError(
-                f"{source.piece.source!r} is {local.dtype} on rank {self._rank} and travels as "
-                f"{source.dtype}, which it does not convert to; describe it anew and plan again."
+                f"{source.piece.source!r} is {local.dtype} on rank {self._rank}, which does not "
+                f"convert to {source.dtype}, its dtype in the plan. Describe it anew and plan "
+                "again."
             )
         return local
 
     def _made(self, name: str) -> Mapping[str, Tensor]:
         if name not in self._tensors:
-            raise PlanError(f"this rank shall send {name!r} and has no such tensor; plan again.")
+            raise PlanError(
+                f"rank {self._rank} must send {name!r} but has no such tensor; plan again."
+            )
         local = local_part(self._tensors[name].detach())
         if local.is_meta:
             raise PlanError(
@@ -174,9 +179,9 @@ class Parts:
         }
 
     def _check_planned(self, names: Iterable[str], held: Manifest) -> None:
-        """Refuse tensors that the plan was made without, or for other whole shapes.
+        """Refuse tensors that the plan does not know, or that have another global shape in it.
 
-        `source` and the sources of `convert` tell what there was, else the plan does.
+        The known names come from `source`, else from `convert`, else from the plan.
         """
         plan, convert = self._plan, self._convert
         known: Container[str] = {*plan.target, *plan.unsent}
@@ -189,7 +194,7 @@ class Parts:
             raise PlanError(
                 f"the plan was made without {len(new)} tensors of rank {self._rank}, such as "
                 f"{new[0]!r}: they are new, or were untied. Describe all tensors and plan again, "
-                "or pass only those that the plan was made of."
+                "or pass only the tensors of the plan."
             )
         for name, spec in held.items():
             # An Encoder's own tensors may have any shape under a parameter's name.
@@ -200,8 +205,8 @@ class Parts:
                 here = spec.shape if live is None else tuple(live.shape)
                 planned = spec.shape if want is None else want.shape
                 raise PlanError(
-                    f"{name!r} is {here} on rank {self._rank} and was planned as {planned}; "
-                    "describe it anew and plan again."
+                    f"{name!r} is {here} on rank {self._rank} and was planned as {planned}. "
+                    "Describe it anew and plan again."
                 )
 
     def _held_pieces(self, held: Manifest) -> list[Piece]:
@@ -230,13 +235,13 @@ class Parts:
                     return _Source(origin, part, layout, is_all, dtype)
         found = [piece.target_box for piece in pieces.get(name, ())]
         raise PlanError(
-            f"rank {self._rank} shall send {box} of {name!r} and has "
+            f"rank {self._rank} must send {box} of {name!r}, but has "
             f"{found or 'no such tensor'}; plan again."
         )
 
 
 def _place(tensor: Tensor) -> object:
-    """Return all that a tensor's layout depends on; cheap to compare."""
+    """Return all that a tensor's layout depends on. The result is cheap to compare."""
     if isinstance(tensor, DTensor):
         return tensor.shape, tensor.placements, tensor.device_mesh
     return tensor.shape

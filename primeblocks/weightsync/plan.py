@@ -1,4 +1,4 @@
-"""The plan as a value: the boxes of tensors that each rank writes and each reader wants. Pure."""
+"""The plan as a value: the boxes that each rank writes and each reader wants. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Boxes = Mapping[str, tuple[Shard, ...]]
 
 
 class Copy(NamedTuple):
-    """A box of a tensor that travels; `offset` is its first byte in its bucket."""
+    """A box of a tensor that travels. `offset` is the box's first byte in its bucket."""
 
     name: str
     box: Shard
@@ -35,9 +35,9 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Bytes of one transfer, with one digest: copies of one trainer rank, wanted by `readers`.
+    """The bytes of one transfer, under one digest. Trainer rank `rank` sends them to `readers`.
 
-    Wider dtypes come first, so that every copy is aligned to its element.
+    Wider dtypes come first, so that every copy is aligned to the size of its elements.
     """
 
     rank: int
@@ -52,16 +52,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """The way from the shards of `world_size` trainer ranks to readers, each of which wants boxes.
+    """Says which of `world_size` trainer ranks sends which box to which reader.
 
-    A reader is a role: over shared memory or files any number of processes may play it, in a
-    process group exactly one does. Every wanted element is in one bucket, whoever wants it.
+    A reader is a role. Over shared memory or files, any number of processes can take the role. Over
+    a process group, exactly one process takes it. Every wanted element is in exactly one bucket.
 
     Attributes:
-        target: the tensors that travel, whole, under the names and dtypes that they travel by.
-        wants: for each reader, the boxes that it wants.
-        unsent: the trainer's other tensors, which no reader wants. Not recorded with `convert`,
-            whose sources are all that the trainer has.
+        target: the tensors that travel, whole, with the names and dtypes under which they travel.
+        wants: the boxes that each reader wants.
+        bucket_bytes: the most bytes that a bucket may have.
+        unsent: the trainer's other tensors, which no reader wants. Empty if the plan was made with
+            `convert`, because the sources of `convert` list all tensors of the trainer.
     """
 
     target: Manifest
@@ -80,7 +81,7 @@ class Plan:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Name -> first byte in a blob of all whole tensors: wider dtypes first, no padding."""
+        """Name -> first byte in a blob of all whole tensors. Wider dtypes come first, unpadded."""
         offsets, end = {}, 0
         for name in sorted(self.target, key=lambda name: -self.target[name].dtype.itemsize):
             offsets[name] = end
@@ -94,12 +95,12 @@ class Plan:
 
     @cached_property
     def bytes_total(self) -> int:
-        """Bytes that trainer ranks write for one version; a box that several readers want, once."""
+        """Bytes that trainer ranks write for one version. A box counts once for all its readers."""
         return sum(bucket.bytes for bucket in self.buckets)
 
     @cached_property
     def lower_bound_bytes(self) -> int:
-        """Bytes that any lossless plan has to write: each element that somebody wants, once."""
+        """Bytes that any lossless plan must write: every wanted element once."""
         total = 0
         for name, spec in self.target.items():
             wanted = [box for boxes in self.wants for box in boxes.get(name, ())]
@@ -135,20 +136,26 @@ class Plan:
         )
 
     def writer_peak_bytes(self, rank: int) -> int:
-        """Return the memory of a full sync over a process group on a trainer rank: two buckets."""
+        """Return the bytes that a full sync over a process group needs on a trainer rank.
+
+        That is the size of two buckets.
+        """
         mine = self.of_rank(rank)
         messages = sum(len(self.buckets[index].readers) for index in mine)
         return min(2, messages) * self._largest(mine)
 
     def reader_peak_bytes(self, reader: int) -> int:
-        """Return the memory of a full sync over a process group on a reader: boxes, two buckets."""
+        """Return the bytes that a full sync over a process group needs on a reader.
+
+        That is the size of the reader's boxes and of two buckets.
+        """
         mine = self.of_reader(reader)
         return self.box_bytes(reader) + min(2, len(mine)) * self._largest(mine)
 
     def table(self) -> str:
-        """Tabulate what each rank writes and each reader reads, and the total and its lower bound.
+        """Tabulate what each rank writes and each reader reads, with the total and its lower bound.
 
-        `peak` is what a full sync over a process group takes beside the weights.
+        `peak` is the memory that a full sync over a process group takes in addition to the weights.
         """
         links = {(bucket.rank, reader) for bucket in self.buckets for reader in bucket.readers}
         lines = [f"{'':>12} {'links':>6} {'buckets':>8} {'copies':>8} {'bytes':>16} {'peak':>16}"]
@@ -189,7 +196,7 @@ class Plan:
         """Return the plan that `to_json` wrote.
 
         Raises:
-            PlanError: it is another text.
+            PlanError: `to_json` did not write this text.
         """
         with as_plan_error("a plan"):
             head = json.loads(text)
@@ -215,21 +222,31 @@ class Plan:
             )
             ranks, readers = int(head["world_size"]), range(len(wants))
             if not 0 < ranks <= _MOST_RANKS:
-                raise PlanError(f"a plan of {ranks} ranks; at most {_MOST_RANKS} are read")
+                raise PlanError(
+                    f"from_json() got a plan of {ranks} ranks; it reads 1 to {_MOST_RANKS}. "
+                    "Pass on what to_json() returned."
+                )
             for one in buckets:
                 if not (one.copies and 0 <= one.rank < ranks and {*one.readers} <= {*readers}):
-                    raise PlanError(f"no bucket of {ranks} ranks and {len(wants)} readers")
+                    raise PlanError(
+                        f"from_json() got a bucket of rank {one.rank} for readers {one.readers} in "
+                        f"a plan of {ranks} ranks and {len(wants)} readers. Pass on what to_json() "
+                        "returned."
+                    )
             unsent = tuple(map(str, head.get("unsent", ())))
             return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets, unsent)
 
     def fingerprint(self) -> str:
-        """Return 32 hex digits, which both sides compare before a byte is used."""
+        """Return 32 hex digits that identify the plan. Both sides compare them before use."""
         return self._fingerprint
 
     def check_reader(self, reader: int) -> None:
-        """Raise PlanError where the plan has no such reader."""
+        """Raise PlanError if the plan has no such reader."""
         if not 0 <= reader < len(self.wants):
-            raise PlanError(f"the plan has {len(self.wants)} readers, from 0; there is no {reader}")
+            raise PlanError(
+                f"got reader={reader}; the plan has {len(self.wants)} readers, numbered from 0. "
+                "Pass one of their numbers."
+            )
 
     def _largest(self, indices: Iterable[int]) -> int:
         return max((self.buckets[index].bytes for index in indices), default=0)
@@ -254,7 +271,7 @@ class Plan:
 
 
 def packed(target: Manifest, boxes: Iterable[tuple[str, Shard]]) -> tuple[Copy, ...]:
-    """Lay copies one behind the other."""
+    """Place copies one after the other in a bucket."""
     copies, end = [], 0
     for name, box in boxes:
         size = box.numel * target[name].dtype.itemsize
@@ -268,9 +285,8 @@ def owned_boxes(
 ) -> tuple[list[tuple[Shard, tuple[int, ...]]], list[Shard]]:
     """Split a tensor along every border of a held box.
 
-    Returns the boxes with the ranks that hold each, then the boxes that nobody holds. Together
-    they tile `shape`. Where the held boxes are equal or disjoint, as sharding makes them, they are
-    returned as they are.
+    Returns the boxes with the ranks that hold each box, then the boxes that no rank holds. Together
+    they tile `shape`. Boxes that form a grid, as sharding makes them, are returned unchanged.
     """
     ranks_of: dict[Shard, list[int]] = defaultdict(list)
     for rank, shard in held:
@@ -304,7 +320,7 @@ def owned_boxes(
 
 
 def cut(box: Shard, limit: int) -> Iterator[Shard]:
-    """Cut a box into boxes of at most `limit` elements, along its first dims, in order."""
+    """Cut a box along its first dims into boxes of at most `limit` elements, in order."""
     if box.numel <= limit:
         yield box
         return
@@ -319,9 +335,9 @@ def cut(box: Shard, limit: int) -> Iterator[Shard]:
 
 
 def _inside(target: Manifest, name: str, row: Sequence[Sequence[int]]) -> Shard:
-    """Return a box that somebody else has written. Raises PlanError where it is not in its tensor.
+    """Return a box that another process has written, or raise PlanError if it leaves its tensor.
 
-    Whoever reads it may ask the plan anything.
+    Every method of the plan then works with the box.
     """
     box = box_of(*row)
     box.within(Layout.whole(target[name].shape).shard)

@@ -1,4 +1,4 @@
-"""Plan the route of every wanted element from one rank that holds it. Pure."""
+"""`plan_sync`: choose one rank to send each element that a reader wants. Pure."""
 
 from __future__ import annotations
 
@@ -28,25 +28,30 @@ def plan_sync(
     bucket_bytes: int = BUCKET_BYTES,
     convert: Wiring | None = None,
 ) -> Plan:
-    """Plan the route of every wanted element from one rank that holds it. Pure.
+    """Plan which rank sends each element that a reader wants. Pure.
 
-    Nothing is gathered: each rank writes parts of its own shards, and each reader reads its own
-    boxes. Where several ranks hold the same box, the one with the least to write gets it. Floats
-    are converted to the target's dtype by the sender.
+    A sync by this plan gathers no tensor. Each rank writes parts of its own shards, and each reader
+    reads its own boxes. If several ranks hold the same box, the rank with the fewest bytes to write
+    sends it. The sender converts floats to the target's dtype.
 
     Args:
-        sources: one manifest a trainer rank, by rank. Tensors that no reader wants are ignored.
-        targets: for each reader a manifest of the boxes it wants, what its loader `Reads`, or the
-            wiring that leads to its parameters, of which all are wanted. One alone is one reader.
+        sources: the manifest of each trainer rank, by rank. Tensors that no reader wants are not
+            sent.
+        targets: one target for each reader, or a single target for a single reader. A target is
+            a manifest of the boxes that the reader wants, the `Reads` of its loader, or the
+            `Wiring` that leads to its parameters. With a wiring the reader wants all of them.
         bucket_bytes: the most bytes under one digest.
-        convert: leads from the trainer's names and shapes to those that `targets` are about.
+        convert: the wiring from the trainer's names and shapes to those that `targets` use.
 
     Raises:
-        PlanError: a name is missing; a shape, dtype or recipe does not fit; or some box is held by
-            no rank.
+        PlanError: a name is missing, or a shape, a dtype or a recipe does not fit, or no rank
+            holds some wanted box.
     """
     if bucket_bytes < _SMALLEST_BUCKET_BYTES:
-        raise PlanError(f"bucket_bytes is {bucket_bytes}; give at least {_SMALLEST_BUCKET_BYTES}")
+        raise PlanError(
+            f"bucket_bytes must be at least {_SMALLEST_BUCKET_BYTES}; got {bucket_bytes}. "
+            f"The default is {BUCKET_BYTES}."
+        )
     readers = [targets] if isinstance(targets, _Target) else list(targets)
     held = [_held(source, convert) for source in sources]
     kinds = _kinds(sources if convert is None else [convert.targets])
@@ -106,7 +111,9 @@ def _target(readers: Sequence[_Target], wants: Sequence[Boxes]) -> Manifest:
                 )
     recipes = {manifest.recipe for manifest in manifests}
     if len(recipes) > 1:
-        raise PlanError(f"readers expect different recipes: {sorted(recipes)}. Plan for each.")
+        raise PlanError(
+            f"readers expect different recipes: {sorted(recipes)}. Make a plan for each recipe."
+        )
     return Manifest(tuple(specs.items()), recipe=recipes.pop() if recipes else "")
 
 
@@ -127,19 +134,23 @@ def _check(
 ) -> None:
     wanted = sum(box.numel for boxes in wants for row in boxes.values() for box in row)
     if not sources or not wanted:
-        raise PlanError(f"nothing to plan: {len(sources)} sources, {len(wants)} readers")
+        raise PlanError(
+            f"nothing to plan: got {len(sources)} sources and {len(wants)} readers that want "
+            f"{wanted} elements. Pass at least one source, and a reader that wants a tensor."
+        )
     recipes = sorted({source.recipe for source in sources})
     if recipes != [target.recipe]:
         raise PlanError(
-            f"the trainer encodes with recipe {' and '.join(map(repr, recipes))}, readers expect "
-            f"{target.recipe!r}. Give both the same recipe."
+            f"the trainer encodes with recipe {' and '.join(map(repr, recipes))}, but readers "
+            f"expect {target.recipe!r}. Give both the same recipe."
         )
     missing = [name for name in target if name not in kinds]
     if missing:
         raise PlanError(
             f"no rank holds {len(missing)} of {len(target)} target tensors: "
             f"{', '.join(missing[:3])}. The trainer has {len(kinds)} names, "
-            f"such as {', '.join(sorted(kinds)[:3])}. Rename one side, or want less."
+            f"such as {', '.join(sorted(kinds)[:3])}. Rename one side, or leave those tensors out "
+            "of the targets."
         )
     for name, spec in target.items():
         for have, rank in kinds[name].items():
@@ -150,12 +161,12 @@ def _check_pair(name: str, rank: int, have: TensorSpec, want: TensorSpec) -> Non
     if have.shape != want.shape:
         raise PlanError(
             f"{name!r} is {have.shape} on rank {rank} and {want.shape} in the target. "
-            "Pass convert=, or reshape it before describing it."
+            "Pass convert=, or reshape the tensor before you describe it."
         )
     if not converts(have.dtype, want.dtype):
         raise PlanError(
-            f"{name!r} is {have.dtype} on rank {rank} and {want.dtype} in the target; "
-            f"only {', '.join(str(d) for d in FLOATS)} are converted. Match the dtypes."
+            f"{name!r} is {have.dtype} on rank {rank} and {want.dtype} in the target; only "
+            f"{', '.join(str(d) for d in FLOATS)} are converted. Use the same dtype on both sides."
         )
 
 
@@ -189,8 +200,8 @@ def _intersect(
         if missing:
             raise PlanError(
                 f"no rank holds {sum(box.numel for box in missing)} of {wanted.numel} elements of "
-                f"{name!r} that reader {readers[0]} wants, first {missing[0]}. "
-                "Pass a manifest of each trainer rank."
+                f"{name!r} that reader {readers[0]} wants; the first such box is {missing[0]}. "
+                "Pass the manifest of every trainer rank."
             )
         for cell, holders in owned:
             box = cell.intersect(wanted)

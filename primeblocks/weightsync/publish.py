@@ -33,32 +33,31 @@ _GRACE_S = 2.0
 
 
 class Publisher:
-    """A sender of a model's weights over a transport, version by version; one on each trainer rank.
+    """Sends a model's weights over a transport, one version at a time. Make one on each rank.
 
-    One call of `publish` runs at a time. A second one, from any thread, is refused.
+    Only one call of `publish` runs at a time. A second call, from any thread, is refused.
 
     Args:
-        plan: equal on all ranks; its sources are the ranks of `group`, in order.
-        parameters: the argument of `describe`. A module is read again at each publish.
-        transport: the same place on all ranks; rank 0 owns it.
-        group: a gloo group; None is the default group, or no group for a plan of one rank.
-        source: the manifest that `plan_sync` was given for this rank, where it is not the one that
-            `describe` makes of `parameters`: plain tensors that are parts of larger ones.
-        convert: the argument of `plan_sync`.
-        encode: called with each name and this rank's part of it before the cast to the target's
-            dtype, for quantization for example. A function returns the same name with the same
-            shape, in a dtype that converts to the target's. `Quantize(...).by(...)` makes codes and
-            scales.
-        full_every: at least one version in this many is sent in full, and so is one when the
-            deltas since the last full one have reached its bytes, or when a delta is expected to
-            take longer. 1 sends no deltas; more costs each rank a copy of what it sends, in host
-            memory.
-        link_bytes_per_s: what a reader gets, where a publish does not wait for readers. Without it
-            a choice between full and delta counts the time of publishes alone.
+        plan: must be equal on all ranks. Its sources are the ranks of `group`, in order.
+        parameters: as for `describe`. A module is read again at each publish.
+        transport: must lead to the same place on all ranks. Rank 0 owns the transport.
+        group: a gloo group. None is the default group, or no group if the plan has one rank.
+        source: the manifest that `plan_sync` got for this rank. Needed only if it differs from
+            `describe(parameters)`, as for plain tensors that are parts of larger tensors.
+        convert: as for `plan_sync`.
+        encode: called with each name and this rank's part of the tensor, before the cast to the
+            target's dtype. A function returns the same name and shape, in a dtype that converts
+            to the target's. `Quantize(...).by(...)` makes codes and scales.
+        full_every: send at least one in this many versions in full. 1 sends no deltas. More costs
+            each rank a copy, in host memory, of all that it sends. A version is also sent in full
+            if a delta is expected to take longer, or if the deltas since then reach its bytes.
+        link_bytes_per_s: the rate at which a reader gets bytes. Pass it if `publish` does not wait
+            for readers. Without it, the choice between full and delta counts only the time of
+            `publish`.
 
     Raises:
         UsageError: the plan is for another number of ranks, or `full_every` is not positive.
-        UnsupportedError: the group has no gloo.
+        UnsupportedError: the group does not support gloo.
     """
 
     def __init__(
@@ -75,7 +74,9 @@ class Publisher:
         link_bytes_per_s: float | None = None,
     ) -> None:
         if full_every < 1:
-            raise UsageError(f"full_every is {full_every}; 1 sends every version in full")
+            raise UsageError(
+                f"full_every must be at least 1; got {full_every}. 1 sends every version in full."
+            )
         self._agreement = Messenger(world_size=plan.world_size, group=group)
         rank = self._agreement.rank
         self._parts = Parts(plan, rank, parameters, source=source, convert=convert, encode=encode)
@@ -87,35 +88,47 @@ class Publisher:
         self._publishing = threading.Lock()
         self._closed = False
 
-    def publish(self, version: int, *, timeout_s: float) -> Receipt:
-        """Send and commit one version. Collective.
+    def publish(
+        self,
+        version: int,
+        *,
+        timeout_s: float,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Receipt:
+        """Send and commit one version. Collective over the trainer ranks.
 
-        Readers see either all of it or nothing. Call it again with the same version after a
-        failure: a version that was already committed is compared, not sent.
-        Where another rank hangs, it ends two seconds after `timeout_s`: a rank whose own work ended
-        at the deadline has that long to say so.
+        Readers see either the whole version or none of it. After a failure, call `publish` again
+        with the same version. If that version is already committed, `publish` compares it with the
+        parameters and sends no weights. If another rank hangs, the call ends two seconds after
+        `timeout_s`. In those two seconds a rank whose own work ended at the deadline can report it.
 
-        Cost: one copy and, in a second thread, one XXH3-128 of what this rank sends; eight small
-        all-gathers. A delta costs one more pass, over what was sent before.
+        Cost: one copy and one XXH3-128 of what this rank sends, in up to four threads, and eight
+        small all-gathers. A delta costs one more pass, over the bytes sent before.
+
+        Args:
+            progress: called with the bytes that this rank has taken and will take, after each
+                bucket.
 
         Raises:
-            TransferError: some rank failed, died or was late; the committed version did not
-                change, unless rank 0's commit was the last thing that succeeded.
-            UsageError: `version` is not a policy version, or not above the committed one; or the
-                parameters differ from the plan; or ranks disagree; or another call of `publish` is
-                under way.
-            ClosedError: after close().
+            TransferError: some rank failed, died or was late. The committed version did not
+                change, unless the call failed after rank 0's commit.
+            UsageError: `version` is not a policy version, is below the committed version, or is
+                committed with other bytes. Or the parameters do not fit the plan, ranks disagree,
+                or another call of `publish` is running.
+            ClosedError: the publisher was closed.
         """
         if self._closed:
             raise ClosedError("this Publisher was closed")
         try:
             with alone(self._publishing, f"publish({shown(version)})"):
-                return self._publish(version, timeout_s)
+                return self._publish(version, timeout_s, progress)
         finally:
             if self._closed:  # Meanwhile.
                 self.close()
 
-    def _publish(self, version: int, timeout_s: float) -> Receipt:
+    def _publish(
+        self, version: int, timeout_s: float, progress: Callable[[int, int], object] | None
+    ) -> Receipt:
         start = time.monotonic()
         deadline = start + timeout_s
         checked: int | None = None
@@ -125,7 +138,7 @@ class Publisher:
             version = checked = told[self._rank]["version"]
             opened = self._step(self._open, version, deadline)[0]
             begun = time.monotonic()
-            sent = self._step(self._send, version, opened, deadline)
+            sent = self._step(self._send, version, opened, progress, deadline)
             sent_s = time.monotonic() - begun
             done = self._step(self._commit, version, opened, sent, deadline)[0]
         except BaseException:
@@ -137,7 +150,7 @@ class Publisher:
         return Receipt(version, done["bytes"], time.monotonic() - start, done["digest"])
 
     def close(self) -> None:
-        """Refuse further use. Local; the transport stays open. A publish under way goes on."""
+        """Refuse further use. Local. The transport stays open, and a running `publish` goes on."""
         self._closed = True
         with suppress(UsageError), alone(self._publishing, "close()"):
             self._forget()
@@ -186,7 +199,8 @@ class Publisher:
         last = self._transport.markers()[-1:]
         if last and version < last[0].version:
             raise UsageError(
-                f"version {version} after {last[0].version}; versions strictly increase."
+                f"publish() got version {version} after {last[0].version}; versions strictly "
+                "increase. Pass a larger version."
             )
         if last and version == last[0].version:
             return {"sends": False, "run": last[0].run, "base": None}
@@ -197,7 +211,13 @@ class Publisher:
         begun = self._transport.begin(version, plan=self._plan, base=base, deadline=deadline)
         return {"sends": True, "run": begun.run, "base": begun.base}
 
-    def _send(self, version: int, opened: dict[str, Any], deadline: float) -> dict[str, Any]:
+    def _send(
+        self,
+        version: int,
+        opened: dict[str, Any],
+        progress: Callable[[int, int], object] | None,
+        deadline: float,
+    ) -> dict[str, Any]:
         with _pool(self._plan.written_bytes(self._rank)) as pool:
             self._shipment = shipment = Shipment(
                 self._parts,
@@ -208,6 +228,7 @@ class Publisher:
                 history=self._history if opened["sends"] else None,
                 pool=pool,
                 deadline=deadline,
+                progress=progress,
             )
             if opened["sends"]:
                 self._transport.send(shipment, deadline=deadline)
@@ -252,7 +273,7 @@ class Publisher:
                 return old
         raise UsageError(
             f"version {marker.version} is committed already, with other bytes. "
-            "Publish a new version."
+            "Publish these weights as a new version."
         )
 
     def _remember(self, opened: dict[str, Any], size_bytes: int, seconds: float) -> None:
@@ -278,4 +299,6 @@ def _expect_equal(replies: list[dict[str, Any]]) -> None:
     for key in ("version", "plan"):
         said = [reply[key] for reply in replies]
         if len(set(said)) > 1:
-            raise UsageError(f"ranks disagree about the {key}: {said}, by rank.")
+            raise UsageError(
+                f"ranks disagree about the {key}; by rank: {said}. Pass the same on every rank."
+            )

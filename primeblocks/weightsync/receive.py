@@ -1,21 +1,21 @@
-"""Engine side: wait for a version, check every byte, load it, or keep the old one.
+"""Engine side: wait for a version, check every byte, load the version, or keep the old one.
 
-    FETCHED ----------> CHECKED       a version, whose bytes `_next` has
+    FETCHED ----------> CHECKED       the new version, whose bytes are in `_next`
        every byte is right |
-                           | load begins, of either
+                           | a load of either begins
                            v
     EMPTY, LOADED ------> TORN -----> LOADED       the engine, whose state is `_state`
-                           |  load took all
+                           |  load took every tensor
                            | load raised
                            v
           the version before is checked and loaded again:
           LOADED with a TransferError, or still TORN with an EngineError
 
-A version that fails before its load changes neither `_state` nor `_last`, the version that was
-loaded last. Nothing is written down: a process that dies starts again EMPTY. The bytes of `_last`
-are kept where the transport allows it, as the base of deltas and to go back to. A load begins with
-a FETCHED version only if its bytes were checked before, or if there is a version to go back to.
-Then each tensor is checked before `load` gets it.
+`_last` is the version that was loaded last. A version that fails before its load changes neither
+`_state` nor `_last`. No state is stored on disk, so a process that dies starts again EMPTY. If the
+transport allows it, the bytes of `_last` are kept, as the base of deltas and to go back to. A load
+of a FETCHED version begins only if its bytes were checked before, or if there is a version to go
+back to. Each tensor is then checked before `load` gets it, or once it is copied in place.
 """
 
 from __future__ import annotations
@@ -56,34 +56,36 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
 class Subscriber:
-    """A reader that loads committed versions, all or nothing. One per engine process.
+    """A reader that loads committed versions, all or nothing. Make one per engine process.
 
-    One call of `receive` or `verify` runs at a time. A second one, from any thread, is refused.
-    It keeps the bytes loaded last, where the transport lets it, for deltas and to go back to. A
-    delta is applied to a copy of them: until that is loaded, the reader has the weights twice.
+    Only one call of `receive` or `verify` runs at a time. A second call, from any thread, is
+    refused. If the transport allows it, the reader keeps the bytes of the version loaded last, for
+    deltas and to go back to. A delta is applied to a copy of these bytes. Until that copy is
+    loaded, the reader has the weights twice.
 
     Args:
-        plan: the publisher's; `Plan.from_json` carries it between processes.
-        load: takes the tensors that this reader wants, by name and in the order of its target,
-            whole or its boxes of them. It copies them, for they change after `receive` returns. It
-            may be called again with the version before, when it raises or leaves tensors untaken.
-        transport: the one that the publisher sends over.
+        plan: the publisher's plan. `Plan.from_json` carries it between processes.
+        load: takes (name, tensor) pairs, in the order of the reader's target. Each tensor is whole,
+            or the box that this reader wants. `load` must copy the tensors, because they change
+            after `receive` returns. If `load` raises or leaves tensors untaken, it may be called
+            again with the version before.
+        transport: the transport that the publisher sends over.
         reader: the number of this reader in the plan.
-        convert: the wiring that `plan_sync` was given for this reader; `load` then gets the
-            targets of it, put together in new memory, one at a time.
-        threads: the number that check bytes at a time, where there are many.
-        check: "before": every byte is checked before `load` gets the first tensor. "ahead": each
-            tensor's are, while `load` copies those before it, or once `load_into` has copied it:
-            faster, but damage is found in the middle of a load, and the version before is loaded
-            again. Where there is none, for deltas, and where torch's threads take all cores, all is
-            checked before. Bytes that others may still write to are copied for the load, and the
-            copies are checked.
-        observe: returns what the engine holds, by the names that `load` gets: each tensor has to
-            be as `load` was given it, bit for bit, or the load has failed. Without it a receipt
-            tells what `load` was given, and not what it did with it.
+        convert: the wiring that `plan_sync` got for this reader. `load` then gets the targets of
+            the wiring, put together in new memory, one at a time.
+        threads: how many threads check bytes, if there are enough bytes for them.
+        check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
+            tensor while `load` copies earlier tensors, or once `load_into` has copied it. "ahead"
+            is faster, but may find damage in the middle of a load. Then the version before is
+            loaded again. Before the first load, for a delta, and if torch's threads use all cores,
+            "ahead" also checks all bytes first. If other processes may still write to the bytes,
+            the load gets copies, and the copies are checked.
+        observe: returns the engine's tensors by the names that `load` gets. After a load, each
+            must equal what `load` was given, bit for bit, or the load has failed. Without it, the
+            receipt does not say what `load` did with the tensors.
 
     Raises:
-        PlanError: the plan has no such reader, or it was planned with a wiring.
+        PlanError: the plan has no such reader, or was made with a wiring that `convert` lacks.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class Subscriber:
         if cut and convert is None:
             raise PlanError(
                 f"reader {reader} wants several boxes of {len(cut)} tensors, such as {cut[0]!r}. "
-                "Pass convert=, the wiring that it was planned with."
+                "Pass convert=, the wiring that plan_sync() got for this reader."
             )
         self.plan, self.reader = plan, reader
         self._load, self._transport = load, transport
@@ -118,7 +120,7 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine holds; None where it holds none, or a torn one."""
+        """The version that the engine holds. None before the first load, and after a torn one."""
         return None if self._served is None else self._served.version
 
     @property
@@ -132,11 +134,11 @@ class Subscriber:
         return None if self._last is None or self._last.held is None else self._last
 
     def verify(self, version: int | None = None, *, timeout_s: float) -> Receipt:
-        """Wait for a version and check every byte of it, but load nothing. Local.
+        """Wait for a version and check every byte, but do not load it. Local.
 
-        A `receive` of it then only loads it. Arguments, cost and errors are those of `receive`.
-        Memory that a trainer needs again is not held: if it publishes two more versions meanwhile,
-        that `receive` ends with a TransferError.
+        The next `receive` then only loads it. Arguments, cost and errors are as for `receive`.
+        The reader does not hold memory that a trainer needs again. If the trainer publishes two
+        more versions before that `receive`, it raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()"):
@@ -146,31 +148,32 @@ class Subscriber:
             return _receipt(ready._replace(digests=None), start)
 
     def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
-        """Load a version. Local.
+        """Wait for a version, check it and load it. Local.
 
-        Cost: one XXH3-128 of the bytes that this reader wants, then that of `load`; of bytes in a
-        file or in the trainer's memory, one copy and one more XXH3-128 in threads beside `load`,
-        with about a bucket of each trainer rank in memory at a time. A delta costs one copy of the
-        bytes held; its memory is kept for the next one.
+        Cost: one XXH3-128 of the bytes that this reader wants, and the cost of `load`. If the bytes
+        are in a file or in the trainer's memory, add one copy and one more XXH3-128. These run in
+        threads during the load, and hold about one bucket per trainer rank in memory. A delta costs
+        one copy of the bytes held, and its memory is kept for the next delta.
 
-        It begins to load before the deadline, or not at all; buckets under way then, one for each
-        of its threads, are checked to their end. A load that has begun may pass it, and so may
-        going back.
+        A load starts only before the deadline. A load that has started runs to completion, and so
+        does going back. At the deadline, each thread finishes the bucket that it is checking.
 
         Args:
-            version: the one to load, even an older one than is held; the held one is not loaded
-                again. None takes what `verify` checked, or else the newest, if it is newer than
-                the one held.
+            version: the version to load. It may be older than the version held. The version held
+                is not loaded again. None takes the version that `verify` checked, or else the
+                newest version, if it is newer than the version held.
+            timeout_s: how long to wait for the version and its checks.
 
         Raises:
-            DeadlineError: no such version was committed, or it was not checked in time.
-            CorruptionError: bytes or marker are not those that were sent. Nothing was loaded.
-            PlanError: the publisher's plan is another one. Nothing was loaded.
-            TransferError: the version was retired, or `load` failed and the version
-                before was loaded again.
-            EngineError: `load` failed and there was nothing to go back to: the model is torn.
-            UsageError: `version` is no version, or another call is under way.
-            ClosedError: after close().
+            DeadlineError: the version was not committed or not checked in time.
+            CorruptionError: bytes or marker are not as sent. The engine is unchanged.
+            PlanError: the publisher has another plan. The engine is unchanged.
+            TransferError: the version was retired, or `load` failed and the version before was
+                loaded again.
+            EngineError: `load` failed and the version before could not be loaded again. The model
+                is torn.
+            UsageError: `version` is not a policy version, or another call is running.
+            ClosedError: the subscriber was closed.
         """
         start = time.monotonic()
         with self._alone("receive()"):
@@ -183,16 +186,16 @@ class Subscriber:
             return _receipt(self._last, start)
 
     def forget(self) -> None:
-        """Say that the engine lost its weights, as in a sleep that discards them. Local.
+        """Report that the engine lost its weights, as in a sleep that discards them. Local.
 
-        The next `receive` loads even the version that is held, and has none to go back to.
+        The next `receive` loads even the version held, and cannot go back to another version.
         """
         self._state = ReaderState.EMPTY
         if self._next is self._last:  # It is checked again before it is loaded again.
             self._next = None
 
     def close(self) -> None:
-        """Let go of the version that is held, at the end of a call under way. Twice is fine."""
+        """Release the version held, after a running call has ended. Idempotent."""
         self._closed = True
         if not self._busy.locked():
             self._drop_next()
@@ -374,7 +377,9 @@ class Subscriber:
         with feeding(plan, reader, fetched, self._convert, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(feed.names):
-            raise TransferError(f"load took {taken} of {len(feed.names)} tensors")
+            raise TransferError(
+                f"load took {taken} of {len(feed.names)} tensors. It must iterate over all of them."
+            )
         return None if self._observe is None else kept(given, self._observe())
 
     def _places(self) -> Mapping[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Rendezvous by name: a trainer announces its plan where its versions will be, engines find it."""
+"""Rendezvous by name: a trainer announces its plan next to its versions, and engines find it."""
 
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ def announce(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Plan, Transport]:
-    """Plan for engines that hold whole tensors, and leave the plan for them to `find`. Collective.
+    """Plan for engines that hold whole tensors, and announce the plan so that they can `find` it.
 
-    It gathers manifests, which waits as long as the group does. Give a `Publisher` the plan, the
-    transport, and the same parameters and `convert`. With a name, the plan and the weights are
-    removed when this process ends: keep it alive until engines have loaded.
+    Collective. Gathers the manifests of all ranks, and waits as long as the group's timeout. Pass
+    the plan, the transport, and the same parameters and `convert` to a `Publisher`. If `where` is a
+    name, the plan and the weights are removed when this process ends. So keep the process alive
+    until the engines have loaded.
 
     Args:
-        where: a name, for `SharedMemoryTransport`; or this rank's end of a transport.
-        parameters: the argument of `describe`.
-        dtype: the dtype in which floats travel; None keeps theirs.
-        convert: as for `plan_sync`; engines then hold its targets.
-        group: the trainer ranks; None is the default group, or this process alone.
+        where: a name, for `SharedMemoryTransport`, or this rank's end of a transport.
+        parameters: as for `describe`.
+        dtype: the dtype in which floats travel. None keeps theirs.
+        convert: as for `plan_sync`. The engines then hold its targets.
+        group: the trainer ranks. None is the default group, or this process alone.
 
     Raises:
-        PlanError: as `describe` and `plan_sync`.
-        UnsupportedError: the transport has no place for a plan.
-        UsageError: the name has a living owner.
+        PlanError: as for `describe` and `plan_sync`.
+        UnsupportedError: the transport cannot store a plan.
+        UsageError: a living process owns the name.
     """
     alone = group is None and not dist.is_initialized()
     mine = describe(parameters)
@@ -63,19 +64,20 @@ def announce(
 
 
 def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
-    """Wait for a trainer to announce its plan. Local.
+    """Wait until a trainer has announced its plan, and return the plan and a transport. Local.
 
-    Of a trainer that was killed, the plan is found until the next one starts: with another plan, a
-    `receive` says so, and `find` gives the new one.
+    The plan of a killed trainer can be found until the next trainer starts. If the next trainer has
+    another plan, `receive` raises PlanError, and `find` returns the new plan.
 
     Args:
-        where: the name that was announced; or the reading end of the transport.
+        where: the announced name, or the reading end of the transport.
+        timeout_s: how long to wait for the announcement.
 
     Raises:
-        DeadlineError: nobody announced it in time.
-        PlanError: what was announced is no plan.
-        UnsupportedError: the transport has no place for a plan.
-        UsageError: it belongs to another user, or others may write to it.
+        DeadlineError: a trainer did not announce a plan in time.
+        PlanError: the announced text is not a plan.
+        UnsupportedError: the transport cannot store a plan.
+        UsageError: the place belongs to another user, or other users may write to it.
     """
     deadline = time.monotonic() + timeout_s
     transport = SharedMemoryTransport(where) if isinstance(where, str) else where
@@ -85,7 +87,7 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
         if transport is not where:
             transport.close()
         if isinstance(error, DeadlineError):
-            raise DeadlineError(f"{where!r}, within {timeout_s:g} s: {error}") from error
+            raise DeadlineError(f"find({where!r}) waited {timeout_s:g} s: {error}") from error
         raise
     return plan, transport
 
@@ -106,7 +108,7 @@ def _commits_of(transport: Transport) -> Commits:
     commits: Commits | None = getattr(transport, "commits", None)
     if commits is None:
         raise UnsupportedError(
-            f"{type(transport).__name__} has no place for a plan. Give engines plan.to_json() and "
-            "transport.spec(), for Plan.from_json and open_transport."
+            f"{type(transport).__name__} has no place for a plan. Give engines plan.to_json() for "
+            "Plan.from_json, and transport.spec() for open_transport."
         )
     return commits

@@ -1,6 +1,6 @@
-"""The proof of what is served: an engine's parameters against the trainer's, box by box.
+"""Compare an engine's parameters with the trainer's, box by box.
 
-`verify_engine` compares what is there; `prove_round_trip` does so after each of three pushes.
+`verify_engine` compares them once. `prove_round_trip` does so after each of three pushes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _Wrong = dict[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Verified:
-    """The answer to "does my engine run my weights?": names, each with where, or why.
+    """The answer to "does my engine run my weights?". Each name has the place or the reason.
 
     Attributes:
-        tensors: the number of those compared.
-        differing: the engine has other elements.
-        missing: the engine has no such tensor.
-        unexpected: the engine has it, and nothing that is sent leads to it.
-        unobservable: the engine cannot show it.
+        tensors: the number of tensors compared.
+        differing: tensors with other elements in the engine.
+        missing: tensors that the engine does not have.
+        unexpected: tensors of the engine that no sent tensor leads to.
+        unobservable: tensors that the engine cannot show.
     """
 
     tensors: int
@@ -66,23 +66,23 @@ class Verified:
 
     @property
     def is_proved(self) -> bool:
-        """Whether every tensor was seen, and is the trainer's."""
+        """Whether the engine showed every tensor, and each equals the trainer's."""
         return not any(getattr(self, kind) for kind in _KINDS)
 
     @property
     def wrong(self) -> list[str]:
-        """The names that differ, are missing or cannot be seen."""
+        """The names of tensors that differ, are missing or cannot be shown."""
         return [*self.differing, *self.missing, *self.unobservable]
 
     def table(self) -> str:
-        """Tabulate what was found, a line a name."""
+        """Tabulate what was found, with one line per name."""
         rows = [(kind, *row) for kind in _KINDS for row in getattr(self, kind).items()]
         width = max((len(name) for _, name, _ in rows), default=0)
         lines = [f"{kind:12}  {name:{width}}  {where}" for kind, name, where in rows]
         return "\n".join([f"{self.tensors} tensors compared, {len(rows)} not proved", *lines])
 
     def raise_if_wrong(self) -> None:
-        """Raise TransferError unless `is_proved`: what cannot be seen is not proved."""
+        """Raise TransferError unless `is_proved`. A tensor that cannot be shown is not proved."""
         if not self.is_proved:
             found = {kind: names for kind in _KINDS if (names := getattr(self, kind))}
             firsts = {kind: next(iter(names.items())) for kind, names in found.items()}
@@ -108,29 +108,28 @@ def verify_engine(
     group: dist.ProcessGroup | None = None,
     timeout_s: float = 60.0,
 ) -> Verified:
-    """Tell whether an engine runs these weights, and name the tensors that it does not.
+    """Compare an engine's weights with the trainer's, and name the tensors that differ.
 
-    Nothing is pushed and nothing changes. Collective over the trainer's ranks. Cost: one pass over
-    the weights on each side.
+    Sends no weights and changes none. Collective over the trainer ranks. Cost: one pass over the
+    weights on each side.
 
     Args:
-        parameters: of this rank, as they were when the engine was updated last; or the `held` of a
+        parameters: this rank's, unchanged since the last update of the engine. Or the `held` of a
             `Receipt`, to see whether the engine still has what it loaded.
-        engine: on rank 0, what the engine holds: a module or tensors by name; where they are
-            elsewhere, an `Observed` or `digest_tensors` of them; a list of those, one for each
-            process; or a function that returns it. None on other ranks.
-        into: for each reader, the wiring that leads to its parameters, where they are fused,
-            stacked or sliced.
-        plan, convert, source, encode, group: as the `Publisher` has them. Without a plan one is
-            made to `into`. Without either, the tensors that both have are compared by name.
-        timeout_s: the time that ranks wait for each other.
+        engine: on rank 0, a module or tensors by name, or an `Observed` or `digest_tensors` of
+            them. For several processes, a list with one for each. It may also be a function that
+            returns one of these. On other ranks, None.
+        into: for each reader, the wiring to its parameters if they are fused, stacked or sliced.
+        plan, convert, source, encode, group: as for the `Publisher`. Without a plan, one is made
+            for `into`. Without both, tensors that both sides have are compared by name.
+        timeout_s: how long ranks wait for each other.
 
     Raises:
-        PlanError: the trainer has not what the plan says, or another trainer's plan was observed;
-            or either side is something else than tensors by name.
-        UsageError: no engine was given; or there are several, or more than names, and no plan; or
-            no name is in common.
-        TransferError: a rank failed, or did not come in time.
+        PlanError: the trainer's tensors do not fit the plan, or the engine was observed by another
+            plan, or a side is not tensors by name.
+        UsageError: `engine` is missing, or the sides have no name in common, or a plan is needed
+            because the engine is several processes or an `Observed`.
+        TransferError: a rank failed or was late.
     """
     deadline = time.monotonic() + timeout_s
     if callable(engine) and not isinstance(engine, nn.Module):
@@ -144,8 +143,8 @@ def verify_engine(
         is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         if len(held) != 1 or isinstance(held[0], Observed) or not (is_digested or is_alone):
             raise UsageError(
-                f"{len(held)} processes and no plan. Pass the Publisher's plan=, or into=; "
-                "digests are compared with those of one process."
+                f"verify_engine() got {len(held)} processes and no plan. Pass the Publisher's "
+                "plan=, or into=. Digests are compared with those of one process."
             )
         if plan is None and not (convert is source is encode is None):
             raise UsageError("convert=, source= and encode= need the Publisher's plan=, or into=.")
@@ -179,7 +178,7 @@ def verify_engine(
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """A proof that succeeded: the versions pushed, its duration and its number of tensors."""
+    """A proof that succeeded: the versions pushed, how long it took, and how many tensors."""
 
     versions: tuple[int, int, int]
     seconds: float
@@ -200,40 +199,40 @@ def prove_round_trip(
     encode: Encode | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> RoundTrip:
-    """Show that an engine gets what the trainer has, before a run relies on it.
+    """Prove that an engine gets the trainer's weights, before training relies on it.
 
-    Pushes the parameters, then others in their place, then the first again. After each push
-    `verify_engine` has to find what was pushed. The others are random, by the name and the place of
-    each tensor, and each element has the other sign: equal tensors become different ones, and every
-    floating element changes, in whatever dtype it travels; tied ones change once. Whatever happens,
-    the parameters end as they were. The engine holds them if this returns.
+    Pushes the parameters, then changed parameters, then the original parameters again. After each
+    push, `verify_engine` must find the pushed values. The change gives every floating element the
+    other sign and a random size, seeded by the tensor's name and place. So equal tensors become
+    different, and tied tensors change once. The parameters are always restored. If the call
+    returns, the engine holds them.
 
     Collective. Cost: three pushes, three observations, and memory for a copy of the parameters.
 
     Args:
-        parameters: of this rank; changed in place and back.
-        push: makes the engine load a version of them; for example a publish, then an update.
-        observe: returns the `engine` of `verify_engine`; None on ranks that cannot see it.
-        version: that of the first push; the next two are used too.
-        timeout_s: for everything; `push` and `observe` have deadlines of their own.
-        into, plan, convert, source, encode, group: as in `verify_engine`.
+        parameters: this rank's. They are changed in place and restored.
+        push: makes the engine load a version of them, for example by a publish and an update.
+        observe: returns the `engine` of `verify_engine`. None on ranks that cannot see it.
+        version: the version of the first push. The next two versions are used too.
+        timeout_s: for the whole proof. `push` and `observe` have deadlines of their own.
+        into, plan, convert, source, encode, group: as for `verify_engine`.
 
     Raises:
-        TransferError: the engine does not hold what was pushed, on all ranks; or time is up.
+        TransferError: the engine does not hold what was pushed, on all ranks, or time is up.
         UsageError: no parameter is floating, or there are several ranks and no plan.
-        PlanError: as `verify_engine`.
+        PlanError: as for `verify_engine`.
 
-    Source: tokenspeed issue 1373: an update reports success and loads memory that nobody wrote.
+    Source: tokenspeed issue 1373, an update that reports success and loads unwritten memory.
     """
     start = time.monotonic()
     every = named_tensors(parameters)
     floating = [name for name, one in every.items() if _is_floating(one)]
     is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
     if not floating and is_alone:  # Of several ranks, others may have some.
-        raise UsageError("there is nothing to prove: no parameter is floating.")
+        raise UsageError("there is nothing to prove: no parameter is floating. Pass weights.")
     by_name = plan is None and not into
     if by_name and not is_alone:
-        raise UsageError("several ranks and no plan. Pass the Publisher's plan=, or into=.")
+        raise UsageError("got several ranks and no plan. Pass the Publisher's plan=, or into=.")
 
     def look(version: int) -> None:
         push(version)
@@ -253,7 +252,7 @@ def prove_round_trip(
         if wrong:
             raise TransferError(
                 f"{len(wrong)} of {len(floating)} tensors, such as {wrong[0]!r}, are others in the "
-                f"engine after the push of version {version}. verify_engine() says what they are."
+                f"engine after the push of version {version}. verify_engine() says where they are."
             )
 
     look(version)
@@ -306,7 +305,7 @@ def _by_name(parameters: Any, engine: Any) -> Verified:
     is_digested = theirs is engine or names is parameters
     if not (both or hidden or is_digested):
         first = f"{list(names)[:2]} and {list(theirs)[:2]}"
-        raise UsageError(f"no name in common: {first}. Pass into=.")
+        raise UsageError(f"trainer and engine have no name in common: {first}. Pass into=.")
     differing = {}
     for name in both:
         (have, *_), (want, *_) = theirs[name], mine[name]

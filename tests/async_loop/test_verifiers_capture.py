@@ -4,6 +4,7 @@ The engine is a fake that writes what it is told to; tokenizer and template are 
 """
 
 import asyncio
+import importlib
 import re
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ FOLDER = Path(__file__).parent
 
 @pytest.fixture(autouse=True)
 def plugged(monkeypatch):
-    """Plug-ins are found, and programs of verifiers run in this Python, not in one uv installs."""
+    """The example's glue. Plug-ins are found, and programs run in this Python, not in one of uv."""
 
     async def prepare(self, script, env=None, *, activate=True):
         await self.write("program.py", script.encode() if isinstance(script, str) else script)
@@ -32,30 +33,14 @@ def plugged(monkeypatch):
     monkeypatch.setattr(SubprocessRuntime, "prepare_uv_script", prepare)
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setenv("PYTHONPATH", str(FOLDER))
+    monkeypatch.syspath_prepend(FOLDER.parents[1] / "examples" / "plug_in")
+    return importlib.import_module("verifiers_env")
 
 
 def environment(taskset, harness, **options):
     agent = {"harness": {"id": harness, **options}, "runtime": {"type": "subprocess"}}
     config = {"taskset": {"id": taskset}, "agent": agent}
     return vf.SingleAgentEnv(vf.SingleAgentEnvConfig.model_validate(config))
-
-
-async def play(server, env, task, monkeypatch, **sampling):
-    """Play an episode of a task in a session of its own; return both."""
-    async with server.session(prompt_id=task.data.prompt) as session:
-        # Of that form verifiers hides it from the programs that it runs.
-        key = f"API_KEY_OF_{session.name}"
-        monkeypatch.setenv(key, session.key)
-        client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=key)
-        (slot,) = env.slots(task)
-        context = vf.ModelContext("policy", client, vf.Sampling(**sampling))
-        return session, await env.run_slot(slot, context)
-
-
-def scored(session, trace):
-    """Return the rollouts of a session with what verifiers gave for them."""
-    rewards = {name: each.value for name, each in trace.rewards.items()}
-    return session.rollouts(reward=trace.reward, rewards=rewards)
 
 
 class Model:
@@ -95,20 +80,20 @@ class Model:
         return f"Next.\n<tool_call>\n{call}\n</tool_call>"
 
 
-def test_tasks_with_tools_are_recorded_side_by_side(monkeypatch):
+def test_tasks_with_tools_are_recorded_side_by_side(plugged):
     async def run():
         env = environment("verifiers_sums", "null")
         tasks = [*env.taskset]
         model = Model(len(tasks))
         async with serve(model) as server, env.serving():
-            plays = [play(server, env, task, monkeypatch, temperature=0.5) for task in tasks]
+            plays = [plugged.record(server, env, task, temperature=0.5) for task in tasks]
             return model, await asyncio.gather(*plays)
 
     model, played = asyncio.run(run())
     recorded = []
     for session, episode in played:
         (trace,) = episode.traces
-        (rollout,) = scored(session, trace) if episode.ok else session.rollouts()
+        (rollout,) = plugged.scored(session, episode)
         recorded.append((rollout, trace))
         said = model.said[session.prompt_id]
         mask = rollout.loss_mask
@@ -136,24 +121,24 @@ def test_tasks_with_tools_are_recorded_side_by_side(monkeypatch):
     assert "it died" in error.message
 
 
-def test_a_program_that_edits_its_history_is_recorded_as_forks(monkeypatch):
+def test_a_program_that_edits_its_history_is_recorded_as_forks(plugged):
     async def run():
         env = environment("verifiers_guesses", "verifiers_guesses")
         (task,) = env.taskset
         engine = Engine(lambda prompt: "one or two")
         async with serve(engine) as server, env.serving():
-            return engine, *await play(server, env, task, monkeypatch)
+            return engine, *await plugged.record(server, env, task)
 
     engine, session, episode = asyncio.run(run())
     assert episode.ok
     continued = [turn.continuity for turn in session.conversation.turns]
     assert continued == ["start", "clean", "fork", "clean", "fork"]
-    rollouts = scored(session, episode.traces[0])
+    rollouts = plugged.scored(session, episode)
     engine.check(rollouts)
     assert {(each.reward, each.rewards["turns"]) for each in rollouts} == {(10.0, 10.0)}
 
 
-def test_a_shell_and_a_compaction_are_recorded(monkeypatch):
+def test_a_shell_and_a_compaction_are_recorded(plugged):
     def writes(text):
         if "produced a summary" in text:
             return "It is 6"
@@ -166,14 +151,14 @@ def test_a_shell_and_a_compaction_are_recorded(monkeypatch):
         env = environment("verifiers_sums", "bash", compaction={"summarize_at_tokens": 1})
         engine = Engine(writes)
         async with serve(engine) as server, env.serving():
-            return engine, *await play(server, env, next(iter(env.taskset)), monkeypatch)
+            return engine, *await plugged.record(server, env, next(iter(env.taskset)))
 
     engine, session, episode = asyncio.run(run())
     assert episode.ok
     # The summary is asked for with the same tools and no calls, and begins another conversation.
     continued = [turn.continuity for turn in session.conversation.turns]
     assert continued == ["start", "clean", "fork"]
-    worked, went_on = rollouts = scored(session, episode.traces[0])
+    worked, went_on = rollouts = plugged.scored(session, episode)
     engine.check(rollouts)
     assert worked.reward == went_on.reward == 1.75
     assert "<tool_response>\nnaïve 3\n" in template().parse(worked.tokens.tolist(), calls=False)[0]

@@ -97,8 +97,10 @@ async def _see(folder):
         long = asyncio.create_task(ask(one, 1, LONG))
         while not engine.llm.output_processor.request_states:
             await asyncio.sleep(0)
+        await engine.llm.pause_generation(mode="keep", clear_cache=False)  # Else it may end.
         two = await load(policy, second)
         saw["was_in_flight"] = not long.done()
+        await engine.llm.resume_generation()
         seen = {"two": await ask(two, 2), "other": await ask(other, 1), "long": await long}
         draft = Draft(0, {0: draft._ledger.saved[0][2]}, Kept())
         parts = await generate_in_parts(

@@ -11,6 +11,7 @@ import pytest
 from primeblocks.capture import CaptureBounds
 from primeblocks.capture.adapters.uvicorn import CaptureServer
 from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageError
+from primeblocks.losses.packing import plan_trees
 from primeblocks.testing.faults import ManualClock
 from tests.capture.capture_site import adds, agent_of, converse, recording, serve
 from tests.capture.chat_site import ADD, Engine, template
@@ -64,7 +65,12 @@ def test_agents_that_change_what_was_said_fork():
     engine, session = asyncio.run(run())
     continued = [turn.continuity for turn in session.conversation.turns]
     assert continued == ["start", "clean", "fork", "fork"]
-    engine.check(session.rollouts())
+    rollouts = session.rollouts()
+    engine.check(rollouts)
+    # A trainer computes what they share once.
+    paths = [tuple(each.tokens.tolist()) for each in rollouts]
+    distinct = {path[: i + 1] for path in paths for i in range(len(path))}
+    assert len(plan_trees(rollouts).places) == len(distinct) < sum(map(len, paths))
 
 
 def test_an_agent_that_forbids_calls_goes_on_with_the_same_tools():

@@ -73,9 +73,11 @@ def test_equal_sides_have_no_findings(recipe, shape, form, scale, is_export):
     if is_export and recipe.source == "bfloat16":
         state = {name: tensor.bfloat16() for name, tensor in state.items()}
     engine = served(state, recipe, r"a\.proj", form)
-    found = audit(state, engine, recipe, only=r"a\.proj")
+    told = []
+    found = audit(state, engine, recipe, only=r"a\.proj", progress=lambda *at: told.append(at))
     assert found.findings == ()
     assert found.compared == 3
+    assert told == [(1, 3), (2, 3), (3, 3)]
     found.check()
 
 

@@ -143,6 +143,10 @@ def _wider(operands, _):
     operands[1] = torch.cat([operands[1]] * 2, dim=1)
 
 
+def _no_groups(operands, _):
+    operands[2:4] = [x[:, :0] for x in operands[2:4]]
+
+
 def _float32(operands, _):
     operands[:] = [x.float() for x in operands]
 
@@ -187,6 +191,7 @@ def _gradient(operands, _):
         ),
         ("delta", _wider, "needs q, k", "rank 1 .* ShapeError"),
         ("space", _wider, "needs x .* dt", "rank 1 .* ShapeError"),
+        ("space", _no_groups, "groups that divide heads", "rank 1 .* ShapeError"),
         ("delta", _float32, "q dtype must be equal", "torch.float64, torch.float32"),
         ("space", _other_plan, "PlanError: plan must be equal", "PlanError: plan must be equal"),
         ("conv", _gradient, r"requires_grad .*\[0, 1\]", r"requires_grad .*\[0, 1\]"),

@@ -101,10 +101,13 @@ def _save_whole(family, degrees, tied, path):
     if dist.get_rank() == 0:
         _model(family, tied=tied).save_pretrained(path / "one")
     model, reference = _start(family, degrees, tied=tied)
-    save_pretrained(model, path / "parts")
+    written, read = [], []
+    save_pretrained(model, path / "parts", progress=lambda *at: written.append(at))
     dist.barrier()
     empty, optimizer = _start(family, degrees, tied=tied, device="meta")
-    load_pretrained(empty, path / "parts")
+    load_pretrained(empty, path / "parts", progress=lambda *at: read.append(at))
+    for told in (written, read):  # On every rank.
+        assert told == [(done, len(told)) for done in range(1, len(told) + 1)] != []
     ids = torch.arange(12).view(2, 6)
     got, want = (m(input_ids=ids, use_cache=False).logits for m in (empty, model))
     assert torch.equal(got, want)  # Frequencies, too, which no checkpoint holds.

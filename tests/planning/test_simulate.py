@@ -267,10 +267,13 @@ def test_a_step_may_depend_on_its_tokens():
 
 
 def test_it_runs_where_an_event_loop_runs_already():
+    told = []
+
     async def notebook():
-        return loop(steps=2)
+        return loop(steps=2, progress=lambda *at: told.append(at))
 
     assert len(asyncio.run(notebook()).steps) == 2
+    assert told == [(1, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,9 @@ WRONG = [
     {"port": "80"},
     {"port": 1 << 16},
     {"host": None},
+    {"host": "a..b"},
+    {"host": "x" * 64},
+    {"host": "a\0b"},
     {"token": "xyz"},
     {"token": None},
     {"token": "00"},
@@ -214,7 +217,9 @@ def test_a_close_ends_the_reads_that_are_under_way(ends):
     assert got < size
 
 
-@pytest.mark.parametrize("host", ["", "0.0.0.0", "::", "203.0.113.7", "no such host"])
+@pytest.mark.parametrize(
+    "host", ["", "0.0.0.0", "::", "203.0.113.7", "no such host", "a..b", "a\0b"]
+)
 def test_an_address_that_is_not_this_machines_is_refused(host):
     with pytest.raises(UsageError, match="Give an address of this machine"):
         TcpWire(host)

@@ -31,7 +31,7 @@ from tests.weightsync.vllm_site import (
     spans_of,
 )
 
-LONG = 500  # tokens: time enough for an update on a busy machine
+LONG = 500  # tokens
 
 pytestmark = [
     pytest.mark.vllm,
@@ -96,14 +96,27 @@ async def _flight(requests: Requests, trainer: Trainer) -> dict[str, Any]:
     return result | await _late_call(requests, trainer, 14)
 
 
+class PausedAmid:
+    """Pauses amid long requests, which end before an update pauses on a busy machine."""
+
+    def __init__(self, requests: Requests, name: str) -> None:
+        self._requests, self._name = requests, name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._requests.engine, name)
+
+    async def pause_generation(self, **how: Any) -> None:
+        self.tasks = self._requests.start(self._name, LONG)
+        await self._requests.reach(*names(self._name), tokens=20)
+        await self._requests.engine.pause_generation(**how)
+
+
 async def _one_update(requests: Requests, trainer: Trainer, mode: Any, version: int) -> Any:
     """An update under requests in flight. Odd versions are the weights of seed 1."""
-    engine = requests.engine
+    engine = PausedAmid(requests, mode)
     receipt = trainer.publish(version, seed=version % 2)
-    tasks = requests.start(mode, LONG)
-    await requests.reach(*names(mode), tokens=20)
     report = await adapter.update(engine, receipt, in_flight=mode, timeout_s=TIMEOUT_S)
-    outputs = await asyncio.gather(*tasks)
+    outputs = await asyncio.gather(*engine.tasks)
     told = [seen(output) for output in outputs]
     return {
         "outputs": told,

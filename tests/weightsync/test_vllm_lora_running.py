@@ -70,15 +70,17 @@ async def _running(folder):
         await lora.attach_lora(engine, *attach, timeout_s=TIMEOUT_S)
     first = await update(policy, policy.publish(1))
     saw = {"one": await answers("reference", first, LONG)}
+    second, third = policy.publish(2), policy.publish(3)
+    policy.flip(3)
     flying = asyncio.ensure_future(answers("flying", first, LONG))
     await requests.reach(*names("flying"), tokens=10)
-    second = await update(policy, policy.publish(2))
-    saw["in_use"] = await error(lora.remove_lora(engine, first, timeout_s=TIMEOUT_S))
-    third = policy.publish(3)
-    policy.flip(3)
-    saw["corrupt"] = await error(update(policy, third))
-    saw["two"] = await answers("new", second)
+    second = await update(policy, second)
+    await engine.pause_generation(mode="keep", clear_cache=False)  # Else they may end.
     saw["still_flying"] = not flying.done()
+    saw["in_use"] = await error(lora.remove_lora(engine, first, timeout_s=TIMEOUT_S))
+    saw["corrupt"] = await error(update(policy, third))
+    await engine.resume_generation()
+    saw["two"] = await answers("new", second)
     saw["flown"] = await flying
     saw["critic"] = await answers("critic", await update(critic, critic.publish(1)), LONG)
     await lora.remove_lora(engine, first, timeout_s=TIMEOUT_S)

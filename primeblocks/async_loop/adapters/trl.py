@@ -1,8 +1,12 @@
 """TRL 1.16's `AsyncGRPOTrainer`, fed by an `AsyncLoop`.
 
-`TrlWorker` is the `rollout_worker=` of that trainer, and `TrlWorker.config_args()` what its
-`AsyncGRPOConfig` must say. Engines belong to an event loop, and TRL has none: `EventThread` runs
-one, for the worker, the engine and the transfer of weights alike.
+Pass a `TrlWorker` as `rollout_worker=` of that trainer, and `TrlWorker.config_args()` to its
+`AsyncGRPOConfig`. Engines belong to an event loop, and TRL has none. `EventThread` runs one for the
+worker, the engine and the transfer of weights.
+
+The loop's step hands a batch to TRL and then waits until TRL reports the next version, through
+`update_model_version`. `TrlWorker` is started once. It runs until `stop`, an error, or the end of
+the prompts, and `check_health` reports the last two to TRL.
 """
 
 from __future__ import annotations
@@ -51,9 +55,10 @@ _CLEANUP_S = 10.0
 
 
 class EventThread:
-    """An event loop in a thread of its own, for callers that have none.
+    """An event loop in its own thread, for callers that have none.
 
-    A daemon: what hangs in it ends in an error of the caller, and keeps no process alive.
+    The thread is a daemon: a call that hangs ends in an error of the caller, and does not keep the
+    process alive.
     """
 
     def __init__(self, name: str = "primeblocks-trl") -> None:
@@ -62,29 +67,29 @@ class EventThread:
         self._thread.start()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine in the loop.
+        """Start a coroutine in the event loop.
 
         Raises:
-            ClosedError: after close().
+            ClosedError: the thread was closed.
         """
         if self.loop.is_closed() or not self._thread.is_alive():
             work.close()
-            raise ClosedError("this EventThread was closed")
+            raise ClosedError("this EventThread was closed. Make another.")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def call(self, work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
-        """Run a coroutine in the loop and return its result; blocks the caller.
+        """Run a coroutine in the event loop and return its result. Blocks the caller.
 
         Raises:
-            DeadlineError: it took longer; it is cancelled, without waiting for that.
-            ClosedError: after close().
+            DeadlineError: it took longer than `timeout_s`. It is cancelled, without waiting.
+            ClosedError: the thread was closed.
         """
         future = self.spawn(work)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
             if future.done() and not future.cancelled():
-                return future.result()  # Or the deadline that the coroutine itself met.
+                return future.result()  # This may be a deadline of the coroutine itself.
             future.cancel()
             raise DeadlineError(
                 f"the event loop gave no answer within {timeout_s:g} s. A call that blocks it, "
@@ -92,14 +97,14 @@ class EventThread:
             ) from error
 
     def close(self) -> None:
-        """Cancel what still runs, and end the thread. Idempotent."""
+        """Cancel all running coroutines, and end the thread. Idempotent."""
         if self.loop.is_closed() or not self._thread.is_alive():
             return
         ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop)
         try:
             ended.result(_CLEANUP_S)
         except TimeoutError:
-            return  # It hangs, and is left behind.
+            return  # It hangs, and is abandoned.
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_CLEANUP_S)
         if not self._thread.is_alive():
@@ -113,31 +118,31 @@ class EventThread:
 
 
 class TrlWorker:
-    """Feeds TRL's asynchronous trainer from an `AsyncLoop`, one batch for each policy version.
+    """Feeds TRL's asynchronous trainer from an `AsyncLoop`, one batch per policy version.
 
-    A step of the loop is what the trainer trains on between two updates of the engine. The loop
-    hands a batch over, and counts the next version as the engine's once TRL says so; that TRL
-    looks one micro-batch ahead is why `max_off_policy_steps` is at least 1. The staleness policy is
-    the buffer's; TRL's own, which drops samples of a batch one by one, is off. Log-probabilities
-    are the engine's. A token that no policy sampled is context, without a loss.
+    A step of the loop is what TRL trains on between two updates of the engine. The loop hands over
+    a batch, and treats the next version as the engine's once TRL reports it. TRL looks one
+    micro-batch ahead, so `max_off_policy_steps` must be at least 1. The buffer's staleness policy
+    counts. TRL's own policy, which drops single samples of a batch, is off. Log-probabilities are
+    the engine's. A token that no policy sampled is context, without a loss.
 
-    What ends the loop, the engine's death say, is raised by `check_health`: TRL calls it once its
-    queue has been empty for five seconds. Every wait inside ends at `step_timeout_s`.
+    `check_health` raises the error that ended the loop, such as the death of the engine. TRL calls
+    it once its queue has been empty for five seconds. Every wait inside ends at `step_timeout_s`.
 
     Args:
-        thread: where everything runs; `generate` may use what was made there.
+        thread: runs everything. `generate` may use objects that were made there.
         prompts, generate, buffer, batch_size, max_in_flight, group_size, step_timeout_s, options:
-            as for `AsyncLoop`; `generate` makes one rollout, with its reward.
-        advantages: of the groups' rewards `[groups, members]`, as
-            `losses.advantages.group_advantages` makes them.
+            as for `AsyncLoop`. `generate` makes one rollout, with its reward.
+        advantages: makes advantages from rewards `[groups, members]`, as
+            `losses.advantages.group_advantages` does.
 
     Attributes:
-        rollout_buffer: what TRL takes from.
-        metrics_queue: a mapping for each batch that TRL logs.
+        rollout_buffer: the queue from which TRL takes samples.
+        metrics_queue: one mapping per batch, which TRL logs.
 
     Raises:
-        UsageError: the buffer allows no off-policy step.
-        UnsupportedError: another TRL than 1.16.
+        UsageError: the buffer's staleness policy allows no off-policy step.
+        UnsupportedError: the installed TRL is not 1.16.
     """
 
     def __init__(
@@ -179,19 +184,19 @@ class TrlWorker:
             "step_timeout_s": step_timeout_s,
             **options,
         }
-        self._said: list[tuple[int, asyncio.Future[None]]] = []  # Versions that are waited for.
+        self._said: list[tuple[int, asyncio.Future[None]]] = []  # Versions that are awaited.
         self._running: Future[None] | None = None
         self._task: asyncio.Task[Any] | None = None
 
     def config_args(self, *, world_size: int = 1, accumulate: int = 1) -> dict[str, Any]:
-        """Return arguments for `AsyncGRPOConfig`: one optimizer step trains one batch. Pure.
+        """Return arguments for `AsyncGRPOConfig`, so that a step trains one batch. Pure.
 
         Args:
             world_size: trainer ranks.
             accumulate: micro-batches of a step.
 
         Raises:
-            UsageError: a batch does not divide.
+            UsageError: the batch is not divisible by ranks times micro-batches.
         """
         rows, parts = self._batch_size * self._group_size, world_size * accumulate
         if rows % parts:
@@ -204,13 +209,13 @@ class TrlWorker:
             "per_device_train_batch_size": rows // parts,
             "gradient_accumulation_steps": accumulate,
             "weight_sync_steps": 1,
-            "token_budget": 0,  # Rows are counted: a budget would make steps of any number.
+            "token_budget": 0,  # Rows are counted: with a budget, steps would vary in number.
             "max_staleness": 1 << 30,
             "max_inflight_tasks": rows,
         }
 
     def start(self) -> None:
-        """Begin to generate, with the version that TRL named last.
+        """Start to generate, with the version that TRL reported last.
 
         Raises:
             UsageError: it was started before.
@@ -221,28 +226,29 @@ class TrlWorker:
         self._running = self._thread.spawn(self._run())
 
     def stop(self) -> None:
-        """End the loop and cancel what is in flight; the thread goes on. Idempotent."""
+        """End the loop and cancel everything in flight. The thread goes on. Idempotent."""
         if self._running is None or self._running.done():
             return
         self._thread.call(self._cancel(), timeout_s=self._timeout_s + _CLEANUP_S)
 
     def update_model_version(self, model_version: int) -> None:
-        """Hear from TRL which policy the engine has now."""
+        """Receive from TRL the policy version that the engine has now."""
         self._thread.loop.call_soon_threadsafe(self._hear, model_version)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended the loop, if anything did.
+        """Raise the error that ended the loop, if it has ended.
 
         Args:
-            stale_after_s: how long the event loop may take to answer.
+            stale_after_s: the longest time in which the event loop must answer.
 
         Raises:
-            PrimeblocksError: as `AsyncLoop.steps`, and as `generate`.
+            PrimeblocksError: as for `AsyncLoop.steps` and `generate`.
             DeadlineError: the event loop is blocked.
-            UsageError: the prompts are used up.
+            ClosedError: the worker was stopped.
+            UsageError: the prompts are used up, or the worker was not started.
         """
         if self._running is None:
-            raise UsageError("the worker was not started")
+            raise UsageError("the worker was not started. Call start() first.")
         if not self._running.done():
             self._thread.call(asyncio.sleep(0), timeout_s=stale_after_s)
             return
@@ -281,7 +287,7 @@ class TrlWorker:
                 self.rollout_buffer.put(sample)
 
     def _publish(self, version: int) -> Coroutine[Any, Any, None]:
-        # Not a coroutine function: the loop goes on with the next batch, and awaits this then.
+        # Not a coroutine function: the loop goes on with the next batch, and awaits this later.
         return self._until(version)
 
     async def _until(self, version: int) -> None:
@@ -304,7 +310,7 @@ def _sample_of(
     prompt = rollout.prompt_length
     named = {f"rewards/{name}": value for name, value in rollout.rewards.items()}
     return RolloutSample(
-        prompt=[],  # Texts are for TRL's traces alone, and here are tokens.
+        prompt=[],  # Texts are only for TRL's traces. Here are tokens only.
         completion=[],
         input_ids=np.array(rollout.tokens),
         completion_mask=np.concatenate([np.zeros(prompt, np.int64), rollout.loss_mask]),

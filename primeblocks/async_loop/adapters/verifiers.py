@@ -1,14 +1,15 @@
-"""Traces of `verifiers` 0.4 as rollouts: any of its environments becomes a source of them.
+"""Traces of `verifiers` 0.4 as rollouts, so that any of its environments is a source of rollouts.
 
-Only `TrainClientConfig` records token ids and log-probabilities in a trace. It asks
-`/inference/v1/generate` under its `base_url`, in a form that vLLM 0.32 does not answer: its
-`renderers` 0.1.12 wants `"token": "token_id:5"` where vLLM says `"token_id": 5`, and refuses.
-`EvalClientConfig` sends an environment's chats, unchanged, to any OpenAI-compatible server, and
-leaves no ids; `adapters.uvicorn.CaptureServer` records them there, versions included, which no
-trace has.
+Only `TrainClientConfig` records token ids and log-probabilities in a trace. It calls
+`/inference/v1/generate` under its `base_url`, but cannot read the answers of vLLM 0.32. Its package
+`renderers` 0.1.12 expects `"token": "token_id:5"`, and vLLM sends `"token_id": 5`.
 
-Take traces from memory or from verifiers' own wire: its JSON records round log-probabilities to
-four digits and leave routes out.
+`EvalClientConfig` sends an environment's chats to any OpenAI-compatible server, and records no ids.
+Point it at `adapters.uvicorn.CaptureServer`, which records ids and also versions. A trace has no
+versions.
+
+Take traces from memory or from verifiers' own wire format. Its JSON records round log-probabilities
+to four digits and leave routes out.
 """
 
 from collections.abc import Callable, Hashable
@@ -37,25 +38,24 @@ def trace_rollouts(
     version: int | Callable[[MessageNode], ArrayLike],
     prompt_id: Hashable = None,
 ) -> tuple[Rollout, ...]:
-    """Make a rollout of each branch of a trace that adds sampled tokens; local.
+    """Make a rollout of each branch of a trace that adds sampled tokens. Local.
 
-    A token that the engine sampled counts in one rollout: another branch that goes through it has
-    it in its prompt. Branches that verifiers does not train on, failed compactions, are left out.
-    The reward is the trace's, None if part of the scoring did not run, and its components are
-    `rewards`.
+    A sampled token counts in one rollout. Another branch through the same token has it in its
+    prompt. Branches that verifiers does not train on, failed compactions, are left out. The reward
+    is the trace's, or None if part of the scoring did not run. Its components are `rewards`.
 
-    Where a branch has them, its expert routes are the attachment "routed_experts", rows
-    `[tokens - 1, layers, top_k]`, and the sets of tokens that sampling kept are "sampling_mask",
-    the ids of all of them, and "sampling_mask_counts", how many of the ids are of each token.
+    Expert routes of a branch become the attachment "routed_experts", rows `[tokens - 1, layers,
+    top_k]`. The tokens that sampling kept become two attachments: "sampling_mask" has all their
+    ids, and "sampling_mask_counts" the number of ids per token.
 
     Args:
-        version: of the policy, if one sampled all of it; or a function that gives, of a message
-            that was sampled, one version, or one for each of its sampled tokens.
+        version: of the policy, if one policy sampled all tokens. Otherwise a function of a sampled
+            message. It returns one version, or one version per sampled token.
 
     Raises:
         UnsupportedError: a sampled message has no token ids, or no log-probabilities.
         ShapeError: its ids, mask, log-probabilities or versions do not fit together.
-        UsageError: a version is no policy version, or a log-probability is not finite.
+        UsageError: a version is not a policy version, or a log-probability is not finite.
     """
     trained: set[int] = set()
     rollouts = []
@@ -76,18 +76,18 @@ def episode_rollouts(
     *,
     version: int | Callable[[MessageNode], ArrayLike] | None = None,
 ) -> tuple[Rollout, ...]:
-    """Make the rollouts of an episode's trainable agents, as `trace_rollouts`; local.
+    """Make the rollouts of an episode's trainable agents, as `trace_rollouts` does. Local.
 
-    Their `prompt_id` is the id of the episode's group, or the key of its task. Those of failed
-    traces are among them: look at `episode.ok` first.
+    Their `prompt_id` is the id of the episode's group, or the key of its task. The rollouts of
+    failed traces are included: check `episode.ok` first.
 
     Args:
-        version: default: the policy that whoever ran the episode has noted in it.
+        version: by default the policy that is recorded in the episode.
 
     Raises:
-        UnsupportedError: no policy is noted, or it changed during the episode; a trace lacks
-            something.
-        ShapeError, UsageError: as `trace_rollouts`.
+        UnsupportedError: no policy is recorded, or it changed during the episode, or a trace lacks
+            ids or log-probabilities.
+        ShapeError, UsageError: as for `trace_rollouts`.
     """
     if version is None:
         version = _noted_version(episode)
@@ -158,7 +158,7 @@ def _rollout(
 def _versions(
     branch: Branch, fresh: set[int], version: int | Callable[[MessageNode], ArrayLike]
 ) -> NDArray[np.int64]:
-    """A version for each token of the branch that was sampled, and is trained here."""
+    """Return a version for each token of the branch, or UNSAMPLED if it is not trained here."""
     parts = []
     for node in branch.nodes:
         part = np.full(len(node.token_ids), UNSAMPLED)

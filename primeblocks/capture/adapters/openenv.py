@@ -1,4 +1,4 @@
-"""OpenEnv 0.10: an episode of any of its environments, played by an engine that takes token ids."""
+"""OpenEnv 0.10: episodes of any OpenEnv environment, played by an engine that takes token ids."""
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -42,28 +42,29 @@ async def play_episode(
 ) -> tuple[Rollout, ...]:
     """Play one episode: reset, then generate and step until the environment is done.
 
-    Each prompt is compared with what went before. Where `render` changed that, `Conversation` makes
-    several rollouts, in which each sampled token counts once.
+    Each prompt is compared with the tokens before it. If `render` changed these tokens,
+    `Conversation` makes several rollouts, in which each sampled token counts once.
 
-    The reward of all of them is the sum of the steps' rewards, None if no step had one. The
-    attachments are those of the turns, "step_rewards", a list in which None is a step without, and
-    "done": False if the episode was ended by `act` or `max_turns`.
+    The reward of each rollout is the sum of the steps' rewards, or None if no step had one. Its
+    attachments are those of the turns, "step_rewards" and "done". "step_rewards" is a list with
+    None for a step without a reward. "done" is False if `act` or `max_turns` ended the episode.
 
     Args:
-        env: a client in async use. It stays open: `await env.state()` may follow.
-        generate: samples one turn behind a prompt.
-        render: the next prompt, from all that happened: the result of reset, the first turn, the
-            result of its step, and so on. To change nothing of what went before, begin with
-            the tokens of the last turn.
-        act: the action of a turn, or None to end the episode.
+        env: a client in async use. It stays open, so `await env.state()` may follow.
+        generate: samples one turn after a prompt.
+        render: returns the next prompt, given all results and turns: the result of reset, the first
+            turn, the result of its step, and so on. To change no earlier token, begin with the
+            tokens of the last turn.
+        act: returns the action of a turn, or None to end the episode.
         timeout_s: for the whole episode.
         reset: arguments of the environment's reset.
 
     Raises:
-        DeadlineError: the episode did not end within `timeout_s`, or the environment's client gave
-            up on an answer.
+        DeadlineError: the episode did not end within `timeout_s`, or the environment's client
+            stopped waiting for an answer.
         OpenEnvError: the environment failed.
-        UsageError: no turn was played: it was done after its reset, or `max_turns` is below 1.
+        UsageError: no turn was played, because the environment was done after its reset or
+            `max_turns` is below 1.
     """
     clock = MonotonicClock() if clock is None else clock
     conversation = Conversation()
@@ -90,7 +91,7 @@ async def _play(
     reset: dict[str, Any],
     conversation: Conversation,
 ) -> tuple[bool, list[float | None]]:
-    """Fill the conversation; return whether the environment is done, and the steps' rewards."""
+    """Fill the conversation. Return whether the environment is done, and the steps' rewards."""
     rewards = []
     result = await _called("reset", env.reset, **reset)
     happened: list[StepResult | Rollout] = [result]
@@ -120,7 +121,7 @@ async def _called(
         return await call(*args, **arguments)
     except TimeoutError as error:
         raise DeadlineError(f"the environment's client gave up waiting for a {what}") from error
-    # A closed socket, an error that the environment sent, an answer that its client cannot read.
+    # A closed socket, an error from the environment, or an answer that its client cannot read.
     except Exception as error:
         text = f"a {what} of the environment failed: {type(error).__name__}: {error}"
         raise OpenEnvError(text) from error

@@ -1,7 +1,7 @@
 """Starlette 1.10: OpenAI's chat completions, completions and models, answered by a `Recorder`.
 
-`capture_app` is an ASGI application, for whatever serves such; `adapters.uvicorn` does so beside
-the rest of a program.
+`capture_app` is an ASGI application for any ASGI server. `adapters.uvicorn` serves it inside of a
+program.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ __all__ = ["capture_app"]
 
 T = TypeVar("T")
 
-# The first that fits; 500 for all others.
+# The first match counts. All other errors are 500.
 _STATUS = (
     (UsageError, 400, "invalid_request_error"),
     (CapacityError, 429, "rate_limit_error"),
@@ -53,14 +53,16 @@ _RETRY_AFTER_S = 1
 
 
 def capture_app(recorder: Recorder) -> Starlette:
-    """Return the application, with one base URL a session: `/s/{session}/v1`.
+    """Return the application. Each session has its own base URL, `/s/{session}/v1`.
 
-    A request needs its session's key, as `Authorization: Bearer`, wherever it comes from. An answer
-    is sampled whole before it is sent: errors have a status in streams too, and events come at
-    once. Errors are OpenAI's JSON: 400 for what is not supported, 401 for a wrong key, 410 once the
-    session has ended, 413 for a long body, 429 with `Retry-After` beyond a bound, 503 if the engine
-    fails, 504 at a deadline. A turn is recorded once the engine has answered, whether or not
-    the agent takes the answer; an agent that leaves before takes its request out of the engine.
+    A request needs the key of its session, as `Authorization: Bearer`. An answer is sampled in full
+    before it is sent. So errors have a status in streams too, and all events come at once. A turn
+    is recorded once the engine has answered, even if the agent does not read the answer. If the
+    agent leaves before that, the engine's request is cancelled.
+
+    Errors are OpenAI's JSON. 400 means an unsupported request, 401 a wrong key, 410 the end of the
+    session, and 413 a body that is too long. A bound gives 429 with `Retry-After`, a failure of the
+    engine 503, and a deadline 504.
     """
 
     async def models(request: Request) -> Response:
@@ -92,7 +94,7 @@ def capture_app(recorder: Recorder) -> Starlette:
 
 
 class _Turns:
-    """The endpoint of one kind of request."""
+    """The endpoint of one type of request."""
 
     def __init__(self, recorder: Recorder, *, is_chat: bool) -> None:
         self._recorder, self._is_chat = recorder, is_chat
@@ -104,8 +106,8 @@ class _Turns:
         try:
             response = await self._respond(session, receive)
         except CancelledError:
-            return  # Nobody is there.
-        # A response that nobody takes fills a buffer, and then waits.
+            return  # The agent has left.
+        # A response that is not read fills a buffer, and then waits.
         await self._in_time(response(scope, receive, send), f"a response of {session.name}")
 
     async def _respond(self, session: CaptureSession, receive: Receive) -> Response:
@@ -140,10 +142,10 @@ class _Turns:
         )
 
     async def _in_time(self, transfer: Coroutine[Any, Any, T], what: str) -> T:
-        """Wait for bytes to come or go, but not past the deadline."""
+        """Wait until bytes were transferred, or the deadline passed."""
         task = asyncio.ensure_future(transfer)
         try:
-            await asyncio.sleep(0)  # Most are there, or fit into a buffer: they need no timer.
+            await asyncio.sleep(0)  # Most transfers are done then, and need no timer.
         except BaseException:
             task.cancel()
             raise
@@ -159,7 +161,7 @@ def _session(recorder: Recorder, request: Request) -> CaptureSession | None:
 
 
 async def _read(receive: Receive, most: int) -> bytes | None:
-    """Return a body, or None for one that is longer, of which no more than that is held."""
+    """Return a body, or None if it is longer than `most`. Holds at most that many bytes."""
     parts: list[bytes] = []
     length = 0
     while True:
@@ -168,7 +170,7 @@ async def _read(receive: Receive, most: int) -> bytes | None:
             raise CancelledError("the agent left before its request was whole")
         part = message.get("body", b"")
         length += len(part)
-        # Read to its end all the same: an agent that is still sending would not see the answer.
+        # Read to the end: an agent that is still sending would not see the answer.
         if length <= most:
             parts.append(part)
         else:
@@ -216,7 +218,7 @@ def _error(error: Exception) -> Response:
     if status == 429:
         headers["retry-after"] = str(_RETRY_AFTER_S)
     elif status >= 500:
-        # OpenAI's clients ask again by themselves, and would pay for another answer.
+        # OpenAI's clients retry by themselves, and would pay for another answer.
         headers["x-should-retry"] = "false"
     if status == 504:
         headers["connection"] = "close"  # The rest of a request may never come.

@@ -1,4 +1,4 @@
-"""transformers 5: a tokenizer and its chat template as a renderer, which keeps what was sampled."""
+"""transformers 5: a renderer made of a tokenizer and its chat template. It keeps sampled ids."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ except ModuleNotFoundError as error:
 __all__ = ["ChatTemplate"]
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
-_PROBE = "wxyz"  # Any word, to see what a template writes behind an answer.
+_PROBE = "wxyz"  # Any word, to find the text that a template writes after an answer.
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """A model's own chat template, rendered so that sampled ids stay as they were sampled.
+    """A model's own chat template, used so that sampled ids stay unchanged.
 
-    What follows an answer is what the template adds to its text once more messages follow, and
-    that alone is tokenised. It is found as text: where the template writes the earlier messages
-    otherwise because of those that follow, as some do that leave out reasoning, there is no such
-    addition. An answer that was cut gets the token that ends it from the template.
+    Only the text that the template adds after an answer is tokenised. It is found by comparing
+    texts. Some templates write earlier messages differently when more messages follow, for instance
+    without their reasoning. Then the whole prompt is tokenised. If an answer was cut, the template
+    adds the token that ends it.
 
     Calls are read in the format of Qwen and Hermes, `<tool_call>{"name":..., "arguments":
-    {...}}</tool_call>`. An answer with anything else in such a place is text as a whole.
+    {...}}</tool_call>`. If one of these elements contains anything else, the whole answer is text.
 
     Args:
-        tokenizer: its tokens that end a turn must be tokens of their own, added to the vocabulary.
-        stop_token_ids: ids that end an answer, beside the template's own.
-        options: variables of the template, `enable_thinking` for instance.
+        tokenizer: the tokens that end a turn must be added tokens of its vocabulary.
+        stop_token_ids: ids that end an answer, in addition to the template's own.
+        options: variables of the template, such as `enable_thinking`.
 
     Raises:
-        UnsupportedError: the template ends an answer with no such token.
+        UnsupportedError: the template ends an answer without an added token.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class ChatTemplate:
         self.stop_token_ids = tuple(dict.fromkeys([self._end_id, *stop_token_ids]))
 
     def render(self, messages: Messages, tools: Messages) -> list[int]:
-        """Return a prompt, as `Renderer` says."""
+        """Return a prompt. See `Renderer`."""
         return self.encode(self._text(messages, tools, answers=True))
 
     def go_on(
         self, before: Messages, added: Messages, tools: Messages, *, last_id: int
     ) -> list[int] | None:
-        """Return what stands behind an answer, as `Renderer` says."""
+        """Return the ids after an answer, or None. See `Renderer`."""
         asked = self._text(before[:-1], tools, answers=False)
         answered = self._text(before, tools, answers=False)
         whole = self._text([*before, *added], tools, answers=True)
@@ -80,12 +80,12 @@ class ChatTemplate:
             return None
         if not answered.endswith(self._end):
             return None
-        # With the end of the turn in front, so that text begins where it begins in the whole.
+        # Keep the end of the turn in front, so that the text is tokenised as in the whole.
         ids = self.encode(self._end + whole[len(answered) :])
         return ids[1:] if last_id == self._end_id else ids
 
     def parse(self, ids: Sequence[int], *, calls: bool) -> tuple[str, list[tuple[str, str]]]:
-        """Return an answer's text and its calls, as `Renderer` says."""
+        """Return the text of an answer and its calls. See `Renderer`."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -95,13 +95,13 @@ class ChatTemplate:
         return _CALL.sub("", text).strip(), [each for each in found if each is not None]
 
     def encode(self, text: str) -> list[int]:
-        """Return ids of a text, without any that the tokenizer would add around it."""
+        """Return the ids of a text, without ids that the tokenizer would add around it."""
         if self._fast is None:
             return list(self._tokenizer(text, add_special_tokens=False).input_ids)
         return self._fast.encode(text, add_special_tokens=False).ids
 
     def stop_id(self, text: str) -> int | None:
-        """Return the id of a token that was added to the vocabulary."""
+        """Return the id of a token that was added to the vocabulary, or None."""
         return self._added.get(text)
 
     def _text(self, messages: Messages, tools: Messages, *, answers: bool) -> str:
@@ -113,12 +113,12 @@ class ChatTemplate:
                 tokenize=False,
                 **self._options,
             )
-        except Exception as error:  # Whatever a template raises, it is of these messages.
+        except Exception as error:  # Any exception of a template is about these messages.
             raise UsageError(f"the chat template refuses the messages: {error}") from error
 
 
 def _call(text: str) -> tuple[str, str] | None:
-    """Return a call's name, and its arguments as JSON; None for what is no call."""
+    """Return a call's name and its arguments as JSON, or None if the text is not a call."""
     try:
         value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):

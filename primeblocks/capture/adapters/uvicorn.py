@@ -25,35 +25,35 @@ from .starlette import capture_app
 
 __all__ = ["CaptureServer"]
 
-# Seconds that an agent may think between two requests on one connection.
+# Seconds that an agent may take between two requests on one connection.
 _KEEP_ALIVE_S = 75
-# Of a request, before its body.
+# The most bytes of a request before its body.
 _HEAD_BYTES = 64 << 10
-# Listening, and closing connections, take moments.
+# Starting to listen and closing connections take moments.
 _START_S, _CLOSE_S = 10.0, 5
 
 
 class CaptureServer:
-    """An OpenAI-compatible endpoint in front of an engine, with a base URL and a key a session:
+    """An OpenAI-compatible endpoint in front of an engine, with a URL and a key per session:
 
         async with CaptureServer(generate, ChatTemplate(tokenizer)) as server:
             async with server.session(prompt_id="p") as session:
                 client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key)
-                ...  # an agent that knows nothing of this
+                ...  # Any agent that uses this client.
             rollouts = session.rollouts(reward=1.0)
 
-    Sessions' requests are answered in the event loop that entered the context, so that loop must
-    not be kept busy. Signals stay the program's own. Plain HTTP: keys can be read by whoever reads
-    the network, so give other hosts a tunnel or a proxy with TLS.
+    Requests are answered in the event loop that entered the context, so that loop must not be
+    blocked. The server does not handle signals. HTTP is not encrypted: anyone who reads the network
+    can read keys. Use a tunnel or a proxy with TLS for other hosts.
 
     Args:
-        host: loopback by default. One of another network needs `url`.
-        port: 0 takes one that is free.
-        url: by which agents reach it: "http://trainer-3:8000".
+        host: loopback by default. An address of another network needs `url`.
+        port: 0 takes a free port.
+        url: the URL by which agents reach the server, such as "http://trainer-3:8000".
         options: of `Recorder`.
 
     Raises:
-        UsageError: a host that is not loopback and no `url`, or the address cannot be had.
+        UsageError: `host` is not loopback and `url` is missing, or the address cannot be used.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class CaptureServer:
             listener = socket.create_server((host, port), family=family, backlog=4096)
         except OSError as error:
             raise UsageError(f"cannot listen on {host}, port {port}: {error}") from error
-        # Connections inherit it. Without it the body of an answer waits 40 ms for its head to be
-        # acknowledged, and asyncio sets it only on connections of listeners of its own.
+        # Connections inherit it. Without it the body of an answer waits 40 ms for the acknowledged
+        # head. asyncio sets it only on connections of its own listeners.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = f"[{host}]" if ":" in host else host
         self.recorder.url = self._url or f"http://{name}:{listener.getsockname()[1]}"
@@ -95,7 +95,7 @@ class CaptureServer:
             access_log=False,
             lifespan="off",
             ws="none",
-            http="h11",  # Bounds what comes before a key was seen; httptools takes any header.
+            http="h11",  # Bounds the bytes before a key is checked. httptools takes any header.
             h11_max_incomplete_event_size=_HEAD_BYTES,
             proxy_headers=False,
             server_header=False,
@@ -116,18 +116,18 @@ class CaptureServer:
         await self.close()
 
     def session(self, **options: Any) -> contextlib.AbstractAsyncContextManager[CaptureSession]:
-        """Open a session, as `Recorder.session` does. Its `base_url` and `key` are the agent's.
+        """Open a session, as `Recorder.session` does. The agent gets its `base_url` and `key`.
 
         Raises:
             ClosedError: the server does not run.
-            UsageError, CapacityError: as there.
+            UsageError, CapacityError: as for `Recorder.session`.
         """
         if self._server is None:
             raise ClosedError("the capture server does not run. Use it as a context.")
         return self.recorder.session(**options)
 
     async def close(self) -> None:
-        """End every session and connection, and stop listening. Twice is fine."""
+        """End every session and connection, and stop listening. May be called twice."""
         self.recorder.close()
         if self._server is None or self._serving is None:
             return
@@ -143,7 +143,7 @@ class CaptureServer:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, without its hold on signals."""
+    """uvicorn's server without its signal handlers."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)

@@ -1,1 +1,1 @@
-"""Adapters that have not run against the package that they are for. Import each by its own name."""
+"""Adapters that have not run against their package. Import each adapter by its own name."""

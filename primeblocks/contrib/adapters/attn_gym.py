@@ -1,21 +1,24 @@
-"""attn_gym's gather attention as an engine of sparse attention: its kernels failed on an H100.
+"""attn_gym's gather attention as an engine of sparse attention. Its kernels failed on an H100.
 
     dsa_attention(..., kernel=AttnGymKernel())
 
-On a CPU its reference runs, on CUDA its fused kernels. These read one vector as key and value: a
-query is set to zero outside the key, and of the output the value is kept. Groups become its batch.
+On a CPU the package's reference runs, and on CUDA its fused kernels. These read one vector as key
+and value. So the adapter sets a query to zero outside of the key, and keeps the value's columns of
+the output. Groups become the batch.
 
-Of its kernels (0.0.17) those that work on tiles are for GPUs of compute capability 10 or more, in
-bfloat16, for 16 to 128 heads of a group, and 512 columns or a multiple of 16 up to 128. All others
-are unrolled over the selected rows when they are compiled, which takes a minute for 32 rows of 512
-columns: more are refused, and on Hopper that leaves nothing for DSA. The 576 columns of latent
-attention would be padded to 1024, and 9 to 12 KiB a thread spilled: more than 512 are refused
-everywhere. Use `primeblocks.parallel.adapters.triton.TritonSparseKernel()`.
+Some kernels of version 0.0.17 work on tiles. They need compute capability 10 or more, bfloat16, and
+16 to 128 heads per group. They take 512 columns, or a multiple of 16 up to 128. All other kernels
+are unrolled over the selected rows when they are compiled. That takes a minute for 32 rows of 512
+columns, so the adapter refuses more. Hopper then has no kernel for DSA.
 
-Its `lightning_indexer` is no engine here. It processes whole documents, where a rank has some of a
-document's queries; it chooses and keeps the scores to itself, where selectors take scores; the ids
-that it returns are in no order and, of equal scores, any, but for one backend in deterministic
-mode. As an oracle it is used in tests, its ids sorted.
+The 576 columns of latent attention would be padded to 1024, and each thread would spill 9 to 12
+KiB. The adapter therefore refuses more than 512 columns on every device. Use
+`primeblocks.parallel.adapters.triton.TritonSparseKernel()`.
+
+The package's `lightning_indexer` is not an engine here, for three reasons. It takes whole
+documents, and a rank has only some of a document's queries. It selects and does not return scores,
+which selectors need. Its ids have no fixed order, and ties go to any id, except in one backend in
+deterministic mode. Tests use it as an oracle, with sorted ids.
 """
 
 from __future__ import annotations
@@ -42,15 +45,15 @@ _WIDEST = 512
 
 
 class AttnGymKernel:
-    """Attention over selected rows; see `SparseKernel`.
+    """A `SparseKernel` by attn_gym.
 
-    The reference makes the matrix of all scores, of all queries and rows, in float32 or float64:
-    it is for small tests. Its backward computes the forward once more, with a graph.
+    The reference makes the matrix of all scores in float32 or float64, so it is for small tests.
+    Its backward computes the forward again, with a graph.
 
-    The fused backward is its operator alone, which takes `out` and `lse` as they are, beside a sort
-    of all ids; dkv is rounded to the dtype of kv before it is returned in float32. It repeats to
-    the bit under `torch.use_deterministic_algorithms`; kernels that do not work on tiles keep a
-    gradient of kv for each head.
+    The fused backward calls only the package's operator, which takes `out` and `lse`, and sorts all
+    ids. The gradient of kv is rounded to the dtype of kv and returned in float32. Results repeat
+    bit for bit under `torch.use_deterministic_algorithms`. Kernels that do not work on tiles store
+    a gradient of kv per head.
 
     Source: github.com/meta-pytorch/attention-gym.
     """
@@ -58,10 +61,10 @@ class AttnGymKernel:
     def forward(
         self, q: Tensor, kv: Tensor, indices: Tensor, *, rows: Rows, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend. Local.
+        """Attend from each query to its rows. Local.
 
         Raises:
-            UnsupportedError: the device, the dtype, columns, heads or k that its kernels lack.
+            UnsupportedError: the kernels do not take the device, the dtype, columns, heads or k.
         """
         if not q.numel():
             lse = torch.empty(q.shape[:2], dtype=accumulator_dtype(q), device=q.device)
@@ -85,7 +88,7 @@ class AttnGymKernel:
         rows: Rows,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of q and kv. Local; errors are those of forward."""
+        """Return the gradients of q and kv. Local. Raises as `forward` does."""
         dtype = accumulator_dtype(q)
         if not q.numel():
             return torch.empty_like(q), torch.zeros(kv.shape, dtype=dtype, device=kv.device)
@@ -98,7 +101,7 @@ class AttnGymKernel:
 
 
 class _View:
-    """Tensors of a call as gather_attn wants them: groups, heads, tokens, columns."""
+    """Tensors of a call as gather_attn takes them: groups, heads, tokens, columns."""
 
     def __init__(self, q: Tensor, kv: Tensor, indices: Tensor, rows: Rows) -> None:
         self.first = min(rows.key[0], rows.value[0])
@@ -119,11 +122,11 @@ class _View:
         return self.flat(x[..., self._of(columns)]).contiguous()
 
     def flat(self, x: Tensor) -> Tensor:
-        """Put tokens first, and heads of all groups side by side."""
+        """Put tokens first, and concatenate the heads of all groups."""
         return x.flatten(0, 1).movedim(1, 0)
 
     def pools(self, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of a window, of which there is none, and those to select from."""
+        """Return the rows of a window, which is empty, and the rows to select from."""
         pool = kv[..., self.first : self.stop].transpose(0, 1).unsqueeze(1).contiguous()
         return pool.new_zeros(self.groups, 1, self.tokens, self._width), pool
 
@@ -144,8 +147,8 @@ def _reference_backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Differentiate a second forward, whose keys are a part of those of `out` and `lse`.
 
-    With the share s = exp(own lse - lse) of these keys in all weights, the weights are s times
-    those of the forward; what they lack in its gradient is one of its lse.
+    These keys have the share s = exp(own lse - lse) of all weights, so the weights are s times
+    those of the forward. A gradient of the forward's lse adds the missing part.
     """
     dtype = accumulator_dtype(q)
     grad, out = grad.to(dtype), out.to(dtype)
@@ -170,12 +173,12 @@ def _fused_backward(
     view: _View, grad: Tensor, q: Tensor, kv: Tensor, indices: Tensor,
     out: Tensor, lse: Tensor, rows: Rows, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Call its operator, which takes the weights from `lse`, and their slopes from `out`."""
+    """Call the package's operator, which takes weights from `lse`, and their slopes from `out`."""
     from attn_gym.sparse.gather_attn.impl.triton.backward import _build_index_query_map
 
     window, pool = view.pools(kv)
     ids = view.ids(indices)
-    # As its forward does when it is differentiated: the queries of each row, found by a sort.
+    # As the package's own forward does: find the queries of each row by a sort.
     queries_of, starts = _build_index_query_map(ids, pool.shape[2], None, None)
     heads = q.shape[1] // view.groups
     no_sinks = torch.full((heads,), -torch.inf, dtype=q.dtype, device=q.device)

@@ -1,9 +1,10 @@
-"""Log-probabilities by Apple's cut cross-entropy: its kernels never run here.
+"""Log-probabilities by Apple's cut cross-entropy. Its kernels have never run here.
 
     logprobs = token_logprobs(hidden, head.weight, ids)
 
-On CUDA its kernels in Triton run, which keep no logits at all; on a CPU its plain computation,
-compiled by torch, with all of them: for tests. Checked against 25.1.1 on a CPU.
+On CUDA the package's Triton kernels run, which never store logits. On a CPU its plain computation
+runs, compiled by torch. That one stores all logits and is for tests. Checked against version 25.1.1
+on a CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...losses.logit_chunks import Head, check_operands
 try:
     from cut_cross_entropy import linear_cross_entropy
 except ModuleNotFoundError as error:
-    # On Linux it imports triton, its plain computation too.
+    # On Linux the package imports triton, also for its plain computation.
     if (error.name or "").partition(".")[0] not in {"cut_cross_entropy", "triton"}:
         raise
     raise MissingPackageError("cut_cross_entropy", "cut_cross_entropy") from error
@@ -44,23 +45,28 @@ def token_logprobs(
     filter_eps: float | None = None,
     **options: Any,
 ) -> Float[Tensor, " tokens"]:
-    """Log-probabilities of one word a row, in float32, as `losses.logprobs.token_logprobs`.
+    """Return log-probabilities of one word per row in float32, as `losses.logprobs` does.
 
-    Local; differentiable once, in `hidden` and `weight`. Its kernels round each product of the
-    chosen word's logit to the operands' dtype before they add them up, which in bfloat16 errs as
-    much as logits in bfloat16; they add to gradients in that dtype, in any order, so that
-    gradients do not repeat to the bit. One host read a call.
+    Local. Differentiable once, in `hidden` and `weight`. The host reads once per call.
+
+    The kernels round each product of the chosen word's logit to the operands' dtype before they sum
+    the products. In bfloat16 the error is as large as that of logits in bfloat16. They add to
+    gradients in that dtype in any order, so gradients do not repeat bit for bit.
 
     Args:
-        ids: one outside the vocabulary, such as -100, has the log-probability NaN.
-        filter_eps: skip blocks of the backward whose probabilities are below it, less one for the
-            chosen word, whatever gradient a token has; the package's own default is the dtype's
-            epsilon / 32. None skips none.
+        hidden: the hidden states.
+        weight: the weight of the head.
+        ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
+        softcap: as in `losses.logprobs.token_logprobs`.
+        filter_eps: skip blocks of the backward in which all values are below it. A value is the
+            probability, minus one for the chosen word. A token's own gradient does not count. The
+            package's own default is the dtype's epsilon / 32. None skips no block.
         options: the other keywords of `losses.logprobs.token_logprobs`, at their neutral values.
 
     Raises:
-        UnsupportedError: an option, several words a row, a dtype or a device that it does not do.
-        ShapeError, UsageError: as `losses.logprobs.token_logprobs`.
+        UnsupportedError: an option is not neutral, `ids` has several words per row, or the kernels
+            do not take the dtype or the device.
+        ShapeError, UsageError: as for `losses.logprobs.token_logprobs`.
 
     Source: arXiv:2411.09009; github.com/apple/ml-cross-entropy.
     """
@@ -72,7 +78,7 @@ def token_logprobs(
     losses = linear_cross_entropy(
         hidden,
         weight.contiguous(),
-        # It reads the rows of ids that it is given, unchecked, and leaves -100 at a loss of 0.
+        # The package reads rows by unchecked ids, and gives -100 a loss of 0.
         ids.long().clamp(0, len(weight) - 1),
         softcap=softcap,
         reduction="none",

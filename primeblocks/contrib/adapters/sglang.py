@@ -1,15 +1,23 @@
-"""Never run: the client of a running SGLang server, whose weights it updates over a shared disk.
+"""Never run: a client that updates the weights of a running SGLang server over a shared disk.
 
-No SGLang was run with this. It is written to the source of sglang 0.5.23 (the wheel on PyPI), and
-tested against a fake of ours that behaves as that source reads: srt/entrypoints/http_server.py,
+No SGLang was run with this client. It follows the source of sglang 0.5.23 (the wheel on PyPI). It
+is tested against our fake, which behaves as these files read: srt/entrypoints/http_server.py,
 srt/managers/{io_struct,tokenizer_manager,tokenizer_control_mixin,scheduler}.py,
 srt/managers/scheduler_components/weight_updater.py, and weight_updater.py in
-srt/model_executor/model_runner_components. Nothing of SGLang is imported.
+srt/model_executor/model_runner_components. The client imports no code of SGLang.
 
-Three facts there shape this client. A load that fails half-way is "rolled back" by reading the
-new path again, so going back is our work. The answers to two loads under way at once can be
-swapped, so we never start one behind another. And a load is not checked against anything, so
-bytes are verified before the server hears of them (`ModelFolders`), and checksums after.
+Three facts about SGLang shape this client:
+
+1. After a load that fails half-way, SGLang "rolls back" by reading the new path again. So this
+   client restores the old version itself.
+2. SGLang can swap the responses to two concurrent loads. So the client runs one load at a time.
+3. SGLang does not check a load. So `ModelFolders` verifies bytes before the server gets the path,
+   and the client compares checksums afterwards.
+
+A client goes through these states: `attach` learns the version that the server holds. `pause` stops
+generation. `load` changes the version, or restores the old one. `resume` continues generation. If
+`load` fails with another error than TransferError, the weights are unknown and the server stays
+paused.
 """
 
 from __future__ import annotations
@@ -36,7 +44,7 @@ __all__ = ["InFlight", "Sglang", "SglangReport"]
 _OLDEST = (0, 5, 23)
 
 InFlight = Literal["continue", "recompute", "abort"]
-# Pause mode, and whether the update may drop the KV cache: "in_place" keeps requests that need it.
+# Pause mode, and whether the update may drop the KV cache. "in_place" keeps requests that need it.
 _PAUSE: dict[str, tuple[str, bool]] = {
     "continue": ("in_place", False),
     "recompute": ("retract", True),
@@ -48,7 +56,7 @@ _PAUSE: dict[str, tuple[str, bool]] = {
 class SglangReport:
     """Cost of an update, and SGLang's checksum over the weights of all its ranks.
 
-    Engines that are sharded alike and hold the same version have equal checksums.
+    Engines with equal sharding and version have equal checksums.
     """
 
     version: int
@@ -67,11 +75,11 @@ class _Held:
 class Sglang:
     """One SGLang server, addressed directly and not through a router. Methods block.
 
-    Call `attach` first, then `update` after each publish; or `pause`, `load`, `resume`, to have
-    several engines change together.
+    Call `attach` first, then `update` after each publish. To change several engines together, call
+    `pause`, `load` and `resume` instead.
 
     Args:
-        url: http://host:port. The server sees the folders under the paths given here.
+        url: http://host:port. The server must see folders under the paths that you pass here.
         api_key: the server's --admin-api-key or --api-key.
 
     Raises:
@@ -88,19 +96,19 @@ class Sglang:
 
     @property
     def version(self) -> int | None:
-        """The version that was loaded last, as the server labels it; None if it is no integer."""
+        """The version loaded last, by the server's label, or None if that is not an integer."""
         label = "" if self._held is None else self._held.label
         return int(label) if label.isdecimal() else None
 
     def attach(self, *, timeout_s: float) -> None:
-        """Learn what the server holds, for a failed update to go back to. No weights change.
+        """Read which version the server holds, so that a failed update can restore it.
 
-        Its weights must be in memory and whole; SGLang hashes them once.
+        Weights do not change. They must be complete and in memory. SGLang hashes them once.
 
         Raises:
-            UnsupportedError: the server is older than 0.5.23. Older ones exit where a flush of the
+            UnsupportedError: the server is older than 0.5.23. Older servers exit if a flush of the
                 cache is refused.
-            DeadlineError, EngineError: as `load`.
+            DeadlineError, EngineError: as for `load`.
         """
         deadline = time.monotonic() + timeout_s
         found = str(self._ask("GET", "/server_info", None, deadline, needs="version")["version"])
@@ -113,22 +121,22 @@ class Sglang:
     def update(
         self, folder: ModelFolder, *, in_flight: InFlight = "continue", timeout_s: float
     ) -> SglangReport:
-        """Pause, load, check, resume. Calling it again after a failure is safe.
+        """Pause, load, check and resume. You may call it again after a failure.
 
-        Responses say in `meta_info["weight_versions"]` which tokens came from which version, as
+        Responses contain `meta_info["weight_versions"]`, which gives the version of each token as
         the text `str(version)`.
 
         Args:
-            folder: what `ModelFolders.make` returned.
-            in_flight: requests under way keep the KV cache of the old weights ("continue"),
-                recompute it with the new ones ("recompute"), or end ("abort"). Under "continue"
-                the prefix cache keeps old pages: use one `cache_salt` a version.
-            timeout_s: for everything; some is kept for going back and for resuming.
+            folder: the result of `ModelFolders.make`.
+            in_flight: the fate of running requests. "continue" keeps their KV cache of the old
+                weights, "recompute" computes it with the new weights, and "abort" ends them. With
+                "continue" the prefix cache keeps old pages, so use one `cache_salt` per version.
+            timeout_s: for the whole call. A part of it is reserved to restore and to resume.
 
         Raises:
-            TransferError: the server refused the folder. The version before is served.
-            DeadlineError, EngineError: as `load`. The server is left paused, so that no token of
-                torn weights is made; update again, or restart it.
+            TransferError: the server refused the folder, and serves the previous version.
+            DeadlineError, EngineError: as for `load`. The server stays paused, so that it makes no
+                token of mixed weights. Update again, or restart it.
         """
         start = time.monotonic()
         try:
@@ -150,43 +158,46 @@ class Sglang:
         return SglangReport(folder.version, end - start, end - paused, checksum)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
-        """Stop generating until `resume`. See `update` for what becomes of requests.
+        """Stop generation until `resume`. See `update` for the fate of requests.
 
         Raises:
-            DeadlineError, EngineError: as `load`.
-            UsageError: it was not attached; another `in_flight`.
+            DeadlineError, EngineError: as for `load`.
+            UsageError: `attach` was not called, or `in_flight` is unknown.
         """
         self._attached()
         if in_flight not in _PAUSE:
-            raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
+            raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}.")
         mode, flush = _PAUSE[in_flight]
         self._ask("POST", "/pause_generation", {"mode": mode}, time.monotonic() + timeout_s)
         self._flush = flush
 
     def resume(self, *, timeout_s: float) -> None:
-        """Go on generating.
+        """Continue generation.
 
         After a `load` that failed with another error than TransferError, the weights are unknown.
 
         Raises:
-            DeadlineError, EngineError: as `load`.
+            DeadlineError, EngineError: as for `load`.
         """
         self._ask("POST", "/continue_generation", {}, time.monotonic() + timeout_s)
         self._flush = None
 
     def load(self, folder: ModelFolder, *, timeout_s: float) -> str:
-        """Load a version, or the one before again; while paused. Returns the checksum.
+        """Load a version while paused, and return its checksum. You may load one again.
 
-        Going back is checked: the weights must have the checksum that they had.
+        If the server refuses the folder, the previous version is loaded again. Its weights must
+        then have their old checksum.
 
         Args:
-            timeout_s: half of it is for the new version.
+            folder: the result of `ModelFolders.make`.
+            timeout_s: for the whole call. Half of it is for the new version.
 
         Raises:
-            TransferError: the server refused the folder, and has loaded the version before.
-            DeadlineError: no answer in time. The server may still do it; load again.
-            EngineError: it died, gave an answer that SGLang never gives, or is torn: restart it.
-            UsageError: it was not attached, or not paused.
+            TransferError: the server refused the folder, and has loaded the previous version.
+            DeadlineError: the server did not respond in time, and may still load. Load again.
+            EngineError: the server died, gave a response that SGLang never gives, or holds mixed
+                weights. Restart it.
+            UsageError: `attach` or `pause` was not called.
         """
         before = self._attached()
         if self._flush is None:
@@ -194,7 +205,7 @@ class Sglang:
         start = time.monotonic()
         deadline = start + timeout_s
         new = _Held(str(folder.version), str(folder.path), "")
-        # Answered behind a load that is still under way because its caller gave up.
+        # The response comes after a load that still runs because its caller gave up.
         self._ask("GET", "/server_info", None, deadline)
         self._torn = True  # Until it is known to be whole.
         refusal = self._try(new, start + timeout_s / 2)
@@ -213,13 +224,13 @@ class Sglang:
         raise TransferError(f"{text}. Version {before.label!r} was loaded again.")
 
     def release_memory(self, *parts: str, timeout_s: float) -> None:
-        """Give device memory back: "kv_cache", "weights" (their contents are lost), or both.
+        """Release device memory: "kv_cache", "weights" (their contents are lost), or both.
 
-        Needs a server started with --enable-memory-saver. Released parts stay released.
+        The server must be started with --enable-memory-saver. Released parts stay released.
 
         Raises:
-            UsageError: it is not paused by "recompute" or "abort". SGLang would exit.
-            DeadlineError, EngineError: as `load`.
+            UsageError: the server is not paused by "recompute" or "abort". SGLang would exit.
+            DeadlineError, EngineError: as for `load`.
         """
         if not self._flush:
             raise UsageError("call pause('recompute') or pause('abort') before release_memory().")
@@ -230,10 +241,10 @@ class Sglang:
             self._ask("POST", "/release_memory_occupation", {"tags": wanted}, deadline)
 
     def resume_memory(self, *parts: str, timeout_s: float) -> None:
-        """Take released memory again. Weights need a `load` before `resume`.
+        """Allocate released memory again. Weights then need a `load` before `resume`.
 
         Raises:
-            DeadlineError, EngineError: as `load`.
+            DeadlineError, EngineError: as for `load`.
         """
         wanted = [part for part in parts if part in self._released]
         if wanted:  # SGLang ends itself when it shall resume what it has not released.
@@ -247,7 +258,7 @@ class Sglang:
         return self._held
 
     def _try(self, wanted: _Held, deadline: float) -> str | None:
-        """Load a folder; return why the server did not, or None."""
+        """Load a folder. Return the reason if the server did not load it, or None."""
         body = {
             "model_path": wanted.path,
             "load_format": "auto",
@@ -290,5 +301,5 @@ class Sglang:
 
 
 def _cause(text: str) -> str:
-    """Return a text without the remedy that another error brought: this one ends in its own."""
+    """Return a text without the remedy of another error, because this error ends in its own."""
     return text.removesuffix(" Restart it.").rstrip(".")

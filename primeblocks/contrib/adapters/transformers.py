@@ -1,4 +1,4 @@
-"""Models of Hugging Face transformers: their indexers, and copies of their experts."""
+"""Indexers of Hugging Face transformers models, and copies of their experts."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _INDEXERS = {
 
 @dataclass(frozen=True, eq=False)
 class TransformersIndexer:
-    """A `index_replay.Indexer`."""
+    """An `index_replay.Indexer` of a transformers model."""
 
     module: nn.Module
     layer_id: int
 
     def filled(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids as the attention that runs takes them.
+        """Return ids in the form that the running attention takes.
 
-        Eager and SDPA attention scatter ids into a mask and cannot take -1: an id that the row has
-        is named again there, which changes nothing.
+        Eager and SDPA attention scatter ids into a mask and cannot take -1. Each -1 becomes an id
+        that the row already has, which changes nothing.
         """
         config: Any = self.module.config
         takes = getattr(config, "_attn_implementation", "") not in ("eager", "sdpa")
@@ -57,12 +57,12 @@ class TransformersIndexer:
 
 
 def indexers(model: nn.Module) -> list[TransformersIndexer]:
-    """Every indexer of a transformers model whose selection `index_replay` can replay. Local.
+    """Return every indexer of a transformers model whose selection can be replayed. Local.
 
-    Layers that share the selection of another one have none of their own.
+    Layers that share another layer's selection have no indexer of their own.
 
     Raises:
-        UnsupportedError: there is none, or one that selects other things than tokens.
+        UnsupportedError: the model has no indexer, or one that does not select tokens.
     """
     found = []
     for name, module in model.named_modules():
@@ -72,12 +72,12 @@ def indexers(model: nn.Module) -> list[TransformersIndexer]:
         if kind not in _INDEXERS:
             raise UnsupportedError(
                 f"{name} is a {kind}, which does not return places of tokens as those of "
-                f"{sorted(_INDEXERS.values())} do"
+                f"{sorted(_INDEXERS.values())} do. Its selection cannot be replayed."
             )
         layer: Any = module
         found.append(TransformersIndexer(module, int(layer.layer_idx)))
     if not found:
-        raise UnsupportedError(f"{type(model).__name__} has no indexer: nothing is selected")
+        raise UnsupportedError(f"{type(model).__name__} has no indexer: nothing is selected.")
     return found
 
 
@@ -86,22 +86,25 @@ def place_experts(
 ) -> None:
     """Give hot experts copies in a model that was parallelized, from its next forward on.
 
-    Parameters stay where they are: each forward fetches the copies, each backward sums their
-    gradients on the owner. Results do not change. Call it again with newer loads, or with None for
-    layers without copies. Collective, over the ranks that share the experts.
+    Collective over the ranks that share the experts. Parameters stay on their ranks. Each forward
+    fetches the copies, and each backward sums their gradients on the owner. Results do not change.
+    Call this function again with newer loads. Pass None for layers without copies.
 
     Args:
-        placements: one for each layer of experts, in their order, made by `plan_placement`.
+        model: a model that `parallelize` was called with.
+        placements: one for each layer of experts, in order, made by `plan_placement`.
+        meshes: the meshes of the model.
 
     Raises:
-        PlanError: a plan for other numbers of layers, ranks or experts, or not equal on all ranks.
+        PlanError: a plan has other numbers of layers, ranks or experts, or ranks pass different
+            plans.
         RankError: another rank refused its plans.
     """
     group, experts = meshes.expert.get_group(), experts_of(model)
     with agreed("place_experts", *model.parameters(), group=group) as call:
         if len(placements) != len(experts):
             raise PlanError(
-                f"{len(placements)} placements for {len(experts)} layers of experts. Pass one a "
+                f"{len(placements)} placements for {len(experts)} layers of experts. Pass one per "
                 "layer, None for a layer without copies."
             )
         for layer, (plan, module) in enumerate(zip(placements, experts, strict=True)):
@@ -122,13 +125,13 @@ def place_experts(
 
 
 class _Copies:
-    """A layer's experts, with the weights of this rank's physical experts in place of its own."""
+    """A layer's experts, with the weights of this rank's physical experts."""
 
     def __init__(self, module: Any, placement: Placement, group: dist.ProcessGroup) -> None:
         if module.grouped_mm is not None:
             raise UnsupportedError(
-                "copies of experts are multiplied by torch's product alone. Leave out the "
-                "placement, or the other product (of fp8, say)."
+                "copies of experts are multiplied only by torch's product. Leave out the "
+                "placement, or the other product, such as one of fp8."
             )
         self._module, self._placement, self._group = module, placement, group
         self.num_experts = placement.num_physical

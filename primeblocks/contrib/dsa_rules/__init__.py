@@ -1,7 +1,7 @@
 """Rules of sparse attention beyond the k best tokens: pools, tiles, and compressed entries.
 
-A selector goes to `select(..., selector=)` of `parallel.attention.dsa`. `entries` makes the rows of
-pools and windows.
+Pass a selector as `selector=` to `select` of `parallel.attention.dsa`. The module `entries` makes
+the rows of pools and windows.
 """
 
 from . import entries

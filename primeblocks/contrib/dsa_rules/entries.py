@@ -1,11 +1,12 @@
-"""Entries made of neighbouring tokens, pooled or compressed, over a sequence that ranks share.
+"""Entries that pool or compress neighbouring tokens, over a sequence that ranks share.
 
-A window is `ratio` tokens of one document, counted from its first; each complete one makes an
-entry. Where a window straddles ranks, the rank of its last token owns the entry and fetches what
-it lacks. All of it is plans and plain tensors:
+A window is `ratio` tokens of one document, counted from its first token. Each complete window makes
+an entry. If a window is split over ranks, the rank of its last token owns the entry and fetches the
+other tokens. Everything is made of plans and plain tensors:
 
     entries = plan_entries(sequence, 4)
     tokens, present = windows(torch.cat([k, gate], -1), sequence=sequence, group=group, ratio=4)
+
     keys, gates = tokens.chunk(2, -1)
     pooled = gated_mean(keys, gates + bias, present)
     (whole,) = gather_tokens(pooled, sequence=entries, group=group)
@@ -33,32 +34,33 @@ __all__ = ["gated_mean", "plan_entries", "tokens_and_entries", "windows"]
 def plan_entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
     """Plan the entries of all documents: one for each complete window of `ratio` tokens. Pure.
 
-    A plan as that of the tokens: `positions(rank) * ratio` is the first position of each own
-    window in its document, `gather_tokens` brings the entries of all ranks in the order of the
-    sequence. The tokens that are left at the end of a document make none. The rank that holds the
-    last token of a window owns its entry.
+    The result is a plan like that of the tokens. `positions(rank) * ratio` gives the first position
+    of each own window in its document. `gather_tokens` gathers the entries of all ranks in the
+    order of the sequence. Left-over tokens at the end of a document make no entry. The rank that
+    holds the last token of a window owns its entry.
 
     Raises:
-        PlanError: `ratio` is no whole number, or less than 1.
+        PlanError: `ratio` is not a whole number of at least 1.
     """
     check_whole(ratio=(ratio, 1))
     return _entries(sequence, int(ratio))
 
 
 def tokens_and_entries(sequence: SequencePlan, entries: SequencePlan) -> SequencePlan:
-    """Plan rows of a layer that attends to tokens and to entries, each rank's own of both. Pure.
+    """Plan the rows of a layer that attends to tokens and to entries. Pure.
 
-    The id of entry e is `sequence.tokens + e`. A rank has its tokens, and its entries behind them:
-    pass it to `sparse_attention(..., entries=)` with `torch.cat([tokens, entries])`, and each
-    gather carries both, as does the reduce-scatter of gradients.
+    Each rank holds its own tokens, followed by its own entries. The id of entry e is
+    `sequence.tokens + e`. Pass the plan to `sparse_attention(..., entries=)` with
+    `torch.cat([tokens, entries])`. Each gather and each reduce-scatter of gradients then carries
+    both.
 
     Raises:
-        PlanError: two numbers of ranks.
+        PlanError: the two plans have different numbers of ranks.
     """
     if sequence.ranks != entries.ranks:
         raise PlanError(
             f"tokens are planned for {sequence.ranks} ranks, entries for {entries.ranks}. Make "
-            "the latter by plan_entries of the former."
+            "the entries with plan_entries(sequence, ratio)."
         )
     return _both(sequence, entries)
 
@@ -75,26 +77,30 @@ def windows(
 ) -> tuple[Tensor, Tensor]:
     """Collect the tokens of each window that this rank owns. Differentiable.
 
-    Collective, and so is its backward: one exchange each, in which a rank receives at most
-    `ratio - 1 + overlap` tokens of `x` for each of its runs: those of a window that began before
-    the run, and the `overlap` before that. Nothing is sent where no window is cut: the plan says
-    so to all ranks alike. Concatenate what is wanted of a token, and there is one exchange.
+    Collective, and so is its backward: one exchange each. A rank receives at most
+    `ratio - 1 + overlap` tokens of `x` per run. These are the tokens of a window that began before
+    the run, and the `overlap` tokens before that window. No rank sends anything if no window is
+    cut. All ranks know this from the plan. Concatenate everything that you need of a token, so that
+    there is only one exchange.
 
     Args:
         x: `[local_tokens, ...]`.
-        overlap: tokens before the window that are taken along: the `ratio` of the window before
-            in DeepSeek-V4's CSA.
+        sequence: the plan of the tokens.
+        group: the ranks that share the sequence.
+        ratio: tokens of a window.
+        overlap: tokens before the window that are included. DeepSeek-V4's CSA includes the `ratio`
+            tokens of the previous window.
         check: as in `ring_attention`.
 
     Returns:
-        `[own_entries, overlap + ratio, ...]`, in the order of `plan_entries(sequence, ratio)`, and
-        `[own_entries, overlap + ratio]`, bool: False where the document had not begun yet; there
-        the tokens are zeros.
+        The tokens, `[own_entries, overlap + ratio, ...]`, in the order of
+        `plan_entries(sequence, ratio)`. Then bool `[own_entries, overlap + ratio]`, which is False
+        before the document begins. The tokens there are zeros.
 
     Raises:
         ShapeError: `x` does not hold this rank's tokens.
-        PlanError: the group does not fit the plan, `ratio` or `overlap` is no such number, or
-            ranks differ in them, in sizes or in whether gradients are asked for.
+        PlanError: the group does not fit the plan, or `ratio` or `overlap` is out of range.
+        PlanError: ranks differ in these numbers, in sizes or in whether they need gradients.
         RankError: another rank refused its arguments.
     """
     with agreed("windows", x, group=group, check=check) as call:
@@ -113,13 +119,13 @@ def windows(
 def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
     """Average each window's tokens, column by column, with the softmax of their gates. Local.
 
-    Differentiable. The softmax is taken in float32, or float64 for float64, the sum in the dtype
-    of `values`, as models do.
+    Differentiable. The softmax is computed in float32, or in float64 for float64. The sum is
+    computed in the dtype of `values`, as models do.
 
     Args:
         values: `[entries, window, dim]`.
-        gates: likewise, with what the model adds by place in the window.
-        present: `[entries, window]`, bool: tokens that count; one of each window does.
+        gates: likewise, including the term that the model adds by place in the window.
+        present: bool `[entries, window]`: tokens that count. Each window has at least one.
 
     Returns:
         `[entries, dim]`.
@@ -137,11 +143,11 @@ def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
 
 
 def _owned(run: Run, ratio: int) -> range:
-    """The windows of the document whose last token the run holds."""
+    """Return the windows of the document whose last token the run holds."""
     return range((run.start - run.document) // ratio, (run.stop - run.document) // ratio)
 
 
-# Every layer of a step asks for the same plans and tables.
+# Cached, because every layer of a step needs the same plans and tables.
 @kept_on_plan
 def _entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
     first = first_entries(sequence, ratio)
@@ -174,7 +180,7 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Table:
-    """One rank's part of the exchange, the rows of its windows after it, and those that exist."""
+    """One rank's part of the exchange, the rows of its windows after it, and existing tokens."""
 
     halo: Halo
     rows: Tensor

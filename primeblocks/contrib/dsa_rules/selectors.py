@@ -1,7 +1,7 @@
 """Rules by which queries choose rows: tokens, pools of tokens, tiles of keys, entries.
 
-Each is a value, passed as `select(..., selector=)`. What it returns is canonical: ids ascending,
-without gaps, -1 behind the last one, and of equal scores the earlier candidate.
+Each rule is a value for `select(..., selector=)`. Its result is canonical: ids ascend without gaps
+and are followed by -1. Ties go to the earlier candidate.
 """
 
 from __future__ import annotations
@@ -46,17 +46,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TopPools:
-    """All tokens of the pools with the highest scores, and the tokens behind the last pool.
+    """Select all tokens of the pools with the highest scores, and the tokens after the last pool.
 
-    A pool is `pool` tokens of a document; its key is an entry of `plan_entries(sequence, pool)`.
-    A query sees the pools that are complete with it, and selects `k // pool` of them. GLM-5.3-Flash
-    chooses so.
+    A pool is `pool` tokens of a document. Its key is an entry of `plan_entries(sequence, pool)`.
+    A query sees the pools that are complete at its own position, and selects `k // pool` of them.
+    GLM-5.3-Flash selects this way.
 
-    `select` takes keys `[entries, index_dim]` and returns places of tokens, `[local_tokens, 1, k]`,
-    `k` rounded down to whole pools, and `pool - 1` wider with the tail.
+    `select` takes keys `[entries, index_dim]`. It returns places of tokens, `[local_tokens, 1, k]`,
+    with `k` rounded down to whole pools, and `pool - 1` more columns with the tail.
 
     Attributes:
-        tail: select the tokens of the query's own incomplete pool too, up to the query.
+        k: the most tokens of pools that a query selects.
+        pool: tokens of a pool.
+        tail: also select the tokens of the query's own incomplete pool, up to the query.
         chunk_bytes: as in `TopK`.
     """
 
@@ -95,16 +97,18 @@ class TopPools:
 
 @dataclass(frozen=True)
 class TopEntries:
-    """The last tokens, and the `k` entries with the highest scores behind them.
+    """Select the last tokens, and the `k` earlier entries with the highest scores.
 
-    An entry stands for `ratio` tokens, and is that of `plan_entries(sequence, ratio)`; a query sees
-    those that are complete with it. DeepSeek-V4 (CSA) chooses so.
+    An entry stands for `ratio` tokens, as in `plan_entries(sequence, ratio)`. A query sees the
+    entries that are complete at its own position. DeepSeek-V4 (CSA) selects this way.
 
-    `select` takes keys `[entries, index_dim]` and returns rows of `tokens_and_entries`,
-    `[local_tokens, 1, window + k]`: places of tokens, and `sequence.tokens` more than entries.
+    `select` takes keys `[entries, index_dim]`. It returns rows of `tokens_and_entries`,
+    `[local_tokens, 1, window + k]`: places of tokens, and `sequence.tokens` plus ids of entries.
 
     Attributes:
-        window: tokens up to the query that are always selected, the query among them.
+        k: entries that a query selects.
+        ratio: tokens of an entry.
+        window: tokens that are always selected, up to the query and including it.
         chunk_bytes: as in `TopK`.
     """
 
@@ -151,17 +155,17 @@ def all_entries(
 ) -> Tensor:
     """Return the last tokens of each query and all entries that it sees. Local.
 
-    The rows of a layer that selects nothing, such as DeepSeek-V4's HCA: as `TopEntries` with a `k`
-    that no document exceeds.
+    The result serves layers that select nothing, such as DeepSeek-V4's HCA. It equals that of
+    `TopEntries` with a `k` that no document exceeds.
 
     Returns:
-        `[local_tokens, 1, window + entries]`, int32, as wide as the longest document needs.
+        Int32 `[local_tokens, 1, window + entries]`, as wide as the longest document needs.
 
     Raises:
-        PlanError: `ratio` is less than 1, or `window` less than 0.
+        PlanError: `ratio` is below 1, or `window` is below 0.
     """
     check_whole(ratio=(ratio, 1), window=(window, 0), chunk_bytes=(chunk_bytes, 1))
-    # Attention asks for one column at least.
+    # Attention needs at least one column.
     most = max([1, *(length // ratio for length in sequence.document_lengths)])
     own = queries_of(sequence, rank, ratio, torch.device(device))
     found = torch.empty(len(own.place), 1, window + most, dtype=torch.int32, device=device)
@@ -183,7 +187,7 @@ def _top_entries(
     scores: IndexScores,
     chunk_bytes: int,
 ) -> Tensor:
-    """`[queries, k]`: ids of entries."""
+    """Return `[queries, k]`: ids of entries."""
     check_operands(
         q, weights, keys,
         tokens=sequence.counts[rank], candidates=plan_entries(sequence, ratio).tokens,

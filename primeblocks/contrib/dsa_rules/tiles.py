@@ -1,4 +1,4 @@
-"""Tiles of keys, selected by their best key, for each key head by itself."""
+"""Tiles of keys, selected by their best key, for each key head separately."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ __all__ = ["TopTiles"]
 
 @dataclass(frozen=True)
 class TopTiles:
-    """The tokens of the tiles of keys with the highest scores, for each key head by itself.
+    """Select the tokens of the tiles of keys with the highest scores, for each key head.
 
-    A tile is `tile_tokens` tokens of a document, the last one of them as far as the query sees it.
-    Its score is the highest of its tokens', and theirs is `weights[t, group] * q[t, group] . k[s]`,
-    without ReLU. MiniMax M3 (MSA) chooses so, with weights of 1.
+    A tile is `tile_tokens` tokens of a document. A query sees its own tile only up to itself. A
+    tile's score is the highest score of its tokens. A token's score is
+    `weights[t, group] * q[t, group] . k[s]`, without ReLU. MiniMax M3 (MSA) selects this way, with
+    weights of 1.
 
-    `select` takes `q [local_tokens, groups, index_dim]`, one index head for each key head, and keys
-    `[tokens, index_dim]`; it returns `[local_tokens, groups, budget * tile_tokens]`. It scores by
-    itself: no other engine is taken.
+    `select` takes `q [local_tokens, groups, index_dim]`, with one index head per key head, and keys
+    `[tokens, index_dim]`. It returns `[local_tokens, groups, budget * tile_tokens]`. It computes
+    scores itself and takes no other engine.
 
     Attributes:
-        budget: tiles that a query selects, local ones included.
-        local: so many tiles, the query's own and those before it, are always selected.
+        budget: tiles that a query selects, local tiles included.
+        tile_tokens: tokens of a tile.
+        local: the number of tiles that are always selected: the query's own and those before it.
         chunk_bytes: as in `TopK`.
     """
 
@@ -68,8 +70,8 @@ class TopTiles:
         size, most = self.tile_tokens, self.budget * self.tile_tokens
         found = torch.empty(*q.shape[:2], most, dtype=torch.int32, device=q.device)
         own = queries_of(sequence, rank, size, q.device)
-        # Candidates are tiles, numbered from the document's first token on. A query sees the tile
-        # that it stands in: as many as are complete `size - 1` tokens later.
+        # Candidates are tiles, numbered from the document's first token. A query sees its own
+        # tile: as many tiles as are complete `size - 1` tokens later.
         runs = [
             Candidates(run.offset, run.stop - run.start, run.document,
                        run.start - run.document + size - 1, size)
@@ -91,7 +93,7 @@ class TopTiles:
 
 @dataclass(frozen=True)
 class _TileScores:
-    """The scores of all tiles that some queries see, of one index head."""
+    """The scores of all tiles that some queries see, for one index head."""
 
     q: Tensor
     weights: Tensor

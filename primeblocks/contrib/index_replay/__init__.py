@@ -1,8 +1,8 @@
 """Replay an engine's selection of tokens: sparse attention with an indexer (DSA).
 
-`record` writes a selection down, `Indices` carries it (sliced, joined, packed for the wire without
-loss), and `impose` makes another model's indexers select the same. `compare` says how far two
-selections agree.
+`record` stores a selection, and `Indices` holds it. You can slice, join and pack `Indices` without
+loss. `impose` makes another model's indexers select the same. `compare` measures the agreement of
+two selections.
 """
 
 from .agreement import IndexAgreement, compare

@@ -18,8 +18,8 @@ class IndexAgreement:
 
     Attributes:
         equal_rows: fraction of rows that hold the same ids.
-        overlap: mean over rows of the ids that both hold over those of the larger row.
-        rows: rows that both know, and in which a choice was made at all.
+        overlap: mean over rows of the number of common ids over the number in the larger row.
+        rows: rows that both know, in which there was a choice.
     """
 
     equal_rows: dict[int, float]
@@ -28,14 +28,14 @@ class IndexAgreement:
 
 
 def compare(one: Indices, other: Indices) -> IndexAgreement:
-    """Compare two selections, where both are known and a token sees more than `top_k`. Local.
+    """Compare two selections in rows that both know and in which a token sees over `top_k`. Local.
 
     Raises:
-        ShapeError: they are of other tokens or layers.
+        ShapeError: the selections have other tokens or layers.
     """
     same = one.layer_ids == other.layer_ids and np.array_equal(one.positions, other.positions)
     if not same:
-        raise ShapeError(f"{one} and {other} are not of the same tokens and layers")
+        raise ShapeError(f"{one} and {other} are not of the same tokens and layers.")
     equal, overlap, counts = {}, {}, {}
     chosen = one.positions + 1 > max(one.top_k, other.top_k)
     for column, layer in enumerate(one.layer_ids):

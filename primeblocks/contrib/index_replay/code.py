@@ -1,17 +1,17 @@
-"""The wire format of index sets, each told from an earlier one. Little-endian.
+"""The wire format of index sets, each coded as a difference from an earlier set. Little-endian.
 
-Both the ranks that go from a relative and those that come are coded by `interpolative`; so is a set
+`interpolative` codes the ranks of the members to remove and to add. It also codes whole sets
 without a near relative. A set that holds its whole prefix costs nothing. The envelope is that of
-`codec`; rows of the body come layer after layer.
+`codec`. Rows of the body come layer after layer.
 
     sizes       top_k, layers, tokens, documents, turns (32 bytes)
     layer ids   uint32 each
-    documents   of each run of neighbours the place of its first token, and its length
+    documents   for each run of neighbours: the place of its first token, and its length
     turns       lengths of runs of rows, known and missing in turn
-    short       of each known row, how many members it has less than it could
-    distance    of each known row with less than its prefix, to the one that it is told from, or 0
-    removed     of each that is told from another, how many members go
-    sets        the ranks that go, then those that come
+    short       for each known row: how many members it lacks
+    distance    for each known row without its whole prefix: to its relative, or 0
+    removed     for each row with a relative: how many members are removed
+    sets        the ranks of removed members, then those of added members
 
 Derivation and measurements: docs/replay_evidence.md, "Selections of an indexer".
 """
@@ -69,7 +69,7 @@ def encode(
     """Write one contiguous buffer. Local.
 
     Args:
-        ids: int32 `[tokens, layers, top_k]`, as `Indices` holds them.
+        ids: int32 `[tokens, layers, top_k]`, in the form of `Indices`.
         positions: int32 `[tokens]`.
         missing: bool `[tokens, layers]`.
     """
@@ -124,25 +124,25 @@ def _tell_all(
 
 
 def decode(payload: Bytes, *, max_bytes: int | None) -> DecodedIndices:
-    """Read what `encode` wrote. Local.
+    """Read the result of `encode`. Local.
 
     Raises:
-        CorruptionError: a byte was changed, added or lost.
-        UnsupportedError: another version of the format.
+        CorruptionError: a byte was changed, added or removed.
+        UnsupportedError: the payload has another version of the format.
         CapacityError: the ids would take more than `max_bytes`.
     """
     body = np.frombuffer(unseal(payload, kind=_KIND, format_version=_FORMAT), dtype=np.uint8)
     if len(body) < _SIZES.size:
-        raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of index sets")
+        raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of index sets.")
     top_k, layers, tokens, documents, turns = _SIZES.unpack_from(body)  # type: ignore[arg-type]
     if max_bytes is not None and 4 * top_k * layers * tokens > max_bytes:
         raise CapacityError(
             f"{tokens} tokens x {layers} layers x {top_k} ids take {4 * top_k * layers * tokens}"
-            f" bytes; max_bytes is {max_bytes}"
+            f" bytes; max_bytes is {max_bytes}."
         )
     layer_ids = body[_SIZES.size : _SIZES.size + 4 * layers]
     if len(layer_ids) != 4 * layers or not top_k or max(documents, turns) > 8 * len(body) + 64:
-        raise CorruptionError(f"{len(body)} bytes do not hold {layers} layers of top {top_k}")
+        raise CorruptionError(f"{len(body)} bytes do not hold {layers} layers of top {top_k}.")
     reader = _Reader(body[_SIZES.size + 4 * layers :])
     positions = reader.positions(documents, tokens)
     rows = _Rows(positions, reader.known(turns, tokens * layers), layers, top_k)
@@ -159,13 +159,13 @@ def _read_rows(reader: _Reader, rows: _Rows) -> np.ndarray:
     lengths = np.zeros(len(rows.known), dtype=np.int64)
     lengths[rows.known] = rows.most[rows.known] - reader.numbers(int(rows.known.sum()))
     if (lengths < 0).any():
-        raise CorruptionError("a row has fewer members than none")
+        raise CorruptionError("a row has a negative number of members.")
     chosen = rows.choosing(lengths)
     distance = reader.numbers(len(chosen))
     told = distance > 0
     relatives = chosen - distance
     if (distance > rows.history[chosen]).any() or not rows.known[relatives[told]].all():
-        raise CorruptionError("a row is told from one that is not there")
+        raise CorruptionError("a row is coded from a row that does not exist.")
     sizes = np.where(told, lengths[relatives], 0)
     removed = np.zeros(len(chosen), dtype=np.int64)
     removed[told] = reader.numbers(int(told.sum()))
@@ -192,7 +192,7 @@ def _read_rows(reader: _Reader, rows: _Rows) -> np.ndarray:
 def _generations(
     chosen: np.ndarray, relatives: np.ndarray, told: np.ndarray, rows: int, top_k: int
 ) -> list[np.ndarray]:
-    """Rows that can be made together, as indices into `chosen`: relatives come before."""
+    """Return rows that can be decoded together, as indices into `chosen`, relatives first."""
     after = [0] * rows
     parents = np.where(told, relatives, -1).tolist()
     generation = np.zeros(len(chosen), dtype=np.int64)
@@ -212,7 +212,7 @@ def _generations(
 
 
 class _Reader:
-    """The parts of a body, in turn."""
+    """Reads the parts of a body in turn."""
 
     def __init__(self, data: np.ndarray) -> None:
         self._rest = data
@@ -224,23 +224,23 @@ class _Reader:
     def sets(self, counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         members, self._rest = decode_sets(self._rest, counts, sizes)
         if len(self._rest):
-            raise CorruptionError(f"{len(self._rest)} bytes are left behind the last set")
+            raise CorruptionError(f"{len(self._rest)} bytes are left after the last set.")
         return members
 
     def positions(self, documents: int, tokens: int) -> np.ndarray:
         first, lengths = self.numbers(documents), self.numbers(documents)
         if lengths.sum() != tokens or (first + lengths > 1 << 31).any():
-            raise CorruptionError(f"the documents do not hold {tokens} tokens")
+            raise CorruptionError(f"the documents do not hold {tokens} tokens.")
         return ranges(first, lengths)
 
     def known(self, turns: int, rows: int) -> np.ndarray:
         lengths = self.numbers(turns)
         if lengths.sum() != rows:
-            raise CorruptionError(f"the turns do not hold {rows} rows")
+            raise CorruptionError(f"the turns do not hold {rows} rows.")
         return np.repeat(np.arange(turns) % 2 == 0, lengths)
 
 
 def _turns_of(known: np.ndarray) -> np.ndarray:
-    """Lengths of runs of True and False in turn, beginning with True."""
+    """Return lengths of runs of True and False in turn, beginning with True."""
     cuts = np.flatnonzero(np.diff(known, prepend=True))
     return np.diff(cuts, prepend=0, append=len(known))

@@ -1,4 +1,9 @@
-"""Write down what an indexer selects, and make another one select the same."""
+"""Record the selection of an indexer, and make another indexer select the same.
+
+An indexer is free, or belongs to one open `impose`. Forwards inside the context replace its output,
+and rows are never used up, so recomputation sees the same rows. After the context closes, a
+recomputation is refused until the next forward, because it would differ from its forward.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +25,8 @@ __all__ = ["IndexTape", "Indexer", "impose", "record"]
 class Indexer(Protocol):
     """One indexer of a model: a module that returns the ids that its layer attends to.
 
-    Adapters make these (`adapters.transformers.indexers(model)`). Layers that share the selection
-    of another one have none.
+    Adapters make indexers: `adapters.transformers.indexers(model)`. Layers that share another
+    layer's selection have no indexer.
     """
 
     @property
@@ -33,11 +38,11 @@ class Indexer(Protocol):
         """Index among all hidden layers of the model."""
 
     def filled(self, ids: Tensor) -> Tensor:
-        """The same ids, -1 behind the last one, as the host's attention takes them."""
+        """Return ids, followed by -1, in the form that the host's attention takes."""
 
 
 class _Where:
-    """Where the rows of a forward stand: their places in their documents, and where those begin."""
+    """The rows of a forward: their places in their documents, and the starts of the documents."""
 
     def __init__(self, positions: Any, starts: Any) -> None:
         self.positions, self.starts = (
@@ -51,7 +56,7 @@ class _Where:
             )
 
     def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions and starts of the rows of `[batch, tokens, width]`, flattened."""
+        """Return positions and starts of the rows of `[batch, tokens, width]`, flattened."""
         batch, tokens = ids.shape[:2]
         if self.positions is None or self.starts is None:
             positions = torch.arange(tokens).repeat(batch)
@@ -59,7 +64,7 @@ class _Where:
         if not self.positions.shape == self.starts.shape == (batch * tokens,):
             raise ShapeError(
                 f"an indexer ran on {batch} x {tokens} tokens; positions "
-                f"{tuple(self.positions.shape)}, starts {tuple(self.starts.shape)} are of others."
+                f"{tuple(self.positions.shape)} and starts {tuple(self.starts.shape)} do not fit."
             )
         return self.positions, self.starts
 
@@ -68,23 +73,24 @@ class _Where:
 def record(
     indexers: Sequence[Indexer], *, positions: Any = None, starts: Any = None
 ) -> Iterator[IndexTape]:
-    """Keep the selection of one forward.
+    """Record the selection of one forward, in a `with` block.
 
-    A layer that runs again in the same context must select the same: recomputation under
-    activation checkpointing does, a second forward of other tokens does not. Local; keeps ids on
-    the device until `tape.indices` is read.
+    A layer that runs again in the same context must select the same. A recomputation under
+    activation checkpointing does so. A second forward of other tokens does not. Local. Keeps ids on
+    the device until you read `tape.indices`.
 
     Args:
-        positions: integers `[rows]`, the place of each token in its document; default: a batch of
-            documents that begin where their row begins.
+        indexers: the indexers of the model.
+        positions: integers `[rows]`, the place of each token in its document. Default: each row of
+            the batch is one document.
         starts: integers `[rows]`, the place of the first token of each token's document among the
-            keys. Both for packed documents, and for a rank's part of them.
+            keys. Pass both for packed documents, and for a rank's part of them.
 
     Raises:
-        UsageError: no indexer, positions without starts, or a layer selected otherwise when it ran
-            again (from `tape.indices`).
-        ShapeError: an output is no integers `[batch, tokens, width]`, or of other tokens (from
-            within the forward).
+        UsageError: `indexers` is empty, or `positions` came without `starts`.
+        UsageError: from `tape.indices`, if a layer selected differently when it ran again.
+        ShapeError: from the forward, if an output is not integers `[batch, tokens, width]`, or has
+            other tokens.
     """
     where = _Where(positions, starts)
     layers = [_Recorded(indexer, where) for indexer in _ordered(indexers)]
@@ -97,20 +103,20 @@ def record(
 
 
 class IndexTape:
-    """The selection of one forward, by layer."""
+    """The recorded selection of one forward, by layer."""
 
     def __init__(self, layers: Sequence[_Recorded]) -> None:
         self._layers = layers
 
     @property
     def indices(self) -> Indices:
-        """The recorded selection, as positions inside documents. Copies to the host.
+        """The recorded selection, as positions inside documents. Copied to the host.
 
-        Ids behind a token's own position are left out: transformers' early queries name some, and
+        Ids after a token's own position are left out. Early queries of transformers name some, and
         mask them afterwards.
 
         Raises:
-            UsageError: a layer has not run, or selected otherwise when it ran again.
+            UsageError: a layer has not run, or selected differently when it ran again.
             ShapeError: the layers saw different numbers of tokens.
         """
         silent = [one.indexer.layer_id for one in self._layers if one.ids is None]
@@ -122,7 +128,7 @@ class IndexTape:
             )
         found = [one.inside_documents() for one in self._layers]
         if len({ids.shape for ids in found}) != 1:
-            raise ShapeError(f"layers differ in tokens or width: {[i.shape for i in found]}")
+            raise ShapeError(f"layers differ in tokens or width: {[i.shape for i in found]}.")
         return Indices.from_array(
             np.stack(found, axis=1),
             layer_ids=[one.indexer.layer_id for one in self._layers],
@@ -131,7 +137,7 @@ class IndexTape:
 
 
 class _Recorded:
-    """The forward hook of one indexer."""
+    """The forward hook of one indexer that records."""
 
     def __init__(self, indexer: Indexer, where: _Where) -> None:
         self.indexer, self._where = indexer, where
@@ -160,24 +166,26 @@ class _Recorded:
 def impose(
     indexers: Sequence[Indexer], indices: Indices, *, positions: Any = None, starts: Any = None
 ) -> Iterator[None]:
-    """Make the indexers select what `indices` hold while the context is open.
+    """Make the indexers select the ids of `indices` while the `with` block is open.
 
-    A missing row, and a known one without ids, keeps the selection of the model itself. Nothing is
-    consumed: a layer that runs again gets the same rows. One context is one micro-batch; with
-    activation checkpointing its backward belongs inside too, and a recomputation outside is
-    refused. Local; the ids are copied once to the device of each indexer.
+    A missing row, and a known row without ids, keeps the model's own selection. A layer that runs
+    again gets the same rows. Use one context per micro-batch. With activation checkpointing call
+    backward inside it too. A recomputation outside is refused. Local. The ids are copied once to
+    the device of each indexer.
 
     Args:
+        indexers: the indexers of the model.
         indices: one row for each token of the micro-batch, in the order of the flattened batch.
         positions, starts: as in `record`.
 
     Raises:
-        PlanError: the indices are of other layers.
-        ShapeError: they are of another number of tokens (from within the forward), or at other
-            positions than the batch's.
-        UsageError: no indexer, a second context around the first, or positions without starts; on
-            leaving, an indexer never ran; from within backward, a layer was recomputed after the
-            context.
+        PlanError: the indices have other layers than the indexers.
+        ShapeError: the indices have other positions than the batch, or (from the forward) another
+            number of tokens.
+        UsageError: `indexers` is empty, an indexer already belongs to a context, or `positions`
+            came without `starts`.
+        UsageError: at the end of the block, if an indexer never ran. From backward, if a layer was
+            recomputed after the block.
     """
     ordered, where = _ordered(indexers), _Where(positions, starts)
     layer_ids = tuple(indexer.layer_id for indexer in ordered)
@@ -211,7 +219,7 @@ def impose(
 
 
 class _Imposed:
-    """The forward hook of one indexer: read-only rows, so that running twice is harmless."""
+    """The forward hook of one indexer that imposes read-only rows, also when it runs twice."""
 
     def __init__(self, indexer: Indexer, indices: Indices, where: _Where) -> None:
         self.indexer, self._where = indexer, where
@@ -234,7 +242,7 @@ class _Imposed:
         return torch.where(known, imposed, kept).to(own.dtype)
 
     def _places(self, own: Tensor) -> Tensor:
-        """Places of keys, `[rows, top_k]`, on the device; the same for every run."""
+        """Return places of keys, `[rows, top_k]`, on the device, equal at every run."""
         if self._rows is not None and self._rows.shape[0] == own.shape[0] * own.shape[1]:
             return self._rows
         positions, starts = self._where.of(own)
@@ -256,7 +264,7 @@ class _Imposed:
 
 
 class _Closed:
-    """The forward hook after a context: refuses a recomputation, and goes with the next forward."""
+    """The forward hook after a context. It refuses a recomputation until the next forward."""
 
     def __init__(self, layer_id: int) -> None:
         self._layer_id = layer_id
@@ -268,11 +276,11 @@ class _Closed:
         hook._handle = indexer.module.register_forward_hook(hook)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        # As torch's own checkpoints tell recomputation: only the autograd engine has graph tasks.
+        # torch's checkpoints detect recomputation in this way: only autograd has graph tasks.
         if torch._C._current_graph_task_id() != -1:
             raise UsageError(
                 f"layer {self._layer_id} is recomputed after its impose was closed, and would "
-                "select otherwise than its forward. Call backward inside the context."
+                "select differently from its forward. Call backward inside the context."
             )
         self._handle.remove()
 
@@ -281,11 +289,11 @@ def _ordered(indexers: Sequence[Indexer]) -> list[Indexer]:
     if isinstance(indexers, nn.Module):
         raise UsageError(
             f"pass the indexers of the model, not the {type(indexers).__name__} itself: "
-            "replay.adapters.transformers.indexers(model)"
+            "contrib.adapters.transformers.indexers(model)."
         )
     ordered = sorted(indexers, key=lambda indexer: indexer.layer_id)
     if not ordered:
-        raise UsageError("no indexers: there is no selection to replay")
+        raise UsageError("no indexers: there is no selection to replay.")
     return ordered
 
 
@@ -295,7 +303,7 @@ def _checked(indexer: Indexer, output: Any) -> Tensor:
         shown = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ShapeError(
             f"layer {indexer.layer_id}: an indexer must return integers [batch, tokens, width]; "
-            f"got {shown}"
+            f"got {shown}."
         )
     found: Tensor = output
     return found

@@ -1,11 +1,13 @@
 """Binary interpolative coding of sets of integers, a whole level at a time.
 
-The middle member of a sorted set is written first, in as few bits as the bounds leave: with `c`
-members among the integers `low..high` the one at `c // 2` has only `high - low + 2 - c` places.
-Each half then lies within tighter bounds, and a half that fills its bounds costs nothing at all, so
-members that lie together are cheap. All sets are at the same depth together: numpy writes or reads
-a level of every set in a few calls. A code of `bits` or `bits + 1` bits is split: the first `bits`
-of the level come first, from them a reader knows which codes have one more, and those bits follow.
+The middle member of a sorted set is written first, in as few bits as the bounds allow. With `c`
+members among the integers `low..high`, the one at `c // 2` has only `high - low + 2 - c` places.
+Each half then has tighter bounds. A half that fills its bounds costs nothing, so members that are
+close together are cheap.
+
+All sets are at the same depth together, so numpy writes or reads a level of every set in a few
+calls. A code of `bits` or `bits + 1` bits is split. The first `bits` of the whole level come first.
+They tell a reader which codes have one more bit, and those bits follow.
 
 Source: A. Moffat, L. Stuiver, "Binary interpolative coding for effective index compression" (2000).
 """
@@ -33,12 +35,12 @@ _FIXED = 64
 
 
 def encode_sets(members: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> bytes:
-    """Write sets down. Local; a few passes over the members for each level.
+    """Encode sets. Local. Makes a few passes over the members for each level.
 
     Args:
-        members: int64, the sets one after the other, each in rising order, from 0 on.
+        members: int64, the sets one after the other, each in ascending order, from 0 on.
         counts: int64 `[sets]`.
-        sizes: int64 `[sets]`; the members of a set are below its size.
+        sizes: int64 `[sets]`. The members of a set are below its size.
     """
     return b"".join(
         _pack_bits(*_codes(members[first:last], counts[sets], sizes[sets]))
@@ -47,7 +49,7 @@ def encode_sets(members: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> b
 
 
 def set_bits(members: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """`[sets]`, float64: the bits that `encode_sets` spends on each."""
+    """Return float64 `[sets]`: the bits that `encode_sets` needs for each set."""
     cost = np.zeros(len(counts))
     for sets, first, last in _pieces(counts):
         levels, found = _levels(counts[sets], sizes[sets]), members[first:last]
@@ -61,13 +63,13 @@ def set_bits(members: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> np.n
 def decode_sets(
     data: np.ndarray, counts: np.ndarray, sizes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The members, and what is left of `data` (uint8) behind them.
+    """Return the members, and the rest of `data` (uint8) after them.
 
     Raises:
         CorruptionError: a set cannot have so many members, or the bytes end before the sets do.
     """
     if ((counts < 0) | (counts > sizes)).any():
-        raise CorruptionError("a set has more members than there are places")
+        raise CorruptionError("a set has more members than there are places.")
     members = np.zeros(int(counts.sum()), dtype=np.int64)
     for sets, first, last in _pieces(counts):
         reader = _Reader(data)
@@ -81,7 +83,7 @@ def decode_sets(
 class _Level:
     """Parts of sets, each with at least one member and more places than members.
 
-    A class, and not arrays alone, because the halves depend on the middle that was found.
+    A class instead of arrays, because the halves depend on the middle that was found.
     """
 
     def __init__(
@@ -98,12 +100,12 @@ class _Level:
         self.middle: np.ndarray = low
 
     def read(self, members: np.ndarray) -> np.ndarray:
-        """Find the middle in known members; return its place among the choices."""
+        """Find the middle in known members. Return its place among the choices."""
         self.middle = members[self.start + self.half]
         return self.middle - self.low - self.half
 
     def turn(self, choice: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The choices renumbered, so that those in the middle get the short codes."""
+        """Return the choices renumbered, so that those in the middle get the short codes."""
         bits, short = self._widths()
         turned = choice - (self.choices - short) // 2
         return turned + self.choices * (turned < 0), bits, short
@@ -135,7 +137,7 @@ class _Level:
         return _Level(*(field[which] for field in fields))
 
     def _widths(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each code the bits that it has at least, and how many of the choices have no more."""
+        """Return each code's least number of bits, and how many choices have only these bits."""
         bits = np.frexp(self.choices.astype(np.float64))[1].astype(np.int64) - 1
         return bits, (np.int64(2) << bits) - self.choices
 
@@ -143,7 +145,7 @@ class _Level:
 def _levels(
     counts: np.ndarray, sizes: np.ndarray, members: np.ndarray | None = None
 ) -> Iterator[_Level]:
-    """Levels one after the other; a part that fills its places goes into `members` at once."""
+    """Yield levels one after the other. A part that fills its places goes into `members`."""
     starts = np.cumsum(counts) - counts
     level = _Level(np.arange(len(counts)), starts, counts, np.zeros_like(counts), sizes)
     while len(level.count):
@@ -158,13 +160,13 @@ def _levels(
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Integers from each start on, as many as its count, one range after the other."""
+    """Return integers from each start on, as many as its count, one range after the other."""
     total = int(counts.sum())
     return np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
 
 
 def _pieces(counts: np.ndarray) -> Iterator[tuple[slice, int, int]]:
-    """Sets that are coded together: as slices of the sets, with the range of their members."""
+    """Yield sets that are coded together, as slices of the sets with the range of members."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     cuts = np.searchsorted(ends, np.arange(_PIECE, total, _PIECE), side="left") + 1
@@ -178,7 +180,7 @@ def _pieces(counts: np.ndarray) -> Iterator[tuple[slice, int, int]]:
 def _codes(
     members: np.ndarray, counts: np.ndarray, sizes: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Codes of one piece, and the bits of each."""
+    """Return the codes of one piece, and the bits of each."""
     values, widths = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for level in _levels(counts, sizes):
         turned, bits, short = level.turn(level.read(members))
@@ -198,14 +200,14 @@ def _pack_bits(values: np.ndarray, widths: np.ndarray) -> bytes:
 
 
 class _Reader:
-    """Bits from the beginning of some bytes on, many codes at a time."""
+    """Reads bits from the beginning of some bytes, many codes at a time."""
 
     def __init__(self, data: np.ndarray) -> None:
         self._limit = 8 * len(data)
         self._at = 0
         padded = np.zeros(len(data) + 8, dtype=np.uint8)
         padded[: len(data)] = data
-        # Eight bytes from each byte on: a code of up to 57 bits lies within one of these words.
+        # Eight bytes from each byte on, because a code of up to 57 bits fits in one such word.
         self._words = np.lib.stride_tricks.as_strided(
             padded[:8].view(">u8"), (len(data) + 1,), (1,), writeable=False
         )
@@ -217,12 +219,12 @@ class _Reader:
     def read(self, widths: np.ndarray) -> np.ndarray:
         ends = self._at + np.cumsum(widths)
         if len(ends) and ends[-1] > self._limit:
-            raise CorruptionError(f"{self._limit // 8} bytes end before the sets in them do")
+            raise CorruptionError(f"{self._limit // 8} bytes end before the sets in them do.")
         starts = ends - widths
         self._at = int(ends[-1]) if len(ends) else self._at
         words = self._words[starts >> 3].astype(np.uint64)
         words <<= (starts & 7).astype(np.uint64)
-        # In two steps: a shift by all 64 bits is undefined.
+        # In two steps, because a shift by all 64 bits is undefined.
         return ((words >> np.uint64(1)) >> (63 - widths).astype(np.uint64)).astype(np.int64)
 
 
@@ -232,9 +234,9 @@ class _Numbers(NamedTuple):
 
 
 def encode_numbers(numbers: np.ndarray) -> bytes:
-    """Write integers from 0 on down, large and small ones in unlike bits.
+    """Encode integers from 0 on, with fewer bits for small ones.
 
-    Their running sums are a set; where one width for all takes fewer bits, that is used.
+    The running sums form a set. If one width for all takes fewer bits, that width is used.
     """
     numbers = numbers.astype(np.int64)
     sums = np.cumsum(numbers + 1) - 1
@@ -249,21 +251,21 @@ def encode_numbers(numbers: np.ndarray) -> bytes:
 
 
 def decode_numbers(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The `count` integers, and what is left of `data` behind them.
+    """Return the `count` integers, and the rest of `data` after them.
 
     Raises:
-        CorruptionError: the bytes hold something else.
+        CorruptionError: the bytes are not encoded numbers.
     """
     if len(data) < 9:
-        raise CorruptionError("the bytes end before the numbers in them do")
+        raise CorruptionError("the bytes end before the numbers in them do.")
     width, total = int(data[0]), int.from_bytes(data[1:9].tobytes(), "little")
     if width == _FIXED:
         if total > 1 << 62:
-            raise CorruptionError(f"no numbers add up to {total}")
+            raise CorruptionError(f"no numbers add up to {total}.")
         sums, rest = decode_sets(data[9:], np.array([count]), np.array([total]))
         return np.diff(sums, prepend=-1) - 1, rest
     if width > 32:
-        raise CorruptionError(f"no number has {width} bits")
+        raise CorruptionError(f"no number has {width} bits.")
     reader = _Reader(data[9:])
     numbers = reader.read(np.full(count, width))
     return numbers, data[9 + reader.nbytes :]

@@ -1,7 +1,7 @@
-"""Sets told from one another: which earlier set is nearest, what goes from it, and what comes.
+"""Sets coded as differences: the nearest earlier set, its removed members, and added members.
 
-Neighbouring queries look at much the same keys, and those that look for the same thing even more
-so: the nearest of the last `WINDOW` sets of a layer is a better guess than the last one alone.
+Neighbouring queries read nearly the same keys, and queries that look for the same thing even more
+so. The nearest of the last `WINDOW` sets of a layer is a better guess than the last set alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 
 class Sets(NamedTuple):
-    """Sets one after the other: all members, the count of each, and below what its members are."""
+    """Sets one after the other: all members, the count of each, and the bound of its members."""
 
     members: np.ndarray
     counts: np.ndarray
@@ -36,7 +36,7 @@ class Sets(NamedTuple):
 
 
 def history_of(positions: np.ndarray) -> np.ndarray:
-    """`[tokens]`: how many tokens of its document come right before each one, `WINDOW` at most."""
+    """Return `[tokens]`: how many tokens of a document directly precede each, at most `WINDOW`."""
     starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
     lengths = np.diff(starts, append=len(positions))
     return np.minimum(ranges(np.zeros_like(lengths), lengths), WINDOW)
@@ -45,15 +45,16 @@ def history_of(positions: np.ndarray) -> np.ndarray:
 def distances_of(
     ids: np.ndarray, known: np.ndarray, choosing: np.ndarray, history: np.ndarray
 ) -> np.ndarray:
-    """Count the rows from each one of `choosing` back to its nearest known relative; 0: none.
+    """Return the rows from each row of `choosing` back to its nearest known relative, or 0.
 
-    Nearest is where the fewest members differ; of large sets a sample of the integers decides.
+    The nearest row has the fewest different members. For large sets a sample of the integers
+    decides.
 
     Args:
-        ids: int32 `[tokens, top_k]` of one layer, -1 behind the last member.
-        known: bool `[tokens]`; a row that is not known is nobody's relative.
+        ids: int32 `[tokens, top_k]` of one layer, followed by -1.
+        known: bool `[tokens]`. A row that is not known cannot be a relative.
         choosing: bool `[tokens]`.
-        history: `[tokens]`, how far back each may look.
+        history: `[tokens]`, how many rows back each row may look.
     """
     distance = np.zeros(len(ids), dtype=np.int64)
     for begin in range(0, len(ids), _ROWS):
@@ -80,7 +81,7 @@ def distances_of(
 
 
 def _incidence(ids: np.ndarray) -> np.ndarray:
-    """uint64 `[rows, words]`: a bit for each integer of the sample, where a row has it."""
+    """Return uint64 `[rows, words]`: one bit per integer of the sample, set if a row has it."""
     thin = (ids.shape[1] // _SAMPLE).bit_length()
     mixed = (ids.astype(np.uint64) * np.uint64(0x9E3779B1)) >> np.uint64(32 - thin)
     row, column = np.nonzero((ids >= 0) & ((mixed & np.uint64((1 << thin) - 1)) == 0))
@@ -91,15 +92,15 @@ def _incidence(ids: np.ndarray) -> np.ndarray:
 
 
 def tell(own: np.ndarray, relative: np.ndarray, size: np.ndarray) -> tuple[Sets, Sets, np.ndarray]:
-    """Ranks of the members that go from `relative`, and of those that come, to make `own`.
+    """Return the ranks of members to remove from `relative`, and of those to add, to make `own`.
 
-    A row that is cheaper to write alone is told from the empty set; the third result is True for
-    the others.
+    A row that is cheaper on its own is coded from the empty set. The third result is True for the
+    other rows.
 
     Args:
         own: int32 `[rows, top_k]`.
-        relative: int32 `[rows, top_k]`, all -1 where a row has none.
-        size: int64 `[rows]`: members are below it.
+        relative: int32 `[rows, top_k]`, all -1 if a row has no relative.
+        size: int64 `[rows]`, the bound of the members.
     """
     go, come = _differences(own, relative, size)
     alone, _ = _differences(own, np.full_like(own, -1), size)[::-1]
@@ -113,7 +114,7 @@ def _differences(own: np.ndarray, relative: np.ndarray, size: np.ndarray) -> tup
     row, column = np.nonzero(own >= 0)
     owner, rank = np.nonzero(relative >= 0)
     lengths = np.bincount(owner, minlength=len(own))
-    # Keys that rise along the rows and from row to row, so that one search serves all.
+    # Keys that ascend along the rows and from row to row, so that one search serves all.
     keys = (row << 32) + own[row, column]
     others = (owner << 32) + relative[owner, rank]
     below = np.searchsorted(others, keys)
@@ -130,11 +131,11 @@ def _differences(own: np.ndarray, relative: np.ndarray, size: np.ndarray) -> tup
 
 
 def apply(relative: np.ndarray, go: Sets, come: Sets) -> np.ndarray:
-    """The sets, in rising order, that `tell` told: int32 `[rows, top_k]`, -1 behind the last."""
+    """Return the sets that `tell` coded, int32 `[rows, top_k]`, ascending and followed by -1."""
     rows, top_k = relative.shape
     wide = np.full((rows, top_k + int(come.counts.max(initial=0))), _LAST, dtype=np.int32)
     wide[:, :top_k] = np.where(relative >= 0, relative, _LAST)
-    # The j-th member has as many integers below it that are no members as it is above j.
+    # Below the j-th member there are as many integers that are not members as it is above j.
     column = np.arange(top_k)
     gaps = np.where(relative >= 0, relative - column, _LAST).astype(np.int64)
     row = np.repeat(np.arange(rows), come.counts)

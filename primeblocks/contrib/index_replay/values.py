@@ -1,4 +1,4 @@
-"""Selected positions as a value."""
+"""Positions that an indexer selected, as a value."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["Indices"]
 
 @dataclass(frozen=True, eq=False)
 class Indices:
-    """The positions that each token attended to in each layer that has an indexer of its own.
+    """The positions that each token attended to, in each layer with its own indexer.
 
-    A host-side value: numpy arrays that are read-only here; a slice costs nothing. Positions are
-    those inside a token's own document, as an engine knows them, whatever the trainer packs around
-    it. Layers that share another's selection hold none. A row that is not known is missing, and
-    whoever imposes the indices lets it select for itself.
+    A value on the host, made of read-only numpy arrays. A slice costs nothing. Positions are
+    counted inside a token's own document, as an engine knows them, however the trainer packs
+    documents. Layers that share another layer's selection are left out. An unknown row is missing.
+    `impose` lets a missing row keep the model's own selection.
 
     Args:
-        ids: int32 `[tokens, layers, top_k]`, in each row rising and without gaps, -1 behind the
-            last; none above the token's own position.
+        ids: int32 `[tokens, layers, top_k]`. Each row ascends without gaps and is followed by -1.
+            An id is at most the token's own position.
         positions: int32 `[tokens]`, the place of each token in its document, from 0.
-        layer_ids: of each layer in `ids`, its index among all hidden layers.
-        missing: bool `[tokens, layers]`; such rows hold -1.
+        layer_ids: for each layer in `ids`, its index among all hidden layers.
+        missing: bool `[tokens, layers]`. Missing rows hold -1.
 
     Raises:
-        ShapeError: shapes or dtypes do not fit together. The values are not read: use `from_array`
-            for data from outside.
+        ShapeError: shapes or dtypes do not fit together. The values are not checked, so use
+            `from_array` for data from outside.
     """
 
     ids: np.ndarray
@@ -49,12 +49,12 @@ class Indices:
             )
         tokens, layers, _ = self.ids.shape
         if len(self.layer_ids) != layers or len(set(self.layer_ids)) != layers:
-            raise ShapeError(f"{layers} layers need as many distinct ids; got {self.layer_ids}")
+            raise ShapeError(f"{layers} layers need as many distinct ids; got {self.layer_ids}.")
         if self.positions.shape != (tokens,) or self.positions.dtype != np.int32:
-            raise ShapeError(f"positions must be int32 [{tokens}]; got {_kind(self.positions)}")
+            raise ShapeError(f"positions must be int32 [{tokens}]; got {_kind(self.positions)}.")
         if self.missing.shape != (tokens, layers) or self.missing.dtype != np.bool_:
             raise ShapeError(
-                f"missing must be bool [{tokens}, {layers}]; got {_kind(self.missing)}"
+                f"missing must be bool [{tokens}, {layers}]; got {_kind(self.missing)}."
             )
         for name in ("ids", "positions", "missing"):
             object.__setattr__(self, name, _read_only(getattr(self, name)))
@@ -69,37 +69,38 @@ class Indices:
         top_k: int | None = None,
         missing: Any = None,
     ) -> Indices:
-        """Take ids from outside, in any order within a row, -1 anywhere for no id. Checked.
+        """Check ids from outside, which may have any order in a row, with -1 for no id. Local.
 
-        Local; sorts every row.
+        Sorts every row.
 
         Args:
             array: integers `[tokens, layers, width]`, an array or a tensor.
-            positions: integers `[tokens]`; by default those of one document from its start.
-            top_k: the most ids that a row may hold; by default the width.
+            layer_ids: as in `Indices`.
+            positions: integers `[tokens]`. Default: those of one document from its start.
+            top_k: the most ids that a row may hold. Default: the width.
             missing: bool `[tokens]` or `[tokens, layers]`.
 
         Raises:
-            ShapeError: shapes or dtypes do not fit together; a row holds more than `top_k` ids.
-            UsageError: a row names a position twice, one after its token's own, or one below -1.
+            ShapeError: shapes or dtypes do not fit together, or a row holds more than `top_k` ids.
+            UsageError: a row names a position twice, after its token's own position, or below -1.
         """
         ids = _host(array)
         if ids.ndim != 3 or ids.dtype.kind not in "iu":
             raise ShapeError(
-                f"indices need an integer array [tokens, layers, width]; got {_kind(ids)}"
+                f"indices need an integer array [tokens, layers, width]; got {_kind(ids)}."
             )
         tokens, layers, width = ids.shape
         places = np.arange(tokens) if positions is None else _host(positions)
         if places.shape != (tokens,) or places.dtype.kind not in "iu":
-            raise ShapeError(f"positions must be integers [{tokens}]; got {_kind(places)}")
+            raise ShapeError(f"positions must be integers [{tokens}]; got {_kind(places)}.")
         if tokens and not 0 <= places.min() <= places.max() < np.iinfo(np.int32).max:
-            raise UsageError(f"positions reach from {places.min()} to {places.max()}")
+            raise UsageError(f"positions reach from {places.min()} to {places.max()}.")
         unknown = np.zeros(tokens, dtype=np.bool_) if missing is None else _host(missing)
         if unknown.shape == (tokens,):
             unknown = np.repeat(unknown[:, None], layers, axis=1)
         if unknown.shape != (tokens, layers) or unknown.dtype != np.bool_:
             raise ShapeError(
-                f"missing must be bool [{tokens}] or [{tokens}, {layers}]; got {_kind(unknown)}"
+                f"missing must be bool [{tokens}] or [{tokens}, {layers}]; got {_kind(unknown)}."
             )
         ids = np.where(unknown[:, :, None], -1, ids)
         _check_range(ids, places)
@@ -107,9 +108,9 @@ class Indices:
         _check_distinct(ids)
         top_k = width if top_k is None else top_k
         if top_k < 1:
-            raise ShapeError(f"top_k must be at least 1; got {top_k}")
+            raise ShapeError(f"top_k must be at least 1; got {top_k}.")
         if (longest := int((ids >= 0).sum(axis=-1).max(initial=0))) > top_k:
-            raise ShapeError(f"a row holds {longest} ids, more than top_k={top_k}")
+            raise ShapeError(f"a row holds {longest} ids, more than top_k={top_k}.")
         fitted = np.full((tokens, layers, top_k), -1, dtype=np.int32)
         fitted[:, :, :width] = ids[:, :, :top_k]
         return cls(fitted, places.astype(np.int32), tuple(int(i) for i in layer_ids), unknown)
@@ -124,7 +125,7 @@ class Indices:
 
     @property
     def counts(self) -> np.ndarray:
-        """`[tokens, layers]`: how many positions each row holds."""
+        """`[tokens, layers]`: the number of positions in each row."""
         return (self.ids >= 0).sum(axis=-1)
 
     @property
@@ -161,10 +162,10 @@ class Indices:
 
     @staticmethod
     def join(parts: Iterable[Indices]) -> Indices:
-        """Join parts along the tokens: documents that are packed, or turns. One copy.
+        """Join parts along the tokens: packed documents, or turns. Copies once.
 
         Raises:
-            ShapeError: the parts come from different models; or there is no part at all.
+            ShapeError: the parts come from different models, or `parts` is empty.
         """
         parts = list(parts)
         if not parts:
@@ -197,15 +198,15 @@ class Indices:
         """Join our tokens before the first of `newer`, and all of `newer`: a document's next turn.
 
         Raises:
-            ShapeError: the two come from different models; `newer` leaves a gap or begins before
-                our first token; or either is not one document.
+            ShapeError: the two come from different models, or one of them is not one document.
+            ShapeError: `newer` leaves a gap, or begins before our first token.
         """
         self._check_model(newer)
         if not len(newer):
             return self
         for part in (self, newer):
             if (np.diff(part.positions) != 1).any():
-                raise ShapeError(f"{part} is not one document: extend each, then join them")
+                raise ShapeError(f"{part} is not one document: extend each, then join them.")
         first = int(self.positions[0]) if len(self) else int(newer.positions[0])
         kept = int(newer.positions[0]) - first
         if not 0 <= kept <= self.tokens:
@@ -216,31 +217,31 @@ class Indices:
         return Indices.join([self[:kept], newer])
 
     def fill(self, other: Indices) -> Indices:
-        """Take our rows and, where we have none, those of `other`: two halves of the same tokens.
+        """Return our rows, and rows of `other` for those that we miss.
 
         Raises:
-            ShapeError: the two are not of the same tokens and model.
+            ShapeError: the two have different tokens or come from different models.
         """
         self._check_model(other)
         if not np.array_equal(self.positions, other.positions):
-            raise ShapeError(f"{other} is not of the same tokens as {self}")
+            raise ShapeError(f"{other} is not of the same tokens as {self}.")
         ids = np.where(self.missing[:, :, None], other.ids, self.ids)
         return self._with(ids, self.positions, self.missing & other.missing)
 
     def with_missing(self, *, before: int = 0, after: int = 0) -> Indices:
-        """Add tokens whose rows are unknown, at the positions before and after ours.
+        """Add tokens with unknown rows, at the positions before and after ours.
 
-        The last sampled token has no row (`after=1`), an omitted prompt has none (`before=`).
-        Padding, too, is added `after`.
+        The last sampled token has no row (`after=1`). An omitted prompt has no rows (`before=`).
+        Add padding with `after` as well.
 
         Raises:
-            ShapeError: a count is negative, or there are not so many positions before.
+            ShapeError: a count is negative, or `before` exceeds our first position.
         """
         first = int(self.positions[0]) if len(self) else before
         last = int(self.positions[-1]) if len(self) else before - 1
         if before < 0 or after < 0 or before > first:
             raise ShapeError(
-                f"cannot add {before} and {after} missing tokens around positions {first}..{last}"
+                f"cannot add {before} and {after} missing tokens around positions {first}..{last}."
             )
         added = np.arange(first - before, first), np.arange(last + 1, last + 1 + after)
         positions = np.concatenate([added[0], self.positions, added[1]]).astype(np.int32)
@@ -249,13 +250,13 @@ class Indices:
         return self._with(ids, positions, np.pad(self.missing, around, constant_values=True))
 
     def take(self, order: Any) -> Indices:
-        """The tokens at `order`, for example one rank's part of a context-parallel sequence.
+        """Return the tokens at `order`, such as one rank's part of a split sequence.
 
         Args:
-            order: indices, or a bool mask `[tokens]`; an array, a tensor or a list.
+            order: indices, or a bool mask `[tokens]`, as an array, a tensor or a list.
 
         Raises:
-            ShapeError: an index is outside the tokens or no integer; a mask is not of all tokens.
+            ShapeError: an index is out of range or not an integer, or a mask has another length.
         """
         index = np.asarray(_host(order))
         if index.dtype == np.bool_ and index.shape == (self.tokens,):
@@ -265,55 +266,55 @@ class Indices:
         if not whole or (index.size and not 0 <= index.min() <= index.max() < self.tokens):
             raise ShapeError(
                 f"an order must be a list of indices in 0..{self.tokens - 1} or a bool mask"
-                f" [{self.tokens}]; got {_kind(index)}"
+                f" [{self.tokens}]; got {_kind(index)}."
             )
         return self._with(self.ids[index], self.positions[index], self.missing[index])
 
     def select_layers(self, layer_ids: Sequence[int]) -> Indices:
-        """These layers, in this order: what one pipeline stage needs.
+        """Return these layers, in this order, such as the layers of one pipeline stage.
 
         Raises:
             ShapeError: a layer is not recorded.
         """
         unknown = [i for i in layer_ids if i not in self.layer_ids]
         if unknown:
-            raise ShapeError(f"layers {unknown} are not among the recorded {self.layer_ids}")
+            raise ShapeError(f"layers {unknown} are not among the recorded {self.layer_ids}.")
         columns = [self.layer_ids.index(i) for i in layer_ids]
         ids, missing = self.ids[:, columns], self.missing[:, columns]
         return Indices(ids, self.positions, tuple(layer_ids), missing)
 
     def pack(self) -> memoryview:
-        """Return one self-describing, checksummed buffer, coded without loss; see `code`. Local.
+        """Return one self-describing, checksummed buffer, coded without loss. See `code`. Local.
 
-        The result is a view of memory: pass `bytes(payload)` to code that pickles.
+        The result is a view of memory. Pass `bytes(payload)` to code that pickles.
         """
         return code.encode(self.ids, self.positions, self.layer_ids, self.missing)
 
     @classmethod
     def unpack(cls, payload: Bytes, *, max_bytes: int | None = None) -> Indices:
-        """The value that was packed. Local.
+        """Return the value that was packed. Local.
 
         Args:
-            max_bytes: refuse ids that would take more. A row that holds its whole prefix costs the
-                payload nothing, so one from a stranger may expand without bound.
+            max_bytes: refuse ids that would take more. A row with its whole prefix takes no bytes
+                of the payload, so a payload from a stranger may expand without bound.
 
         Raises:
-            CorruptionError: a byte was changed, added or lost.
-            UnsupportedError: another version of the format.
+            CorruptionError: a byte was changed, added or removed.
+            UnsupportedError: the payload has another version of the format.
             CapacityError: the ids would take more than `max_bytes`.
         """
         return cls(*code.decode(payload, max_bytes=max_bytes))
 
     def _check_model(self, other: Indices) -> None:
         if (other.layer_ids, other.top_k) != (self.layer_ids, self.top_k):
-            raise ShapeError(f"{other} is not of the same layers and top_k as {self}")
+            raise ShapeError(f"{other} is not of the same layers and top_k as {self}.")
 
     def _with(self, ids: np.ndarray, positions: np.ndarray, missing: np.ndarray) -> Indices:
         return Indices(ids, positions, self.layer_ids, missing)
 
 
 def _host(values: Any) -> np.ndarray:
-    # Tensors of any device, without importing torch for their sake.
+    # Takes tensors of any device, without importing torch for them.
     detach = getattr(values, "detach", None)
     return np.asarray(values if detach is None else detach().cpu())
 
@@ -329,7 +330,7 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 
 
 def _compact(ids: np.ndarray) -> np.ndarray:
-    """Rising within each row, -1 behind the last."""
+    """Return each row in ascending order, followed by -1."""
     last = np.iinfo(np.int32).max
     ids = np.sort(np.where(ids < 0, last, ids), axis=-1)
     return np.where(ids == last, -1, ids)
@@ -341,8 +342,8 @@ def _check_range(ids: np.ndarray, positions: np.ndarray) -> None:
         token, layer, column = np.argwhere(wrong)[0]
         raise UsageError(
             f"position {ids[token, layer, column]} at token {token}, layer position {layer} is"
-            f" outside 0..{positions[token]}, the token's own place. Are the ids those inside its"
-            " document, and masked places left out?"
+            f" outside 0..{positions[token]}, the token's own place. Pass ids inside the token's"
+            " document, without masked places."
         )
 
 
@@ -352,5 +353,5 @@ def _check_distinct(ids: np.ndarray) -> None:
         token, layer, column = np.argwhere(twice)[0]
         raise UsageError(
             f"{int(twice.any(axis=-1).sum())} rows name a position twice, first token {token} of"
-            f" layer position {layer}: {ids[token, layer, column]}"
+            f" layer position {layer}: {ids[token, layer, column]}."
         )

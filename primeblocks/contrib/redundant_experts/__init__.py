@@ -1,4 +1,4 @@
-"""Copies of hot experts, so that no rank of an expert group has much more work than the others."""
+"""Copies of hot experts, so that the ranks of an expert group have similar work."""
 
 from .placement import Placement, plan_placement
 

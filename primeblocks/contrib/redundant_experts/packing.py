@@ -1,4 +1,4 @@
-"""Copies of experts, dealt to ranks so that these have equal loads. Pure; see `placement`."""
+"""Assign copies of experts to ranks, so that ranks have equal loads. Pure. See `placement`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["packed"]
 
 
 def packed(tokens: Sequence[float], ranks: int, redundant: int, slack: float) -> tuple[int, ...]:
-    """The expert at each place, ascending on each rank. Arguments as in `plan_placement`, checked.
+    """Return the expert at each place, ascending on each rank. Arguments as in `plan_placement`.
 
-    With p the load of the hottest copy, no rank has more than the larger of
-    mean + p (ranks - 1) / ranks and (1 + slack) mean.
+    Let p be the load of the hottest copy. The load of each rank is at most the larger of
+    `mean + p (ranks - 1) / ranks` and `(1 + slack) mean`.
     """
     copies = _copies(tokens, ranks, redundant)
     piece = np.array(tokens) / copies
@@ -28,9 +28,9 @@ def packed(tokens: Sequence[float], ranks: int, redundant: int, slack: float) ->
 
 
 def _copies(tokens: Sequence[float], ranks: int, redundant: int) -> list[int]:
-    """Count each expert's copies: one, and each redundant one where a copy has most to do."""
+    """Count each expert's copies: one, and each redundant one for the copy with most to do."""
     copies = [1] * len(tokens)
-    # Experts without tokens share evenly what is left over: fewest copies first.
+    # Experts without tokens share the remaining copies evenly: fewest copies first.
     queue = [(-load, 1, expert) for expert, load in enumerate(tokens)]
     heapq.heapify(queue)
     for _ in range(redundant):
@@ -42,10 +42,10 @@ def _copies(tokens: Sequence[float], ranks: int, redundant: int) -> list[int]:
 
 
 def _dealt(piece: np.ndarray, copies: Sequence[int], ranks: int) -> list[list[int]]:
-    """The experts of each rank: largest first, in rounds of one a rank.
+    """Return the experts of each rank: largest first, in rounds of one per rank.
 
-    Copies of one expert are neighbours in this order, so they spread over two rounds at most, and
-    those in the later round come first in it: there are always ranks left without that expert.
+    Copies of one expert are neighbours in this order, so they cover two rounds at most. Copies in
+    the later round come first in it, so a rank without that expert is always left.
     """
     order = sorted(range(len(copies)), key=lambda e: (-piece[e], e))
     pieces = [e for e in order for _ in range(copies[e])]
@@ -62,7 +62,7 @@ def _dealt(piece: np.ndarray, copies: Sequence[int], ranks: int) -> list[list[in
 
 
 class _Packing:
-    """Physical experts, flat by rank, and the loads of ranks while they are exchanged."""
+    """Physical experts, flat by rank, and the loads of ranks during exchanges."""
 
     def __init__(self, held: list[list[int]], piece: np.ndarray) -> None:
         self.ranks, self.width = len(held), len(held[0])
@@ -74,18 +74,18 @@ class _Packing:
         self.loads = np.array([self._load(rank) for rank in range(self.ranks)])
 
     def level(self) -> None:
-        """Let the busiest rank exchange an expert, while both ranks end up below it."""
+        """Exchange experts of the busiest rank, while both ranks end up below its load."""
         while True:
             busiest = int(self.loads.argmax())
             a, b = self.places.reshape(self.ranks, -1)[busiest][:, None], self.places[None]
             after = self._after(a, b)
-            # By more than rounding, so that this ends.
+            # By more than rounding, so that the loop ends.
             if after.min() >= self.loads[busiest] * (1 - 1e-9):
                 return
             self._exchange(a, b, after)
 
     def bring_home(self, limit: float) -> None:
-        """Exchange experts so that more of them are on their owner, and no load exceeds `limit`."""
+        """Exchange experts so that more are on their owner, and no load exceeds `limit`."""
         owner = np.arange(self.piece.size) // (self.piece.size // self.ranks)
         a = self.places[:, None]
         while True:
@@ -99,7 +99,7 @@ class _Packing:
             self._exchange(a, b, after)
 
     def _after(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """The higher load of two ranks if places a and b were exchanged; inf if one may not."""
+        """Return the higher load of two ranks after an exchange of a and b, or inf if refused."""
         rank_a, rank_b, x, y = a // self.width, b // self.width, self.experts[a], self.experts[b]
         less = self.piece[x] - self.piece[y]
         higher = np.maximum(self.loads[rank_a] - less, self.loads[rank_b] + less)
@@ -114,5 +114,5 @@ class _Packing:
         self.loads[ranks] = [self._load(rank) for rank in ranks.tolist()]
 
     def _load(self, rank: int) -> float:
-        # Exactly rounded: ranks on unlike processors must come to the same plan.
+        # Rounded exactly, because ranks on different processors must make the same plan.
         return math.fsum(self.piece[self.experts.reshape(self.ranks, -1)[rank]])

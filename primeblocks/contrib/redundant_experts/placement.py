@@ -1,10 +1,12 @@
-"""Copies of hot experts, so that no rank of an expert group has much more work than the others.
+"""Copies of hot experts, so that the ranks of an expert group have similar work.
 
-A *physical* expert is room for the weights of one *logical* expert, which several may hold. The
-plan is made from counts, on the host. Used in a layer, between router and experts:
+A *physical* expert is room for the weights of one *logical* expert. Several physical experts may
+hold the same logical one. The plan is made from counts, on the host. A layer uses it between router
+and experts:
 
     physical = placement.assign(expert_ids, rank=group.rank())
     sent = dispatcher.dispatch(x, scores, physical, num_experts=placement.num_physical)
+
     gate_up, down = (placement.copies(w, group=group) for w in (own_gate_up, own_down))
     out = dispatcher.combine(grouped_swiglu(sent.tokens, sent.counts, gate_up, down), sent)
 """
@@ -35,12 +37,12 @@ _MOST = 1e100
 
 @dataclass(frozen=True)
 class Placement:
-    """A plan of which logical expert each physical one holds, made by `plan_placement`.
+    """A plan that gives each physical expert a logical one. Made by `plan_placement`.
 
     Attributes:
         loads: the tokens of each expert that the plan was made for.
-        ranks: rank r has the r-th `physical_per_rank` physical experts, and is the owner of the
-            r-th `num_experts / ranks` logical ones.
+        ranks: the number of ranks. Rank r has the r-th `physical_per_rank` physical experts, and
+            owns the r-th `num_experts / ranks` logical experts.
         logical_of_physical: ascending on each rank, and never twice on one rank.
     """
 
@@ -72,26 +74,26 @@ class Placement:
 
     @property
     def max_over_mean(self) -> float:
-        """The busiest rank's load over the mean; 1 is balanced."""
+        """The busiest rank's load over the mean. 1 is balanced."""
         return _max_over_mean(self.rank_loads)
 
     @property
     def max_over_mean_before(self) -> float:
-        """The same ratio with each expert on its owner alone."""
+        """The same ratio if each expert is only on its owner."""
         return _max_over_mean(_sums(self.loads, self.ranks))
 
     def bytes_sent(self, expert_bytes: int) -> int:
-        """Bytes between ranks in one `copies`, over all ranks; its backward sends as many.
+        """Return the bytes that one `copies` sends between all ranks. Its backward sends as many.
 
         Args:
-            expert_bytes: of one expert in the tensor that is passed to `copies`.
+            expert_bytes: bytes of one expert in the tensor that you pass to `copies`.
         """
         share, width = self.num_experts // self.ranks, self.physical_per_rank
         moved = [e for p, e in enumerate(self.logical_of_physical) if e // share != p // width]
         return len(moved) * expert_bytes
 
     def table(self) -> str:
-        """Return one line a rank: its load before and after, its experts, a star if sent."""
+        """Return one line per rank: its load before and after, and its experts. A star: sent."""
         lines = [
             f"{self.num_experts} experts, {self.num_physical} physical, on {self.ranks} ranks; "
             f"max/mean {self.max_over_mean_before:.3f} -> {self.max_over_mean:.3f}; "
@@ -110,17 +112,17 @@ class Placement:
     ) -> Int64[Tensor, "tokens top_k"]:
         """Choose a physical expert for each choice of a logical one. Local.
 
-        The choices of an expert go round its copies, in their order in `expert_ids`, so that
-        copies differ by one at most. Ranks begin at different copies.
+        The choices of an expert go to its copies in turn, in their order in `expert_ids`. The loads
+        of copies therefore differ by at most one. Ranks begin at different copies.
 
         Args:
             expert_ids: `[tokens, top_k]`, integers in `[0, num_experts)`.
             rank: this rank, in the group that shares the experts.
-            check: look at the ids, for which the host waits. Without it those out of range become
-                -1, which a dispatcher refuses that looks at them.
+            check: look at the ids, for which the host waits. With False, ids out of range become
+                -1, and a dispatcher with `check` refuses them.
 
         Raises:
-            ShapeError: another shape or dtype, or ids out of range.
+            ShapeError: the shape or the dtype is wrong, or ids are out of range.
         """
         self._check_ids(expert_ids, values=check)
         asked = expert_ids.flatten().long()
@@ -139,11 +141,11 @@ class Placement:
 
     @outside_graphs
     def copies(self, own: Tensor, *, group: dist.ProcessGroup, check: bool = True) -> Tensor:
-        """Return the weights of this rank's physical experts, fetching what it does not own.
+        """Return the weights of this rank's physical experts, and fetch those of other owners.
 
-        Differentiable: an expert's gradients from all of its copies are summed on its owner, on a
-        GPU in no fixed order. Collective, and so is its backward: all ranks run it, or none does.
-        An expert is sent once to each other rank that holds it; `bytes_sent` says how much.
+        Differentiable. An expert's gradients from all copies are summed on its owner. On a GPU the
+        order of the sum is not fixed. Collective, and so is its backward, which all ranks must run.
+        An expert is sent once to each other rank that holds it. `bytes_sent` gives the bytes.
 
         Args:
             own: `[own_experts, ...]`, this rank's consecutive share of the experts.
@@ -151,8 +153,8 @@ class Placement:
             check: as in `AllToAllDispatcher`.
 
         Raises:
-            PlanError: the group has another size, or ranks differ in the plan, in sizes or in
-                whether gradients are asked for.
+            PlanError: the group has another size, or ranks differ in plan, sizes or in whether they
+                need gradients.
             ShapeError: `own` has another number of experts.
             RankError: another rank refused its arguments.
         """
@@ -164,7 +166,7 @@ class Placement:
         to = [self._sent(me, other) for other in range(self.ranks)]
         mine = [e - me * share for run in to for e in run]
         rows = self._table(f"rows of {me}", own.device, lambda: torch.tensor(mine).long())
-        # What comes is ordered by owner, as the physical experts are: nothing to rearrange.
+        # Arriving experts are ordered by owner, as the physical experts are.
         return all_to_all_rows(
             own.index_select(0, rows),
             send_counts=[len(run) for run in to],
@@ -177,11 +179,11 @@ class Placement:
         return np.bincount(self.logical_of_physical, minlength=self.num_experts).tolist()
 
     def _physical(self) -> Tensor:
-        """Physical experts sorted by the logical one."""
+        """Return the physical experts sorted by their logical experts."""
         return torch.tensor(self.logical_of_physical).argsort(stable=True)
 
     def _table(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """Copy to a device once: each copy makes the host wait."""
+        """Copy to a device once, because each copy makes the host wait."""
         if (name, device) not in self._tables:
             self._tables[name, device] = make().to(device)
         return self._tables[name, device]
@@ -196,7 +198,7 @@ class Placement:
         ]
 
     def _sent(self, owner: int, rank: int) -> list[int]:
-        """The experts of `owner` that `rank` holds, ascending."""
+        """Return the experts of `owner` that `rank` holds, ascending."""
         share = self.num_experts // self.ranks
         return [e for e in self._held(rank) if e // share == owner]
 
@@ -235,27 +237,28 @@ class Placement:
 def plan_placement(
     loads: Sequence[float] | Tensor, *, ranks: int, redundant: int, slack: float = 0.02
 ) -> Placement:
-    """Give hot experts copies, and ranks equal work in equally many physical experts. Pure.
+    """Give hot experts copies, so that ranks with equally many experts have equal work. Pure.
 
-    Each further copy goes to the expert with most tokens a copy. Copies are dealt to ranks, largest
-    first; the busiest rank then exchanges some as long as that helps, after which it exceeds the
-    mean by less than the hottest copy. Within `slack` experts go back to their owners, for what
-    an owner holds need not be sent. A rank never holds an expert twice.
+    Each further copy goes to the expert with the most tokens per copy. Copies are assigned to
+    ranks, largest first. Then the busiest rank exchanges experts as long as that helps. Its load
+    then exceeds the mean by less than the hottest copy. Within `slack`, experts return to their
+    owners, because an owner's expert need not be sent. A rank never holds an expert twice.
 
-    Equal inputs give equal plans: sum the loads over all ranks, then each may plan alone.
-    Without copies no plan is worse than the owners alone; with copies it can be, where loads are
-    balanced already. Compare `max_over_mean` with `max_over_mean_before`.
+    Equal inputs give equal plans. Sum the loads over all ranks, and then each rank may plan alone.
+    Without copies the plan is never worse than owners alone. With copies it can be worse if loads
+    are balanced already. Compare `max_over_mean` with `max_over_mean_before`.
 
     Args:
-        loads: one number an expert, such as tokens seen; only their ratios count.
-        ranks: of the group that shares the experts.
-        redundant: copies beyond one an expert, over all ranks.
-        slack: how far the busiest rank may exceed the mean, as a fraction of it, so that fewer
+        loads: one number per expert, such as the tokens seen. Only ratios count.
+        ranks: the ranks of the group that shares the experts.
+        redundant: copies beyond one per expert, over all ranks.
+        slack: the fraction of the mean by which the busiest rank may exceed the mean, so that fewer
             experts are sent.
 
     Raises:
-        PlanError: loads are empty, negative or not finite; ranks do not divide the experts or the
-            redundant copies; more copies of an expert than ranks; a negative slack.
+        PlanError: loads are empty, negative or not finite, or `slack` is negative.
+        PlanError: `ranks` does not divide the experts or the redundant copies, or an expert would
+            have more copies than ranks.
 
     Source: arXiv:2412.19437, section 3.4 (redundant experts).
     """
@@ -269,12 +272,12 @@ def _checked(
     loads: Sequence[float] | Tensor, ranks: int, redundant: int, slack: float
 ) -> tuple[float, ...]:
     if isinstance(loads, Tensor) and loads.ndim != 1:
-        raise PlanError(f"loads must be one number an expert; got shape {tuple(loads.shape)}.")
+        raise PlanError(f"loads must be one number per expert; got shape {tuple(loads.shape)}.")
     if not isinstance(loads, Iterable) or not all(
         isinstance(n, Integral) for n in (ranks, redundant)
     ):
         raise PlanError(
-            "needs loads, one number an expert, and whole ranks and redundant; got a "
+            "needs loads, one number per expert, and whole ranks and redundant; got a "
             f"{type(loads).__name__}, ranks={ranks!r}, redundant={redundant!r}."
         )
     tokens = tuple(map(float, loads.tolist() if isinstance(loads, Tensor) else loads))

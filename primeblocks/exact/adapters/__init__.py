@@ -1,1 +1,1 @@
-"""Engines that run a model inside of `batch_invariant()`, one file for each package."""
+"""Engines that run a model inside of `batch_invariant()`, one file per package."""

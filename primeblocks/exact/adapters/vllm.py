@@ -1,8 +1,8 @@
 """vLLM with the trainer's own model: transformers' code inside of `batch_invariant()`.
 
-An engine that is started with `hf_overrides=ARCHITECTURE` and `enforce_eager=True` builds the model
-as transformers does, replaces no layer of it, and runs its attention over vLLM's pages of keys in
-the order that the trainer has. On a CPU, of one rank.
+Start the engine with `hf_overrides=ARCHITECTURE` and `enforce_eager=True`. It then builds the model
+as transformers does, and replaces no layer of it. Attention reads vLLM's pages of keys in the order
+of the trainer. On a CPU, with one rank.
 """
 
 import re
@@ -44,7 +44,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 class PagedAttentionImpl(CPUAttentionBackendImpl):
-    """Attention of one layer: keys and values in vLLM's pages, as they are."""
+    """Attention of one layer, over keys and values in vLLM's pages."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,7 +57,7 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
         }
         if named := [name for name, is_so in odd.items() if is_so]:
             raise UnsupportedError(
-                f"attention with {named[0]} has no batch-invariant form; use a model without."
+                f"attention with {named[0]} has no batch-invariant form; use a model without it."
             )
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
 
 
 class PagedAttention(CPUAttentionBackend):
-    """vLLM's name for what `PagedAttentionImpl` does."""
+    """The name under which vLLM finds `PagedAttentionImpl`."""
 
     @staticmethod
     def get_name() -> str:
@@ -116,7 +116,7 @@ class PagedAttention(CPUAttentionBackend):
 
 
 class PagedAttentionLayer(Attention):
-    """vLLM's layer, whose own operators only lead to `PagedAttentionImpl`."""
+    """vLLM's layer. Its operators only call `PagedAttentionImpl`, so torch modes are disabled."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         with _disable_current_modes():
@@ -127,7 +127,7 @@ _plain_forward = Sampler.forward
 
 
 def _sample(sampler: Sampler, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's sampler; it returns log-probabilities of logits or of what it drew from."""
+    """Wrap vLLM's sampler. It returns log-probabilities of logits or of the drawn distribution."""
     with batch_invariant():
         return _plain_forward(sampler, *args, **kwargs)
 
@@ -151,7 +151,7 @@ def _refusal(config: Any) -> str | None:
 
 
 class ExactForCausalLM(VllmModelForTextGeneration, Base):
-    """A causal language model of transformers, layer by layer as the trainer has it."""
+    """A causal language model of transformers, with the layers of the trainer's model."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         if reason := _refusal(vllm_config):
@@ -161,7 +161,7 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
             self.text_config.hidden_size, self.text_config.vocab_size, bias=False
         )
         self.lm_head.requires_grad_(False)
-        # Of the sampler of this process: vLLM has no hook for it.
+        # Belongs to the sampler of this process, because vLLM has no hook for it.
         setattr(Sampler, "forward", _sample)  # noqa: B010
         if self._get_tie_word_embeddings():
             self.lm_head.weight = self.model.get_input_embeddings().weight
@@ -170,7 +170,7 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
         pass
 
     def recursive_replace(self) -> None:
-        """Replace nothing; note where attention is."""
+        """Replace no module, and record the attention modules."""
         for name, module in self.model.named_modules():
             fuser = AttentionFuser.match(None, module)
             if fuser is not None and (layer := fuser.layer_index(module)) is not None:
@@ -188,10 +188,10 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
             return self.lm_head(hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load tensors by the names of a checkpoint, experts one by one or stacked.
+        """Load tensors by the names of a checkpoint, with experts one by one or stacked.
 
         Raises:
-            PlanError: a name or a shape that the model does not have.
+            PlanError: the model does not have the name or the shape of a tensor.
         """
         held = {
             **dict(self.named_parameters(remove_duplicate=False)),

@@ -1,10 +1,9 @@
 """Engines that multiply and quantize, and hosts whose modules are converted.
 
-Engines are passed in, `Recipe(gemm=...)`, and never found. On a GPU of compute capability 9.0 try
-them in this order:
+You pass engines in: `Recipe(gemm=...)`. On a GPU of compute capability 9.0 try them in this order:
 
-    cublas.CublasGemm     torch alone; dense products. For experts it is given another engine.
-    deep_gemm.DeepGemm    dense, and experts whose rows are padded to 128; compiles when first used.
+    cublas.CublasGemm     torch alone. Dense products. Give it another engine for experts.
+    deep_gemm.DeepGemm    dense, and experts with rows padded to 128. Compiles at first use.
     triton.TritonGemm     dense, experts of any size, and float8 gradients of experts.
-    ReferenceGemm         to the bit on any device, and slow; in `primeblocks.fp8.reference`.
+    ReferenceGemm         exact to the bit on any device, but slow. In `primeblocks.fp8.reference`.
 """

@@ -1,10 +1,9 @@
-"""cuBLAS's block-scaled products through `torch.nn.functional.scaled_mm`, run on one H100.
+"""cuBLAS's block-scaled products through `torch.nn.functional.scaled_mm`. Has run on one H100.
 
     recipe = fp8.Recipe(gemm=CublasGemm(experts=TritonGemm()))
 
-Calls are also checked on a CPU against torch's own shape functions. Needs nothing but torch, built
-for CUDA 12.9 or later, and a GPU of compute capability 9.0, the only one for which cuBLAS has these
-tiles.
+On a CPU, calls are checked against torch's own shape functions. Needs only torch, built for CUDA
+12.9 or later, and a GPU of compute capability 9.0. cuBLAS has these tiles for no other GPU.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _ALIGNED = 16  # Bytes: addresses of scales, and strides from one column of them
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device on which cuBLAS has no such product. Local; no host wait.
+    """Refuse a device on which cuBLAS has no such product. Local. The host does not wait.
 
     Raises:
-        UnsupportedError: no CUDA device of compute capability 9.0, or torch is built for an
-            earlier CUDA than 12.9.
+        UnsupportedError: the device is not CUDA of compute capability 9.0, or torch is built for a
+            CUDA before 12.9.
     """
     check_hopper(device, _ENGINE)
     built = torch.version.cuda or "none"
@@ -46,21 +45,23 @@ def check_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class CublasGemm:
-    """Dense products of quantized matrices by cuBLAS; see `Gemm`.
+    """A `Gemm` that multiplies dense matrices with cuBLAS.
 
-    `a` has tiles of 1 x 128. With weights of 128 x 128 the result is bfloat16; with tiles of
-    1 x 128 on both sides, as gradients of weights have, float32. The number of rows on either side
-    is a multiple of 4, that of `b` of 16; the inner dim, and both sides of weights, of 128.
+    Tiles of `a` are 1 x 128. With weights in 128 x 128 tiles the result is bfloat16. With 1 x 128
+    tiles on both sides, as for gradients of weights, it is float32. These sizes are required:
 
-    One launch, and one to two that lay scales out: copies of a 32nd of the codes' bytes at most.
-    Codes are not copied, and no host waits. UE8M0 scales are float32 here, and fine.
+    - The rows of `a` are a multiple of 4, and the rows of `b` a multiple of 16.
+    - The inner dim, and both sides of weights, are multiples of 128.
 
-    cuBLAS has no block-scaled product of groups. A loop over experts would have to know their
-    sizes, for which the host waits; so those products belong to another engine, `experts`. It is
-    passed in like every engine: a recipe names all that multiplies.
+    A call makes one launch, and one or two that copy scales, at most a 32nd of the codes' bytes.
+    Codes are not copied, and the host does not wait. UE8M0 scales work, stored as float32.
+
+    cuBLAS has no block-scaled product of groups. A loop over experts would need their sizes, for
+    which the host would wait. Another engine, `experts`, computes those products. You pass it in,
+    so that a recipe names every engine that multiplies.
 
     Args:
-        experts: multiplies groups.
+        experts: the engine that multiplies groups.
 
     Source: cuBLAS, "128-element 1D and 128x128 2D Block Scaling For FP8 Data Types".
     """
@@ -72,8 +73,8 @@ class CublasGemm:
         """Multiply `a @ b.T`. Local.
 
         Raises:
-            ShapeError: no two matrices, or their inner dims differ.
-            UnsupportedError: sizes, tiles or a device that cuBLAS does not take; nothing was
+            ShapeError: the operands are not two matrices, or their inner dims differ.
+            UnsupportedError: cuBLAS does not take the sizes, the tiles or the device. Nothing was
                 launched.
         """
         _check(a, b)
@@ -95,7 +96,7 @@ class CublasGemm:
         """Let `experts` multiply each expert's rows by its matrix. Local.
 
         Raises:
-            UnsupportedError: there is none.
+            UnsupportedError: the engine was made without `experts`.
         """
         return self._of_experts("the rows of experts").grouped(a, b, offsets)
 
@@ -103,7 +104,7 @@ class CublasGemm:
         """Let `experts` multiply over each expert's tokens. Local.
 
         Raises:
-            UnsupportedError: there is none.
+            UnsupportedError: the engine was made without `experts`.
         """
         return self._of_experts("the tokens of experts").k_grouped(a, b, offsets)
 
@@ -118,7 +119,7 @@ class CublasGemm:
 
 def _check(a: Quantized, b: Quantized) -> None:
     if a.codes.ndim != 2 or b.codes.ndim != 2:
-        raise ShapeError(f"CublasGemm multiplies matrices; got {list(a.shape)} by {list(b.shape)}")
+        raise ShapeError(f"CublasGemm multiplies matrices; got {list(a.shape)} by {list(b.shape)}.")
     check_operands(a, b, _ENGINE)
     if a.shape[0] % 4 or b.shape[0] % 16:
         raise UnsupportedError(
@@ -130,18 +131,18 @@ def _check(a: Quantized, b: Quantized) -> None:
 
 
 def _row_scales(scales: Tensor) -> Tensor:
-    """Scales of 1 x 128 tiles with the rows innermost, `[rows, tiles]` of strides `(1, rows)`."""
+    """Return scales of 1 x 128 tiles as `[rows, tiles]` with strides `(1, rows)`."""
     rows, tiles = scales.shape
     if scales.stride() == (1, rows) and _on_boundary(scales):
         return scales
-    # Strides given outright: of a dim of size 1, contiguous() would leave any.
+    # Strides are set explicitly, because contiguous() may leave any stride for a dim of size 1.
     return scales.new_empty_strided((rows, tiles), (1, rows)).copy_(scales)
 
 
 def _square_scales(scales: Tensor) -> Tensor:
-    """Scales of 128 x 128 tiles, `[tiles of in, tiles of out]` with those of `in` innermost.
+    """Return scales of 128 x 128 tiles, `[tiles of in, tiles of out]` with those of `in` innermost.
 
-    The first number is filled up to a multiple of 4 with ones, so that columns lie 16 bytes apart.
+    The first dim is padded with ones to a multiple of 4, so that columns are 16 bytes apart.
     """
     down, across = scales.shape
     padded = -(-across // 4) * 4
@@ -153,5 +154,5 @@ def _square_scales(scales: Tensor) -> Tensor:
 
 
 def _on_boundary(scales: Tensor) -> bool:
-    # Allocations lie on multiples of 512 bytes, so the offset tells.
+    # Allocations start at multiples of 512 bytes, so the offset shows the alignment.
     return scales.storage_offset() * scales.element_size() % _ALIGNED == 0

@@ -1,11 +1,13 @@
-"""DeepGEMM's block-scaled products, dense and of experts: run on one H100.
+"""DeepGEMM's block-scaled products, dense and of experts. Has run on one H100.
 
     recipe = fp8.Recipe(gemm=DeepGemm(k_groups=TritonGemm()))
 
-It ran with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. **A wheel belongs to one
-torch**: 0.2.2, built for a newer one, loads beside 2.11 and misreads every tensor. On a CPU a fake
-holds calls to the checks of the library's source (2.6.1, and sgl-deep-gemm 0.2.5). The library
-compiles a kernel for each shape of weights when it is first used.
+It ran with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. On a CPU, calls are tested
+against a fake that makes the checks of the library's source (2.6.1, and sgl-deep-gemm 0.2.5). The
+library compiles a kernel for each shape of weights at its first use.
+
+**Use a wheel only with the torch that it was built for.**
+Version 0.2.2, built for a newer torch, loads with torch 2.11 and misreads every tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ..recipe import Gemm
 __all__ = ["DeepGemm", "check_device"]
 
 _ENGINE = "DeepGemm"
-# sgl-deep-gemm on PyPI installs the first of these names too.
+# sgl-deep-gemm on PyPI also installs the first of these names.
 _MODULES = ("deep_gemm", "vllm.third_party.deep_gemm", "sgl_deep_gemm")
 _SYMBOLS = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous")
 _COLUMNS = 64  # Of a result: its tiles are that wide, or a multiple.
@@ -34,13 +36,13 @@ _ROWS = 64  # With tiles of 1 x 128 on both sides: for 4 its kernel did not comp
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse where the library is not, or a device for which it would alter scales. Local.
+    """Refuse a machine without the library, or a device for which it changes scales. Local.
 
-    For compute capability 10 it casts float32 scales to UE8M0, rounding them.
+    For compute capability 10 the library rounds float32 scales to UE8M0.
 
     Raises:
-        UnsupportedError: no CUDA device of compute capability 9.0.
-        MissingPackageError: no module has the library's functions.
+        UnsupportedError: the device is not CUDA of compute capability 9.0.
+        MissingPackageError: no installed module has the library's functions.
     """
     check_hopper(device, _ENGINE)
     _library()
@@ -48,23 +50,27 @@ def check_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class DeepGemm:
-    """Products of quantized matrices by DeepGEMM; see `Gemm`.
+    """A `Gemm` that multiplies with DeepGEMM, dense and by experts.
 
-    `a` has tiles of 1 x 128. With weights of 128 x 128 the result is bfloat16; with tiles of
-    1 x 128 on both sides, as gradients of weights have, float32. The inner dim, and both sides of
-    weights, are multiples of 128; otherwise outputs are of 64, and rows 64 or more. Codes are not
-    copied.
+    Tiles of `a` are 1 x 128. With weights in 128 x 128 tiles the result is bfloat16. With 1 x 128
+    tiles on both sides, as for gradients of weights, it is float32. These sizes are required:
 
-    Every expert's rows end at a multiple of `alignment`, so a dispatcher pads its groups; rows of
-    padding belong to the expert before them. Whether offsets do so is asserted on the device, where
-    they are, so no host waits: a failed assertion ends the CUDA context at a later call.
+    - The inner dim, and both sides of weights, are multiples of 128.
+    - Without weights in 128 x 128 tiles, outputs are a multiple of 64, and there are at least 64
+      rows.
 
-    The library's product over each expert's tokens needs their numbers on the host, all multiples
-    of 128, and each expert's codes in a block of their own. It belongs to another engine,
-    `k_groups`.
+    Codes are not copied.
+
+    Each expert's rows must end at a multiple of `alignment`, so let the dispatcher pad its groups.
+    Rows of padding belong to the expert before them. The device asserts this, so that the host does
+    not wait. A failed assertion ends the CUDA context at a later call.
+
+    The library's product over each expert's tokens needs their counts on the host, all multiples of
+    128, and each expert's codes in a separate block. Another engine, `k_groups`, computes that
+    product.
 
     Args:
-        k_groups: multiplies over experts' tokens, for `wgrad="float8"`.
+        k_groups: the engine that multiplies over experts' tokens, for `wgrad="float8"`.
 
     Source: github.com/deepseek-ai/DeepGEMM.
     """
@@ -77,13 +83,13 @@ class DeepGemm:
         """Multiply `a @ b.T`. Local.
 
         Raises:
-            ShapeError: no two matrices, or their inner dims differ.
-            UnsupportedError: sizes, tiles or a device that the library does not take.
-            MissingPackageError: it is not installed; says where it was sought.
+            ShapeError: the operands are not two matrices, or their inner dims differ.
+            UnsupportedError: the library does not take the sizes, the tiles or the device.
+            MissingPackageError: the library is not installed. The message says where it was sought.
         """
         if a.codes.ndim != 2 or b.codes.ndim != 2:
             raise ShapeError(
-                f"DeepGemm multiplies matrices; got {list(a.shape)} by {list(b.shape)}"
+                f"DeepGemm multiplies matrices; got {list(a.shape)} by {list(b.shape)}."
             )
         _check(a, b)
         rows, columns = a.shape[0], b.shape[0]
@@ -96,13 +102,15 @@ class DeepGemm:
                 f"DeepGemm needs {_ROWS} rows where both sides have tiles of 1 x {SIDE}; got "
                 f"{rows}. Use primeblocks.fp8.adapters.triton.TritonGemm()."
             )
-        # Its kernel of 1 x 128 by 1 x 128 adds to what is there, and has no other form.
+        # The library's kernel of 1 x 128 by 1 x 128 always adds to its output.
         out = a.scales.new_zeros(rows, columns)
         _library().fp8_gemm_nt(*_pairs(a, b), out, c=out, recipe=(1, 1, SIDE))
         return out
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows of `a` by `b[expert].T`; zeros past the last offset. Local.
+        """Multiply each expert's rows of `a` by `b[expert].T`. Local.
+
+        Rows after the last offset are zero.
 
         Raises:
             ShapeError: dims or devices do not fit.
@@ -115,7 +123,7 @@ class DeepGemm:
                 f"{b.tile.columns}. Use primeblocks.fp8.adapters.triton.TritonGemm()."
             )
         _check(a, b)
-        # Zeros: rows that are nobody's are not written.
+        # Zeros, because the library does not write rows without an expert.
         out = a.scales.new_zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
         if out.numel():
             layout = _layout(offsets, a.shape[0])
@@ -128,7 +136,7 @@ class DeepGemm:
         """Let `k_groups` multiply over each expert's tokens. Local.
 
         Raises:
-            UnsupportedError: there is none.
+            UnsupportedError: the engine was made without `k_groups`.
         """
         if self.k_groups is None:
             raise UnsupportedError(
@@ -150,13 +158,13 @@ def _check(a: Quantized, b: Quantized) -> None:
 
 
 def _pairs(a: Quantized, b: Quantized) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Operands as the library takes them; it lays the scales of `a` out by itself."""
+    """Return operands as the library takes them. It arranges the scales of `a` itself."""
     return (a.codes, a.scales.contiguous()), (b.codes, b.scales.contiguous())
 
 
 def _layout(offsets: Tensor, rows: int) -> Tensor:
-    """The expert of each row, -1 past the last offset; int32, made on the device."""
-    # The kernel asks for the expert of a tile's first row, and takes it for all 128.
+    """Return the expert of each row, int32, made on the device. It is -1 after the last offset."""
+    # The kernel reads the expert of a tile's first row and uses it for all 128 rows.
     aligned = (offsets % SIDE).any().logical_not()
     torch._assert_async(aligned, f"every offset must be a multiple of {SIDE}; pad the groups")
     positions = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
@@ -166,18 +174,18 @@ def _layout(offsets: Tensor, rows: int) -> Tensor:
 
 @functools.cache
 def _library() -> Any:
-    """Import the first module that has the functions, by name of function and not of version.
+    """Import the first module that has the functions. The version is not read.
 
     Raises:
-        MissingPackageError: with the reason for which each was passed over.
+        MissingPackageError: the message says why each module was passed over.
     """
     passed_over = []
     for name in _MODULES:
         try:
             module = importlib.import_module(name)
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
-            # Its shared library asks for CUDA's when loaded (OSError, RuntimeError), and one of
-            # its versions asserts that there is a CUDA toolkit.
+            # Its shared library loads CUDA's (OSError, RuntimeError), and one of its versions
+            # asserts that a CUDA toolkit exists.
             first = str(error).splitlines()[0] if str(error) else "no reason given"
             passed_over.append(f"{name}: {type(error).__name__}, {first}")
             continue

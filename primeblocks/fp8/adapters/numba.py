@@ -1,4 +1,4 @@
-"""Quantization on a CPU in one pass, compiled by Numba when it is first used."""
+"""Quantization on a CPU in one pass, compiled by Numba at its first use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ except ImportError as error:
 
 __all__ = ["NumbaQuantizer"]
 
-# Fewer values than this are done before a second thread has started.
+# A smaller matrix is done before a second thread starts.
 _VALUES_A_THREAD = 1 << 19
 
 _I, _U, _F = np.int32, np.uint64, np.float32
@@ -39,9 +39,9 @@ _QUOTIENTS = {"reciprocal": 0, "division": 1, "amax": 2}
 
 @dataclass(frozen=True)
 class NumbaQuantizer:
-    """The bits of `quantize` in one pass over the matrix, for a CPU.
+    """A `Quantizer` for a CPU, which makes one pass over the matrix.
 
-    Uses as many threads as torch. The first call of a process compiles, for about two seconds.
+    Uses as many threads as torch. The first call of a process compiles for about two seconds.
     """
 
     def __call__(
@@ -53,11 +53,11 @@ class NumbaQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> Quantized:
-        """Return what `quantize` does. Local.
+        """Return the same result as `quantize`. Local.
 
         Raises:
-            UnsupportedError: a tensor that is not on a CPU.
-            ShapeError, UsageError: as `quantize`.
+            UnsupportedError: `x` is not on a CPU.
+            ShapeError, UsageError: as for `quantize`.
         """
         check_operands(x, tile, scale, quotient, nonfinite)
         if x.device.type != "cpu":
@@ -85,14 +85,14 @@ class NumbaQuantizer:
 
 
 def _bits_of(x: Tensor) -> Tensor:
-    """The values' bits as integers: the upper half of a float32's, or all."""
+    """Return the values' bits as integers: the upper half of a float32's bits, or all."""
     if x.dtype == torch.bfloat16:
         return x.contiguous().view(torch.int16)
     return x.float().contiguous().view(torch.int32)
 
 
 def _in_threads(arrays: list[Any], grid: tuple[int, int], how: tuple[Any, ...]) -> None:
-    """Deal the row tiles of every matrix to threads; the kernel holds no lock."""
+    """Assign the row tiles of all matrices to threads. The kernel releases the GIL."""
     codes, scales = arrays[1:]
     tiles = len(scales) // grid[1]
     threads = max(1, min(torch.get_num_threads(), tiles, len(codes) // _VALUES_A_THREAD))
@@ -108,14 +108,14 @@ def _in_threads(arrays: list[Any], grid: tuple[int, int], how: tuple[Any, ...]) 
 @numba.njit(inline="always")
 @no_type_check
 def _shift(bits):
-    """Return the shift to where a float32 has such bits; known when a kernel is compiled."""
+    """Return the shift to the place of these bits in a float32. Known when a kernel compiles."""
     return _I(16) if bits.itemsize == 2 else _I(0)
 
 
 @numba.njit(error_model="numpy", nogil=True)
 @no_type_check
 def _largest(bits, start, size):
-    """The bits of the largest magnitude: of floats without a sign, they rise as the floats do."""
+    """Return the bits of the largest magnitude. Without the sign, bits are ordered as floats."""
     top = _I(0)
     for i in range(_U(size)):
         magnitude = _I(_I(_I(bits[_U(start) + i]) << _shift(bits)) & _I(0x7FFFFFFF))
@@ -132,7 +132,7 @@ def _encoder(divides: bool) -> Callable[..., None]:
             x = _I(_I(bits[_U(start) + i]) << _shift(bits)).view(_F)
             scaled = _F(x / by if divides else x * by).view(_I)
             magnitude = _I(scaled & _I(0x7FFFFFFF))
-            # Half of what is cut off is added, and one more where that makes a tie odd.
+            # Add half of the part that is cut off, and one more if a tie would become odd.
             odd = _I(_I(magnitude >> _I(20)) & _I(1))
             normal = _I(_I(_I(magnitude + _I(0x7FFFF)) + odd) >> _I(20)) - _I(120 << 3)
             # Below 2**-6 codes are multiples of 2**-9, the last place of floats above 2**14.
@@ -149,7 +149,7 @@ _encode_scaled, _encode_divided = _encoder(False), _encoder(True)
 @numba.njit(error_model="numpy", nogil=True)
 @no_type_check
 def _scale_of(top, ue8m0):
-    """A tile's scale from the bits of its largest magnitude; as `quantize.scales_of`."""
+    """Return a tile's scale from the bits of its largest magnitude, as `quantize.scales_of`."""
     if top == 0:
         return _F(1)
     if top >= _I(0x7F800000):
@@ -166,8 +166,8 @@ def _scale_of(top, ue8m0):
 def _quantize(bits, codes, scales, shape, first, last, sides, ue8m0, quotient):
     """Quantize the row tiles `first ... last - 1`, counted over all matrices.
 
-    Row by row, as memory lies. Over flat arrays: a slice would count references, for which threads
-    would wait.
+    Goes row by row, as memory does. Takes flat arrays, because a slice would count references, for
+    which threads would wait.
     """
     (down, across), (rows, columns), (tile_rows, tile_columns) = shape, sides[0], sides[1]
     tops, factors = np.empty(across, _I), np.empty(across, _F)

@@ -41,10 +41,10 @@ def convert(
     only: Expression,
     exclude: Expression | None = None,
 ) -> tuple[str, ...]:
-    """Let some linear layers and experts of a torchtitan model multiply in float8, in place.
+    """Let some linear layers and experts of a torchtitan model multiply in float8, in place. Local.
 
-    As `primeblocks.fp8.convert`, for `GroupedExperts` too, which torchtitan multiplies in bfloat16
-    whatever their dtype; here rows keep their own. Local.
+    Works like `primeblocks.fp8.convert`, and also converts `GroupedExperts`. torchtitan multiplies
+    these in bfloat16, whatever their dtype. Converted experts keep the dtype of rows.
     """
     stock: list[Any] = [m for m in model.modules() if type(m) is moe.GroupedExperts]
     for module in stock:

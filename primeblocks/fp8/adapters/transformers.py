@@ -33,13 +33,13 @@ def convert(
 ) -> tuple[str, ...]:
     """Let some linear layers and experts of a transformers model multiply in float8, in place.
 
-    As `primeblocks.fp8.convert`, for experts too: each that is chosen gets an experts
-    implementation of its own. `primeblocks.parallel`'s `parallelize` may come before or after.
-    Local.
+    Works like `primeblocks.fp8.convert`, and also converts experts. Each chosen module of experts
+    gets an experts implementation of its own. You may call `primeblocks.parallel`'s `parallelize`
+    before or after. Local.
 
     Raises:
-        UnsupportedError: transformers itself shares the experts among ranks, or they are stored
-            transposed and tiles are not square; nothing was changed.
+        UnsupportedError: transformers itself shares the experts among ranks, or stores them
+            transposed and tiles are not square. Nothing was changed.
     """
     experts: dict[str, Any] = {
         plain_name(name): m for name, m in model.named_modules() if hasattr(m, "_apply_gate")
@@ -57,7 +57,7 @@ def convert(
     stock = [module for module in experts.values() if not hasattr(module, "grouped_mm")]
     if any(module._is_expert_parallel for module in stock):
         raise UnsupportedError(
-            "transformers shares these experts among ranks, by masks of its own. Share them by "
+            "transformers shares these experts among ranks, by masks of its own. Share them with "
             "primeblocks.parallel.adapters.transformers.parallelize instead."
         )
     for module in stock:

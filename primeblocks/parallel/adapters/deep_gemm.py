@@ -1,9 +1,9 @@
-"""DeepGEMM's scores of an indexer, in float8: run on one H100, with sgl-deep-gemm 0.1.5.
+"""DeepGEMM's float8 scores of an indexer. Has run on one H100, with sgl-deep-gemm 0.1.5.
 
     dsa_attention(..., scores=DeepGemmIndexScores())
 
-Checked on a CPU against a fake that holds the library to the checks of its source (2.6.1). It
-compiles a kernel for each number of heads and columns when it is first used.
+On a CPU it is tested against a fake that makes the checks of the library's source (2.6.1). The
+library compiles a kernel for each number of heads and columns at its first use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["DeepGemmIndexScores", "Quantize", "check_device", "quantize_vectors"
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
 
-# sgl-deep-gemm on PyPI installs the first of these names too.
+# sgl-deep-gemm on PyPI also installs the first of these names.
 _MODULES = ("deep_gemm", "vllm.third_party.deep_gemm", "sgl_deep_gemm")
 _SYMBOL = "fp8_mqa_logits"
 _HEADS = {9: (32, 64), 10: (8, 16, 32, 64)}
@@ -33,7 +33,7 @@ _COLUMNS = (32, 64, 128)
 def quantize_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round each vector to E4M3 with one scale, its largest magnitude over 448. Local.
 
-    A vector with a NaN or an infinity has a scale of NaN, and so have its scores.
+    A vector with a NaN or an infinity gets a NaN scale, and NaN scores.
 
     Returns:
         Codes `[..., columns]` in float8_e4m3fn, and scales `[...]` in float32.
@@ -46,11 +46,11 @@ def quantize_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse where the library is not, or a device for which it has no kernel. Local.
+    """Refuse a machine without the library, or a device without a kernel in it. Local.
 
     Raises:
-        UnsupportedError: no CUDA device of compute capability 9 or 10.
-        MissingPackageError: no module has the function.
+        UnsupportedError: `device` is not CUDA of compute capability 9 or 10.
+        MissingPackageError: no installed module has the function.
     """
     _capability(device)
     _library()
@@ -58,19 +58,19 @@ def check_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class DeepGemmIndexScores:
-    """Scores of an indexer by DeepGEMM; see `IndexScores`. Scores in float32, of E4M3 operands.
+    """An `IndexScores` by DeepGEMM: E4M3 operands, float32 scores.
 
-    32 or 64 heads, on compute capability 10 also 8 or 16, of 32, 64 or 128 columns. Rounding
-    changes near ties, so a selection differs from that of `index_scores`: models trained with a
-    float8 indexer select like this. DeepSeek's rotates queries and keys by a Hadamard matrix
-    before; do so with those of `IndexerInputs`.
+    Takes 32 or 64 heads, and on compute capability 10 also 8 or 16, of 32, 64 or 128 columns.
+    Rounding changes near ties, so a selection differs from that of `index_scores`. Models that were
+    trained with a float8 indexer select like this. DeepSeek's models first rotate queries and keys
+    by a Hadamard matrix. Rotate those of `IndexerInputs` likewise.
 
-    The scale of a query's vector goes into its head's weight: a ReLU passes positive factors on.
-    Keys are quantized at each call, which is for each chunk of queries.
+    The scale of a query vector is multiplied into its head's weight, because a ReLU commutes with
+    positive factors. Keys are quantized at each call, and there is one call per chunk of queries.
 
     Args:
-        quantize: takes vectors `[..., columns]`, returns float8_e4m3fn codes and float32 scales,
-            positive ones.
+        quantize: a function from vectors `[..., columns]` to float8_e4m3fn codes and positive
+            float32 scales.
 
     Source: github.com/deepseek-ai/DeepGEMM.
     """
@@ -78,12 +78,12 @@ class DeepGemmIndexScores:
     quantize: Quantize = quantize_vectors
 
     def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        """Score queries against keys. Local; no host waits.
+        """Score queries against keys. Local. The host does not wait.
 
         Raises:
             ShapeError: shapes do not fit.
-            UnsupportedError: heads, columns or a device that the library does not take.
-            MissingPackageError: it is not installed; says where it was sought.
+            UnsupportedError: the library does not take the heads, the columns or the device.
+            MissingPackageError: the library is not installed. The message says where it was sought.
         """
         _check(q, k, weights)
         rows, candidates = q.shape[0], k.shape[0]
@@ -93,7 +93,7 @@ class DeepGemmIndexScores:
         queries, scales = self.quantize(q)
         keys, of_keys = self.quantize(k)
         starts = torch.zeros(rows, dtype=torch.int32, device=q.device)
-        # Every key is scored: what is in the future is the selector's to know.
+        # Every key is scored, because the selector knows which keys are in the future.
         scores = getattr(library, _SYMBOL)(
             queries.contiguous(),
             (keys.contiguous(), of_keys.contiguous()),
@@ -138,18 +138,18 @@ def _check(q: Tensor, k: Tensor, weights: Tensor) -> None:
 
 @functools.cache
 def _library() -> Any:
-    """Import the first module that has the function, by its name and not by a version.
+    """Import the first module that has the function. The version is not read.
 
     Raises:
-        MissingPackageError: with the reason for which each was passed over.
+        MissingPackageError: the message says why each module was passed over.
     """
     passed_over = []
     for name in _MODULES:
         try:
             module = importlib.import_module(name)
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
-            # Its shared library asks for CUDA's when loaded, and one of its versions asserts that
-            # there is a CUDA toolkit.
+            # Its shared library loads CUDA's, and one of its versions asserts that a CUDA toolkit
+            # exists.
             first = str(error).splitlines()[0] if str(error) else "no reason given"
             passed_over.append(f"{name}: {type(error).__name__}, {first}")
             continue

@@ -1,8 +1,8 @@
 """torchtitan 0.3.0: its experts with our dispatcher, our experts with its dispatchers, its meshes.
 
-Its `RoutedExperts.Config` takes any `LocalTokenDispatcher.Config`; ours is one, so nothing of
-torchtitan is patched. Importing this module imports torchtitan's MoE modules, which take seconds,
-need triton and look for a GPU once and for all.
+`RoutedExperts.Config` takes any `LocalTokenDispatcher.Config`, and ours is one, so no code of
+torchtitan is patched. Importing this module imports torchtitan's MoE modules. That takes seconds,
+needs triton, and looks for a GPU once per process.
 """
 
 from __future__ import annotations
@@ -70,19 +70,20 @@ def dispatcher_for(group: dist.ProcessGroup | None) -> TokenDispatcher:
 
 
 class ForTorchtitan(LocalTokenDispatcher):
-    """One of our dispatchers where torchtitan wants one of its own.
+    """One of our dispatchers, for use inside of torchtitan.
 
-    Built by its `Config`, which goes where torchtitan has an `AllToAllTokenDispatcher.Config`;
-    `use_dispatcher` puts it there. Costs and errors are those of the dispatcher inside.
+    Use its `Config` in place of an `AllToAllTokenDispatcher.Config` of torchtitan.
+    `use_dispatcher` does this for a whole model. Costs and errors are those of our dispatcher.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(LocalTokenDispatcher.Config):
-        """The configuration that torchtitan builds it from.
+        """The configuration from which torchtitan builds the dispatcher.
 
         Attributes:
-            make: our dispatcher for the ranks that share the experts; None stands for this rank
-                alone. Called when the model is built and again when torchtitan wires its meshes.
+            make: a function from the ranks that share the experts to our dispatcher. None stands
+                for this rank alone. Called when the model is built, and again when torchtitan wires
+                its meshes.
         """
 
         make: Make = dispatcher_for
@@ -93,37 +94,38 @@ class ForTorchtitan(LocalTokenDispatcher):
         self.dispatcher = config.make(None)
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
-        """Share the experts over the ranks of `ep_mesh`. Torchtitan calls it. Local."""
+        """Share the experts over the ranks of `ep_mesh`. torchtitan calls this method. Local."""
         self.dispatcher = self._make(None if ep_mesh is None else ep_mesh.get_group())
 
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor, Dispatched]:
-        """Return the rows of the local experts, how many each has, and what `combine` needs."""
+        """Return the rows of the local experts, how many each has, and the input of `combine`."""
         del counts  # Ours counts for itself, and checks the ids as it does.
         sent = self.dispatcher.dispatch(x, scores, expert_ids, num_experts=self.num_experts)
         return sent.tokens, sent.counts, sent
 
     def combine(self, y: Tensor, dispatched: Dispatched, x: Tensor) -> Tensor:
-        """Return each token's expert outputs, weighted and summed in our dispatcher's way."""
+        """Return each token's expert outputs, weighted and summed by our dispatcher."""
         del x
         return self.dispatcher.combine(y, dispatched)
 
 
 class FromTorchtitan:
-    """A `TokenDispatcher` made of one of torchtitan's.
+    """A `TokenDispatcher` made of one of torchtitan's dispatchers.
 
-    It rounds the experts' outputs to float32 before it weighs them, float64 ones too, and adds
-    up a token's choices in the dtype of the tokens. Collective as the one inside is: three
-    all-to-alls forward and two backward, and the host waits as often as it does there. On gloo it
-    needs torchtitan's backend "partial_dtensor".
+    It rounds the experts' outputs to float32 before it weighs them, also float64 outputs. It sums a
+    token's choices in the dtype of the tokens. Collective as the inner dispatcher is: three
+    all-to-alls in forward and two in backward. The host waits as often as the inner dispatcher
+    does. On gloo use torchtitan's backend "partial_dtensor".
 
     Args:
-        theirs: wired to its mesh already; without a mesh every expert is local.
+        theirs: a dispatcher that is wired to its mesh. Without a mesh every expert is local.
         check: as for `AllToAllDispatcher`.
 
     Raises:
-        UnsupportedError: neither a `LocalTokenDispatcher` nor an `AllToAllTokenDispatcher`.
+        UnsupportedError: `theirs` is neither a `LocalTokenDispatcher` nor an
+            `AllToAllTokenDispatcher`.
     """
 
     def __init__(self, theirs: Any, *, check: bool = True) -> None:
@@ -133,24 +135,24 @@ class FromTorchtitan:
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
-        """Send tokens to their experts, as `TokenDispatcher.dispatch`.
+        """Send tokens to their experts, as `TokenDispatcher.dispatch` does.
 
         Raises:
-            ShapeError, PlanError, RankError: as there, or torchtitan's dispatcher was configured
-                for other numbers of experts and choices.
+            ShapeError, PlanError, RankError: as for `TokenDispatcher.dispatch`. PlanError also if
+                torchtitan's dispatcher is configured for other numbers of experts or choices.
         """
         self._admit(x, scores, expert_ids, num_experts)
         flat = expert_ids.flatten().long()
-        # Not by bincount, for which a host waits.
+        # Not with bincount, for which the host waits.
         chosen = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         tokens, counts, metadata = self.theirs.dispatch(
             x, scores.contiguous(), expert_ids.contiguous(), chosen
         )
-        # It asks for the tokens again in combine, but for their shape and dtype alone.
+        # torchtitan's combine takes the tokens again, but reads only their shape and dtype.
         return Dispatched(tokens, counts, (metadata, x.detach()))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Bring results back, as `TokenDispatcher.combine`."""
+        """Send results back, as `TokenDispatcher.combine` does."""
         if self._mesh is None:
             check_outputs(y, dispatched)
         else:
@@ -178,7 +180,7 @@ class FromTorchtitan:
             raise PlanError(
                 f"{num_experts} experts, {expert_ids.shape[1]} a token, over {ranks} ranks;"
                 f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
-                " and ranks take equal shares."
+                " and ranks take equal shares. Configure it for this layer."
             )
 
     @property
@@ -190,15 +192,15 @@ def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
     """Give every `RoutedExperts` of a torchtitan model our dispatcher, in place. Local.
 
     Args:
-        target: a model, built or also parallelised, or the config tree it will be built from.
+        target: a model, also after it was parallelised, or the config tree of a model.
         make: see `ForTorchtitan.Config`.
 
     Returns:
-        The names of what was changed, as the built model spells them.
+        The names of the changed modules, as the built model spells them.
 
     Raises:
-        UnsupportedError: no `RoutedExperts`, or one whose dispatcher does more than torchtitan's
-            local and all-to-all ones do. Nothing was changed then.
+        UnsupportedError: `target` has no `RoutedExperts`, or one has a dispatcher other than
+            torchtitan's local and all-to-all ones. Nothing was changed.
     """
     if isinstance(target, nn.Module):
         found = [(n, m) for n, m in target.named_modules() if isinstance(m, RoutedExperts)]
@@ -212,7 +214,8 @@ def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
         )
     if not found:
         raise UnsupportedError(
-            f"{type(target).__qualname__} holds no RoutedExperts of torchtitan {_TESTED}."
+            f"{type(target).__qualname__} holds no RoutedExperts of torchtitan {_TESTED}. Pass a "
+            "torchtitan model with experts, or its config."
         )
     for _, owner in found:
         _check_kind(owner.token_dispatcher, tested)
@@ -227,18 +230,20 @@ def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
 
 
 def meshes_from(parallel_dims: ParallelDims) -> Meshes:
-    """The meshes of torchtitan's degrees, over the process groups that torchtitan made.
+    """Return meshes of torchtitan's degrees, over the process groups that torchtitan made.
 
-    Its names on the left: dp_replicate is `replicate`, dp_shard x cp `fsdp`, efsdp `expert_fsdp`,
-    ep `expert`, cp `context`; batch and loss are the same. Its meshes of axes that it considers
-    unused cannot communicate, whatever their size; here every mesh can. Axes over the same ranks
-    share a group. A new group is made only for one rank alone, and for fsdp if torchtitan has
-    none (cp > 1 and dp_replicate > 1, other than in its backend "partial_dtensor").
+    torchtitan's dp_replicate becomes `replicate`, dp_shard x cp `fsdp`, efsdp `expert_fsdp`, ep
+    `expert`, and cp `context`. The names batch and loss are the same. torchtitan's meshes of unused
+    axes cannot communicate. The meshes that this function returns all can.
 
-    Collective if `build_mesh` has not run yet, or a group is made; else local.
+    Axes over the same ranks share a group. A new group is made for axes of one rank. One is also
+    made for `fsdp` if torchtitan lacks it, which happens with cp > 1 and dp_replicate > 1 in
+    backends other than "partial_dtensor".
+
+    Collective if `build_mesh` has not run yet or a group is made. Otherwise local.
 
     Raises:
-        UnsupportedError: tp or pp above 1.
+        UnsupportedError: tp or pp is above 1.
         PlanError: ep does not divide dp_shard x cp.
     """
     dims = parallel_dims
@@ -288,13 +293,13 @@ def join_weights(w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split_weights(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split our weights into torchtitan's (`w1_EFD`, `w2_EDF`, `w3_EFD`): views. Local."""
+    """Split our weights into views `w1_EFD`, `w2_EDF` and `w3_EFD` for torchtitan. Local."""
     gate, up = gate_up.chunk(2, dim=1)
     return gate, down, up
 
 
 def _check_kind(dispatcher: Any, tested: tuple[type, ...]) -> None:
-    # Exactly: a subclass may pad rows, or drop them.
+    # Compare exactly, because a subclass may pad rows or drop them.
     if type(dispatcher) not in tested:
         raise UnsupportedError(
             f"{type(dispatcher).__qualname__} is none of torchtitan's {_TESTED} dispatchers that"

@@ -1,6 +1,6 @@
 """Softmax attention over a sequence that ranks share.
 
-An `AttentionKernel` computes it. Pass one as `kernel=`.
+An `AttentionKernel` computes the attention. Pass one as `kernel=`.
 """
 
 from . import dsa

@@ -1,4 +1,4 @@
-"""Layers that call torch's `scaled_dot_product_attention`, over a split sequence as they are."""
+"""Unchanged layers that call torch's `scaled_dot_product_attention`, over a split sequence."""
 
 from __future__ import annotations
 
@@ -23,30 +23,33 @@ __all__ = ["ContextParallel"]
 
 
 class ContextParallel(TorchFunctionMode):
-    """A `with` block in which `F.scaled_dot_product_attention` looks at the whole sequence.
+    """A `with` block in which `F.scaled_dot_product_attention` attends over the whole sequence.
 
-    Layers need to know neither plan nor group: a call gives `[batch, heads, local_tokens,
-    head_dim]` of this rank, rotary embedding applied, and `attention` takes its place, as
-    collective as ever. The rows of a batch share the plan. A block may be entered again; of nested
-    ones the innermost is followed. It holds in the thread that enters it, and hands on each call
-    of torch in Python.
+    Layers need not know the plan or the group. A layer passes this rank's `[batch, heads,
+    local_tokens, head_dim]` with rotary embedding applied, and the block calls `attention` instead
+    of torch's function. Each call is collective, as `attention` is. All rows of a batch share the
+    plan.
 
-    Checkpointed layers run again in backward and must find the block there: pass
+    You may enter a block again. The innermost of nested blocks applies. A block applies only in the
+    thread that enters it.
+
+    Checkpointed layers run again in backward and must find the block there. Pass
     `checkpoint(..., use_reentrant=False, context_fn=ContextParallel.checkpoint_contexts)`. Without
-    that torch raises CheckpointError, because other tensors are saved.
+    this argument torch raises CheckpointError, because other tensors are saved.
 
     Args:
-        sequence: the plan of which rank holds which tokens; equal on all ranks.
-        attention: `ring_attention`, `ulysses_attention`, or one with their signature, such as
-            `functools.partial(ring_attention, kernel=kernel)`.
-        causal: what calls must say by `is_causal`; if False a token sees its whole document.
-        check: see `ring_attention`; what is refused here is then an error on all ranks, too.
+        sequence: the plan of the sequence, equal on all ranks.
+        attention: `ring_attention`, `ulysses_attention`, or a function with their signature, such
+            as `functools.partial(ring_attention, kernel=kernel)`.
+        causal: the value that calls must pass as `is_causal`. If False, a token sees its whole
+            document.
+        check: as in `ring_attention`. A call that this block refuses then raises on all ranks, too.
 
     Raises:
-        PlanError: the group does not fit the plan, or `attention` is no function; in a call, a
+        PlanError: the group does not fit the plan, or `attention` is not a function. In a call: a
             mask, dropout, or another `is_causal`.
-        ShapeError: in a call, other dims or token counts, or key heads without `enable_gqa`.
-        UnsupportedError: in a call, `nn.MultiheadAttention`, or a checkpoint that is reentrant.
+        ShapeError: in a call, other dims or token counts, or fewer key heads without `enable_gqa`.
+        UnsupportedError: in a call, `nn.MultiheadAttention`, or a reentrant checkpoint.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class ContextParallel(TorchFunctionMode):
 
     @staticmethod
     def checkpoint_contexts() -> Any:
-        """Contexts for `torch.utils.checkpoint` that keep the block around it, if any. Local."""
+        """Return contexts for `torch.utils.checkpoint` that keep the current block. Local."""
         found = nullcontext(), nullcontext()
         if has_torch_function((None,)):  # A mode is on. Each asks the next, until a block answers.
             found = handle_torch_function(ContextParallel.checkpoint_contexts, ())
@@ -98,7 +101,7 @@ class ContextParallel(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Take the place of `F.scaled_dot_product_attention`, whose signature this is."""
+        """Replace `F.scaled_dot_product_attention`, with its signature."""
         try:
             self._check_call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         except UsageError as problem:
@@ -119,11 +122,13 @@ class ContextParallel(TorchFunctionMode):
         if q.shape[1] != k.shape[1] and not gqa:
             raise ShapeError(f"fewer key heads than heads need enable_gqa=True; got {shapes}.")
         if mask is not None:
-            raise PlanError("the plan says who sees whom, beside an attn_mask. Pass None.")
+            raise PlanError("the plan says who sees whom; got an attn_mask too. Pass None.")
         if dropout:
             raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
         if bool(causal) != self._causal:
-            raise PlanError(f"got is_causal={causal}, ContextParallel causal={self._causal}.")
+            raise PlanError(
+                f"got is_causal={causal}, ContextParallel causal={self._causal}. Pass equal values."
+            )
         if not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
             raise UnsupportedError(
                 "a checkpoint with use_reentrant=True would recompute this without its plan. Use "
@@ -131,7 +136,7 @@ class ContextParallel(TorchFunctionMode):
             )
 
     def _refuse(self, problem: UsageError, *operands: Any) -> None:
-        """Raise, and with `check` tell the ranks that have come to `attention` meanwhile."""
+        """Raise. With `check` also tell the ranks that wait in `attention`."""
         with agreed("ContextParallel", *operands, group=self._group, check=self._check):
             raise problem
 
@@ -140,7 +145,7 @@ _MULTI_HEAD = "nn.MultiheadAttention would stay local: call F.scaled_dot_product
 
 
 def _is_in_reentrant_checkpoint() -> bool:
-    """Whether a caller runs without gradients now, and with them in backward."""
+    """Return whether a caller runs without gradients now and again with them in backward."""
     caller = inspect.currentframe()
     while caller is not None and caller.f_code is not CheckpointFunction.forward.__code__:
         caller = caller.f_back

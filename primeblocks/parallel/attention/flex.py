@@ -1,6 +1,6 @@
 """FlexAttention as the kernel of a hop: one launch for any order, documents and window.
 
-FlexAttention reads lists of the tiles of a hop's attention matrix, which come from the plan.
+FlexAttention reads lists of the tiles of a hop's attention matrix. The plan gives these lists.
 """
 
 from __future__ import annotations
@@ -20,40 +20,41 @@ from .tiles import TileLists, check_lists, tile_lists
 
 __all__ = ["FlexKernel"]
 
-# From this version on torch compiles FlexAttention's backward by itself: pytorch#178357.
+# From this version on torch compiles FlexAttention's backward itself: pytorch#178357.
 _BACKWARD_ALONE = "2.13"
-# What torch calls the lists of tiles, in their order.
+# torch's names of the lists of tiles, in their order.
 _NAMES = tuple(
     f"{full}{side}_{what}"
     for side in ("kv", "q")
     for full in ("", "full_")
     for what in ("num_blocks", "indices")
 )
-# Here torch computes it densely, which is the reference of its kernels.
+# On these devices torch computes densely, which is the reference of its kernels.
 _DENSE = ("cpu", "meta")
 
 
 class FlexKernel:
-    """`AttentionKernel` by torch's FlexAttention, compiled: one launch forward, one backward.
+    """An `AttentionKernel` that calls torch's compiled FlexAttention, one launch each way.
 
-    Blocks that no query sees are skipped. Blocks that every query sees whole are computed without a
-    mask. Key heads are not repeated. Keep one object: it holds the compiled functions.
+    Tiles that no query sees are skipped. Tiles that every query sees whole are computed without a
+    mask. Key heads are not repeated. Keep one object, because it holds the compiled functions.
 
-    On a CPU torch computes all scores densely, `[heads, queries, keys]`, and in float64 exactly;
-    that is for tests.
+    On a CPU torch computes all scores densely, `[heads, queries, keys]`, and exactly in float64.
+    That is meant for tests.
 
     Args:
-        tile_tokens: queries and keys of a block, a multiple of 128 on a GPU.
-        list_bytes: the most that the lists of one plan, query rank and window may take.
-        recompute: in backward run the forward of a hop again, and differentiate it with respect to
-            its `lse` too, instead of giving FlexAttention's backward the `lse` of all hops. The
-            same sum, for two products of matrices more than five. None: where torch is older than
-            2.13, which cannot compile that backward by itself. Always so with a softcap.
-        compile: what compiles a function; None for `torch.compile`, but nothing on a CPU.
+        tile_tokens: queries and keys of a tile, a multiple of 128 on a GPU.
+        list_bytes: the most bytes that the lists of one plan, query rank and window may take.
+        recompute: in backward, run the forward of a hop again and differentiate it, also with
+            respect to its `lse`. Otherwise FlexAttention's own backward gets the `lse` of all hops.
+            The sum is the same, for seven matrix products instead of five. None: recompute if torch
+            is older than 2.13, which cannot compile that backward itself. A softcap always
+            recomputes.
+        compile: the function that compiles. None: `torch.compile`, or no compilation on a CPU.
         options: `kernel_options` of FlexAttention.
 
     Raises:
-        PlanError: a number under 1.
+        PlanError: `tile_tokens` or `list_bytes` is below 1.
 
     Source: arXiv:2412.05496.
     """
@@ -81,7 +82,7 @@ class FlexKernel:
         """Refuse a call, on all ranks alike. Local.
 
         Raises:
-            CapacityError: lists of tiles of the rank with the most tokens take over `list_bytes`.
+            CapacityError: the lists of tiles of the largest rank take more than `list_bytes`.
         """
         check_lists(spec.plan, self.tile_tokens, self.list_bytes)
 
@@ -93,7 +94,7 @@ class FlexKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # torch 2.13 cannot differentiate what becomes of scores in a backward by itself.
+        # torch 2.13 cannot differentiate a change of scores in a backward of its own.
         if self.recompute or hop.spec.softcap is not None:
             return self._differentiated(grad, q, k, v, out, lse, hop)
         run: Callable[..., Any] = self._compiled_backward if self._compiles(q) else _backward
@@ -103,7 +104,7 @@ class FlexKernel:
     def _differentiated(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, hop: Hop
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Differentiate a hop, as what it adds to `out` and `lse` of all hops. With
+        """Differentiate a hop's contribution to `out` and `lse` of all hops. With
         `weight = exp(own_lse - lse)` the output is the sum of `weight * own_out` over hops.
         """
         with torch.enable_grad():
@@ -118,7 +119,7 @@ class FlexKernel:
         return dq, dk, dv
 
     def _rules(self, hop: Hop, device: torch.device) -> tuple[Any, ...]:
-        """Mask, scale, softcap and options of one hop."""
+        """Return mask, scale, softcap and options of one hop."""
         from torch.nn.attention.flex_attention import BlockMask
 
         counts = hop.spec.plan.counts
@@ -151,7 +152,7 @@ class FlexKernel:
 
 
 def _whole_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Past its limit of compilations torch would compute densely otherwise, out of memory.
+    # Beyond its limit of compilations torch would compute densely, and run out of memory.
     return torch.compile(function, fullgraph=True)
 
 
@@ -180,7 +181,7 @@ def _capped(softcap: float | None) -> Callable[..., Tensor]:
     return capped
 
 
-# Compiled functions turn tensors themselves: torch watches what a view that it is given is of.
+# Compiled functions transpose tensors themselves, because torch guards on the base of a view.
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
     return [x.transpose(0, 1).unsqueeze(0) for x in tensors]
 
@@ -198,7 +199,7 @@ def _forward(
     softcap: float | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Call FlexAttention as torch documents it; for compilers."""
+    """Call FlexAttention as torch documents it, to be compiled."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     q, k, v = _heads_first(q, k, v)
@@ -219,7 +220,7 @@ def _dense_forward(
     softcap: float | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Call the operator under it: the documented function would compile."""
+    """Call FlexAttention's operator directly, because the documented function would compile."""
     out, lse, _ = torch.ops.higher_order.flex_attention(
         *_heads_first(q, k, v), _capped(softcap), mask.as_tuple(), scale, options, (), ()
     )
@@ -239,7 +240,7 @@ def _backward(
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     grad, q, k, v, out, lse = _heads_first(grad, q, k, v, out, lse)
-    # The operator's logarithms are of base 2; its kernel does not look at their strides.
+    # The operator's logarithms have base 2, and its kernel ignores their strides.
     lse = (lse / math.log(2)).contiguous()
     dq, dk, dv, _ = torch.ops.higher_order.flex_attention_backward(
         q, k, v, out, lse, grad, None, _capped(softcap), None, mask.as_tuple(), scale, options,

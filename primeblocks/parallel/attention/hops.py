@@ -1,4 +1,8 @@
-"""Attention in hops: a kernel for each, tensors that travel meanwhile, and results merged."""
+"""Attention in hops: a kernel computes each hop, tensors travel meanwhile, results are merged.
+
+In hop i a rank attends to the tensors of the rank i places before it. Its own come first. The
+tensors of the next hop arrive during the computation.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,15 @@ __all__ = ["Hops", "attend", "gradient_of_sinks", "merge", "with_sinks"]
 
 
 class Hops(NamedTuple):
-    """One attention call: its rules, its kernel, its ranks.
+    """One attention call: its rules, its kernel and its ranks.
 
     Attributes:
-        kernel: an `AttentionKernel`, or one of more tensors: its calls take those that stay, then
-            those that travel, and its backward returns gradients in that order. Of an
-            `AttentionKernel` q stays, keys and values travel.
-        staying: tensors that stay, the queries first.
+        kernel: an `AttentionKernel`, or a kernel of more tensors. Its calls take the staying
+            tensors, then the travelling ones, and its backward returns gradients in that order.
+            With an `AttentionKernel` q stays, and keys and values travel.
+        staying: the number of tensors that stay. The queries are the first.
         value_dim: of the output.
-        group: None where a rank has the keys of all.
+        group: None if each rank has the keys of all ranks.
     """
 
     spec: AttentionSpec
@@ -39,15 +43,15 @@ class Hops(NamedTuple):
 
 
 def attend(hops: Hops, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
-    """Attention of this rank's queries to the keys of all ranks. Collective; differentiable.
+    """Attend with this rank's queries to the keys of all ranks. Collective. Differentiable.
 
-    While a hop is computed, the tensors of the next one travel; in backward the gradients of
-    travelling tensors go around with them, in the dtype of sums.
+    While a hop is computed, the tensors of the next hop travel. In backward the gradients of
+    travelling tensors travel with them, in the dtype of sums.
 
     Args:
-        sinks: `[heads]`, the score of one more key a head, whose value is zero.
-        tensors: those that stay, the queries first, `[local_tokens, heads, head_dim]`; then those
-            that travel, `[local_tokens, ...]`.
+        sinks: `[heads]`, the score of one more key per head, whose value is zero.
+        tensors: the staying tensors, the queries first, `[local_tokens, heads, head_dim]`. Then the
+            travelling tensors, `[local_tokens, ...]`.
 
     Returns:
         `[local_tokens, heads, value_dim]`.
@@ -87,7 +91,7 @@ class _Attend(torch.autograd.Function):
             if hop.pairs and own[0].numel():
                 found = list(hops.kernel.backward(grad, *own, *far, out, lse, hop=hop))
                 of_own = _add(of_own, found[: hops.staying], hops)
-            # What the ranks before this one found for the same rows arrives meanwhile.
+            # Gradients that earlier ranks found for the same rows arrive meanwhile.
             before = None if arriving is None else list(arriving.wait())
             of_far = _add(before, found[hops.staying :], hops) or _zeros(far)
             arriving = _Exchange(tuple(of_far), source, hops)
@@ -99,9 +103,9 @@ class _Attend(torch.autograd.Function):
 
 
 def merge(merged: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Take in the attention to more keys, in the dtype of sums.
+    """Merge the attention to more keys into a result, in the dtype of sums.
 
-    The first keys are a rank's own, of which every query sees one, so `lse` is -inf in none.
+    A rank's own keys come first. Every query sees one of them, so its `lse` is not -inf.
 
     Source: arXiv:1805.02867 (online softmax).
     """
@@ -114,13 +118,13 @@ def merge(merged: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor) -> tup
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Take in one more key per head, whose score is the sink and whose value is zero."""
+    """Add one more key per head, whose score is the sink and whose value is zero."""
     total = torch.logaddexp(lse, sinks.to(lse.dtype))
     return out * (lse - total).exp().unsqueeze(-1), total
 
 
 def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Differentiate with respect to sinks, which change only `lse`."""
+    """Return the gradient of sinks, which change only `lse`."""
     weight = (sinks.to(lse.dtype) - lse).exp()
     delta = (grad.to(lse.dtype) * out).sum(-1)
     return -(weight * delta).sum(0).to(sinks.dtype)
@@ -132,7 +136,7 @@ def _nothing_seen(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _add(sums: list[Tensor] | None, found: list[Tensor], hops: Hops) -> list[Tensor] | None:
-    """Add gradients up, in the dtype of sums where there may be more than one hop."""
+    """Sum gradients, in the dtype of sums if there may be more than one hop."""
     if sums is None and hops.group is not None and hops.group.size() > 1:
         return [x.to(accumulator_dtype(x)).contiguous() for x in found] or None
     if sums is None or not found:
@@ -145,7 +149,7 @@ def _zeros(tensors: tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
 
 
 def _around(travelling: tuple[Tensor, ...], hops: Hops) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Yield the tensors of every rank, own ones first; the next arrive during the work."""
+    """Yield the tensors of every rank, own ones first. The next ones arrive meanwhile."""
     ranks = 1 if hops.group is None else hops.group.size()
     held = tuple(x.contiguous() for x in travelling) if ranks > 1 else travelling
     for step in range(ranks):
@@ -157,7 +161,7 @@ def _around(travelling: tuple[Tensor, ...], hops: Hops) -> Iterator[tuple[int, t
 
 
 class _Exchange:
-    """Tensors of one rank on their way to the next one, while those of the rank before arrive."""
+    """A send of tensors to the next rank, and a receive of those of the previous rank."""
 
     def __init__(self, held: tuple[Tensor, ...], source: int, hops: Hops) -> None:
         group = hops.group
@@ -167,7 +171,7 @@ class _Exchange:
         rows = hops.spec.plan.counts[(source - 1) % group.size()]
         self._arriving = tuple(x.new_empty((rows, *x.shape[1:])) for x in held)
         self._sent = held  # Alive until it has left.
-        # The group of one rank after the other: every rank sends forward and receives from behind.
+        # In the group's order every rank sends to the next one and receives from the previous one.
         after, before = (
             dist.get_global_rank(group, (group.rank() + d) % group.size()) for d in (1, -1)
         )

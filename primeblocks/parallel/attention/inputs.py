@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention over a split sequence, the same on all ranks."""
+"""Checks of the arguments of attention over a split sequence, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Inputs", "autocast", "check_kernel", "check_sinks", "checked"]
 
 
 class Inputs(NamedTuple):
-    """Tensors and rules of one call: rows of a batch are heads, cast where autocast is on.
+    """Tensors and rules of one call. Batch rows are folded into heads, and autocast is applied.
 
     Attributes:
-        q: `[local_tokens, batch * heads, head_dim]`; k and v likewise.
+        q: `[local_tokens, batch * heads, head_dim]`. k and v likewise.
         sinks: `[batch * heads]`.
-        batch: rows of the batch, or None where there is no such dim.
+        batch: rows of the batch, or None if the input has no batch dim.
     """
 
     q: Tensor
@@ -63,13 +63,13 @@ def checked(
     check: bool,
     whole: bool,
 ) -> Inputs:
-    """Check the arguments, cast and fold tensors. Collective if `check`.
+    """Check the arguments, then cast and fold tensors. Collective if `check`.
 
     Args:
-        whole: kernels will see the whole sequence at once, and not a hop of it.
+        whole: kernels see the whole sequence at once, and not one hop.
 
     Raises:
-        ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as `ring_attention` says.
+        ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as for `ring_attention`.
     """
     with agreed(name, q, k, v, group=group, check=check) as call:
         check_plan(sequence, group, trees=causal)
@@ -108,11 +108,11 @@ def checked(
 
 
 def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-    """Refuse anything but a kernel that can take the call on every rank of the plan. Local.
+    """Refuse anything but a kernel that can compute the call on every rank. Local.
 
     Raises:
-        PlanError, CapacityError, UnsupportedError: alike on all ranks, also on those without
-            tokens or heads.
+        PlanError, CapacityError, UnsupportedError: on all ranks alike, also on ranks without tokens
+            or heads.
     """
     if isinstance(kernel, type) or not isinstance(kernel, AttentionKernel | None):
         raise PlanError(
@@ -124,7 +124,7 @@ def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int)
 
 
 def _default(spec: AttentionSpec, q: Tensor, value_dim: int) -> AttentionKernel:
-    """On CUDA flash attention where it takes the call; the same on all ranks."""
+    """Return the default kernel: flash attention on CUDA if possible. Equal on all ranks."""
     if q.device.type == "cuda":
         flash = VarlenKernel()
         with suppress(UnsupportedError):
@@ -134,12 +134,12 @@ def _default(spec: AttentionSpec, q: Tensor, value_dim: int) -> AttentionKernel:
 
 
 def _fold(x: Tensor) -> Tensor:
-    """Take the rows of a batch, all of one plan, for heads of their own."""
+    """Turn the rows of a batch, which share one plan, into heads."""
     return x.transpose(0, 1).flatten(1, 2) if x.ndim == 4 else x
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Cast as autocast would, where it is on: it leaves float64 and integers alone. Local."""
+    """Cast as autocast would, if it is on. It leaves float64 and integers alone. Local."""
     kind = x.device.type
     if x.dtype not in _CAST or not torch.amp.is_autocast_available(kind):
         return x
@@ -171,7 +171,7 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Refuse sinks that are not one number per head. Local.
 
     Raises:
-        ShapeError: with their shape and dtype.
+        ShapeError: the shape or the dtype does not fit.
     """
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
         raise ShapeError(

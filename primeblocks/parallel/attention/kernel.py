@@ -1,4 +1,4 @@
-"""One hop of attention: the queries of a rank, the keys of another, and the kernel's protocol."""
+"""One hop of attention: the queries of one rank, the keys of another, and the kernel protocol."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ __all__ = [
 
 
 def accumulator_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype in which to sum numbers like those of `x`."""
+    """Return the dtype in which to sum numbers of the dtype of `x`."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Rules of one attention call: the keys that a query sees, and what becomes of scores.
+    """Rules of one attention call: the keys that a query sees, and the form of scores.
 
     Attributes:
-        plan: of documents and ranks; a query sees its own document and those that it continues.
-        causal: a token sees itself and those before it.
-        scale: of the scores.
-        window: a token sees itself and the `window - 1` before it, by position; None for all.
-        softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
+        plan: the documents and ranks. A query sees its own document and those that it continues.
+        causal: a token sees itself and earlier tokens.
+        scale: factor of the scores.
+        window: a token sees itself and the `window - 1` tokens before it, by position. None means
+            all tokens.
+        softcap: scores become `softcap * tanh(score / softcap)`. None leaves them unchanged.
     """
 
     plan: SequencePlan
@@ -54,11 +55,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class Hop:
-    """A part of an attention call: the queries of one rank, the keys of another.
+    """A part of an attention call: the queries of one rank and the keys of another.
 
-    A rank keeps its tokens in the order of the whole sequence, so the keys that a query sees are
-    neighbouring rows, whatever the order, the documents and the window. Not so if documents fork:
-    then `Ancestry` tells what a query sees.
+    A rank keeps its tokens in the order of the whole sequence. The keys that a query sees are
+    therefore consecutive rows, for every order, document and window. If documents fork, they are
+    not consecutive, and `Ancestry` gives the keys that a query sees.
     """
 
     spec: AttentionSpec
@@ -67,16 +68,16 @@ class Hop:
 
     @property
     def pairs(self) -> int:
-        """Queries, each with every key that it sees. Pure; kept on the plan."""
+        """Count the pairs of a query and a key that it sees. Pure. Cached on the plan."""
         found = _pairs(self.spec.plan, self.query_rank, self.spec.causal, self.spec.window)
         return found[self.key_rank]
 
     def seen_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """`[queries]` each, int32: the first row of keys that a query sees, and the one after
-        the last. Pure.
+        """Return two int32 `[queries]`: the first row of keys that a query sees, and the row
+        after the last one. Pure.
 
         Raises:
-            UnsupportedError: documents fork, so these rows are not neighbours.
+            UnsupportedError: documents fork, so these rows are not consecutive.
         """
         plan, causal, window = self.spec.plan, self.spec.causal, self.spec.window
         return seen_rows(plan, self.query_rank, self.key_rank, causal, window)
@@ -86,21 +87,21 @@ class Hop:
 class AttentionKernel(Protocol):
     """Forward and backward of one hop, one call each. Local.
 
-    Ring attention makes a hop for each rank whose keys some query of this one sees, and merges
-    what they return; Ulysses makes one. Query head h reads key head `h // (heads // key_heads)`.
-    Neither queries nor keys are empty; single queries may see nothing.
+    Ring attention makes one hop per rank that holds keys which this rank's queries see, and merges
+    the results. Ulysses makes one hop. Query head h reads key head `h // (heads // key_heads)`. A
+    hop has at least one query and one key. A single query may see no key.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
-        """Return the output, and the logarithm of the sum of exponentials, base e.
+        """Return the output, and the logarithm (base e) of the sum of exponentials, `lse`.
 
-        The caller owns both. A query that sees nothing has an output of 0 and an `lse` of -inf.
+        The caller owns both. A query that sees no key has an output of 0 and an `lse` of -inf.
 
         Args:
             q: `[queries, heads, head_dim]`.
             k: `[keys, key_heads, head_dim]`.
             v: `[keys, key_heads, value_dim]`.
-            hop: the keys that a query sees, and what becomes of scores.
+            hop: the keys that a query sees, and the form of scores.
 
         Returns:
             `[queries, heads, value_dim]` in the dtype of q or of its sums, and `[queries, heads]`
@@ -113,8 +114,8 @@ class AttentionKernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this hop's part of the gradients of q, k and v, in their dtypes or that of sums.
 
-        The caller owns them. `grad`, `out` and `lse` are those of the whole call: of the keys of
-        all hops, and of sinks.
+        The caller owns the gradients. `grad`, `out` and `lse` belong to the whole call, with the
+        keys of all hops and with sinks.
         """
         ...
 
@@ -123,7 +124,7 @@ class AttentionKernel(Protocol):
 def _pairs(
     plan: SequencePlan, query_rank: int, causal: bool, window: int | None
 ) -> tuple[int, ...]:
-    """By rank of keys: pairs of a query of `query_rank` and a key that it sees."""
+    """Count pairs of a query of `query_rank` and a key that it sees, by rank of keys."""
     if plan.parents is not None:
         return _pairs_of_tree(plan, query_rank, window)
     seen = (seen_rows(plan, query_rank, rank, causal, window) for rank in range(plan.ranks))
@@ -135,7 +136,7 @@ def seen_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     if plan.parents is not None:
         raise UnsupportedError(
-            "this kernel reads one range of keys a query, and the plan has documents that fork. "
+            "this kernel reads one range of keys per query, and the plan has documents that fork. "
             "Use kernel=FlexKernel() or kernel=RectangleKernel(), or pack whole rollouts."
         )
     queries = plan.indices(query_rank).numpy()
@@ -155,8 +156,8 @@ def seen_ranges(
 ) -> list[tuple[int, int]]:
     """Return the rows of keys that tokens `[start, stop)` of one chain see, as ranges. Pure.
 
-    The ranges ascend by position. The first token sees all rows before itself that are in them, and
-    each later token those, those between, and itself, if a window does not hide them.
+    The ranges ascend by position. The first token sees all rows of them that precede it. Each
+    later token also sees the rows between and itself, if a window does not hide them.
     """
     depth = int(plan.ancestry.depths[start])
     least = 0 if window is None else max(depth - window + 1, 0)
@@ -171,9 +172,9 @@ def seen_ranges(
 
 
 def chains(plan: SequencePlan, rank: int) -> list[tuple[int, int, int]]:
-    """Return the runs of a rank, those joined of which one goes on with the other. Pure.
+    """Return the runs of a rank, joined if one continues the other. Pure.
 
-    Each has a start, a stop and the row of its first token. Each of its tokens sees the one before.
+    Each has a start, a stop and the row of its first token. Each token sees the previous token.
     """
     found: list[tuple[int, int, int]] = []
     for start, stop, _, row in plan.runs(rank):
@@ -200,7 +201,7 @@ def _pairs_of_tree(plan: SequencePlan, query_rank: int, window: int | None) -> t
 
 
 def rows_before(plan: SequencePlan, rank: int, places: np.ndarray) -> np.ndarray:
-    """Count the rows of a rank before each place, int32. Its pieces are far fewer than rows."""
+    """Return the number of a rank's rows before each place, int32. Pieces are fewer than rows."""
     starts, stops = np.asarray(plan.pieces[rank], np.int64).reshape(-1, 2).T
     rows, stops = (np.concatenate([[0], x]) for x in (np.cumsum(stops - starts), stops))
     piece = np.searchsorted(starts, places, side="right")

@@ -36,27 +36,27 @@ def latent_ring_attention(
     kernel: AttentionKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """`ring_attention` whose keys and values are expanded from latents where they are needed.
+    """Attend as `ring_attention`, with keys and values that are expanded from latents.
 
-    Latents travel, one row a token for all heads; every hop expands those at hand to keys and
-    values, and its backward expands them again. Differentiable. Collective: (ranks - 1) x latents
-    are sent and received by each rank; the backward sends these again, and their gradients in the
-    dtype of sums, once around.
+    Latents travel, with one row per token for all heads. Every hop expands its latents to keys and
+    values, and its backward expands them again. Differentiable. Collective: each rank sends and
+    receives (ranks - 1) x latents. The backward sends the latents again, and their gradients in
+    the dtype of sums once around.
 
     Args:
-        q: `[local_tokens, heads, nope_dim + rope_dim]`, the last part rotated.
-        latents: `[local_tokens, latent_dim + rope_dim]`: normalised, and behind it the part of the
-            key that all heads share, rotated.
-        up: `[heads, nope_dim + value_dim, latent_dim]`: of each head, to its part of the key, and
-            to its value.
-        scale: of the scores; default: (nope_dim + rope_dim) ** -0.5.
+        q: `[local_tokens, heads, nope_dim + rope_dim]`, with the last part rotated.
+        latents: `[local_tokens, latent_dim + rope_dim]`: the normalised latent, then the rotated
+            part of the key that all heads share.
+        up: `[heads, nope_dim + value_dim, latent_dim]`: the projections of each head to its part of
+            the key and to its value.
+        scale: factor of the scores. Default: (nope_dim + rope_dim) ** -0.5.
         sequence, group, causal, kernel, check: as in `ring_attention`.
 
     Returns:
         `[local_tokens, heads, value_dim]`.
 
     Raises:
-        ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as `ring_attention`.
+        ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as for `ring_attention`.
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2310.01889 (the ring).
     """
@@ -80,12 +80,12 @@ def latent_ulysses_attention(
     kernel: AttentionKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """`ulysses_attention` whose keys and values are expanded from latents where they are needed.
+    """Attend as `ulysses_attention`, with keys and values that are expanded from latents.
 
-    Queries are traded for heads; latents are gathered whole, and each rank expands its own heads
-    of them. Differentiable. Collective: one all-to-all of q, one of the output, and one gather of
-    latents, each rank's padded to the fullest one's; the backward the same, with a reduce-scatter
-    of the latents' gradients in the dtype of sums.
+    Ranks exchange queries for heads. Each rank gathers all latents and expands its own heads.
+    Differentiable. Collective: one all-to-all of q, one of the output, and one gather of latents,
+    padded to the rank with the most tokens. The backward does the same, with a reduce-scatter of
+    the latents' gradients in the dtype of sums.
 
     Args, Returns, Raises: as `latent_ring_attention`.
 
@@ -105,7 +105,7 @@ def latent_ulysses_attention(
 
 
 class _Expanded:
-    """A kernel of latents, by one of keys and values.
+    """A kernel of latents, made of a kernel of keys and values.
 
     Calls take q and `up`, which stay, then latents, which travel.
     """
@@ -142,7 +142,7 @@ class _Expanded:
 
 
 class _Gathered(torch.autograd.Function):
-    """Latents of all ranks, in the order of the sequence."""
+    """The latents of all ranks, in the order of the sequence."""
 
     @staticmethod
     def forward(
@@ -174,7 +174,7 @@ def _checked(
     check: bool,
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, _Expanded]:
-    """Return the operands, cast where autocast is on. Collective if `check`."""
+    """Check the operands, and return them cast as autocast says. Collective if `check`."""
     with agreed(name, q, latents, up, group=group, check=check) as call:
         check_plan(sequence, group, trees=causal)
         check_tensors(q=q, latents=latents, up=up)

@@ -1,4 +1,4 @@
-"""Softmax attention rectangle by rectangle: the kernel of a CPU, and the reference of others."""
+"""Softmax attention rectangle by rectangle: the kernel on a CPU, and the reference of others."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["FusedRectangle", "OnlineSoftmax", "RectangleKernel", "rectangles_of"
 
 # Rows of keys, as (start, stop).
 Ranges = tuple[tuple[int, int], ...]
-# Long runs are cut for windowed attention: a mask is as wide as its queries and the window.
+# Long runs are cut for windowed attention, because a mask spans its queries and the window.
 _WINDOW_ROWS = 128
 
 
 class RectangleKernel:
-    """`AttentionKernel` by torch's fused kernels, one call for each run of queries.
+    """An `AttentionKernel` that calls torch's fused kernels once per run of queries.
 
-    Runs on every device and in every dtype. Sums of a hop are taken in float32, or float64 for
-    float64. With `order="balanced"` a run is a chunk, so a GPU is given many small calls.
+    Runs on every device and in every dtype. The sums of a hop are taken in float32, or in float64
+    for float64. With `order="balanced"` a run is a chunk, so a GPU gets many small calls.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
@@ -62,14 +62,14 @@ def _add(total: Tensor, ranges: Ranges, more: Tensor) -> None:
 
 
 def _side_by_side(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Fused kernels need the numbers of a head next to each other, and do not check it."""
+    """Make the numbers of a head contiguous. Fused kernels need this and do not check it."""
     return tuple(x if x.stride(2) == 1 else x.contiguous() for x in tensors)
 
 
 class OnlineSoftmax:
-    """The attention of some queries, keys arriving in parts.
+    """The attention of some queries, to which keys are added in parts.
 
-    Sums are held in float32, or float64 for float64: `out` is normalised by what has been seen,
+    Sums are held in float32, or in float64 for float64. `out` is normalised by the keys so far.
     `lse` is the logarithm of the sum of exponentials.
 
     Source: arXiv:1805.02867 (online softmax).
@@ -81,10 +81,10 @@ class OnlineSoftmax:
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Take in the attention of `rows` to more keys."""
+        """Add the attention of `rows` to more keys."""
         before = self.lse[rows]
         total = torch.logaddexp(before, lse)
-        # Where nothing was seen yet both are -inf, and so is their sum.
+        # If a query has seen no key yet, both are -inf, and so is their sum.
         safe = total.masked_fill(total == -torch.inf, 0.0)
         self.out[rows] *= (before - safe).exp().unsqueeze(-1)
         self.out[rows] += out * (lse - safe).exp().unsqueeze(-1)
@@ -92,7 +92,7 @@ class OnlineSoftmax:
 
 
 def rectangles_of(hop: Hop, device: torch.device) -> Iterator[tuple[slice, Ranges, FusedRectangle]]:
-    """Yield each rectangle's rows of queries, its ranges of rows of keys, and the kernel for it."""
+    """Yield each rectangle's rows of queries, its ranges of rows of keys, and its kernel."""
     spec, plan = hop.spec, hop.spec.plan
     positions = None
     if spec.window is not None:
@@ -111,7 +111,7 @@ class _Rectangle(NamedTuple):
     """A rectangle of the attention matrix: rows of the query rank, rows of the key rank.
 
     `kind` is "full" (every query sees every key), "causal" (a square, query i sees keys up to i)
-    or "masked" (`_mask_of` says). Keys of several ranges stand side by side.
+    or "masked" (see `_mask_of`). Keys of several ranges are concatenated.
     """
 
     queries: slice
@@ -119,15 +119,15 @@ class _Rectangle(NamedTuple):
     kind: str
 
 
-# The layers of one batch ask alike; the next batch has another plan.
+# Cached for the layers of one batch. The next batch has another plan.
 @kept_on_plan
 def _rectangles(
     plan: SequencePlan, query_rank: int, key_rank: int, causal: bool, window: int | None
 ) -> tuple[_Rectangle, ...]:
-    """The rectangles in which a rank's queries meet another rank's keys. Pure.
+    """Return the rectangles in which a rank's queries meet another rank's keys. Pure.
 
-    A document's keys lie side by side on each rank, and a run's past keys are a prefix of them,
-    so a run of queries needs one rectangle, and a second one where it meets itself.
+    A document's keys are contiguous on each rank, and the keys before a run are a prefix of them.
+    A run of queries therefore needs one rectangle, and a second one for its own keys.
     """
     places = plan.indices(key_rank).numpy()
     starts = np.cumsum([0, *plan.document_lengths])
@@ -143,7 +143,7 @@ def _rectangles(
             step = max(window, _WINDOW_ROWS)
             for low in range(start, stop, step):
                 high, first = min(low + step, stop), max(document, low - window + 1)
-                # One rectangle may hold keys before, inside and behind the window.
+                # One rectangle may hold keys before, inside and after the window.
                 found.append(rectangle(low, high, offset + low - start, first, high, "masked"))
         elif causal:
             found.append(rectangle(start, stop, offset, document, start, "full"))
@@ -159,7 +159,7 @@ def _rectangles(
 def _rectangles_of_tree(
     plan: SequencePlan, query_rank: int, key_rank: int, causal: bool, window: int | None
 ) -> tuple[_Rectangle, ...]:
-    """The same where documents fork: the keys of a path are put side by side. Pure."""
+    """Return the rectangles if documents fork. The keys of a path are concatenated. Pure."""
     found = []
     for start, stop, offset in chains(plan, query_rank):
         step = stop - start if window is None else max(window, _WINDOW_ROWS)
@@ -179,7 +179,7 @@ def _rectangles_of_tree(
 
 
 def _mask_of(rectangle: _Rectangle, queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """`[queries, keys]`, bool: the keys that each query of a masked rectangle sees. Local."""
+    """Return bool `[queries, keys]`: the keys that each query of a masked rectangle sees. Local."""
     behind = queries[rectangle.queries, None] - _taken(keys, rectangle.keys)
     return (behind >= 0) & (behind < window)
 
@@ -187,14 +187,14 @@ def _mask_of(rectangle: _Rectangle, queries: Tensor, keys: Tensor, window: int) 
 class FusedRectangle:
     """Forward and backward of one rectangle of queries and keys. Local.
 
-    Tensors are `[tokens, heads, head_dim]`; there may be fewer key heads than query heads, and
+    Tensors are `[tokens, heads, head_dim]`. There may be fewer key heads than query heads, and
     values may be narrower or wider than keys.
 
     Args:
-        causal: queries and keys are the same tokens, and each sees those up to itself.
-        mask: `[queries, keys]`, bool, what each query sees; None for all.
-        scale: of the scores.
-        softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
+        causal: queries and keys are the same tokens, and each query sees keys up to itself.
+        mask: bool `[queries, keys]`, the keys that each query sees. None means all.
+        scale: factor of the scores.
+        softcap: scores become `softcap * tanh(score / softcap)`. None leaves them unchanged.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class FusedRectangle:
         self.causal, self.mask, self.scale, self.softcap = causal, mask, scale, softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The output, and the logarithm of the sum of exponentials, `[tokens, heads]`."""
+        """Return the output, and the logarithm of the sum of exponentials, `[tokens, heads]`."""
         q_, k_, v_ = (x.transpose(0, 1).unsqueeze(0) for x in _same_width(q, k, v))
         if q.device.type == "cpu" and self.softcap is None:
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -219,14 +219,14 @@ class FusedRectangle:
                 out, lse = self._plain(q_, k_, v_)
         lse = lse[0].transpose(0, 1)
         if self.mask is not None:
-            # Kernels disagree about the row of a query that sees nothing.
+            # Kernels differ in the row of a query that sees no key.
             lse = lse.masked_fill(~self.mask.any(1, keepdim=True), -torch.inf)
         return out[0].transpose(0, 1)[..., : v.shape[2]], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, from `out` and `lse` over all keys, these and others."""
+        """Return the gradients of q, k and v. `out` and `lse` are those over all keys."""
         q_, k_, v_ = (x.transpose(0, 1).unsqueeze(0) for x in _same_width(q, k, v))
         width = q_.shape[3]
         grad_, out_ = (
@@ -271,7 +271,7 @@ class FusedRectangle:
         return dq, _summed(dk, groups), _summed(dv, groups)
 
     def _scores(self, q: Tensor, k: Tensor, groups: int) -> Tensor:
-        """Scores in the dtype of sums, -inf where a query does not look."""
+        """Return scores in the dtype of sums, -inf for keys that a query does not see."""
         dtype = accumulator_dtype(q)
         scores = q.to(dtype) @ _repeated(k, k, groups)[0].to(dtype).transpose(2, 3) * self.scale
         if self.softcap is not None:
@@ -306,7 +306,7 @@ class FusedRectangle:
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad with zeros to one head_dim, a multiple of 8 on a GPU, as fused kernels want it."""
+    """Pad with zeros to one head_dim, a multiple of 8 on a GPU, as fused kernels need it."""
     width = max(q.shape[2], v.shape[2])
     if q.device.type != "cpu":
         width = -(-width // 8) * 8

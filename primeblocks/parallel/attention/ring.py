@@ -1,4 +1,4 @@
-"""Attention over a split sequence by passing keys and values around a ring."""
+"""Attention over a split sequence: keys and values travel around a ring of ranks."""
 
 from __future__ import annotations
 
@@ -30,29 +30,30 @@ def ring_attention(
     kernel: AttentionKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Attention inside each document of a sequence that is split over `group`.
+    """Attend inside each document of a sequence that is split over `group`.
 
-    Each rank keeps its queries; keys and values travel from neighbour to neighbour while the
-    attention to those at hand is computed, in one call of `kernel` per hop. Takes any order of
-    tokens, any mix of documents, ragged and empty ranks. Differentiable. Collective: (ranks - 1) x
-    (k, v) bytes are sent and received by each rank; the backward sends these again, and their
-    gradients in the dtype of sums, once around.
+    Each rank keeps its queries. Keys and values travel from neighbour to neighbour while `kernel`
+    computes attention to those at hand, in one call per hop. Takes any order of tokens and any mix
+    of documents. Ranks may have different numbers of tokens, also zero. Differentiable.
+
+    Collective: each rank sends and receives (ranks - 1) x (k, v) bytes. The backward sends these
+    again, and their gradients in the dtype of sums once around.
 
     Args:
-        q: `[local_tokens, heads, head_dim]`, rotary embedding applied. All may have a batch as
-            first dim, whose rows have one plan; that costs a copy of each.
-        k: `[local_tokens, key_heads, head_dim]`; key_heads divides heads.
+        q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. q, k and v may have a
+            batch as first dim, whose rows share the plan. A batch costs one copy of each.
+        k: `[local_tokens, key_heads, head_dim]`. key_heads divides heads.
         v: `[local_tokens, key_heads, value_dim]`.
-        sequence: the plan of which rank holds which tokens; equal on all ranks.
-        causal: a token sees itself and those before it; otherwise its whole document.
-        scale: of the scores; default: head_dim ** -0.5.
-        window: a token sees itself and the `window - 1` before it; None for all.
-        softcap: scores become `softcap * tanh(score / softcap)`; None: they stay.
-        sinks: `[heads]`, the score of one more key a head, whose value is zero.
-        kernel: computes a hop; default: on CUDA `VarlenKernel()` where it takes the call,
-            which `order="balanced"` seldom lets it; otherwise `RectangleKernel()`.
-        check: agree on shapes, dtypes and the plan first, so that a mistake on one rank is an
-            error on all and not a wait. One small collective, which a GPU has to wait for.
+        sequence: the plan of the sequence, equal on all ranks.
+        causal: a token sees itself and earlier tokens. If False, it sees its whole document.
+        scale: factor of the scores. Default: head_dim ** -0.5.
+        window: a token sees itself and the `window - 1` tokens before it. None means all.
+        softcap: scores become `softcap * tanh(score / softcap)`. None leaves them unchanged.
+        sinks: `[heads]`, the score of one more key per head, whose value is zero.
+        kernel: computes a hop. Default: `VarlenKernel()` on CUDA if it takes the call, which it
+            seldom does with `order="balanced"`, and otherwise `RectangleKernel()`.
+        check: agree on shapes, dtypes and the plan first, so that a mistake on one rank raises on
+            all ranks instead of hanging. One small collective, for which the host waits for a GPU.
 
     Returns:
         `[local_tokens, heads, value_dim]`.
@@ -60,7 +61,7 @@ def ring_attention(
     Raises:
         ShapeError: shapes, dtypes or heads do not fit each other or the plan.
         PlanError: the group does not fit the plan, or ranks hold different plans.
-        CapacityError: the kernel is too small for some rank.
+        CapacityError: a limit of the kernel is too small for some rank.
         UnsupportedError: the kernel does not take the plan, the rules, the dtype or the device.
         RankError: another rank refused its arguments.
 

@@ -1,4 +1,4 @@
-"""Lists of the tiles of a hop's attention matrix, from the plan: what FlexAttention reads."""
+"""Lists of the tiles of a hop's attention matrix, made from the plan for FlexAttention."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["TileLists", "TreeLists", "check_lists", "tile_lists"]
 
 
 class TileLists(NamedTuple):
-    """The tiles of one hop, int32; `[1, 1, rows of tiles, ...]` except the last two.
+    """The tiles of one hop, int32, `[1, 1, rows of tiles, ...]` except the last two.
 
-    In "full" tiles every query sees every key, in the others some do. Each row of tiles has a count
-    and its columns, ascending, and behind them the columns that do not count. Each column of tiles
-    has the same. The last two, `[queries]`, are the rows of keys that a query sees.
+    In "full" tiles every query sees every key. In the other tiles some queries see some keys. Each
+    row of tiles has a count and its ascending columns, followed by columns that do not count. Each
+    column of tiles has the same. The last two, `[queries]`, are the rows of keys that a query sees.
     """
 
     key_counts: Tensor
@@ -36,10 +36,10 @@ class TileLists(NamedTuple):
 
 
 class TreeLists(NamedTuple):
-    """The tiles of one hop where documents fork. As `TileLists`, except the last five.
+    """The tiles of one hop if documents fork. Like `TileLists`, except the last five.
 
-    A query sees the keys of at least `least[query]` whose `key_place` is not behind its `place`,
-    and whose `key_end` is. Some tiles that are listed may hold no pair at all.
+    A query sees a key exactly if `key_place <= place < key_end`, and the key's depth is at least
+    the query's `least`. Some listed tiles may hold no such pair.
     """
 
     key_counts: Tensor
@@ -60,12 +60,13 @@ class TreeLists(NamedTuple):
 def tile_lists(
     hop: Hop, device: torch.device, tile_tokens: int, limit_bytes: int
 ) -> TileLists | TreeLists:
-    """Return the lists of one hop, on the device. Local; planned once for all hops of a rank.
+    """Return the lists of one hop, on the device. Local. Planned once for all hops of a rank.
 
-    They live as long as the plan, at most `limit_bytes` for each query rank, window and `causal`.
+    The lists live as long as the plan, and take at most `limit_bytes` per query rank, window and
+    `causal`.
 
     Raises:
-        CapacityError: those of some rank would take more.
+        CapacityError: the lists of some rank would take more.
     """
     spec = hop.spec
     check_lists(spec.plan, tile_tokens, limit_bytes)
@@ -74,10 +75,10 @@ def tile_lists(
 
 
 def check_lists(plan: SequencePlan, tile_tokens: int, limit_bytes: int) -> None:
-    """Refuse lists of tiles that take too many bytes, of the rank with the most queries. Pure.
+    """Refuse lists of tiles that take too many bytes on the rank with the most queries. Pure.
 
     Raises:
-        CapacityError: with their bytes.
+        CapacityError: the lists take more than `limit_bytes`.
     """
     queries = max(plan.counts)
     rows, need = -(-queries // tile_tokens), 0
@@ -102,7 +103,7 @@ def _of_rank(
     tile_tokens: int,
     device: torch.device,
 ) -> tuple[TileLists | TreeLists, ...]:
-    """By rank of keys, the lists. One copy to the device brings all."""
+    """Return the lists by rank of keys. One copy to the device moves all of them."""
     by_rank = []
     kind: Any = TileLists if plan.parents is None else TreeLists
     for rank in range(plan.ranks):
@@ -115,7 +116,7 @@ def _of_rank(
     there = torch.from_numpy(np.concatenate(arrays)).to(device)
     parts = iter(there.split([x.size for x in arrays]))
     return tuple(
-        # Tensors of their own: torch compiles anew where a view begins elsewhere.
+        # Separate tensors: torch compiles anew for a view that begins at another offset.
         kind(*(next(parts).view(x.shape).clone() for x in lists))
         for lists in by_rank
     )
@@ -124,7 +125,7 @@ def _of_rank(
 def _plan_lists(
     first: np.ndarray, last: np.ndarray, keys: int, tile_tokens: int
 ) -> list[np.ndarray]:
-    """Arrays in the order of `TileLists`, from the rows of keys that each query sees. Pure.
+    """Return arrays in the order of `TileLists`, from the rows of keys that each query sees. Pure.
 
     Each query adds one to the tiles of its interval, by differences along the row of tiles.
     """
@@ -147,10 +148,10 @@ def _plan_lists(
 def _plan_tree_lists(
     plan: SequencePlan, query_rank: int, key_rank: int, window: int | None, tile_tokens: int
 ) -> list[np.ndarray]:
-    """Arrays in the order of `TreeLists`. Pure.
+    """Return arrays in the order of `TreeLists`. Pure.
 
-    Of a tile the first and the last query, and the least and the greatest end of its keys, tell
-    whether all pairs see each other, and whether some may.
+    A tile's first and last query, and the least and greatest end of its keys, show whether all
+    pairs see each other and whether some may.
     """
     depths, ends = plan.ancestry.depths, plan.ancestry.ends
     place, key = (plan.indices(rank).numpy() for rank in (query_rank, key_rank))
@@ -172,7 +173,7 @@ def _plan_tree_lists(
 
 
 def _extremes(x: np.ndarray, tile_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the greatest value of each tile."""
+    """Return the least and the greatest value of each tile."""
     starts = np.arange(0, len(x), tile_tokens)
     if not len(x):
         return x, x
@@ -184,7 +185,7 @@ def _all_listed(partial: np.ndarray, full: np.ndarray) -> list[np.ndarray]:
 
 
 def _listed(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By row a count, and the columns that count before those that do not."""
+    """Return for each row a count, and its counted columns before the other columns."""
     count = dense.sum(1, dtype=np.int32)
     columns = np.argsort(~dense, axis=1, kind="stable").astype(np.int32)
     return count[None, None], columns[None, None]

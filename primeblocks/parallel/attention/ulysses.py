@@ -1,4 +1,4 @@
-"""Attention over a split sequence by exchanging tokens for heads."""
+"""Attention over a split sequence: ranks exchange tokens for heads."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ def ulysses_attention(
     kernel: AttentionKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Attention inside each document of a sequence that is split over `group`.
+    """Attend inside each document of a sequence that is split over `group`.
 
-    Each rank trades its part of the tokens for a part of the heads, computes attention over the
-    whole sequence in one call of `kernel`, and trades back. Heads need not divide evenly; where
+    Each rank exchanges its part of the tokens for a part of the heads. It computes attention over
+    the whole sequence in one call of `kernel`, and exchanges back. Heads need not divide evenly. If
     there are fewer key heads than ranks, a key head goes to every rank that has a query head for
-    it. Differentiable. Collective: one all-to-all of q, k and v, and one of the output; the
-    backward the same. A rank holds all tokens of its heads meanwhile.
+    it. Differentiable.
+
+    Collective: one all-to-all of q, k and v, and one of the output. The backward does the same.
+    Meanwhile a rank holds all tokens of its heads.
 
     Args, Returns, Raises: as `ring_attention`.
 
@@ -54,7 +56,7 @@ def ulysses_attention(
     of_queries = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
     of_keys = [_key_heads(part, per_key) for part in of_queries]
     far = Heads(sequence, group)
-    # Without keys of other ranks' heads: a rank asks for what its queries look at.
+    # Exclude keys of other ranks' heads: a rank asks for the key heads that its queries read.
     q_, k_, v_ = (
         far.gather(x, parts) for x, parts in ((q, of_queries), (k, of_keys), (v, of_keys))
     )
@@ -107,13 +109,13 @@ class Heads:
 
 
 def _key_heads(queries: range, per_key: int) -> range:
-    """The key heads that these query heads look at."""
+    """Return the key heads that these query heads read."""
     if not queries:
         return range(0)
     return range(queries.start // per_key, (queries.stop - 1) // per_key + 1)
 
 
 def _uneven(queries: range, keys: range, per_key: int) -> bool:
-    """Whether a kernel that deals query heads evenly to key heads would pair them wrongly."""
+    """Return whether a kernel that assigns query heads evenly to key heads would pair wrongly."""
     each = len(queries) // len(keys)
     return any(h // per_key - keys.start != i // each for i, h in enumerate(queries))

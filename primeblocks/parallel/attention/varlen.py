@@ -1,6 +1,6 @@
-"""Flash attention on packed sequences as the kernel of a hop, where the order of tokens allows.
+"""Flash attention on packed sequences as the kernel of a hop, if the order of tokens allows it.
 
-A hop is cut into segments as flash attention takes them. They come from the plan.
+A hop is cut into segments, which flash attention takes. The plan gives them.
 """
 
 from __future__ import annotations
@@ -20,32 +20,38 @@ __all__ = ["Segments", "VarlenKernel", "check_segments", "segments_of"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST = 256
-# On the second nothing is computed, which shows shapes and counts launches.
+# On "meta" nothing is computed, which shows shapes and counts launches.
 _DEVICES = ("cuda", "meta")
 
 
 class VarlenKernel:
-    """`AttentionKernel` by torch's flash attention on packed sequences: one call of it each.
+    """An `AttentionKernel` that calls torch's flash attention on packed sequences, once per call.
 
-    Run on one H100, one rank's share at a time. A hop is cut into segments, each some queries and
-    the keys that these alone see. With `order="contiguous"` every hop
-    has them, with `"zigzag"` all up to a window of tokens / ranks, and in Ulysses attention all;
-    `"balanced"` seldom has. Key heads are not repeated. Nothing is compiled, and
-    the host reads nothing.
+    It has run on one H100, with one rank's share at a time. A hop is cut into segments: some
+    queries, and the keys that only these queries see. Not every hop has segments:
 
-    Calls the operators under `torch.nn.attention.varlen.varlen_attn`, whose backward takes the
-    output and the `lse` of all hops. Its gradients of keys are rounded to the dtype of q in each
-    hop.
+    - `order="contiguous"`: every hop has them.
+    - `order="zigzag"`: every hop has them, up to a window of tokens / ranks.
+    - `order="balanced"`: a hop seldom has them.
+    - Ulysses attention: the one hop always has them.
+
+    Key heads are not repeated. The kernel compiles nothing, and the host reads nothing.
+
+    It calls the operators under `torch.nn.attention.varlen.varlen_attn`, because their backward
+    takes the output and the `lse` of all hops. The gradients of keys are rounded to the dtype of q
+    in each hop.
 
     Args:
-        operators: forward and backward to call instead, with arguments and results of
+        operators: a forward and a backward to call instead, with the arguments and results of
             `torch.ops.aten._flash_attention_forward` and `_backward`. Devices, dtypes and widths
-            are theirs to refuse. For tests where there is no GPU.
+            are not checked then. For tests without a GPU.
 
     Raises:
-        UnsupportedError: in a call, a hop without segments; a softcap; values of another width;
-            and, by torch's operators, another dtype than bfloat16 and float16, a head_dim that is
-            over 256 or no multiple of 8, another device than CUDA.
+        UnsupportedError: in a call, a hop without segments, a plan with forks, a softcap, or values
+            of another width than keys.
+        UnsupportedError: in a call of torch's operators, a device other than CUDA, or a dtype other
+            than bfloat16 and float16.
+        UnsupportedError: in such a call, a head_dim over 256 or not a multiple of 8.
 
     Source: arXiv:2307.08691.
     """
@@ -59,7 +65,7 @@ class VarlenKernel:
         """Refuse a call, on all ranks alike. Local.
 
         Raises:
-            UnsupportedError: see the class.
+            UnsupportedError: as the class says.
         """
         if spec.plan.parents is not None:
             raise UnsupportedError(
@@ -100,7 +106,7 @@ class VarlenKernel:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
     ) -> tuple[Tensor, Tensor, Tensor]:
         found, run = segments_of(hop, q.device), self.operators or _of_torch()
-        # Without dropout no random state is read.
+        # Without dropout the random state is not read.
         random = torch.empty(2, dtype=torch.uint64, device=q.device)
         dq, dk, dv = run[1](
             _taken(grad, found.queries),
@@ -108,7 +114,7 @@ class VarlenKernel:
             _taken(k, found.keys),
             _taken(v, found.keys),
             _taken(out, found.queries),
-            # The kernel does not look at its strides.
+            # The kernel ignores the strides of the lse.
             _taken(lse, found.queries).transpose(0, 1).contiguous(),
             *_sizes(found),
             random,
@@ -146,7 +152,7 @@ def _check_operators(q: Tensor) -> None:
 
 
 def _sizes(found: Segments) -> tuple[Any, ...]:
-    """Starts of segments, the longest ones, no dropout, and whether the mask is causal."""
+    """Return starts of segments, the longest ones, no dropout, and whether the mask is causal."""
     most = found.most_queries, found.most_keys
     return found.query_starts, found.key_starts, *most, 0.0, found.causal
 
@@ -160,13 +166,13 @@ def _mask(found: Segments, hop: Hop) -> dict[str, Any]:
 
 
 def _taken(x: Tensor, rows: slice | Tensor) -> Tensor:
-    """Rows that take part, the numbers of a head side by side."""
+    """Return the rows that take part, with the numbers of a head contiguous."""
     part = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
     return part if part.ndim < 3 or part.stride(2) == 1 else part.contiguous()
 
 
 def _placed(part: Tensor, rows: slice | Tensor, total: int, others: float = 0.0) -> Tensor:
-    """Put rows back where they were taken from."""
+    """Put rows back to the places that they were taken from."""
     if len(part) == total:
         return part
     whole = part.new_full((total, *part.shape[1:]), others)
@@ -176,21 +182,21 @@ def _placed(part: Tensor, rows: slice | Tensor, total: int, others: float = 0.0)
     return whole.index_copy_(0, rows, part)
 
 
-# No limit to the left or to the right, in flash attention's words.
+# Flash attention's value for no limit to the left or to the right.
 _ALL = -1
 
 
 class Segments(NamedTuple):
     """A hop as packed sequences: segments of queries, each with keys of its own.
 
-    All have one mask, aligned to the last query and the last key: of n queries and m keys query i
-    sees those from `i + m - n - left` to `i + m - n + right`; -1 for no limit.
+    All segments have one mask, aligned to the last query and the last key. With n queries and m
+    keys, query i sees the keys from `i + m - n - left` to `i + m - n + right`. -1 means no limit.
 
     Attributes:
-        queries, keys: rows that take part. Other queries see no key; no query sees other keys.
+        queries, keys: rows that take part. Other queries see no key, and no query sees other keys.
         query_starts, key_starts: `[segments + 1]`, int32, among these rows.
-        most_queries, most_keys: of a segment. Where only the left is limited, `most_keys` is at
-            least `most_queries`: flash attention takes it for the limit to the right.
+        most_queries, most_keys: the longest segment. If only the left is limited, `most_keys` is
+            at least `most_queries`, because flash attention uses it as the limit to the right.
     """
 
     queries: slice | Tensor
@@ -208,8 +214,8 @@ class Segments(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """`Segments` on the host: of each its first query among `rows`, its first key, and the key
-    behind its last one.
+    """`Segments` on the host: for each segment its first query among `rows`, its first key, and
+    the key after its last one.
     """
 
     rows: np.ndarray
@@ -221,13 +227,13 @@ class _Cut(NamedTuple):
 
 
 def segments_of(hop: Hop, device: torch.device) -> Segments:
-    """Return the segments of one hop that sees something, on the device. Local.
+    """Return the segments of one hop that sees some key, on the device. Local.
 
-    Planned once, kept as long as the plan: 8 bytes a segment, and 8 a query or key that takes part
-    where these are no neighbours.
+    Planned once, and kept as long as the plan. Takes 8 bytes per segment. If the rows that take
+    part are not consecutive, each of these queries and keys takes 8 bytes more.
 
     Raises:
-        UnsupportedError: it has none.
+        UnsupportedError: the hop cannot be cut into segments.
     """
     spec = hop.spec
     found = _of_hop(spec.plan, hop.query_rank, hop.key_rank, spec.causal, spec.window, device)
@@ -237,12 +243,12 @@ def segments_of(hop: Hop, device: torch.device) -> Segments:
 
 
 def check_segments(spec: AttentionSpec) -> None:
-    """Refuse a call some hop of which has no segments, on all ranks alike. Local.
+    """Refuse a call in which some hop has no segments, on all ranks alike. Local.
 
-    Looks at the hops of all ranks, once a plan: ranks x tokens rows.
+    Looks at the hops of all ranks once per plan: ranks x tokens rows.
 
     Raises:
-        UnsupportedError: with the first such hop.
+        UnsupportedError: the message names the first such hop.
     """
     bad = _first_without(spec.plan, spec.causal, spec.window)
     if bad is not None:
@@ -250,10 +256,11 @@ def check_segments(spec: AttentionSpec) -> None:
 
 
 def _cut_segments(first: np.ndarray, last: np.ndarray) -> _Cut | None:
-    """Cut a hop into segments, the fewest, from the rows of keys that each query sees. Pure.
+    """Cut a hop into the fewest segments, from the rows of keys that each query sees. Pure.
 
-    Some query must see a key. Kinds of segments are tried; one is taken where flash attention's
-    mask, row by row, is what was given. None: no kind fits, or some key would be in two segments.
+    Some query must see a key. The function tries several kinds of segments, and takes a kind if
+    flash attention's mask equals the given one in every row. Returns None if no kind fits, or if
+    some key would be in two segments.
     """
     rows = np.flatnonzero(first < last)
     low, high = first[rows], last[rows]
@@ -262,7 +269,7 @@ def _cut_segments(first: np.ndarray, last: np.ndarray) -> _Cut | None:
 
 
 def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[_Cut]:
-    """By kind, the queries cut where the next one cannot belong to the same segment."""
+    """Return by kind the queries, cut before each query that cannot share the segment."""
     low_step, high_step, size = np.diff(low), np.diff(high), high - low
     stays, grows = high_step == 0, high_step == 1
     slides = low_step == 1
@@ -271,7 +278,7 @@ def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[_Cu
         _cut(rows, low, high, grows & (low_step == 0), _ALL, 0),
     ]
     if (grows & slides).any():
-        # A window, which is full where it slides. Behind a document of 1 token is a step of 1, too.
+        # A window, which is full while it slides. After a document of 1 token the step is also 1.
         window = int(size[1:][grows & slides].max())
         same = grows & ((low_step == 0) | slides & (size[1:] == window))
         found.append(_cut(rows, low, high, same, window - 1, 0))
@@ -292,7 +299,7 @@ def _cut(
 
 
 def _is_exact(cut: _Cut, low: np.ndarray, high: np.ndarray) -> bool:
-    """Whether each key is in one segment, and flash attention's mask shows what was given."""
+    """Return whether each key is in one segment, and flash attention's mask equals the given."""
     if (cut.first_keys[1:] < cut.last_keys[:-1]).any():
         return False
     queries = np.diff(np.append(cut.starts, len(cut.rows)))
@@ -349,7 +356,7 @@ def _of_hop(
 
 
 def _neighbours(rows: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Rows as a slice, where nothing lies between them."""
+    """Return rows as a slice if they are consecutive."""
     start, stop = int(rows[0]), int(rows[-1]) + 1
     if stop - start == len(rows):
         return slice(start, stop)

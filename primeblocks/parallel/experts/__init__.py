@@ -1,4 +1,4 @@
-"""Experts that ranks share: tokens to them and back, their products and adapters."""
+"""Experts that ranks share: dispatchers, grouped products and adapters."""
 
 from .all_to_all import AllToAllDispatcher, OncePerRankDispatcher
 from .dispatcher import Dispatched, LocalDispatcher, TokenDispatcher

@@ -32,25 +32,28 @@ Meanwhile = Callable[[], object]
 
 
 class AllToAllDispatcher:
-    """A dispatcher that sends one row for each slot: a token travels once for each expert it chose.
+    """A dispatcher that sends one row per slot: a token travels once for each expert it chose.
 
-    Works on gloo and NCCL, with ragged and empty ranks. Collective: in dispatch the counts, those
-    of each expert and the rows, in combine the rows; their backwards the rows once each. The host
-    reads the counts once, or never with a capacity and without `check`.
+    Works on gloo and NCCL. Ranks may have different numbers of tokens, also zero.
 
-    `dispatch` and `combine` take `meanwhile=`, such as a layer's shared experts: it is called once,
-    while the rows travel, and differentiated while their gradients do.
+    Collective. `dispatch` makes three exchanges: the check, the counts of each expert, and the
+    rows. `combine` exchanges the rows, after a check. Each backward exchanges the rows once. The
+    host reads the counts once per dispatch, or never if you pass `capacity_rows` and `check=False`.
+
+    `dispatch` and `combine` take `meanwhile=`, a function such as a layer's shared experts. It is
+    called once, while the rows travel. Its backward runs while the gradients of the rows travel.
 
     Args:
-        group: the ranks that share the experts; rank r owns the r-th share.
-        alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128); the
-            last expert's with as many as may be needed, so that the host need not know.
-        capacity_rows: the most rows that a rank sends to one rank, equal on all. As many rows
-            travel, whatever was chosen, so the host need not read a number. More is an error: with
-            `check` a PlanError on all ranks, without it an assertion of the device.
-        check: look at the values of ids and scores, and agree on the layer before rows are sent, so
-            that a mistake on one rank is an error on all and not a wait. In dispatch this travels
-            with the counts; in combine it is one small collective, which the host reads.
+        group: the ranks that share the experts. Rank r owns the r-th share.
+        alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
+            kernels need 128. Then there are as many rows as any counts could need, so that the host
+            need not read counts. The last expert gets the surplus rows of zeros.
+        capacity_rows: the most rows that a rank sends to one rank, equal on all ranks. Always this
+            many rows travel, so the host reads no counts. If more rows are needed, the call raises
+            PlanError on all ranks with `check`, and otherwise an assertion of the device fails.
+        check: look at the values of ids and scores, and agree on the layer, before rows are sent. A
+            mistake on one rank then raises on all ranks instead of hanging. In `dispatch` the check
+            travels with the counts. In `combine` it is one small collective, which the host reads.
 
     Raises:
         PlanError: this rank is not in the group, or the alignment or the capacity is below 1.
@@ -88,7 +91,7 @@ class AllToAllDispatcher:
         with agreed(name, x, scores, expert_ids, group=group, check=self.check) as call:
             call.facts |= _checked_facts(x, scores, expert_ids, num_experts, ranks)
             call.facts["capacity_rows"] = capacity
-            # Experts are dealt in order, so sorting by expert also sorts by owner.
+            # Experts are assigned in order, so sorting by expert also sorts by owner.
             slots, of_experts = sort_slots(expert_ids.flatten(), num_experts=num_experts)
             leaving = of_experts.view(ranks, -1)
             if self.check:
@@ -138,17 +141,19 @@ class AllToAllDispatcher:
             return None
         return PlanError(
             f"{most} rows go to one rank; capacity_rows is {self.capacity_rows}. Raise it, or "
-            "leave it out: the host then reads the counts."
+            "leave it out, and the host reads the counts."
         )
 
 
 class OncePerRankDispatcher:
     """A dispatcher that sends a token once to each rank that owns experts it chose.
 
-    The owner copies it for its experts and adds up their weighted outputs before they return, so
-    at top-8 over two ranks a quarter of the bytes travel; ids and scores travel besides, 4 + 4 or 8
-    bytes a choice. Otherwise as `AllToAllDispatcher`, with one collective more in dispatch
-    (scores). Outputs are rounded to their dtype once more than there.
+    The owner copies the token for its experts, and sums their weighted outputs before they return.
+    With top-8 over two ranks, a quarter of the bytes of rows travel. Each choice adds an id of 4
+    bytes and a score of 4 or 8 bytes.
+
+    Otherwise works like `AllToAllDispatcher`, without a capacity, and with one more collective in
+    `dispatch` for the scores. Outputs are rounded to their dtype once more.
 
     Source: arXiv:2412.19437, section 3.2 (DeepSeek-V3 sends a token once to each node).
     """
@@ -174,7 +179,7 @@ class OncePerRankDispatcher:
             call.facts |= _checked_facts(x, scores, expert_ids, num_experts, ranks)
             share = num_experts // ranks
             owner = torch.div(expert_ids, share, rounding_mode="floor").long()
-            # Values are looked at later: until then an id may be anything.
+            # Values are checked later. Until then an id may be anything.
             owner = owner.clamp(0, ranks - 1)
             wanted = torch.zeros(len(x), ranks, dtype=torch.bool, device=x.device)
             wanted.scatter_(1, owner, True)
@@ -193,11 +198,11 @@ class OncePerRankDispatcher:
             each = [1] * ranks
             arriving = _exchange(leaving.t(), each, each, group)
             send, _, receive, arriving_choices = torch.cat((leaving, arriving.t())).tolist()
-        # The pairs of a rank and a token that it gets, in this order.
+        # The pairs of a rank and a token that it receives, in this order.
         pairs = wanted.t().flatten().byte().argsort(descending=True, stable=True)[: sum(send)]
         target, token = pairs // max(len(x), 1), pairs % max(len(x), 1)
         row_map = map_rows(token, tokens=len(x))
-        # A choice of another rank's expert travels as the number behind the last, without weight.
+        # A choice of another rank's expert travels as the id after the last one, without weight.
         here = owner[token] == target[:, None]
         ids = (expert_ids[token] - target[:, None] * share).masked_fill(~here, share)
         ids = _exchange(ids.to(torch.int32), send, receive, group)
@@ -222,7 +227,7 @@ class OncePerRankDispatcher:
 
 
 class _Sent(NamedTuple):
-    """Layout of a send: `row_map` of rows on the wire, `again` of arrived rows to experts."""
+    """Layout of a send: `row_map` gives the sent rows, `again` regroups arrived rows by expert."""
 
     weights: Tensor
     row_map: RowMap
@@ -235,7 +240,7 @@ class _Sent(NamedTuple):
 def _aligned(
     tokens: Tensor, counts: Tensor, alignment: int, *, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pad to a number of rows that the host knows; the last expert takes the rest if `exact`."""
+    """Pad to a number of rows that the host knows. The last expert takes the rest if `exact`."""
     if alignment == 1:
         return tokens, counts, None
     most = len(tokens) + min(len(counts), len(tokens)) * (alignment - 1)
@@ -281,11 +286,11 @@ def _overlapped(
     group: dist.ProcessGroup,
     meanwhile: Meanwhile,
 ) -> Tensor:
-    """Send rows as `all_to_all_rows` does, and call `meanwhile` before waiting for those of others.
+    """Send rows as `all_to_all_rows` does, and call `meanwhile` before waiting for arriving rows.
 
-    What it computes is differentiated while the gradients of the rows travel back, for autograd
-    runs the latest of the nodes that are ready first. Collective, and so is its backward;
-    differentiable once.
+    The backward of `meanwhile` runs while the gradients of the rows travel back, because autograd
+    first runs the newest node that is ready. Collective, and so is its backward. Differentiable
+    once.
     """
     flights: list[_Flight] = []
     start = _Start.apply(rows, flights, send, receive, group)
@@ -298,14 +303,14 @@ def _overlapped(
 
 
 class _Flight:
-    """Rows on their way: what is sent stays alive, and what arrives unread, until they land."""
+    """Rows that travel: keeps what is sent alive, and what arrives unread, until all arrived."""
 
     def __init__(
         self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
     ) -> None:
         self._sent = rows.contiguous()
         self._arriving = rows.new_empty(sum(receive), *rows.shape[1:])
-        # gloo refuses float8: what has one byte an element travels as bytes.
+        # gloo refuses float8, so tensors with one byte per element travel as bytes.
         raw = torch.uint8 if rows.dtype.itemsize == 1 else rows.dtype
         out, given = self._arriving.view(raw), self._sent.view(raw)
         self._work = dist.all_to_all_single(out, given, receive, send, group=group, async_op=True)
@@ -318,8 +323,8 @@ class _Flight:
 class _Start(torch.autograd.Function):
     """The first half of an exchange, and the second half of its backward.
 
-    Flights pass beside autograd, which might read gradients that have not arrived. An empty tensor
-    goes from half to half in their place.
+    Rows in flight bypass autograd, which might read gradients before they arrive. An empty tensor
+    connects the two halves instead.
     """
 
     @staticmethod

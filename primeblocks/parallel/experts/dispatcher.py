@@ -1,4 +1,4 @@
-"""Dispatchers bring tokens to experts and results back: the contract, and one rank alone."""
+"""The contract of dispatchers, which send rows to experts and back, and the one for one rank."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Dispatched:
     """The rows that arrived for the local experts.
 
     Attributes:
-        tokens: one row a slot, grouped by local expert. Inside an expert the order is that of the
-            one-rank batch: by source rank, then token, then choice. With an alignment each
+        tokens: one row per slot, grouped by local expert. Inside an expert, rows are ordered by
+            source rank, then token, then choice, as in a batch on one rank. With an alignment each
             expert's rows end in rows of zeros.
-        counts: rows of each local expert, on the device of `tokens`, adding up to the rows. With a
-            capacity there are rows behind them, which `combine` leaves out.
-        handle: what the dispatcher needs to combine; private to it.
+        counts: rows of each local expert, on the device of `tokens`. The counts add up to the rows.
+            With a capacity there are more rows after them, which `combine` leaves out.
+        handle: private data of the dispatcher, which `combine` needs.
     """
 
     tokens: Float[Tensor, "slots hidden"]
@@ -51,13 +51,13 @@ class Dispatched:
 
     @cached_property
     def offs(self) -> Int32[Tensor, " local_experts"]:
-        """The row behind each expert's last, on the device, as grouped products take it."""
+        """The row after each expert's last row, on the device, as grouped products need it."""
         return self.counts.cumsum(0, dtype=torch.int32)
 
 
 @runtime_checkable
 class TokenDispatcher(Protocol):
-    """A contract to bring tokens to experts and results back. Each call is the other's backward."""
+    """The contract to send tokens to experts and back. Each call is the other's backward."""
 
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
@@ -66,13 +66,13 @@ class TokenDispatcher(Protocol):
 
         Args:
             x: `[tokens, hidden]`, differentiable.
-            scores: `[tokens, top_k]`, gate weights, differentiable; used by `combine`.
+            scores: `[tokens, top_k]`, gate weights, differentiable. `combine` uses them.
             expert_ids: `[tokens, top_k]`, integers in `[0, num_experts)`.
-            num_experts: experts of the whole layer. A rank owns an equal, consecutive share.
+            num_experts: experts of the whole layer. Each rank owns an equal, consecutive share.
 
         Raises:
-            ShapeError: shapes, dtypes, ids or scores do not fit. Raised before any communication.
-            PlanError: the experts cannot be shared equally, or ranks disagree about the layer.
+            ShapeError: shapes, dtypes, ids or scores do not fit. No row was sent.
+            PlanError: the ranks cannot share the experts equally, or disagree about the layer.
             RankError: another rank refused its arguments.
         """
         ...
@@ -85,20 +85,21 @@ class TokenDispatcher(Protocol):
 
         Raises:
             ShapeError: `y` does not have one row for each dispatched row.
-            PlanError: ranks disagree about width, dtype or whether gradients are asked for.
+            PlanError: ranks disagree about width, dtype or whether they need gradients.
             RankError: another rank refused its arguments.
         """
         ...
 
 
 class LocalDispatcher:
-    """A dispatcher where every rank owns all experts: rows are sorted, nothing is sent. Local.
+    """A dispatcher for ranks that own all experts: sorts rows and sends nothing. Local.
 
     Args:
-        alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128).
-        check: look at the values of ids and scores, which the host has to wait for. Without it,
-            values out of range give undefined results, and the host waits for the number of rows
-            alone, where an alignment makes it unknown.
+        alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
+            kernels need 128.
+        check: look at the values of ids and scores, for which the host waits. With `check=False`
+            values out of range give undefined results. The host then waits only if there is an
+            alignment, to read the number of rows.
     """
 
     def __init__(self, *, alignment: int = 1, check: bool = True) -> None:
@@ -139,8 +140,8 @@ class SortedSlots(NamedTuple):
     """Slots sorted by expert.
 
     Attributes:
-        slots: `[slots]`, stable.
-        counts: `[experts]`, on their device.
+        slots: `[slots]`, in a stable order.
+        counts: `[experts]`, on the device of the slots.
     """
 
     slots: Tensor
@@ -148,7 +149,7 @@ class SortedSlots(NamedTuple):
 
 
 def sort_slots(expert_of_slot: Tensor, *, num_experts: int) -> SortedSlots:
-    """Sort slots by expert; those of no expert, beyond the last one, come last. Local."""
+    """Sort slots by expert. Slots whose id is above the last expert come last. Local."""
     small = torch.int16 if num_experts < 2**15 else torch.int64  # Radix sort: fewer passes.
     ordered, slots = expert_of_slot.to(small).sort(stable=True)
     experts = torch.arange(num_experts, dtype=small, device=slots.device)
@@ -162,9 +163,9 @@ def pad_rows(counts: Tensor, alignment: int) -> Tensor:
 
 
 def align(tokens: Tensor, counts: Tensor, padded: Tensor, *, rows: int) -> tuple[Tensor, Tensor]:
-    """Pad each group of rows with zeros; return `rows` rows, and where the tokens went.
+    """Pad each group of rows with zeros. Return `rows` rows, and each token's new place.
 
-    Tokens behind the last group stay behind it.
+    Tokens after the last group stay after it.
     """
     shift = torch.cat((counts.new_zeros(1), (padded - counts).cumsum(0)))
     groups = torch.cat((counts, (len(tokens) - counts.sum())[None]))
@@ -175,17 +176,17 @@ def align(tokens: Tensor, counts: Tensor, padded: Tensor, *, rows: int) -> tuple
 
 
 def unalign(y: Tensor, places: Tensor | None) -> Tensor:
-    """The rows that are not padding."""
+    """Return the rows that are not padding."""
     return y if places is None else y.index_select(0, places)
 
 
 def check_slots(
     x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int, values: bool
 ) -> None:
-    """Refuse what no dispatcher can send. Local.
+    """Refuse operands that a dispatcher cannot send. Local.
 
     Raises:
-        ShapeError, PlanError: as `TokenDispatcher.dispatch` says.
+        ShapeError, PlanError: as for `TokenDispatcher.dispatch`.
     """
     check_tensors(x=x, scores=scores, expert_ids=expert_ids)
     check_counts(num_experts=num_experts)
@@ -196,12 +197,13 @@ def check_slots(
         )
     if scores.shape != expert_ids.shape:
         raise ShapeError(
-            f"scores {tuple(scores.shape)} and expert_ids {tuple(expert_ids.shape)} differ."
+            f"scores {tuple(scores.shape)} and expert_ids {tuple(expert_ids.shape)} differ. Pass "
+            "one score per id."
         )
     if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
         raise ShapeError(f"expert_ids must be integers; got {expert_ids.dtype}.")
     if not x.is_floating_point() or not scores.is_floating_point():
-        raise ShapeError(f"x and scores must be floating; got {x.dtype} and {scores.dtype}.")
+        raise ShapeError(f"x and scores must be floating point; got {x.dtype}, {scores.dtype}.")
     if values:
         told = measure_slots(scores, expert_ids).tolist()
         problem = judge_slots(told, num_experts, scores.numel())
@@ -210,7 +212,7 @@ def check_slots(
 
 
 def measure_slots(scores: Tensor, expert_ids: Tensor) -> Tensor:
-    """The lowest id, the highest and how many scores are no numbers, on their device. Local."""
+    """Return the lowest id, the highest id and the count of non-finite scores. Local."""
     if expert_ids.numel() == 0:
         return torch.zeros(3, dtype=torch.int64, device=expert_ids.device)
     low, high = expert_ids.aminmax()
@@ -219,7 +221,7 @@ def measure_slots(scores: Tensor, expert_ids: Tensor) -> Tensor:
 
 
 def judge_slots(told: list[int], num_experts: int, entries: int) -> UsageError | None:
-    """Say what is wrong with values that were measured. Local."""
+    """Return the error that measured values call for, or None. Local."""
     low, high, bad = told[:3]
     if low < 0 or high >= num_experts:
         return ShapeError(
@@ -235,10 +237,10 @@ def judge_slots(told: list[int], num_experts: int, entries: int) -> UsageError |
 def agree_on_outputs(
     name: str, y: Tensor, dispatched: Dispatched, *, group: dist.ProcessGroup, check: bool
 ) -> None:
-    """Refuse outputs that do not fit; on all ranks if `check`. Collective if `check`, else local.
+    """Refuse outputs that do not fit. Collective if `check`, and then on all ranks. Else local.
 
     Raises:
-        ShapeError, PlanError, RankError: as `TokenDispatcher.combine` says.
+        ShapeError, PlanError, RankError: as for `TokenDispatcher.combine`.
     """
     with agreed(name, y, group=group, check=check) as call:
         check_outputs(y, dispatched)
@@ -249,7 +251,7 @@ def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
     """Refuse outputs that do not fit the rows. Local.
 
     Raises:
-        ShapeError: as `TokenDispatcher.combine` says.
+        ShapeError: as for `TokenDispatcher.combine`.
     """
     check_tensors(y=y)
     if not isinstance(dispatched, Dispatched):
@@ -257,7 +259,7 @@ def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
             f"combine takes what dispatch returned; got a {type(dispatched).__name__}."
         )
     if not y.is_floating_point():
-        raise ShapeError(f"y must be floating; got {y.dtype}.")
+        raise ShapeError(f"y must be floating point; got {y.dtype}.")
     if y.ndim != 2 or y.shape[0] != dispatched.tokens.shape[0]:
         raise ShapeError(
             f"combine needs one row for each of {dispatched.tokens.shape[0]} slots; "

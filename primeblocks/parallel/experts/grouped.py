@@ -35,20 +35,20 @@ def grouped_linear(
     weight: Float[Tensor, "experts out_features in_features"],
     bias: Float[Tensor, "experts out_features"] | None = None,
 ) -> Float[Tensor, "slots out_features"]:
-    """Multiply each expert's run of rows by its own matrix. Local; differentiable.
+    """Multiply each expert's range of rows by the expert's own matrix. Local. Differentiable.
 
-    bfloat16, and float32 on a CPU, go to torch's grouped kernel where rows are multiples of 16
-    bytes, others to a loop. Under autocast both work in its dtype. An expert without rows gets a
-    zero gradient, not None: FSDP reduces it like the others.
+    torch's grouped kernel serves bfloat16, and float32 on a CPU, if rows are multiples of 16 bytes.
+    A loop serves everything else. Under autocast both compute in its dtype. An expert without rows
+    gets a zero gradient instead of None, so that FSDP reduces it.
 
     Args:
-        tokens: grouped by expert, as `Dispatched.tokens`.
-        counts: rows of each expert, adding up to `slots`, or to less: results of rows behind them
-            are undefined. They are read where they lie on the host, and where there is no kernel.
+        tokens: rows grouped by expert, such as `Dispatched.tokens`.
+        counts: rows of each expert. The sum may be below `slots`. The results of the rows after the
+            last group are undefined. Counts are read if they are on the host, or if the loop runs.
 
     Raises:
-        ShapeError: shapes do not fit, counts and experts differ in number, or the counts, where
-            they are read, add up to more than the rows.
+        ShapeError: shapes do not fit, or `counts` and `weight` have different numbers of experts.
+        ShapeError: the counts add up to more than the rows. Only checked if counts are read.
     """
     check_tensors(tokens=tokens, counts=counts, weight=weight)
     if counts.ndim != 1 or weight.ndim != 3 or tokens.shape[1:] != weight.shape[2:]:
@@ -61,12 +61,15 @@ def grouped_linear(
             f"{len(counts)} counts for {len(weight)} experts. A dispatcher must lie over the ranks "
             "that share the experts: AllToAllDispatcher(meshes.expert.get_group())."
         )
-    # torch's kernel ignores autocast and the loop does not: a rank without rows would differ.
+    # torch's kernel ignores autocast and the loop does not, so a rank without rows would differ.
     tokens, weight = autocast(tokens), autocast(weight)
     kernel = _fits_kernel(tokens, weight)
     rows = [] if kernel and counts.device.type != "cpu" else counts.tolist()
     if sum(rows) > len(tokens):
-        raise ShapeError(f"counts add up to {sum(rows)}; tokens has {len(tokens)} rows.")
+        raise ShapeError(
+            f"counts add up to {sum(rows)}; tokens has {len(tokens)} rows. Pass the counts of "
+            "these tokens."
+        )
     if kernel:
         ends = counts.cumsum(0, dtype=torch.int32).to(tokens.device)
         out = F.grouped_mm(tokens.contiguous(), weight.transpose(1, 2), offs=ends)
@@ -90,13 +93,13 @@ def grouped_swiglu(
     *,
     activation: Callable[[Tensor], Tensor] = F.silu,
 ) -> Float[Tensor, "slots hidden"]:
-    """Run each expert, `down(activation(gate) * up)`, on its run of rows. Local; differentiable.
+    """Run each expert, `down(activation(gate) * up)`, on its rows. Local. Differentiable.
 
     Args:
         gate_up: the first half of dim 1 is the gate, the second half is up.
 
     Raises:
-        ShapeError: the counts do not add up to the rows.
+        ShapeError: the counts add up to more than the rows.
     """
     gate, up = grouped_linear(tokens, counts, gate_up).chunk(2, dim=-1)
     return grouped_linear(activation(gate) * up, counts, down)
@@ -105,11 +108,12 @@ def grouped_swiglu(
 class GroupedExperts(nn.Module):
     """The experts of one layer, with the parameter names of transformers.
 
-    Built whole; `fully_shard_moe` leaves each rank its share. Collective if the dispatcher is.
-    Another product, such as one in float8, takes the place of torch's as `grouped_mm`.
+    The module is built with all experts. `fully_shard_moe` leaves each rank its share. Collective
+    if the dispatcher is. To use another product, such as one in float8, set the attribute
+    `grouped_mm`.
 
     Args:
-        dispatcher: must share the experts as the parameters are shared.
+        dispatcher: must use the ranks that share the parameters.
     """
 
     def __init__(
@@ -134,7 +138,7 @@ class GroupedExperts(nn.Module):
         self.down_proj = nn.Parameter(nn.init.normal_(down, std=intermediate**-0.5))
 
     def forward(self, x: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return `[tokens, hidden]`. Arguments as in `TokenDispatcher.dispatch`."""
+        """Return `[tokens, hidden]`. The arguments are those of `TokenDispatcher.dispatch`."""
         sent = self.dispatcher.dispatch(x, scores, expert_ids, num_experts=self.num_experts)
         gate, up = expert_linear(self, "gate_up_proj", sent.tokens, sent.counts).chunk(2, dim=-1)
         y = expert_linear(self, "down_proj", self.activation(gate) * up, sent.counts)
@@ -142,16 +146,16 @@ class GroupedExperts(nn.Module):
 
 
 def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Tensor:
-    """Run each expert's rows through one weight of `module`, its adapter included. Local.
+    """Multiply each expert's rows by one weight of `module`, with its adapter. Local.
 
-    With `module.grouped_mm` if it has one: `grouped_mm(name, tokens, weight, offsets)`.
+    Uses `module.grouped_mm(name, tokens, weight, offsets)` if the module has this attribute.
 
     Args:
-        name: `[experts, out, in]`, or `[experts, in, out]` if `module.is_transposed`; beside it
-            there may be `NAME_bias`, and the factors of `add_expert_lora`.
+        name: a parameter `[experts, out, in]`, or `[experts, in, out]` if `module.is_transposed`.
+            The module may also have `NAME_bias`, and the factors of `add_expert_lora`.
 
     Raises:
-        ShapeError: the counts do not add up to the rows.
+        ShapeError: the counts add up to more than the rows.
     """
 
     def local(suffix: str) -> Tensor | None:
@@ -200,5 +204,5 @@ def _fits_kernel(tokens: Tensor, weight: Tensor) -> bool:
         return False
     on_cpu = tokens.device.type == "cpu"
     fits = tokens.dtype == torch.bfloat16 or (on_cpu and tokens.dtype == torch.float32)
-    # The kernel wants rows of a multiple of 16 bytes.
+    # The kernel needs rows of a multiple of 16 bytes.
     return fits and all(size * tokens.element_size() % 16 == 0 for size in weight.shape[1:])

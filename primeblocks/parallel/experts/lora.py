@@ -1,8 +1,8 @@
 """Low-rank adapters on the weights of experts.
 
-An expert's weight W becomes W + alpha/rank · B A, and the sum is never formed: rows go through A
-and B as they go through W. The factors are parameters beside the weight, experts first, so that
-they are dealt, sharded and clipped like it.
+An expert's weight W becomes W + alpha/rank · B A. The sum is never formed: rows are multiplied by A
+and B in addition to W. The factors are parameters of the same module with experts as dim 0, so they
+are sharded and clipped like the weight.
 
 Source: arXiv:2106.09685, low-rank adaptation.
 """
@@ -35,27 +35,30 @@ def add_expert_lora(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> list[str]:
-    """Give the experts of `model` low-rank factors, and freeze all else in the modules they are in.
+    """Add low-rank factors to the experts of `model`, and freeze the other weights there.
 
-    `NAME_lora_A` `[experts, rank, in]` is drawn as a linear layer's weight, `NAME_lora_B`
-    `[experts, out, rank]` is zero: nothing changes until a step. `GroupedExperts` and experts of
-    transformers behind a dispatcher apply them. Other modules are left as they are: PEFT adapts
-    those, and comes first, for it freezes what it did not add. Local; before `fully_shard_moe`.
+    The new parameters are `NAME_lora_A` `[experts, rank, in]`, drawn like a linear layer's weight,
+    and `NAME_lora_B` `[experts, out, rank]`, which is zero. Outputs therefore do not change until a
+    step. `GroupedExperts` and transformers' experts with a dispatcher apply the factors.
+
+    Other modules stay as they are. Adapt them with PEFT first, because PEFT freezes all parameters
+    that it did not add. Local. Call it before `fully_shard_moe`.
 
     Args:
-        rank: a multiple of 8 lets bfloat16 rows go through torch's grouped kernel.
+        rank: with a multiple of 8, torch's grouped kernel takes bfloat16 rows.
         alpha: the product of the factors is scaled by `alpha / rank`.
         names: parameters to adapt, each `[experts, ...]` with two more dims. Default: those of
             `gate_up_proj`, `up_proj` and `down_proj` that exist.
-        dtype: of the factors; default: the weight's. float32 beside bfloat16 weights learns from
-            small steps; rows still multiply in their own dtype.
-        generator: its state must be equal on all ranks, as must that of the default one.
+        dtype: of the factors. Default: the weight's. float32 factors of bfloat16 weights also learn
+            from small steps. Rows are still multiplied in their own dtype.
+        generator: its state must be equal on all ranks. The same holds for the default generator.
 
     Returns:
         The names of the adapted weights.
 
     Raises:
-        PlanError: no such parameter, a rank below 1, or experts that have an adapter.
+        PlanError: no experts have the named parameters, the rank is below 1, `alpha` is not a
+            number, or experts have an adapter already.
         UnsupportedError: the experts are sharded already.
     """
     if not isinstance(rank, Integral) or rank < 1:
@@ -88,11 +91,11 @@ def add_expert_lora(
 
 @torch.no_grad()
 def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapted weights with their adapters added, one by one, for export.
+    """Yield each adapted weight with its adapter added, to export it.
 
-    Each is new, named, laid out and typed as the weight is; the sum is formed in float32 at least.
-    The model stays as it is. Collective where sharded: a rank gathers the factors of the experts
-    that its FSDP group shares, and multiplies those of its part.
+    Each tensor is new, and has the name, layout and dtype of its weight. The sum is formed in
+    float32 or wider. The model does not change. Local, but collective if sharded: a rank gathers
+    the factors of the experts that its FSDP group shares, and multiplies them for its own part.
     """
     for path, module, name in _adapted(model):
         weight: Tensor = getattr(module, name)
@@ -110,10 +113,11 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def expert_lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The factors, whole, with the names and shapes that PEFT gives to `target_parameters`.
+    """Return the whole factors, named and shaped as PEFT does for `target_parameters`.
 
-    A is `[experts * rank, in]`, B is `[out, rank * experts]`, experts last; where both weights of
-    a module are adapted, the first is its `base_layer`. Collective where sharded.
+    A is `[experts * rank, in]`, and B is `[out, rank * experts]` with experts last. If both weights
+    of a module are adapted, the first has `base_layer` in its name. Local, but collective if
+    sharded.
     """
     adapted = list(_adapted(model))
     state = {}
@@ -155,16 +159,16 @@ def _check_bare(module: nn.Module, name: str, path: str) -> None:
 
 
 def _refuse_unless_applied(module: nn.Module, args: object) -> None:
-    """Refuse a forward that knows no adapters: it would leave them out in silence."""
+    """Refuse a forward that would silently leave out the adapters."""
     if not hasattr(module, "dispatcher"):
         raise UnsupportedError(
             f"{type(module).__name__} has no dispatcher yet, and its own forward knows no "
-            "adapters. Call parallelize first; a mesh of one rank will do."
+            "adapters. Call parallelize first. A mesh of one rank is enough."
         )
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Yield the prefix of each adapted weight's name, its module, and the rest of its name."""
+    """Yield the prefix of each adapted weight's name, the module, and the rest of the name."""
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         for name in own:
@@ -173,7 +177,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 def _gathered(x: Tensor) -> Tensor:
-    """Gather a parameter, but for the split of its experts, whose mesh FSDP2 puts last."""
+    """Gather a parameter except the split of its experts, whose mesh FSDP2 puts last."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()] * (x.device_mesh.ndim - 1) + [x.placements[-1]])

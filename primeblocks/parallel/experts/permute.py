@@ -1,4 +1,4 @@
-"""Tokens permuted to rows, one for each choice or rank, and the rows of a token summed up again."""
+"""Copies of tokens to rows, one for each choice or rank, and sums of a token's rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["RowMap", "map_choices", "map_rows", "permute", "regroup", "spread", "unpermute"]
 
-# Of rows that are widened at a time.
+# The number of rows to widen at a time.
 _WIDE_BYTES = 4 << 20
 
 
 class RowMap(NamedTuple):
-    """The token of each row and the rows of each token, so that nothing has to scatter.
+    """The token of each row and the rows of each token, so that no kernel has to scatter.
 
     Attributes:
-        source: `[rows]`, the token of each row; any token for a row that is not read.
+        source: `[rows]`, the token of each row. A row that is not read may name any token.
         rows: the rows of each token that are read, token after token.
-        starts: `[tokens]`, where each token's rows begin in `rows`; None where each has one.
+        starts: `[tokens]`, the place in `rows` where each token's rows begin. None if every token
+            has one row.
     """
 
     source: Tensor
@@ -30,23 +31,23 @@ class RowMap(NamedTuple):
 
 
 def map_rows(source: Tensor, *, tokens: int) -> RowMap:
-    """Return both directions of `source`, in the order of rows; a token may have no row. Local."""
+    """Return the map of `source`, in the order of rows. A token may have no row. Local."""
     ordered, rows = source.sort(stable=True)
     each = torch.arange(tokens, dtype=source.dtype, device=source.device)
     return RowMap(source, rows, torch.searchsorted(ordered, each))
 
 
 def map_choices(slots: Tensor, *, tokens: int, top_k: int) -> RowMap:
-    """Return both directions of a sort of choices; a token's rows in its order of them. Local."""
+    """Return the map of sorted choices. A token's rows keep the order of its choices. Local."""
     inverse = torch.empty_like(slots).scatter_(0, slots, _count(len(slots), slots))
     return RowMap(slots // max(top_k, 1), inverse, _count(tokens, slots) * top_k)
 
 
 def regroup(counts: Tensor, *, rows: int) -> RowMap:
-    """Return the way of rows that arrived by (source, expert) to (expert, source). Local.
+    """Return the map from rows in order (source, expert) to order (expert, source). Local.
 
     Args:
-        counts: `[sources, experts]`, adding up to `rows`.
+        counts: `[sources, experts]`, whose sum is `rows`.
     """
     by_expert = counts.t()
     arrived = _before(counts)
@@ -57,10 +58,10 @@ def regroup(counts: Tensor, *, rows: int) -> RowMap:
 
 
 def spread(row_map: RowMap, counts: Tensor, *, room: int) -> RowMap:
-    """Give each of several groups of rows as much room, the rest of which is not read. Local.
+    """Move each group of rows into a range of `room` rows. The other rows are not read. Local.
 
     Args:
-        counts: rows of each group, consecutive, adding up to all; what is over `room` is lost.
+        counts: rows of each consecutive group, adding up to all. Rows beyond `room` are lost.
     """
     rows, size = len(row_map.source), len(counts) * room
     free = torch.arange(0, size, room, device=counts.device) - _before(counts)
@@ -74,7 +75,7 @@ def _count(size: int, like: Tensor) -> Tensor:
 
 
 def _before(counts: Tensor) -> Tensor:
-    """The rows in front of each entry, entries in the order in which they are read."""
+    """Return the number of rows before each entry, in the order in which entries are read."""
     return (counts.flatten().cumsum(0) - counts.flatten()).view(counts.shape)
 
 
@@ -83,24 +84,24 @@ def _of_rows(values: Tensor, counts: Tensor, rows: int) -> Tensor:
 
 
 def permute(x: Tensor, row_map: RowMap) -> Tensor:
-    """Copy tokens: `[tokens, hidden]` to `[rows, hidden]`. Local; its backward is `unpermute`."""
+    """Copy tokens: `[tokens, hidden]` to `[rows, hidden]`. Local. Its backward is `unpermute`."""
     return _Permute.apply(x, row_map)
 
 
 def unpermute(rows: Tensor, row_map: RowMap, weights: Tensor | None = None) -> Tensor:
-    """Add up each token's rows, weighted: `[rows, hidden]` to `[tokens, hidden]`. Local.
+    """Sum each token's rows, weighted: `[rows, hidden]` to `[tokens, hidden]`. Local.
 
-    Sums are made in float32 for low precision, in one fixed order; of float32 weights at least 16
-    bits count. Its backward is `permute`.
+    Low precision is summed in float32, in a fixed order. At least 16 bits of float32 weights count.
+    The backward is `permute`.
 
     Args:
-        weights: one for each entry of `row_map.rows`.
+        weights: one weight for each entry of `row_map.rows`.
     """
     return _Unpermute.apply(rows, row_map, weights)
 
 
 class _Permute(torch.autograd.Function):
-    """A gather whose backward gathers: torch's scatters, slower and on a GPU in no fixed order."""
+    """A gather whose backward gathers. torch's would scatter: slow, and unordered on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_map: RowMap) -> Tensor:
@@ -117,12 +118,12 @@ class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, row_map: RowMap, weights: Tensor | None) -> Tensor:
         if weights is None:
-            # No saved tensor: a checkpoint recomputes up to the last of them, and need not bring
-            # these rows back from other ranks a second time.
+            # Save no tensor here: a checkpoint recomputes up to the last saved tensor, and would
+            # fetch these rows from other ranks a second time.
             ctx.source = row_map.source
         else:
             ctx.source = None
-            # Rows are the largest thing here: kept only for the gradient that needs them.
+            # Rows are the largest tensor here, so keep them only if a gradient needs them.
             kept = rows if ctx.needs_input_grad[2] else None
             ctx.save_for_backward(row_map.source, row_map.rows, weights, kept)
         return _sum(rows, row_map, weights)
@@ -140,7 +141,7 @@ class _Unpermute(torch.autograd.Function):
             return _copies(grad, source), None, none
         by_row = weights.new_zeros(len(source))  # Rows that are not read keep the zero.
         by_row[order] = weights
-        # A bag of one row is a gather that multiplies in passing.
+        # A bag of one row is a gather that also multiplies.
         of_rows = _bags(grad, source, _count(len(source), source), by_row)
         if rows is None:
             return of_rows, None, None
@@ -148,7 +149,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _copies(x: Tensor, source: Tensor) -> Tensor:
-    # Without tokens there may still be rows that are not read.
+    # Without tokens there may still be rows, which are not read.
     return x.index_select(0, source) if len(x) else x.new_zeros(len(source), x.shape[1])
 
 
@@ -162,12 +163,12 @@ def _sum(rows: Tensor, row_map: RowMap, weights: Tensor | None) -> Tensor:
 
 
 def _bags(rows: Tensor, chosen: Tensor, starts: Tensor, weights: Tensor | None) -> Tensor:
-    """The sum of chosen rows from each start to the next one."""
+    """Return the sum of the chosen rows from each start to the next start."""
     if weights is not None and weights.dtype != rows.dtype:
         high = weights.to(rows.dtype)
         if weights.dtype.itemsize > high.dtype.itemsize == 2:
-            # torch wants weights in the dtype of rows: each row comes twice, the second time for
-            # what rounding took from its weight. Products are summed in float32.
+            # torch requires weights in the dtype of rows. So each row comes twice, the second time
+            # with the rounding error of its weight. Products are summed in float32.
             low = (weights - high).to(rows.dtype)
             high = torch.stack((high, low), dim=1).flatten()
             chosen, starts = chosen[:, None].expand(-1, 2).flatten(), 2 * starts
@@ -176,7 +177,7 @@ def _bags(rows: Tensor, chosen: Tensor, starts: Tensor, weights: Tensor | None) 
 
 
 def _dots(rows: Tensor, grad: Tensor, source: Tensor) -> Tensor:
-    """`[rows]`: each row times the gradient of its token, in float32 for low precision."""
+    """Return `[rows]`: each row times its token's gradient, in float32 for low precision."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     step = max(len(rows), 1)
     if rows.dtype != wide:  # By parts: on a CPU they stay in its cache, on a GPU memory is short.
@@ -189,7 +190,7 @@ def _dots(rows: Tensor, grad: Tensor, source: Tensor) -> Tensor:
         each, against = torch.arange(len(part), device=rows.device), grad
         if grad.dtype != wide:
             against, at = grad.index_select(0, at).to(wide), each
-        # Autograd's own function for the weights of an embedding bag: a dot product each, no copy.
+        # Autograd's own function for an embedding bag's weights: one dot product each, no copy.
         found[start : start + step] = torch.ops.aten._embedding_bag_per_sample_weights_backward(
             against, part, each, each, at, 0
         )

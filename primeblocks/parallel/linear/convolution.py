@@ -1,4 +1,4 @@
-"""Causal convolution over documents whose tokens lie on several ranks."""
+"""Causal convolution over documents whose tokens are on several ranks."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ def causal_conv1d(
     group: dist.ProcessGroup,
     check: bool = True,
 ) -> Tensor:
-    """Convolve each channel with its own kernel, over whole documents, zeros before their start.
+    """Convolve each channel with its own kernel over whole documents, with zeros before each.
 
-    The result is that of `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` on each
-    document by itself. A run of tokens whose document began elsewhere gets the `kernel - 1`
-    tokens before it from the ranks that hold them. Computed in the dtype of `weight`, returned in
-    that of `x`. Differentiable.
+    The result equals `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` on each
+    document separately. If a document began on another rank, this rank receives the `kernel - 1`
+    tokens before its own. Computed in the dtype of `weight`, returned in the dtype of `x`.
+    Differentiable.
 
-    Collective, and so is its backward: one exchange each, in which a rank receives at most
-    `(kernel - 1) x channels` elements of `x` for each of its runs. Nothing is sent where no
-    document is cut or the kernel has one tap: the plan says so to all ranks alike.
+    Collective, and so is its backward: one exchange each. A rank receives at most
+    `(kernel - 1) x channels` elements of `x` for each of its runs. No rank sends anything if no
+    document is cut or the kernel has one tap. All ranks know this from the plan.
 
     Args:
         x: `[tokens, channels]`, this rank's part.
-        weight: `[channels, kernel]`, the last tap for the token itself.
+        weight: `[channels, kernel]`. The last tap multiplies the token itself.
         bias: `[channels]`.
-        check: agree on shapes and the plan first, so that a mistake on one rank is an error on
-            all and not a wait. One small collective, which a GPU has to wait for.
+        check: agree on shapes and the plan first, so that a mistake on one rank raises on all ranks
+            instead of hanging. One small collective, for which the host waits for a GPU.
 
     Raises:
         ShapeError: `weight` or `bias` does not fit `x`, or `x` is not this rank's part.
-        PlanError: the group does not fit the plan, or ranks differ in the plan, in sizes or in
-            whether gradients are asked for.
+        PlanError: the group does not fit the plan, or ranks differ in plan, sizes or in whether
+            they need gradients.
         RankError: another rank refused its arguments.
     """
     with agreed("causal_conv1d", x, weight, group=group, check=check) as call:
@@ -62,7 +62,7 @@ def causal_conv1d(
                 f"{shapes(x, weight)}. Of an nn.Conv1d, pass weight.squeeze(1)."
             )
         if bias is not None and bias.shape != x.shape[1:]:
-            raise ShapeError(f"needs one bias a channel, [{x.shape[1]}]; got {shapes(bias)}.")
+            raise ShapeError(f"needs one bias per channel, [{x.shape[1]}]; got {shapes(bias)}.")
         sequence.check_tokens(group, x=x)
     rank = group.rank()
     table = _table(sequence, rank, weight.shape[1] - 1, x.device)
@@ -77,7 +77,7 @@ class _Table:
     """One rank's part of the exchange, and of the convolution after it.
 
     Attributes:
-        padded: rows of what the exchange returns: each run behind its context.
+        padded: rows of the exchange's result: each run after its context.
         kept: outputs of the convolution of those rows that belong to own tokens.
     """
 
@@ -86,7 +86,7 @@ class _Table:
     kept: Tensor
 
 
-# Every layer of a step asks for the same table.
+# Cached, because every layer of a step needs the same table.
 @kept_on_plan
 def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) -> _Table:
     halo = find_halo(
@@ -103,8 +103,8 @@ def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) 
         place += reach + tokens
     nothing = torch.zeros(0, dtype=torch.int64)
     if not padded:
-        # One output to throw away: the backward of the exchange needs every rank, and `weight`
-        # gets a gradient of zero rather than none.
+        # One output to discard: the backward of the exchange needs every rank, and `weight` needs a
+        # gradient of zero instead of None.
         padded.append(torch.zeros(reach + 1, dtype=torch.int64))
     return _Table(
         halo, torch.cat([nothing, *padded]).to(device), torch.cat([nothing, *kept]).to(device)
@@ -115,13 +115,13 @@ def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) 
 class Halo:
     """One rank's part of an exchange of the tokens before runs.
 
-    A window needs them where its document began elsewhere.
+    A run needs them if its document began on another rank.
 
     Attributes:
-        own: rows of own tokens, of all as in `SequencePlan.row_of_token`.
+        own: the range of this rank's rows in `SequencePlan.row_of_token`.
         row_of_token: of the plan.
-        busy: some rank receives something.
-        sent: own tokens to send, by receiver; on the device of those tokens.
+        busy: some rank receives tokens.
+        sent: own tokens to send, by receiver, on the device of those tokens.
         wanted: rows of the tokens to receive, by sender.
     """
 
@@ -136,7 +136,7 @@ class Halo:
     def fetch(self, x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
         """Return own tokens, a row of zeros, and received tokens. Differentiable.
 
-        Collective, and so is its backward: one exchange each, and none where no rank is `busy`.
+        Collective, and so is its backward: one exchange each, except if no rank is `busy`.
         """
         parts = [x, x.new_zeros(1, *x.shape[1:])]
         if self.busy:
@@ -151,11 +151,11 @@ class Halo:
 
     @property
     def zeros(self) -> int:
-        """The row of zeros in what `fetch` returns."""
+        """The index of the row of zeros in the result of `fetch`."""
         return len(self.own)
 
     def rows(self, places: Tensor) -> Tensor:
-        """Return the row of each token in what `fetch` returns; own and wanted ones have one."""
+        """Return the row of each own or wanted token in the result of `fetch`."""
         row = self.row_of_token[places]
         own = (row >= self.own.start) & (row < self.own.stop)
         received = self.zeros + 1 + torch.searchsorted(self.wanted, row)
@@ -167,10 +167,10 @@ def find_halo(
 ) -> Halo:
     """Find the exchange after which each run has the tokens from place `first(run)` on. Local.
 
-    A token travels once, however many runs of a rank want it, and not at all where it is at home.
-    Keep it: it copies to the device, which makes the host wait.
+    A token travels at most once to each rank, and a rank's own tokens do not travel. Keep the
+    result: it is copied to the device, which makes the host wait.
     """
-    # Rows one rank after the other: a rank's rows are neighbours, and arrive in this order.
+    # A rank's rows are consecutive in this order, and arrive in it.
     bounds = torch.tensor([0, *sequence.counts]).cumsum(0)
     start, stop = int(bounds[rank]), int(bounds[rank + 1])
     wanted = [_wanted(sequence, receiver, first, bounds) for receiver in range(sequence.ranks)]
@@ -189,7 +189,7 @@ def find_halo(
 def _wanted(
     sequence: SequencePlan, rank: int, first: Callable[[Run], int], bounds: Tensor
 ) -> Tensor:
-    """Rows of other ranks' tokens before the runs of `rank`, ascending, each once."""
+    """Return the ascending rows of other ranks' tokens before the runs of `rank`, each once."""
     before = [sequence.row_of_token[first(run) : run.start] for run in sequence.runs(rank)]
     rows = torch.cat([torch.zeros(0, dtype=torch.int64), *before]).unique()
     return rows[(rows < bounds[rank]) | (rows >= bounds[rank + 1])]

@@ -23,12 +23,12 @@ R = TypeVar("R")
 def checked_facts(
     sequence: SequencePlan, group: dist.ProcessGroup, **operands: Tensor
 ) -> dict[str, object]:
-    """Facts of a call that must be equal on all ranks, after a look at this rank's. Local.
+    """Check this rank's arguments, and return the facts that must be equal on all ranks. Local.
 
-    They are everything but the number of tokens.
+    These facts are everything except the number of tokens.
 
     Args:
-        operands: all of them but optional ones that were left out.
+        operands: all operands except optional ones that were left out.
     """
     check_plan(sequence, group)
     check_tensors(**operands)
@@ -42,7 +42,7 @@ def checked_facts(
 
 
 def as_they_are(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function without autocast, which would narrow what is promised in float32."""
+    """Run a function without autocast, which would narrow sums that are promised in float32."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

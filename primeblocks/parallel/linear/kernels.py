@@ -1,8 +1,8 @@
 """Chunked recurrences on one device in plain torch: gated delta rule, Mamba-2.
 
-Inside a chunk tokens see each other by matrix products, between chunks a state is handed on.
-Computed in float32 at least, in float64 where the operands are. Zero padding at the end of a
-sequence leaves its state alone.
+Inside a chunk tokens see each other through matrix products. Between chunks a state is passed on.
+Both compute in float32, or in float64 for float64 operands. Zero padding at the end of a sequence
+does not change its state.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def chunk_gated_delta_rule(
     """`S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)`, token by token.
 
     Layouts, states and scale are those of `torch_chunk_gated_delta_rule` in transformers and
-    `chunk_gated_delta_rule` in flash-linear-attention; `q` and `k` are taken as they are. Local;
-    differentiable.
+    `chunk_gated_delta_rule` in flash-linear-attention. `q` and `k` are not normalised. Local.
+    Differentiable.
 
     Args:
-        q, k: `[batch, tokens, heads, key_dim]`, one token at least.
+        q, k: `[batch, tokens, heads, key_dim]`, at least one token.
         v: `[batch, tokens, heads, value_dim]`.
         g: `[batch, tokens, heads]`, the logarithm of the decay, at most 0.
         beta: `[batch, tokens, heads]`.
-        initial_state: `[batch, heads, key_dim, value_dim]`; None: zero.
+        initial_state: `[batch, heads, key_dim, value_dim]`. None means zero.
 
     Returns:
-        The output, like `v`, and the last state, both in the dtype of the computation.
+        The output, shaped like `v`, and the last state, both in the dtype of the computation.
 
     Source: arXiv:2412.06464 (gated delta networks).
     """
@@ -63,17 +63,17 @@ def chunk_state_space(
     """`S = exp(dt A) S + (dt x) B^T; y = S C`, token by token: Mamba-2 without the skip `D x`.
 
     Layouts and states are those of `mamba2_chunk_scan` in transformers and
-    `mamba_chunk_scan_combined` in mamba-ssm. Local; differentiable.
+    `mamba_chunk_scan_combined` in mamba-ssm. Local. Differentiable.
 
     Args:
-        x: `[batch, tokens, heads, head_dim]`, one token at least.
-        dt: `[batch, tokens, heads]`, the steps as they are: bias, softplus and limits applied.
+        x: `[batch, tokens, heads, head_dim]`, at least one token.
+        dt: `[batch, tokens, heads]`, the steps after bias, softplus and limits.
         A: `[heads]`, at most 0.
-        B, C: `[batch, tokens, groups, state_dim]`; `groups` divides `heads`.
+        B, C: `[batch, tokens, groups, state_dim]`. `groups` divides `heads`.
 
     Returns:
-        The output, like `x`, and the last state `[batch, heads, head_dim, state_dim]`, both in
-        the dtype of the computation.
+        The output, shaped like `x`, and the last state `[batch, heads, head_dim, state_dim]`, both
+        in the dtype of the computation.
 
     Source: arXiv:2405.21060 (state space duality).
     """
@@ -97,25 +97,25 @@ def _chunked(
     state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """One recurrence for both; `beta` asks for the delta rule.
+    """Compute either recurrence. With `beta` it is the delta rule.
 
-    All are `[..., tokens, dim]`, `decay` and `beta` without the last, `state` `[..., key, value]`;
-    leading dims broadcast.
+    All operands are `[..., tokens, dim]`, except `decay` and `beta` `[..., tokens]` and `state`
+    `[..., key, value]`. Leading dims broadcast.
     """
     tokens = v.shape[-2]
     size = min(chunk_size, tokens)
     q, k, v = (_chunks(x, size) for x in (q, k, v))
     log = _chunks(decay.unsqueeze(-1), size).cumsum(-2)
     future = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
-    # Masked before the exponential: backward in time a decay may overflow.
+    # Mask before the exponential, because a decay backward in time may overflow.
     pairs = (log - log.mT).masked_fill(future, float("-inf")).exp()
     reads, ends = q * log.exp(), (log[..., -1:, :] - log).exp() * k
     scores = (q @ k.mT) * pairs
     forgets = None
     if beta is not None:
         rate = _chunks(beta.unsqueeze(-1), size)
-        # What a token writes depends on what earlier ones of the chunk wrote: one triangular
-        # system, for the part without the state and for what the state adds.
+        # A token's write depends on the earlier writes of the chunk. One triangular system solves
+        # the part without the state and the part that the state adds.
         system = ((rate * k) @ k.mT) * pairs
         sides = torch.cat([rate * v, rate * k * log.exp()], dim=-1)
         solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -132,5 +132,5 @@ def _chunked(
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:
-    """`[..., tokens, dim]` as `[..., chunks, size, dim]`, zeros behind the last token."""
+    """`[..., tokens, dim]` as `[..., chunks, size, dim]`, with zeros after the last token."""
     return F.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))

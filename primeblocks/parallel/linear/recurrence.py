@@ -1,4 +1,8 @@
-"""The gated delta rule and Mamba-2: runs from zero, then what their true first state adds."""
+"""The gated delta rule and Mamba-2 over a sequence that ranks share.
+
+Every run of tokens is first computed from a state of zero. `scan_states` then finds the true first
+states, and their part is added.
+"""
 
 from __future__ import annotations
 
@@ -37,35 +41,36 @@ def gated_delta_rule(
 ) -> Tensor:
     """`S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)` on each document.
 
-    No rank waits for another. A run that is a part of a document starts from zero, and `kernel`
-    follows, in `key_dim` more columns of values, how an unknown first state would be read and
-    left behind; `scan_states` then tells what it was. Runs of equal length share a call of
-    `kernel`. Differentiable.
+    No rank waits for another. A run that is a part of a document starts from zero. `key_dim` extra
+    columns of values let `kernel` show how the run would read and change an unknown first state.
+    `scan_states` then finds that state. Runs of equal length share one call of `kernel`.
+    Differentiable.
 
-    Collective, and so is its backward: two exchanges each, none where no document is cut. They
-    move at most `heads x (key_dim^2 + 2 key_dim value_dim)` elements for each run of a cut
-    document, so orders of few runs are cheap: "contiguous", or large chunks. In cut documents,
-    what costs in proportion to `value_dim` costs as if it were `key_dim + value_dim`.
+    Collective, and so is its backward: two exchanges each, or none if no document is cut. The
+    exchanges move at most `heads x (key_dim^2 + 2 key_dim value_dim)` elements for each run of a
+    cut document. Orders with few runs are therefore cheap: "contiguous", or large chunks. In a cut
+    document, work in proportion to `value_dim` grows to `key_dim + value_dim`.
+
+    NaN is not checked. A NaN reaches the later tokens of its document and no other document.
 
     Args:
-        q, k: `[tokens, heads, key_dim]`, this rank's part, normalised where the model does so
-            and `kernel` does not. Grouped heads are repeated already.
+        q, k: `[tokens, heads, key_dim]`, this rank's part. Normalise both first if the model does
+            so and `kernel` does not. Repeat grouped heads first.
         v: `[tokens, heads, value_dim]`.
         g: `[tokens, heads]`, the logarithm of the decay, at most 0.
         beta: `[tokens, heads]`.
-        kernel: `(q, k, v, g=, beta=, initial_state=)` to the output and the last state, with a
-            batch in front and states `[batch, heads, key_dim, value_dim]`, for any `value_dim`:
-            `partial(f, output_final_state=True)` of transformers' or flash-linear-attention's.
+        kernel: a function from `(q, k, v, g=, beta=, initial_state=)` to the output and the last
+            state, for any `value_dim`. Tensors have a leading batch, and states are
+            `[batch, heads, key_dim, value_dim]`. Example: `partial(f, output_final_state=True)`
+            with the function of transformers or of flash-linear-attention.
         check: as in `causal_conv1d`.
 
     Returns:
         `[tokens, heads, value_dim]` in the dtype of `v`.
 
-    NaN is not looked for: it reaches later tokens of its document, and no other document.
-
     Raises:
         ShapeError: the operands do not fit each other, or this rank's part of the plan.
-        PlanError, RankError: as `causal_conv1d`.
+        PlanError, RankError: as for `causal_conv1d`.
 
     Source: arXiv:2412.06464 (gated delta networks).
     """
@@ -107,33 +112,34 @@ def state_space(
 ) -> Tensor:
     """`S = exp(dt A) S + (dt x) B^T; y = S C + D x` on each document: Mamba-2.
 
-    No rank waits for another. Every run starts from zero; where it is a part of a document,
-    `scan_states` tells the state that it should have started from, whose decayed reading is
-    added. Runs of equal length share a call of `kernel`. Differentiable.
+    No rank waits for another. Every run starts from zero. If a run is a part of a document,
+    `scan_states` finds its true first state, and the decayed reading of that state is added. Runs
+    of equal length share one call of `kernel`. Differentiable.
 
-    Collective, and so is its backward: two exchanges each, none where no document is cut. They
-    move at most `heads x (2 head_dim state_dim + 1)` elements for each run of a cut document.
+    Collective, and so is its backward: two exchanges each, or none if no document is cut. The
+    exchanges move at most `heads x (2 head_dim state_dim + 1)` elements for each run of a cut
+    document.
+
+    NaN is not checked. A NaN reaches the later tokens of its document and no other document.
 
     Args:
         x: `[tokens, heads, head_dim]`, this rank's part.
-        dt: `[tokens, heads]`, the steps as they are: bias, softplus and limits applied.
+        dt: `[tokens, heads]`, the steps after bias, softplus and limits.
         A: `[heads]`, at most 0.
-        B, C: `[tokens, groups, state_dim]`; `groups` divides `heads`.
-        D: `[heads]`, the skip; None: none.
-        kernel: `(x, dt, A, B, C)` to the output and the last state, with a batch in front and
-            states `[batch, heads, head_dim, state_dim]`: `partial(f, chunk_size=...,
-            return_final_states=True)` of transformers' `mamba2_chunk_scan` or mamba-ssm's
-            `mamba_chunk_scan_combined`.
+        B, C: `[tokens, groups, state_dim]`. `groups` divides `heads`.
+        D: `[heads]`, the skip. None means no skip.
+        kernel: a function from `(x, dt, A, B, C)` to the output and the last state. Tensors have a
+            leading batch, and states are `[batch, heads, head_dim, state_dim]`. Example:
+            `partial(f, chunk_size=..., return_final_states=True)` with transformers'
+            `mamba2_chunk_scan` or mamba-ssm's `mamba_chunk_scan_combined`.
         check: as in `causal_conv1d`.
 
     Returns:
         `[tokens, heads, head_dim]` in the dtype of `x`.
 
-    NaN is not looked for: it reaches later tokens of its document, and no other document.
-
     Raises:
         ShapeError: the operands do not fit each other, or this rank's part of the plan.
-        PlanError, RankError: as `causal_conv1d`.
+        PlanError, RankError: as for `causal_conv1d`.
 
     Source: arXiv:2405.21060 (state space duality).
     """
@@ -144,7 +150,8 @@ def state_space(
         if (
             not shaped
             or dt.shape != x.shape[:2]
-            or x.shape[1] % max(B.shape[1], 1)
+            or not B.shape[1]
+            or x.shape[1] % B.shape[1]
             or not all(t is None or t.shape == x.shape[1:2] for t in (A, D))
         ):
             raise ShapeError(
@@ -166,13 +173,13 @@ def state_space(
 
 
 class _Probe(NamedTuple):
-    """Results of runs that started from zero, and what they would do to a first state.
+    """Results of runs that started from zero, and the effect of a first state on them.
 
     Attributes:
         out: outputs from zero, `[runs, tokens, heads, value_dim]`.
-        reads: by token, what reads the first state, `[runs, tokens, heads, key_dim]`.
-        update: last state from zero.
-        transition: from the first state to the last one.
+        reads: by token, the factor that reads the first state, `[runs, tokens, heads, key_dim]`.
+        update: the last state from zero.
+        transition: the map from the first state to the last state.
     """
 
     out: Tensor
@@ -191,12 +198,12 @@ def _probe_delta(
 ) -> _Probe:
     runs, _, heads, key_dim = k.shape
     if not runs:
-        # Empty, and a child of all operands: their gradients are zero and not missing.
+        # Empty, but computed from all operands, so that their gradients are zero and not None.
         reads = q * k * (g * beta).unsqueeze(-1)
         update = torch.einsum("nthk,nthv->nhkv", reads, v)
         return _Probe(v * reads.sum(-1, True), reads, update, update @ update.mT)
     dtype = _wide(v)
-    # Columns of a state do not see each other: those of the identity become the transition.
+    # Columns of a state are independent, so those of the identity become the transition.
     unit = F.pad(torch.eye(key_dim, dtype=dtype, device=v.device), (v.shape[-1], 0))
     first = unit.expand(runs, heads, -1, -1)
     out, last = kernel(q, k, F.pad(v, (0, key_dim)), g=g, beta=beta, initial_state=first)
@@ -219,7 +226,7 @@ def _probe_state_space(
     if len(x):
         out, update = kernel(x, dt, A, B, C)
     else:
-        # As for the delta rule: empty, and a child of all operands.
+        # As for the delta rule: empty, but computed from all operands.
         out = x * (b * reads).sum(-1, True)
         update = torch.einsum("nthv,nthk->nhvk", out, b)
     return _Probe(out, reads, update, decay[:, -1])
@@ -233,11 +240,11 @@ def _carry(
     sequence: SequencePlan,
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """Outputs of the probed runs from their true first states."""
+    """Return the outputs of the probed runs from their true first states."""
     if not batches.carried:
         return [probe.out for probe in probes]
     places = batches.cut_places.to(probes[0].update.device)
-    # One dtype on all ranks, whatever the kernel returned, and where there was no run for it.
+    # One dtype on all ranks, also on ranks without a run, whatever the kernel returned.
     update = torch.cat([probe.update for probe in probes]).to(dtype).index_select(0, places)
     fade = torch.cat([probe.transition for probe in probes]).to(dtype).index_select(0, places)
     states = scan_states(update, fade, sequence=sequence, group=group, check=False)
@@ -255,15 +262,15 @@ def _wide(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RunBatches:
-    """A rank's runs by length, documents that are whole before those that are cut.
+    """A rank's runs by length. Whole documents precede parts of documents.
 
     Attributes:
-        carried: a document is cut, here or elsewhere, so all ranks exchange.
-        whole: how many batches hold whole documents.
-        shapes: of each batch, its runs and the tokens of a run.
+        carried: some document is cut, on this rank or another, so all ranks exchange.
+        whole: the number of batches that hold whole documents.
+        shapes: by batch, its runs and the tokens of a run.
         order: local tokens, batch by batch.
         inverse: of `order`.
-        cut_places: of each of `cut_runs`, its place among the runs of the cut batches.
+        cut_places: for each of `cut_runs`, its place among the runs of the cut batches.
     """
 
     carried: bool
@@ -288,10 +295,10 @@ class RunBatches:
         return rows.index_select(0, self.inverse.to(rows.device))
 
 
-# Every layer of a step asks for the same batches.
+# Cached, because every layer of a step needs the same batches.
 @kept_on_plan
 def run_batches(sequence: SequencePlan, rank: int) -> RunBatches:
-    """The batches of one rank. Local."""
+    """Return the batches of one rank. Local."""
     cut = cut_runs(sequence, rank)
     parts = _by_length(cut)
     known = set(cut)

@@ -1,4 +1,4 @@
-"""States of a linear recurrence, carried between the runs of documents that ranks share."""
+"""States of a linear recurrence, passed between the runs of documents that ranks share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["cut_runs", "scan_states"]
 
 
 def cut_runs(sequence: SequencePlan, rank: int) -> tuple[Run, ...]:
-    """The runs of `rank` that hold only a part of a document, in their order. Local."""
+    """Return the runs of `rank` that hold only a part of a document, in order. Local."""
     runs = sequence.runs(rank)
     return tuple(runs[index] for index in _chains(sequence).links[rank])
 
@@ -32,31 +32,30 @@ def scan_states(
     group: dist.ProcessGroup,
     check: bool = True,
 ) -> Tensor:
-    """The state that each of this rank's runs starts from.
+    """Return the state that each of this rank's runs starts from.
 
-    A run turns the state `S` that it starts from into `transition @ S + update`, and a document
-    starts from zero. No rank waits for its predecessor: every rank composes all runs for its
-    share of the heads, so that each summary travels once, whatever the number of ranks.
-    Differentiable.
+    A run turns its first state `S` into `transition @ S + update`. A document starts from zero. No
+    rank waits for its predecessor. Every rank composes all runs for its share of the heads, so each
+    summary travels once for any number of ranks. Differentiable.
 
-    Collective, and so is its backward: two exchanges each; none where no document is cut. With
-    `s` elements of state and `t` of transition a head, they move at most `heads x (2 s + t)`
-    elements for each of these runs. Only what is used is sent: no transition of a document's
-    first run, nothing of its last one, no state to the first.
+    Collective, and so is its backward: two exchanges each, or none if no document is cut. Let a
+    head have `s` elements of state and `t` elements of transition. The exchanges then move at most
+    `heads x (2 s + t)` elements per cut run. Unused elements do not travel: the transition of
+    a document's first run, the summary of its last run, and the state of its first run.
 
     Args:
         updates: `[runs, heads, ...]`, one row for each of `cut_runs(sequence, rank)`: the state
             after the run, had it started from zero.
         transitions: `[runs, heads]` for a scalar decay, or `[runs, heads, d, d]` for a matrix
-            that is multiplied from the left to states `[d, ...]`.
-        check: as in `causal_conv1d`. A rank without runs must ask for gradients like the others.
+            that multiplies states `[d, ...]` from the left.
+        check: as in `causal_conv1d`. A rank without runs must need gradients if the others do.
 
     Returns:
-        `[runs, heads, ...]` like `updates`; zero where a document begins.
+        `[runs, heads, ...]` like `updates`. A run that begins a document has zeros.
 
     Raises:
         ShapeError: the shapes do not fit each other or the plan.
-        PlanError, RankError: as `causal_conv1d`.
+        PlanError, RankError: as for `causal_conv1d`.
 
     Source: Blelloch 1990 (scans of affine maps); arXiv:2405.21060, section 8 (SSD over devices).
     """
@@ -86,16 +85,16 @@ def scan_states(
 
 @dataclass(frozen=True)
 class _Chains:
-    """Runs of one document, in its order, are a chain; the runs of chains are links.
+    """The runs of each cut document as a chain, in the document's order. Its runs are links.
 
     Attributes:
-        links: by rank, which of its runs they are.
-        senders: by rank, which of its links have a successor.
-        middles: by rank, which of its links have both neighbours: their transitions are needed.
-        receivers: by rank, which of its links have a predecessor.
-        receivers_by_step: how many chains, the longest first, have a receiver at each step.
+        links: by rank, its runs that are links.
+        senders: by rank, its links that have a successor.
+        middles: by rank, its links with both neighbours, whose transitions are needed.
+        receivers: by rank, its links that have a predecessor.
+        receivers_by_step: the number of chains, longest first, with a receiver at each step.
         updates: by step, rows of the updates of all senders.
-        transitions: by step but the first, rows of the transitions of all middles.
+        transitions: by step except the first, rows of the transitions of all middles.
         returned: by rank, rows of the states of all steps that it receives.
     """
 
@@ -109,7 +108,7 @@ class _Chains:
     returned: tuple[Tensor, ...]
 
 
-# Every layer of a step asks for the same chains.
+# Cached, because every layer of a step needs the same chains.
 @kept_on_plan
 def _chains(sequence: SequencePlan) -> _Chains:
     ranks = range(sequence.ranks)
@@ -125,7 +124,7 @@ def _chains(sequence: SequencePlan) -> _Chains:
     senders = [[link for link in own if link not in lasts] for own in links]
     middles = [[link for link in own if link not in firsts] for own in senders]
     receivers = [[link for link in own if link not in firsts] for own in links]
-    # At each step the chains that go on are the first ones.
+    # At each step the chains that continue are the first ones.
     steps = [
         [(chain[i], chain[i + 1]) for chain in chains if len(chain) > i + 1]
         for i in range(max(map(len, chains), default=1) - 1)
@@ -154,7 +153,7 @@ def _send_summaries(
     heads: list[int],
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Updates of all senders and transitions of all middles, `[own_heads, rows, ...]`."""
+    """Return updates of all senders and transitions of all middles, `[own_heads, rows, ...]`."""
     rank, device = group.rank(), updates.device
     flat = torch.cat(
         [
@@ -188,7 +187,7 @@ def _send_summaries(
 
 
 def _compose(updates: Tensor, transitions: Tensor, chains: _Chains) -> Tensor:
-    """States that receivers start from, by step, `[own_heads, rows, ...]`."""
+    """Return the states that receivers start from, by step, `[own_heads, rows, ...]`."""
     state = updates.index_select(1, chains.updates[0].to(updates.device))
     states = [state]
     for going_on, update_rows, transition_rows in zip(
@@ -210,7 +209,7 @@ def _apply(transition: Tensor, state: Tensor) -> Tensor:
 def _return_states(
     states: Tensor, chains: _Chains, heads: list[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """The states of own receivers, `[receivers, heads, ...]`."""
+    """Return the states of own receivers, `[receivers, heads, ...]`."""
     rank, shape = group.rank(), states.shape[2:]
     own = len(chains.returned[rank])
     sent = [states.index_select(1, rows.to(states.device)).flatten() for rows in chains.returned]

@@ -1,4 +1,4 @@
-"""Device memory freed between phases and between steps."""
+"""Free device memory between phases and between steps."""
 
 from .cpu_adamw import CpuAdamW
 from .host_memory import HostMemory, MovedBytes

@@ -1,4 +1,13 @@
-"""AdamW whose state and arithmetic live on the host."""
+"""AdamW whose state and arithmetic are on the host.
+
+The host holds three tensors per parameter: a float32 master, a page-locked copy of the gradient,
+and a page-locked copy of the weight. A step starts to copy all gradients. Then, parameter by
+parameter, it waits for the gradient, updates the master, and starts to copy the weight back.
+
+The master would undo writes from outside. So each step compares the parameter's version counter
+with its value after the last step, and refuses a parameter that was written. `refresh` copies all
+parameters to the masters.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +31,29 @@ __all__ = ["CpuAdamW"]
 class CpuAdamW(AdamW):
     """torch.optim.AdamW that keeps its moments, and a float32 master of the weights, on the host.
 
-    A step copies the gradients to page-locked memory, runs torch's own fused kernel there, and
-    copies the weights back while the next parameter is computed. float32 and float64 parameters
-    get the bits of `AdamW(fused=True)` on a CPU (a CUDA kernel may round the last bit otherwise);
-    bfloat16 and float16 ones get the master's, rounded once. Local: a DTensor is updated by its
-    local part, on any mesh; step all ranks alike.
+    A step copies the gradients to page-locked memory and runs torch's fused kernel on the host. It
+    copies each weight back while it computes the next one.
 
-    This saves the device 8 bytes a parameter in float32, and 12 where it would also keep a float32
-    master. Each step costs one copy of the gradients out and one of the weights in. Where
-    even the weights do not fit, use FSDP2's `CPUOffloadPolicy` with plain AdamW instead: it keeps
-    the shards on the host too, and sends them to the device in every forward and backward.
+    - float32 and float64 parameters get the bits of `AdamW(fused=True)` on a CPU. A CUDA kernel may
+      round the last bit differently.
+    - bfloat16 and float16 parameters get the master, rounded once.
 
-    `state_dict` is that of AdamW, with a "master" where parameters are not float32 or float64;
-    each class loads the other's.
+    Local. A DTensor is updated through its local part, on any mesh. Step all ranks alike.
+
+    This saves 8 bytes of device memory per float32 parameter, or 12 bytes if the device would also
+    keep a float32 master. Each step copies the gradients to the host and the weights to the device
+    once. If even the weights do not fit on the device, use FSDP2's `CPUOffloadPolicy` with plain
+    AdamW. That policy sends the shards to the device in every forward and backward.
+
+    `state_dict` is AdamW's, plus a "master" for parameters that are not float32 or float64. Each of
+    the two classes loads the other's state.
 
     Args:
-        params, lr, betas, eps, weight_decay: as AdamW's, groups included.
-        pin_memory: page-lock the copies; default: where a parameter is on CUDA.
+        params, lr, betas, eps, weight_decay: as for AdamW, also in groups.
+        pin_memory: page-lock the copies. Default: for parameters on CUDA.
 
     Raises:
-        UsageError: a model was passed instead of its parameters.
+        UsageError: `params` is a model instead of its parameters.
 
     Source: arXiv:2101.06840 keeps state and update on the host likewise.
     """
@@ -62,14 +74,14 @@ class CpuAdamW(AdamW):
                 "Pass model.parameters()."
             )
         super().__init__(params, lr, betas, eps, weight_decay, fused=True)
-        # A GradScaler must unscale the gradients itself: they are read on the device.
+        # A GradScaler must unscale the gradients itself, because they are read on the device.
         self._step_supports_amp_scaling = False
         self._pin_memory = pin_memory
         self._hosts: dict[Tensor, _Host] = {}
 
     @property
     def host_bytes(self) -> dict[str, int]:
-        """Host memory held, as measured: "state", "master" and "staging" (page-locked)."""
+        """Measured host memory, in bytes: "state", "master" and "staging" (page-locked)."""
         moments = [x for state in self.state.values() for k, x in state.items() if k != "master"]
         hosts = self._hosts.values()
         return {
@@ -83,9 +95,9 @@ class CpuAdamW(AdamW):
         """Update the parameters that have gradients. Local.
 
         Raises:
-            UsageError: a parameter was written since the last step, which the master would undo.
-                Call `refresh` after it.
-            UnsupportedError: a gradient is sparse, or a group asks for amsgrad.
+            UsageError: a parameter was written since the last step, and the master would undo the
+                write. Call `refresh` after writing.
+            UnsupportedError: a gradient is sparse, or a group has amsgrad=True.
         """
         loss = None
         if closure is not None:
@@ -104,19 +116,19 @@ class CpuAdamW(AdamW):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take the parameters as they are now: after loading or changing them. Local."""
+        """Copy the parameters to the masters. Call it after you change parameters. Local."""
         for parameter, host in self._hosts.items():
             host.refresh(parameter)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load this class's or AdamW's state; masters not in it are taken from the parameters.
+        """Load the state of this class or of AdamW. Local.
 
-        Load the model first. Local.
+        Load the model first, because masters that the state lacks are copied from the parameters.
 
         Raises:
-            ShapeError: a moment is not shaped as its parameter; nothing was changed.
-            ValueError: torch's, for other groups.
+            ShapeError: a moment has another shape than its parameter. Nothing was changed.
+            ValueError: from torch, if the parameter groups differ.
         """
         saved = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -128,7 +140,7 @@ class CpuAdamW(AdamW):
                         f"{name} of parameter {i} has shape {list(value.shape)}, the parameter "
                         f"{list(parameter.shape)}. Load the state of the same model."
                     )
-        # Not the state: torch would cast it to the parameters' dtype and device.
+        # Excludes the state, which torch would cast to the parameters' dtype and device.
         super().load_state_dict({**state_dict, "state": {}})
         self._hosts.clear()
         for parameter, entry in entries:
@@ -155,7 +167,7 @@ class CpuAdamW(AdamW):
         if group["amsgrad"]:
             raise UnsupportedError("amsgrad=True is not kept on the host. Use amsgrad=False.")
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise UnsupportedError(f"{name}: sparse gradients have no fused AdamW.")
+            raise UnsupportedError(f"{name}: sparse gradients have no fused AdamW. Use dense ones.")
         host = self._hosts.get(parameter)
         if host is not None and host.tensor_version != parameter._version:
             raise UsageError(
@@ -208,7 +220,7 @@ class _Host:
             self.arrived.record(torch.cuda.current_stream(local.device))
 
     def gradient(self) -> Tensor:
-        """The gradient, in the master's dtype; waits for its copy."""
+        """Wait for the copy of the gradient, and return it in the master's dtype."""
         if self.arrived is not None:
             self.arrived.synchronize()
         assert self.incoming is not None

@@ -1,8 +1,12 @@
-"""The device memory of a trainer, moved to the host while something else needs the device.
+"""Move a trainer's device memory to the host while another program needs the device.
 
-Between two phases of reinforcement learning the trainer stands still, and the engine on the same
-device wants its memory. `HostMemory` moves whole storages and leaves the tensor objects where
-they are: parameters, optimizers, FSDP2 and whatever aliases them notice nothing.
+Between two phases of reinforcement learning the trainer is idle, and the engine on the same device
+needs its memory. `HostMemory` moves whole storages. The tensor objects stay, so parameters,
+optimizers and FSDP2 keep working with every alias.
+
+Each kind ("weights", "gradients", "optimizer") is either on the device or away on the host. Only
+`release` and `restore` change that. While a kind is away, hooks refuse the calls that would read
+it, because torch itself would read freed memory.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ _ALIGN_BYTES = 512
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """Bytes that one call moved: the measured sizes of storages before less those after."""
+    """Bytes that one call moved: the measured sizes of storages before minus those after."""
 
     num_bytes: dict[str, int]
     num_storages: dict[str, int]
@@ -40,7 +44,7 @@ class MovedBytes:
         return sum(self.num_bytes.values())
 
     def table(self) -> str:
-        """Return one line a kind: its storages and their bytes."""
+        """Return one line per kind: its storages and their bytes."""
         lines = [f"{'kind':<12}{'storages':>10}{'bytes':>18}"]
         for kind, size in self.num_bytes.items():
             lines.append(f"{kind:<12}{self.num_storages[kind]:>10}{size:>18,}")
@@ -49,7 +53,7 @@ class MovedBytes:
 
 
 class _Held(NamedTuple):
-    """The facts of a plain tensor that must be the same when its bytes come back."""
+    """Facts of a plain tensor that must be unchanged when its bytes return."""
 
     storage: UntypedStorage
     dtype: torch.dtype
@@ -57,7 +61,7 @@ class _Held(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place on the host that a storage went to."""
+    """The place of a storage on the host."""
 
     storage: UntypedStorage
     start: int
@@ -65,7 +69,7 @@ class _Place(NamedTuple):
 
 
 class _Away(NamedTuple):
-    """One kind on the host: the tensors it had, and the storages under them."""
+    """One kind that is on the host: its tensors, and the storages under them."""
 
     tensors: dict[str, _Held]
     places: list[_Place]
@@ -79,27 +83,28 @@ class HostMemory:
             print(moved.table())
             rollout()
 
-    Storages are moved, each once, whatever shares it; with FSDP2 the padded shard is moved.
-    Kinds are "weights" (parameters and buffers), "gradients" and "optimizer" (its state), and move
-    one by one as well: `restore("weights")` is enough to publish them. Host memory is allocated at
-    the first release and used again by later ones. Local.
+    Each storage is moved once, even if several tensors share it. With FSDP2 the padded shard is
+    moved. The kinds are "weights" (parameters and buffers), "gradients" and "optimizer" (its
+    state). You can move kinds one by one: `restore("weights")` is enough to publish weights. The
+    first release allocates host memory, and later ones reuse it. Local.
 
-    While a kind is away, `forward`, `state_dict`, `load_state_dict` and `step` that would touch it
-    raise UsageError. Any other use of a released tensor reads memory that is not there; torch does
-    not check that. A peer process that mapped a tensor by CUDA IPC keeps its memory alive.
+    While a kind is away, calls of `forward`, `state_dict`, `load_state_dict` and `step` that need
+    it raise UsageError. Any other use of a released tensor reads freed memory, and torch does not
+    check that. If another process has mapped a tensor by CUDA IPC, its memory stays allocated.
 
-    FSDP2 modules are resharded first. Release between optimizer steps: gradients that FSDP2 still
+    FSDP2 modules are resharded first. Release between optimizer steps. Gradients that FSDP2 still
     accumulates unsharded (`set_requires_gradient_sync(False)`) survive, but stay on the device.
 
     Args:
-        model: all tensors on the device of its first parameter move, DTensors too, also on a CPU.
-        optimizer: None leaves it out.
-        pin_memory: page-lock the host memory; default: where the device is CUDA.
-        chunk_bytes: the step by which host memory of a kind grows; torch pins powers of two.
+        model: its tensors on the device of its first parameter move. DTensors move too. The device
+            may be a CPU.
+        optimizer: None moves no optimizer state.
+        pin_memory: page-lock the host memory. Default: if the device is CUDA.
+        chunk_bytes: host memory of a kind grows by this many bytes. torch pins powers of two.
 
     Raises:
-        UsageError: the model is no module or has no parameters, or `chunk_bytes` is no power of
-            two.
+        UsageError: the model is not a module or has no parameters, or `chunk_bytes` is not a power
+            of two from 512.
     """
 
     def __init__(
@@ -128,27 +133,27 @@ class HostMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory held, in use or not."""
+        """Bytes of host memory, in use or not."""
         return sum(host.num_bytes for host in self._host.values())
 
     @property
     def away(self) -> tuple[str, ...]:
-        """The kinds that are on the host now."""
+        """The kinds that are on the host at the moment."""
         return tuple(self._away)
 
     def release(self, *kinds: str) -> MovedBytes:
-        """Copy storages to the host and free them on the device. Local; waits for the device.
+        """Copy storages to the host and free them on the device. Local. Waits for the device.
 
         Also returns torch's unused device memory to the driver, for other processes.
 
         Args:
-            kinds: default all that are not away.
+            kinds: the kinds to move. Default: all kinds that are on the device.
 
         Raises:
-            UsageError: a kind is away already, or there is none of this name, or none is left.
-                Nothing was changed.
-            UnsupportedError: a storage cannot shrink: shared memory or memory of another library.
-                Nothing was changed.
+            UsageError: a kind is away already or unknown, or all kinds are away. Nothing was
+                changed.
+            UnsupportedError: a storage cannot shrink, because it is shared memory or belongs to
+                another library. Nothing was changed.
         """
         here = [kind for kind in KINDS if kind not in self._away]
         wanted = self._wanted(kinds, here, "release")
@@ -173,16 +178,16 @@ class HostMemory:
         return _moved(away)
 
     def restore(self, *kinds: str) -> MovedBytes:
-        """Allocate the storages again and copy their bytes back. Local; waits for the device.
+        """Allocate the storages again and copy their bytes back. Local. Waits for the device.
 
         Args:
-            kinds: default all that are away.
+            kinds: the kinds to move. Default: all kinds that are away.
 
         Raises:
-            UsageError: a kind is not away, or none is.
-            ShapeError: a tensor has other storage, shape or dtype than when it was released. One
-                that is gone, as a gradient after `zero_grad`, is no error.
-            CapacityError: the device has no room. Free some and call again; nothing was changed.
+            UsageError: a kind is not away, or all kinds are on the device.
+            ShapeError: a tensor has another storage, shape or dtype than at its release. A removed
+                tensor, such as a gradient after `zero_grad`, is not an error.
+            CapacityError: the device lacks memory. Nothing was changed. Free memory and call again.
         """
         wanted = self._wanted(kinds, list(self._away), "restore")
         self._check_unchanged(wanted)
@@ -201,7 +206,7 @@ class HostMemory:
 
     @contextmanager
     def released(self, *kinds: str) -> Iterator[MovedBytes]:
-        """Release for the length of a `with`; restore at its end what is still away."""
+        """Release for the length of a `with` block. At its end restore the kinds still away."""
         before = set(self._away)
         moved = self.release(*kinds)
         try:
@@ -275,17 +280,17 @@ class HostMemory:
             if written := [storage.nbytes() for storage, _, _ in places if storage.nbytes()]:
                 raise ShapeError(
                     f"{len(written)} released {kind} were allocated again ({sum(written)} bytes). "
-                    "Free them: what was released returns by restore() alone."
+                    "Free them, because restore() brings the released ones back."
                 )
 
     def _wait(self) -> None:
-        # The whole device: FSDP2 writes and reads on streams of its own.
+        # Wait for the whole device, because FSDP2 uses streams of its own.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def _allocate(places: list[_Place]) -> None:
-    """Allocate all storages, or none."""
+    """Allocate all storages or none."""
     try:
         for storage, _, size in places:
             storage.resize_(size)
@@ -308,19 +313,19 @@ def _moved(away: dict[str, _Away]) -> MovedBytes:
 def _guard(
     model: nn.Module, optimizer: Optimizer | None, away: Container[str]
 ) -> list[RemovableHandle]:
-    """Place hooks that raise UsageError where a kind in `away` would be touched. Local.
+    """Install hooks that raise UsageError if a call needs a kind in `away`. Local.
 
-    torch itself would read on, and crash. The hooks run before `forward`, `state_dict` and
+    torch itself would read freed memory and crash. The hooks run before `forward`, `state_dict` and
     `load_state_dict` of every module, and before `step`, `state_dict` and `load_state_dict` of the
     optimizer.
 
     Args:
-        away: of "weights", "gradients" and "optimizer"; looked at on every call.
+        away: some of "weights", "gradients" and "optimizer", read at every call.
     """
 
     def refuse(what: str, *kinds: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            # A forward pass without gradients does not touch those that are away.
+            # A forward pass without gradients does not touch gradients that are away.
             skip = "gradients" if what == "forward" and not torch.is_grad_enabled() else None
             if out := [kind for kind in kinds if kind in away and kind != skip]:
                 raise UsageError(
@@ -335,7 +340,7 @@ def _guard(
     save, load = refuse("state_dict", "weights"), refuse("load_state_dict", "weights")
     for module in model.modules():
         handles += [
-            # Ahead of FSDP2's own hook, which gathers the parameters.
+            # Runs before FSDP2's own hook, which gathers the parameters.
             module.register_forward_pre_hook(forward, prepend=True),
             module.register_state_dict_pre_hook(save),
             module.register_load_state_dict_pre_hook(load),

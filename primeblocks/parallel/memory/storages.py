@@ -1,4 +1,4 @@
-"""Storages, the memory under tensors, and host memory to keep their bytes in."""
+"""Storages, which are the memory of tensors, and host memory that keeps their bytes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ __all__ = ["HostBuffer", "bytes_of", "plain_tensors"]
 
 
 class HostBuffer:
-    """Host memory that only grows: equal chunks, addressed as one. Local.
+    """Host memory that only grows: equal chunks with one range of addresses. Local.
 
     Args:
-        chunk_bytes: a power of two wastes nothing: torch rounds each pinned allocation up to one.
-        pin: page-lock it, for copies at full speed.
+        chunk_bytes: the size of a chunk. A power of two wastes no memory, because torch rounds each
+            pinned allocation up to one.
+        pin: page-lock the memory, so that copies run at full speed.
     """
 
     def __init__(self, chunk_bytes: int, *, pin: bool) -> None:
@@ -27,19 +28,19 @@ class HostBuffer:
         return self._chunk_bytes * len(self._chunks)
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow to `num_bytes` if need be; what was written stays."""
+        """Grow to at least `num_bytes`. Bytes that were written stay."""
         while self.num_bytes < num_bytes:
             size, pin = self._chunk_bytes, self._pin
             chunk = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
             self._chunks.append(chunk)
 
     def write(self, start: int, source: Tensor) -> None:
-        """Copy from the device; done when its current stream is."""
+        """Start a copy from the device, on its current stream."""
         for host, device in self._pairs(start, source):
             host.copy_(device, non_blocking=True)
 
     def read(self, start: int, target: Tensor) -> None:
-        """Copy to the device; done when its current stream is."""
+        """Start a copy to the device, on its current stream."""
         for host, device in self._pairs(start, target):
             device.copy_(host, non_blocking=True)
 
@@ -53,7 +54,7 @@ class HostBuffer:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensors with memory of their own inside a DTensor or other wrapper, with names. Local.
+    """Yield the tensors with own memory inside a DTensor or other wrapper, by name. Local.
 
     A plain tensor yields itself, named "".
     """
@@ -61,12 +62,12 @@ def plain_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "", tensor.detach()
         return
     for name in tensor.__tensor_flatten__()[0]:
-        # DTensor lists its mesh too.
+        # A DTensor also lists its mesh.
         if isinstance(inner := getattr(tensor, name), Tensor):
             yield from ((f".{name}{part}", x) for part, x in plain_tensors(inner))
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
-    """All of a storage, as bytes that alias it. Local."""
+    """Return all bytes of a storage as a tensor that aliases it. Local."""
     x = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return x.set_(storage, 0, (storage.nbytes(),), (1,))

@@ -1,6 +1,12 @@
 """Several vLLM engines that hold one version, behind one `generate`.
 
-Nothing of vLLM is imported: an engine is an `AsyncLLM`, or what has its calls over HTTP.
+vLLM is not imported: an engine is an `AsyncLLM`, or an object with the same calls over HTTP.
+
+A fleet is *unsettled* from the start of an update until it succeeds, and settled after that. An
+unsettled fleet gives each request a salt of its own, because its pages may come from old or new
+weights. Updates, joins, pauses and resumes run one at a time. An engine is drained if its update
+fails while the update of another succeeds. If all fail, the version may be at fault, so all stay
+open.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ __all__ = ["FleetMember", "FleetUpdate", "Published", "VllmFleet"]
 
 
 class Published(Protocol):
-    """A version that engines can load; `weightsync`'s receipt is one."""
+    """A version that engines can load, such as the receipt of `weightsync`."""
 
     @property
     def version(self) -> int: ...
@@ -32,11 +38,11 @@ class FleetMember:
     """One engine of a fleet.
 
     Args:
-        generate: awaits a rollout of a prompt; takes `cache_salt=` beside options of its own.
-        engine: what `update` takes and control calls go to: an `AsyncLLM`; or an object whose
-            `until(deadline)` returns its calls over HTTP (weightsync's `VllmServer`).
-        is_prefill: others read pages from it. It pauses before them, or none would read what it
-            computed: a pause waits for that.
+        generate: awaits a rollout of a prompt. It takes `cache_salt=` and options of its own.
+        engine: the target of `update` and of control calls. It is an `AsyncLLM`, or an object
+            whose `until(deadline)` returns its calls over HTTP (weightsync's `VllmServer`).
+        is_prefill: other engines read pages from it. It is paused before them: its pause waits
+            until they have read the pages that it computed.
     """
 
     generate: Callable[..., Awaitable[Any]]
@@ -46,7 +52,7 @@ class FleetMember:
 
 @dataclass(frozen=True)
 class FleetUpdate:
-    """The outcome of an update: the engines that hold the version, and those that were drained."""
+    """The outcome of an update: the engines that hold the version, and the drained engines."""
 
     version: int
     held_by: tuple[str, ...]
@@ -56,24 +62,25 @@ class FleetUpdate:
 class VllmFleet:
     """Several engines that hold one version, behind one `generate`.
 
-    Requests follow the route of `serving.Fleet`, which closes an engine that raises `EngineError`;
-    `scheduler.Retries` tries elsewhere. Control calls and updates reach every open engine directly,
-    one change at a time. An engine that fails an update which others take is drained; `join` opens
-    it again, with the current version. No engine has one before the first update. For one event
-    loop.
+    Requests follow the route of `serving.Fleet`, which closes an engine that raises `EngineError`.
+    `scheduler.Retries` then tries another engine. Control calls and updates go directly to every
+    open engine, one change at a time. If an update fails on some engines only, these are drained.
+    `join` opens an engine again, with the current version. Engines have no version before the first
+    update. Use a fleet from one event loop.
 
     Args:
         members: by name.
-        update: `update(engines, published, timeout_s=)` loads a version into all of these, or into
-            none; its error names by position in `engines` those that failed. Where some are
-            prefill, it is told their positions as `prefill=`. weightsync's `update_all` is one.
-        through: the `generate` of a router, which then gets all requests in place of the members'.
-            It does not hear who is drained.
+        update: `update(engines, published, timeout_s=)` loads a version into all `engines` or into
+            none. Its error lists the positions of failed engines in `engines`. If some engines are
+            prefill engines, it also gets their positions as `prefill=`. weightsync's `update_all`
+            is one.
+        through: the `generate` of a router, which then gets all requests instead of the members. It
+            is not told which engines are drained.
         clock: of deadlines.
         options: of `serving.Fleet`.
 
     Raises:
-        UsageError: as `serving.Fleet`.
+        UsageError: as for `serving.Fleet`.
     """
 
     def __init__(
@@ -95,7 +102,7 @@ class VllmFleet:
 
     @property
     def version(self) -> int | None:
-        """The version of the last update; None before the first."""
+        """The version of the last update, or None before the first."""
         return None if self._published is None else self._published.version
 
     @property
@@ -106,11 +113,11 @@ class VllmFleet:
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Await the call of one engine, with the salt of the fleet's version.
 
-        During an update a request may meet the old weights, or the new ones, or both, so it has a
-        salt of its own: no other finds its pages.
+        During an update a request may meet the old weights, the new weights or both. It then has a
+        salt of its own, so that no other request finds its pages.
 
         Raises:
-            EngineError: from the engine; none is open; or there was no update yet.
+            EngineError: raised by the engine, or no engine is open, or no version was loaded yet.
         """
         if self.version is None:
             raise EngineError("no engine of the fleet has a version yet: call update first")
@@ -121,16 +128,16 @@ class VllmFleet:
         return await ask(*args, cache_salt=salt, **kwargs)
 
     async def update(self, published: Published, *, timeout_s: float) -> FleetUpdate:
-        """Load a version into all open engines; drain those that fail where others do not.
+        """Load a version into all open engines, and drain those that fail where others succeed.
 
-        Each attempt has half of the time that is left. An engine that was drained may hold either
-        version, and may stay paused.
+        Each attempt gets half of the time that is left. A drained engine may hold either version,
+        and may stay paused.
 
         Raises:
-            PrimeblocksError: all engines failed: the version may be at fault, so none is drained,
-                and the fleet's version is that of before. An engine whose answer was late may have
-                loaded it, so requests share no pages until an update succeeds.
-            DeadlineError: not within `timeout_s`: call it again.
+            PrimeblocksError: all engines failed. The version may be at fault, so no engine is
+                drained and the fleet keeps its version. An engine that answered late may have
+                loaded the version, so requests share no pages until an update succeeds.
+            DeadlineError: the update did not end within `timeout_s`. Call it again.
             EngineError: no engine is open.
             UsageError: the version is below the fleet's.
         """
@@ -139,24 +146,24 @@ class VllmFleet:
         return await self._next(lambda end: self._update_open(published, end), timeout_s, what)
 
     async def join(self, name: str, member: FleetMember, *, timeout_s: float) -> None:
-        """Give an engine the current version, look whether it says so, and open it.
+        """Load the current version into an engine, check that it reports it, and open the engine.
 
-        Under a new name, or in the place of one that is gone. It must know where weights come from
+        The name is new, or of an engine that is gone. The engine must know where weights come from
         (weightsync's `attach`).
 
         Raises:
-            PrimeblocksError: it did not load the version, or says that it holds another. It stays
-                out.
-            DeadlineError: not within `timeout_s`.
+            PrimeblocksError: the engine did not load the version, or reports another. It stays
+                closed.
+            DeadlineError: it was not open within `timeout_s`.
         """
         what = f"the opening of engine {name!r}"
         await self._next(lambda end: self._join(name, member, end), timeout_s, what)
 
     def drain(self, name: str) -> None:
-        """Give an engine no more requests and updates; it ends the requests that it has.
+        """Send an engine no more requests and updates. It completes the requests that it has.
 
         Raises:
-            UsageError: there is none of that name.
+            UsageError: no engine has that name.
         """
         self._fleet.drain(name)
 
@@ -164,20 +171,21 @@ class VllmFleet:
         """Ask every open engine for the label of its weights.
 
         Raises:
-            DeadlineError, EngineError: some did not answer, or refused, by name; all were asked.
+            DeadlineError, EngineError: some engines did not answer, or refused. The message names
+                them. All engines were asked.
         """
         return await self._each("get_weight_version", self._clock.now() + timeout_s)
 
     async def pause(self, *, mode: str, clear_cache: bool, timeout_s: float) -> None:
-        """Pause every open engine, as vLLM's `pause_generation` does; errors as `versions`.
+        """Pause every open engine, as vLLM's `pause_generation` does. Errors as `versions`.
 
-        It waits for an update under way. A later one ends the pause (`update_all`): engines resume
-        with the version.
+        It waits for a running update. A later update ends the pause (`update_all`): engines resume
+        with the new version.
         """
         await self._control("pause_generation", timeout_s, mode=mode, clear_cache=clear_cache)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """Resume every open engine, once an update under way has ended; errors as `versions`."""
+        """Resume every open engine after a running update has ended. Errors as `versions`."""
         await self._control("resume_generation", timeout_s)
 
     async def _control(self, method: str, timeout_s: float, **arguments: Any) -> None:
@@ -187,7 +195,7 @@ class VllmFleet:
     async def _next(
         self, change: Callable[[float], Awaitable[Any]], timeout_s: float, what: str
     ) -> Any:
-        """Make a change once those before it are made."""
+        """Make a change once earlier changes have ended."""
         end = self._clock.now() + timeout_s
 
         async def alone() -> Any:
@@ -202,9 +210,9 @@ class VllmFleet:
             raise EngineError(f"all {len(self._members)} engines of the fleet are drained")
         if self.version is not None and published.version < self.version:
             raise UsageError(
-                f"version {published.version} after {self.version}: the salts of the versions "
-                "between would come again, and with them pages of other weights. Publish it under "
-                "a higher number."
+                f"version {published.version} is below the fleet's version {self.version}. Salts "
+                "of earlier versions would return, and with them pages of other weights. Publish "
+                "the weights under a higher number."
             )
         self._is_settled = False
         while True:
@@ -237,7 +245,7 @@ class VllmFleet:
             if label != str(self.version):
                 raise EngineError(
                     f"engine {name!r} says that its weights are {label!r} after an update to "
-                    f"version {self.version}; it is not opened"
+                    f"version {self.version}, so it is not opened. Join it again."
                 )
         self._fleet.add(name, member.generate)
         self._members[name] = member

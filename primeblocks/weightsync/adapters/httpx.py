@@ -1,4 +1,4 @@
-"""One JSON request to an engine's server, with one deadline for all of it."""
+"""One JSON request to an engine's server, with one deadline for the whole request."""
 
 from __future__ import annotations
 
@@ -21,37 +21,41 @@ __all__ = ["JsonServer"]
 
 
 class JsonServer:
-    """The address of a server. Each request has a connection of its own; no proxies.
+    """Sends requests to one server. Each request opens its own connection, without a proxy.
 
     Args:
-        url: http://host:port.
+        url: the address, as http://host:port.
         headers: sent with every request.
 
     Raises:
-        UnsupportedError: `url` is something else.
+        UnsupportedError: `url` has another form.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
-            raise UnsupportedError(f"{url!r} is no address of a server; try http://host:30000.")
+            raise UnsupportedError(
+                f"{url!r} is no address of a server. Pass http://host:port, such as "
+                "http://localhost:30000."
+            )
         self.url, self._headers = url, dict(headers or {})
 
     async def exchange(
         self, method: str, path: str, body: Any = None, *, deadline: float
     ) -> tuple[int, dict[str, Any]]:
-        """Make a request; return the status and the answer, whatever the status is.
+        """Make a request, and return the status and the answer, for any status.
 
         Args:
-            body: JSON-able; None sends none.
-            deadline: as time.monotonic() counts.
+            body: a JSON-able value. None sends an empty body.
+            deadline: a time of `time.monotonic()`.
 
         Returns:
-            What is no JSON object comes as the value of "answer" in one.
+            The status and a JSON object. Any other answer is wrapped as {"answer": ...}.
 
         Raises:
-            DeadlineError: the answer was not whole in time. The server may still act on it.
-            EngineError: there is no such server, or it hung up.
+            DeadlineError: the answer was incomplete at the deadline. The server may still act on
+                the request.
+            EngineError: the server cannot be reached, or closed the connection early.
         """
         left_s = max(0.001, deadline - time.monotonic())
         what = f"{method} {path} at {self.url}"
@@ -65,7 +69,10 @@ class JsonServer:
             ):
                 response = await client.request(method, path, json=body, headers=self._headers)
         except TimeoutError as error:
-            raise DeadlineError(f"{what}: no answer within {left_s:.3g} s") from error
+            raise DeadlineError(
+                f"{what}: no answer within {left_s:.3g} s. Pass a longer timeout_s, or look at the "
+                "server."
+            ) from error
         except httpx.TransportError as error:
             first = _first_cause(error)
             said = f"{type(first).__name__}: {first}"
@@ -78,14 +85,14 @@ class JsonServer:
     def exchange_blocking(
         self, method: str, path: str, body: Any = None, *, deadline: float
     ) -> tuple[int, dict[str, Any]]:
-        """Do as `exchange` in a thread, so that a caller may have an event loop of its own."""
+        """Run `exchange` in a thread, so that a caller may have a running event loop."""
         request = self.exchange(method, path, body, deadline=deadline)
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, request).result()
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the operating system's error, which says more than httpx's."""
+    """Return the operating system's error, which says more than the error of httpx."""
     if isinstance(error, BaseExceptionGroup):
         return _first_cause(error.exceptions[0])
     held = (each for each in error.args if isinstance(each, BaseException))

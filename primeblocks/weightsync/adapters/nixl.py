@@ -3,8 +3,8 @@
     transport = PullTransport(store, NixlWire(serves=True), owner=rank == 0)   # on trainer ranks
     transport = PullTransport(store, NixlWire(serves=False))                   # in engines
 
-UCX chooses its own transports (UCX_TLS):
-`tcp,shm,self,sysv,posix` is all that a machine without RDMA and GPU has.
+UCX chooses its own transports (UCX_TLS). A machine without RDMA and GPU only has
+`tcp,shm,self,sysv,posix`.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _LOOK_S = 0.0002
 class NixlWire:
     """One NIXL agent, with registered buffers of this process.
 
-    A read is posted for each bucket, eight at a time. UCX does some of them at once, such as those
-    over shared memory: a deadline may then be noticed one bucket late.
+    A read is posted for each bucket, eight at a time. UCX completes some reads within the call,
+    such as those over shared memory. The deadline may then be noticed one bucket late.
 
     Args:
-        serves: whether others read from this process. NIXL then runs a thread that takes a whole
-            core (measured, NIXL 1.5.1); without it UCX connects to nobody and answers no reads
-            that the hardware does not do by itself.
-        backend: one that NIXL has here.
+        serves: whether other processes read from this one. NIXL then runs a thread that uses a
+            whole core (measured with NIXL 1.5.1). Without the thread, UCX accepts no connection,
+            and serves only reads that the hardware does by itself.
+        backend: a backend that NIXL has on this machine.
 
     Raises:
-        TransferError: NIXL has no such backend, or it does not start.
+        TransferError: NIXL has no such backend, or the backend does not start.
     """
 
     def __init__(self, *, serves: bool, backend: str = "UCX") -> None:
@@ -56,18 +56,20 @@ class NixlWire:
         with _typed(f"the backend {backend} does not start"):
             self._agent: Any = nixl_agent(name, config)
         if backend not in self._agent.backends:
-            raise TransferError(f"NIXL has no backend {backend}: {self._agent.get_plugin_list()}")
+            raise TransferError(
+                f"NIXL has no backend {backend}. Pass one of {self._agent.get_plugin_list()}."
+            )
         self._name, self._backend = name, backend
         self._shared: dict[int, tuple[Tensor, Any]] = {}
         # Of each other agent, by token: what this one knows of its buffers.
         self._known: dict[str, dict[str, range]] = {}
 
     def spec(self) -> dict[str, Any]:
-        """Return what opens the reading end in another process."""
+        """Return the arguments that open the reading end in another process."""
         return {"kind": "nixl", "backend": self._backend}
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Register a buffer, and return what others need to read from it."""
+        """Register a buffer, and return the note with which other processes read from it."""
         with _typed(f"{len(buffer):,} bytes on {buffer.device} cannot be registered"):
             registered = self._agent.register_memory([buffer])
             metadata = self._agent.get_agent_metadata()
@@ -89,11 +91,11 @@ class NixlWire:
             self._agent.deregister_memory(registered)
 
     def read(self, reads: Sequence[Read], *, deadline: float) -> None:
-        """Do all reads, into buffers that are shared here.
+        """Do all reads, into buffers that this process has shared.
 
         Raises:
-            TransferError: the other agent is gone, or has no such buffer any more.
-            DeadlineError: not in time.
+            TransferError: the other agent has ended, or does not have the buffer any more.
+            DeadlineError: the reads were not done in time.
         """
         running: list[tuple[Any, str]] = []
         for read in reads:
@@ -102,7 +104,9 @@ class NixlWire:
         try:
             for done, read in enumerate(reads):
                 if time.monotonic() >= deadline:
-                    raise DeadlineError(f"read {done} of {len(reads)} buckets in time")
+                    raise DeadlineError(
+                        f"read {done} of {len(reads)} buckets in time. Pass a longer timeout_s."
+                    )
                 if len(running) == _IN_FLIGHT:
                     self._finish(*running[0], deadline)
                     running.pop(0)
@@ -123,7 +127,7 @@ class NixlWire:
                     self._agent.release_xfer_handle(handle)
 
     def close(self) -> None:
-        """Let go of everything. Twice is fine."""
+        """Release all buffers and stop the agent. Idempotent."""
         for agent in list(self._known):
             self._forget(agent)
         for buffer, _ in list(self._shared.values()):
@@ -136,10 +140,12 @@ class NixlWire:
             while (state := self._agent.check_xfer_state(handle)) == "PROC":
                 if time.monotonic() >= deadline:
                     self._forget(agent)
-                    raise DeadlineError(f"a read from {agent} did not end in time")
+                    raise DeadlineError(
+                        f"a read from {agent} did not end in time. Pass a longer timeout_s."
+                    )
                 never.wait(_LOOK_S)
             if state != "DONE":
-                raise TransferError(f"a read from {agent} ended as {state}")
+                raise TransferError(f"a read from {agent} ended as {state}. Receive again.")
             self._agent.release_xfer_handle(handle)
 
     def _meet(self, read: Read) -> None:

@@ -1,7 +1,7 @@
-"""Names and shapes of checkpoints of transformers 5, as its own `save_pretrained` makes them.
+"""Names and shapes of transformers 5 checkpoints, as its own `save_pretrained` writes them.
 
-transformers keeps the way from a module to its checkpoint as reversible transforms, by family. They
-run here on tensors without memory; where each result lies in its source says what moved.
+For each model family, transformers has reversible transforms between module and checkpoint. They
+run here on tensors without memory, and the strides of each result say which elements moved.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["to_checkpoint"]
 
 
 def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
-    """Work out the way from a module's tensors to the checkpoint that it would write. Local.
+    """Return the wiring from a module's tensors to those of the checkpoint it would write. Local.
 
-    Elements are moved, never computed, so that shards of any layout can take it.
+    The wiring moves elements and computes none, so shards of any layout can use it.
 
     Args:
-        model: sharded or not; only its class and its configuration are looked at.
-        manifests: those of all ranks, where each has only some of the names. Without any, it is
-            what `describe` says of `model`.
+        model: a sharded or whole model. Only its class and its configuration are read.
+        manifests: the manifests of all ranks, if each has only some of the names. The default is
+            `describe(model)`.
 
     Raises:
         UnsupportedError: transformers drops elements.
-        PlanError: transformers computes a tensor; or ranks describe one differently.
+        PlanError: transformers computes a tensor, or ranks describe a tensor differently.
     """
     whole = _unsharded(model)
     wiring = record_wiring(
@@ -48,13 +48,13 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
     if moved != every:
         raise UnsupportedError(
             f"a checkpoint of {type(model).__name__} has {moved:,} elements of {every:,}. "
-            "Publish under the module's names, or record_wiring() of a conversion of yours."
+            "Publish under the module's names, or record_wiring() a conversion of your own."
         )
     return wiring
 
 
 def _unsharded(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without memory: transformers goes by class names, which FSDP2 changes."""
+    """Return the model without memory. transformers looks up class names, which FSDP2 changes."""
     kind: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with torch.device("meta"):
         whole: PreTrainedModel = kind(deepcopy(model.config))

@@ -1,7 +1,7 @@
-"""Weights of TRL 1.16's `AsyncGRPOTrainer` into any engine, by a `Publisher`.
+"""Send the weights of TRL 1.16's `AsyncGRPOTrainer` to any engine, with a `Publisher`.
 
-`TrlTransfer` is the `weight_transfer=` of that trainer. TRL gathers each weight on its main rank,
-so one rank sends all; nothing of TRL is imported.
+Pass a `TrlTransfer` as the `weight_transfer=` of that trainer. TRL gathers each weight on its main
+rank, so one rank sends all weights. This module does not import TRL.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ __all__ = ["TrlTransfer"]
 
 
 class TrlTransfer:
-    """Publishes TRL's weights, and has the engine load them.
+    """Publishes TRL's weights, and makes the engine load them.
 
-    The first call of `send_weights` makes the plan and attaches the engine, for only then does TRL
-    name its weights. Versions are TRL's own: its first transfer is version 1.
+    The first call of `send_weights` makes the plan and attaches the engine, because TRL names its
+    weights only then. Versions count TRL's transfers. The first transfer is version 1.
 
     Cost: a copy of the model in `dtype` in host memory, filled one weight at a time as TRL gathers
-    them; with `full_every` another, of what was sent last.
+    them. With `full_every` above 1, one more copy, of the bytes sent last.
 
     Args:
-        transport: owned by the caller, who closes it.
-        attach: `attach(plan)` tells the engine where weights come from.
-        update: `update(receipt)` has it load them, and may pause it to do so.
-        run: `run(coroutine, timeout_s=)` returns what it does in the engine's event loop:
-            `EventThread.call`.
-        dtype: of the engine's weights.
-        timeout_s: the longest that each of publishing, attaching and updating may take.
-        full_every, bucket_bytes: as of `Publisher` and `plan_sync`.
+        transport: the trainer's end. You close it.
+        attach: `attach(plan)` connects the engine to the transport.
+        update: `update(receipt)` makes the engine load a version, and may pause it.
+        run: `run(coroutine, timeout_s=)` runs a coroutine in the engine's event loop and returns
+            its result, like `EventThread.call`.
+        dtype: the dtype of the engine's weights.
+        timeout_s: the longest that each publish, attach and update may take.
+        full_every, bucket_bytes: as for `Publisher` and `plan_sync`.
     """
 
     def __init__(
@@ -65,22 +65,22 @@ class TrlTransfer:
         self._closed = False
 
     def init_weight_transfer(self) -> None:
-        """Do nothing: see `send_weights`."""
+        """Do nothing. `send_weights` opens the transfer."""
 
     def pause(self) -> None:
-        """Do nothing: the engine goes on while weights are sent and checked, until it loads."""
+        """Do nothing. The engine generates while weights are sent and checked, until it loads."""
 
     def resume(self) -> None:
-        """Do nothing: an update that succeeded has resumed the engine, one that did not raised."""
+        """Do nothing. A successful update has resumed the engine, and a failed one has raised."""
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
         """Send all weights as the next version, and return once the engine has it. Local.
 
         Raises:
-            PrimeblocksError: as `Publisher.publish`, `attach` and `update`; the version is not
-                counted. TRL ends the run with it.
-            UsageError: TRL's weights have other names or shapes than at first.
-            ClosedError: after destroy().
+            PrimeblocksError: as `Publisher.publish`, `attach` and `update`. The version number is
+                not used up. TRL ends the training run with this error.
+            UsageError: TRL's weights have other names or shapes than in the first transfer.
+            ClosedError: `destroy` was called.
         """
         if self._closed:
             raise ClosedError("this TrlTransfer was destroyed")
@@ -96,7 +96,7 @@ class TrlTransfer:
         self.receipts.append(receipt)
 
     def destroy(self) -> None:
-        """Let go of the copy; the engine keeps its weights. Idempotent."""
+        """Free the copy of the weights. The engine keeps its weights. Idempotent."""
         self._closed = True
         if self._publisher is not None:
             self._publisher.close()

@@ -1,4 +1,4 @@
-"""`open_transport` for processes that open any wire of ours: an engine's worker."""
+"""`open_transport` for an engine's worker, which may open any wire of this package."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["open_transport"]
 
 
 def open_transport(spec: Mapping[str, Any]) -> Transport:
-    """Open the reading end of the transport whose `spec()` this is, over any wire.
+    """Open the reading end of the transport with this `spec()`, over any wire.
 
     Raises:
-        MissingPackageError: the wire's package is not installed here.
-        UnsupportedError: the kind is unknown here.
-        TransferError: its store does not answer.
+        MissingPackageError: the wire's package is not installed in this process.
+        UnsupportedError: this version does not know the kind of transport.
+        TransferError: the transport's store does not answer.
     """
     return opening.open_transport(spec, wires={"nixl": _nixl})
 

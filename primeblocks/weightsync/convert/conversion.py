@@ -1,12 +1,12 @@
 """Conversions between the names and shapes that trainer, checkpoint and engine give weights.
 
-Elements are moved, never computed, so every conversion is exact and has a way back. What moves is
-known as boxes before anything moves: a shard goes straight to where it belongs, through changes of
-name and shape, and nothing is gathered.
+A conversion moves elements and computes none, so it is exact, and can be inverted if it drops no
+element. The boxes that move are known before any byte moves. So a shard goes directly to its place,
+through changes of name and shape, and no tensor is gathered.
 
-Conversions are recorded, and so is what a loader reads: the function runs once on tensors without
-memory. torch keeps the strides of every view of them, so an element that ends in a parameter is
-known by its place in its checkpoint tensor, and no kind of view has a rule of its own.
+A conversion is recorded: its function runs once on tensors without memory. So are the reads of a
+loader. torch keeps the strides of every view of these tensors. They identify each element by its
+place in its source, for every kind of view.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = ["Reads", "Wiring", "filling", "record_reads", "record_wiring", "union
 
 @dataclass(frozen=True)
 class Wiring:
-    """A conversion bound to tensors: each box of a source, and the box of a target it fills.
+    """A conversion bound to tensors: which box of a source fills which box of a target.
 
-    Pieces overlap on neither side. Elements of a target that no piece fills are padding, zero.
+    Pieces do not overlap, on either side. Target elements that no piece fills are zero padding.
     """
 
     sources: Manifest
@@ -51,10 +51,10 @@ class Wiring:
     pieces: tuple[Piece, ...]
 
     def inverse(self) -> Wiring:
-        """Return the way back.
+        """Return the wiring from the targets back to the sources.
 
         Raises:
-            PlanError: elements were dropped or cropped, so that there is none.
+            PlanError: the conversion drops or crops elements.
         """
         lost = [
             name
@@ -71,7 +71,7 @@ class Wiring:
 
     @cached_property
     def by_source(self) -> dict[str, list[Piece]]:
-        """The pieces that each source fills; none where it was dropped."""
+        """The pieces that each source fills. The list is empty if the source was dropped."""
         return _grouped(self.sources, ((piece.source, piece) for piece in self.pieces))
 
     @cached_property
@@ -83,7 +83,7 @@ class Wiring:
         """Return the pieces of one rank's shards, in global coordinates on both sides. Local.
 
         Raises:
-            PlanError: a name or a global shape is not what was bound, or a dtype does not convert.
+            PlanError: a name or a global shape is not in `sources`, or a dtype does not convert.
         """
         _check_same(held, self.sources)
         return [
@@ -94,7 +94,7 @@ class Wiring:
         ]
 
     def move(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole targets from whole sources, in new memory. Local; copies each element once.
+        """Return whole targets from whole sources, in new memory. Local. Copies each element once.
 
         Raises:
             PlanError: a source is missing, is sharded or has another shape.
@@ -105,7 +105,7 @@ class Wiring:
         sharded = [name for name, spec in held.items() if not spec.layout.is_whole]
         if missing or sharded:
             raise PlanError(
-                f"{len(missing)} tensors are missing and {len(sharded)} sharded, first "
+                f"move() got {len(sharded)} sharded tensors and lacks {len(missing)}, such as "
                 f"{(missing + sharded)[0]!r}. Pass whole tensors, or use map() for shards."
             )
         return {name: self._made(name, tensors) for name in self.targets}
@@ -122,14 +122,14 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Reads:
-    """The boxes that one loader reads of a checkpoint: a target of `plan_sync`.
+    """The boxes that one loader reads of a checkpoint. Pass it to `plan_sync` as a target.
 
     Attributes:
         sources: the tensors that are read, whole.
         boxes: the boxes by name.
-        inexact: name -> why its boxes hold more than what is read.
-        into: the way to the parameters that `record_reads` was given, here alone.
-        lost: name -> why it is not, or not all, in `into`.
+        inexact: name -> why its boxes hold more than the loader reads.
+        into: the wiring to the parameters that `record_reads` got. JSON does not carry it.
+        lost: name -> why `into` lacks the tensor or a part of it.
     """
 
     sources: Manifest
@@ -148,7 +148,11 @@ class Reads:
         )
 
     def lacking(self, held: Boxes) -> list[str]:
-        """Return the tensors of which `held`, disjoint boxes by name, has not all that is read."""
+        """Return the tensors of which `held` lacks elements that are read.
+
+        Args:
+            held: disjoint boxes by name.
+        """
         return [
             name
             for name, boxes in self.boxes.items()
@@ -169,7 +173,7 @@ class Reads:
         """Return the reads of this checkpoint that `to_json` wrote.
 
         Raises:
-            PlanError: it is another text.
+            PlanError: `to_json` did not write this text.
         """
         with as_plan_error("reads"):
             rows, inexact = json.loads(text)
@@ -186,15 +190,17 @@ def record_reads(
     *,
     into: NamedTensors = (),
 ) -> Reads:
-    """Run a loader without data and record what it would read. Local; parameters keep their values.
+    """Run a loader without data and record the boxes that it would read. Local.
 
-    The loader gets meta tensors. What it would write of them to a parameter is not written; what it
-    writes besides, such as zeros, is. It has to read in this thread. Where it fails on tensors
-    without values, all tensors are read whole, and `inexact` says why.
+    The loader gets meta tensors, and must read them in the caller's thread. Its copies of them into
+    parameters are recorded and not made. Its other writes, such as of zeros, are made. If the
+    loader fails on tensors without values, the result reads all tensors whole, and `inexact` says
+    why.
 
     Args:
-        load: takes every tensor of the checkpoint by name, as `Subscriber` gives them.
-        into: parameters of which to record where in them elements end.
+        load: takes (name, tensor) pairs of the whole checkpoint, as `Subscriber` gives them.
+        checkpoint: the names, dtypes and shapes of the checkpoint.
+        into: parameters by name. The result's `into` says which of their elements come from where.
     """
     parameters = named_tensors(into)
     follower, name = Follower(parameters), ""
@@ -231,16 +237,16 @@ def record_wiring(
 ) -> Wiring:
     """Run a conversion without data and record where each element goes. Local.
 
-    It may rename, slice, turn, split, stack, join and leave out, in plain torch. What it joins that
-    is of no source, such as zeros, is padding.
+    The conversion may rename, slice, transpose, split, stack, join and drop tensors, in plain
+    torch. Tensors of its own that it joins, such as zeros, become padding.
 
     Args:
-        convert: from whole tensors by name, which have no memory here, to those that it makes.
-        manifests: those of all ranks, where each has only some of the names.
+        convert: takes whole tensors by name, without memory, and returns the converted tensors.
+        manifests: the manifest of the sources, or those of all ranks if each has some of the names.
 
     Raises:
-        PlanError: it computes with a tensor, casts or repeats it, or asks for its values; or ranks
-            describe a tensor differently.
+        PlanError: the conversion computes with a tensor, casts it, repeats it or asks for its
+            values, or ranks describe a tensor differently.
     """
     sources, follower = union(manifests), Follower()
     with torch.no_grad(), follower:
@@ -257,19 +263,23 @@ def record_wiring(
         name, why = next(iter(lost.items()))
         raise PlanError(
             f"{len(lost)} of {len(sources)} tensors are not just moved, such as {name!r}: {why}. "
-            "Publish under the names that there are, or convert by moves alone."
+            "Convert only by moving elements, or publish without the conversion."
         )
     return Wiring(sources, targets, tuple(pieces))
 
 
 def filling(checkpoint: Manifest, boxes: Boxes) -> Wiring:
-    """Return the wiring of one reader: whole tensors, of which only these boxes are filled."""
+    """Return a wiring to whole tensors of which only the given boxes are filled."""
     whole = _whole(checkpoint, boxes)
     return Wiring(whole, whole, tuple(in_place(name, box) for name in whole for box in boxes[name]))
 
 
 def union(manifests: Sequence[Manifest]) -> Manifest:
-    """Return all names with their global shapes."""
+    """Return one manifest of all names with their global shapes.
+
+    Raises:
+        PlanError: manifests disagree about a tensor or about the recipe.
+    """
     specs: dict[str, TensorSpec] = {}
     for manifest in manifests:
         for name, spec in manifest.items():
@@ -281,7 +291,9 @@ def union(manifests: Sequence[Manifest]) -> Manifest:
                 )
     recipes = {manifest.recipe for manifest in manifests}
     if len(recipes) > 1:
-        raise PlanError(f"ranks encode with different recipes: {sorted(recipes)}")
+        raise PlanError(
+            f"ranks encode with different recipes: {sorted(recipes)}. Use one recipe on all ranks."
+        )
     return Manifest(tuple(specs.items()), recipes.pop() if recipes else "")
 
 
@@ -289,10 +301,13 @@ def _check_same(held: Manifest, bound: Manifest) -> None:
     for name, spec in held.items():
         if name not in bound or bound[name].shape != spec.shape:
             wanted = bound[name].shape if name in bound else "not there"
-            raise PlanError(f"{name!r} is {spec.shape}; bound was {wanted}. Bind these tensors.")
+            raise PlanError(
+                f"{name!r} is {spec.shape}; bound was {wanted}. Record the wiring of these tensors."
+            )
         if not converts(spec.dtype, bound[name].dtype):
             raise PlanError(
-                f"{name!r} is {spec.dtype}; bound was {bound[name].dtype}. Bind these tensors."
+                f"{name!r} is {spec.dtype}; bound was {bound[name].dtype}. Record the wiring of "
+                "these tensors."
             )
 
 
@@ -309,7 +324,7 @@ def _whole(checkpoint: Manifest, names: Iterable[str]) -> Manifest:
 
 
 def _joined(name: str, boxes: Iterable[Shard], shape: tuple[int, ...]) -> tuple[Shard, ...]:
-    """Return disjoint boxes of the same elements, few of them."""
+    """Return the same elements as few disjoint boxes."""
     cells = owned_boxes(((0, box) for box in boxes), shape)[0]
     pieces = merge(in_place(name, box) for box, _ in cells)
     return tuple(sorted((p.source_box for p in pieces), key=lambda box: box.offsets))

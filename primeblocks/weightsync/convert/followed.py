@@ -1,7 +1,7 @@
-"""Elements of tensors, followed through views, copies and arithmetic by the places they came from.
+"""Follow the elements of tensors through views, copies and arithmetic.
 
-torch keeps the strides of every view, so an element is known by its place in the storage that it
-lies in, and no kind of view has a rule of its own.
+torch keeps the strides of every view. They identify an element by its place in its storage, for
+every kind of view.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class _Origin:
 
     Attributes:
         base: the tensor that the storage was made for.
-        name: that of a checkpoint tensor; empty for one that was computed.
-        parts: for a computed one, a box of `base` and the tensor of its shape that it is made of,
-            element by element; without a box, a tensor of which any element may be anywhere.
-        is_moved: whether elements are those that they are made of.
+        name: the name of a checkpoint tensor. Empty for a computed tensor.
+        parts: for a computed tensor, boxes of `base`, each with the tensor of the same shape that
+            fills it, element by element. Without a box, any element of the tensor may be anywhere.
+        is_moved: whether the elements are unchanged.
     """
 
     base: Tensor
@@ -52,16 +52,16 @@ class _Origin:
 
 
 class Follower(TorchDispatchMode):
-    """Follows the elements of sources until they are written to a tensor that is none.
+    """Follows the elements of sources until they are written to an ordinary tensor.
 
     Args:
-        into: tensors by name, of which is noted what is written to each.
+        into: tensors by name. The follower notes which elements are written to each.
 
     Attributes:
-        read: for each source, boxes with all that is written somewhere.
-        inexact: name -> why there is more in its boxes.
+        read: for each source, boxes with all elements that are written to some tensor.
+        inexact: name -> why its boxes have more elements than are written.
         placed: for each tensor of `into`, the pieces that were written last.
-        lost: name -> why not all that is read of it is as it is in `placed`.
+        lost: name -> why `placed` does not have all its read elements unchanged.
     """
 
     def __init__(self, into: Mapping[str, Tensor] | None = None) -> None:
@@ -79,7 +79,7 @@ class Follower(TorchDispatchMode):
         return made
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
-        """Return the pieces of sources that a tensor is made of, of those that are not `lost`."""
+        """Return the pieces of sources that a tensor is made of, without those that are `lost`."""
         if _storage(tensor) not in self._origins:
             return []
         return [replace(piece, target=name) for piece in self._follow(tensor)]
@@ -119,7 +119,7 @@ class Follower(TorchDispatchMode):
         return made
 
     def _one(self, tensor: Tensor) -> Any:
-        """Stand in for the value of one element."""
+        """Return a stand-in for the value of one element."""
         self._read(tensor, lost="its values are asked for")
         for name in self._names(tensor):
             self._whole(name, "its values are asked for")
@@ -142,7 +142,7 @@ class Follower(TorchDispatchMode):
             self.lost.setdefault(piece.source, "it is repeated, or cut in ways that are no boxes")
 
     def _overwrite(self, target: Tensor) -> None:
-        """Note that others take the place of what was written."""
+        """Note that other elements replace what was written."""
         name, base = self._into.get(_storage(target), ("", target))
         if not self.placed.get(name):
             return
@@ -152,7 +152,7 @@ class Follower(TorchDispatchMode):
                 self.lost.setdefault(piece.source, "it is written over")
 
     def _read(self, tensor: Tensor, *, inexact: str = "", lost: str = "") -> list[Piece]:
-        """Note that all elements of a tensor are read; return its pieces."""
+        """Note that all elements of a tensor are read, and return its pieces."""
         pieces = self._follow(tensor)
         for piece in pieces:
             self.read[piece.source].add(piece.source_box)
@@ -165,7 +165,7 @@ class Follower(TorchDispatchMode):
     def _follow(self, tensor: Tensor) -> list[Piece]:
         """Return the pieces of sources that a tensor is made of.
 
-        What gets there in no pieces is noted as read.
+        Elements that come in no box are noted as read.
         """
         origin = self._origins[_storage(tensor)]
         within = pieces_in(tensor, origin.base)

@@ -1,6 +1,6 @@
-"""Boxes that move: a part of one tensor and the part of another that it fills. Pure.
+"""Boxes that move: a part of one tensor, and the part of another tensor that it fills. Pure.
 
-Those of a view are told by its strides.
+The strides of a view give its pieces.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MOST_PIECES = 1024
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a source tensor and the box of a target tensor that takes its elements.
+    """A box of a source tensor, and the box of a target tensor that takes its elements.
 
     Attributes:
         dims: for each dim of the target, the source's dim that runs along it, or `NEW` for a dim
-            of size 1 that the source lacks. Source dims that are not named have size 1.
+            of size 1 that the source lacks. Source dims that are not listed have size 1.
     """
 
     source: str
@@ -38,7 +38,7 @@ class Piece:
     dims: tuple[int, ...]
 
     def inverse(self) -> Piece:
-        """Return the way back."""
+        """Return the piece from the target back to the source."""
         back = [NEW] * len(self.source_box.sizes)
         for dim, origin in enumerate(self.dims):
             if origin != NEW:
@@ -46,7 +46,7 @@ class Piece:
         return Piece(self.target, self.target_box, self.source, self.source_box, tuple(back))
 
     def from_source(self, box: Shard) -> Piece | None:
-        """Return the part that `box` of the source fills, or None where it fills nothing."""
+        """Return the part that `box` of the source fills, or None if it fills nothing."""
         common = self.source_box.intersect(box)
         if common is None:
             return None
@@ -61,12 +61,15 @@ class Piece:
         return replace(self, source_box=common, target_box=target_box)
 
     def to_target(self, box: Shard) -> Piece | None:
-        """Return the part that fills `box` of the target, or None where nothing does."""
+        """Return the part that fills `box` of the target, or None if this piece does not."""
         part = self.inverse().from_source(box)
         return part and part.inverse()
 
     def then(self, after: Piece) -> Piece | None:
-        """Join this piece to `after`, through the tensor between; None where they do not meet."""
+        """Join this piece with `after`, whose source is this piece's target.
+
+        Returns None if the two pieces have no element in common.
+        """
         first, last = self, after
         if self.target_box != after.source_box:
             part, rest = self.to_target(after.source_box), after.from_source(self.target_box)
@@ -78,7 +81,10 @@ class Piece:
         return Piece(first.source, first.source_box, last.target, last.target_box, ways)
 
     def view(self, local: Tensor, held: Shard) -> Tensor:
-        """Return a view of `local`, box `held` of the source, shaped like the target box it fills.
+        """Return the part of `local` that this piece moves, shaped like the target box.
+
+        Args:
+            local: the elements of box `held` of the source.
 
         Raises:
             PlanError: the piece is not inside `held`.
@@ -95,10 +101,10 @@ def in_place(name: str, box: Shard) -> Piece:
 
 
 def paired(dims: Sequence[int], source: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
-    """Return dims of a piece in which a source dim that fell away stands for a new one.
+    """Return the dims of a piece, with each new dim paired with a source dim that was dropped.
 
-    Both have size 1. As one dim they can be merged with their neighbours, which is how experts that
-    were taken apart come together.
+    Both dims have size 1. As one dim, `merge` can join them with their neighbours. So experts that
+    were split come together again.
     """
     gone = iter([dim for dim, size in enumerate(source) if dim not in dims and size == 1])
     return tuple(
@@ -108,7 +114,7 @@ def paired(dims: Sequence[int], source: Sequence[int], target: Sequence[int]) ->
 
 
 def merge(pieces: Iterable[Piece]) -> list[Piece]:
-    """Join neighbours that move alike; the same elements in fewer pieces."""
+    """Join neighbouring pieces that move alike, into fewer pieces of the same elements."""
     pieces = list(pieces)
     if len(pieces) < 2:
         return pieces
@@ -171,11 +177,11 @@ def _longer(box: Shard, dim: int, by: int) -> Shard:
 
 
 def pieces_in(view: Tensor, base: Tensor) -> list[Piece] | None:
-    """Return the pieces of `base`, dense in its storage, that a view is made of.
+    """Return the pieces of `base`, which is dense in its storage, that a view is made of.
 
-    Each dim of the view steps along a dim of `base`, or along several that are one behind the
-    other; steps that are not one behind the other are pieces of their own. None where elements
-    come twice, or pieces are too many.
+    Each dim of the view steps along one dim of `base`, or along several adjacent dims. Steps that
+    skip elements give pieces of their own. Returns None if elements repeat, or if there are too
+    many pieces.
     """
     if view.numel() == 0:
         return []
@@ -220,7 +226,7 @@ def pieces_in(view: Tensor, base: Tensor) -> list[Piece] | None:
 
 
 def hull(view: Tensor, base: Tensor) -> Shard:
-    """Return a box of `base` that has all of a view in it: its first to its last row."""
+    """Return a box of `base` that contains a view, from its first to its last row."""
     (first, steps), (start, dims) = _in_bytes(view), _in_bytes(base)
     last = first + sum((n - 1) * stride for n, stride in steps)
     outer = max(range(base.ndim), key=lambda d: (base.shape[d] > 1, dims[d][1]))
@@ -231,9 +237,10 @@ def hull(view: Tensor, base: Tensor) -> Shard:
 
 
 def _in_bytes(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
-    """Return the first byte of a tensor, and the size and stride of its dims, its bytes the last.
+    """Return a tensor's first byte, and the size and stride of each dim, in bytes.
 
-    In bytes, because a view may have another dtype than what it is a view of.
+    The bytes of an element are one more dim, the last. The unit is bytes because a view may have
+    another dtype than its base.
     """
     size = tensor.element_size()
     dims = [(n, stride * size) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -243,10 +250,10 @@ def _in_bytes(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
 def _visits(
     steps: Sequence[tuple[int, int]], dims: Sequence[tuple[int, int]], order: Sequence[int]
 ) -> list[tuple[int, int, int, int, int]] | None:
-    """Return the ways of a view's dims along those of its base.
+    """Return how the dims of a view run along the dims of its base.
 
-    Each is a dim of the view, one of the base, the number of steps, and the length of one in
-    either: in the base, then in the view.
+    Each entry is a dim of the view, a dim of the base, the number of steps, the length of a step in
+    the base, and the length of a step in the view.
     """
     found = []
     for v, (length, first) in enumerate(steps):

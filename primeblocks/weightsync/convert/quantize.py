@@ -1,7 +1,7 @@
-"""Quantizing on the way: weights that travel as codes and scales, which a callable computes.
+"""Quantizing on the way: a callable turns weights into codes and scales, which travel instead.
 
-Conversions move elements and compute none. This step stands beside them: it tells what a rank holds
-after its shards were encoded, so that conversions and plans can go on with codes and scales.
+Conversions only move elements. `Quantize` describes what a rank holds after its shards were
+encoded, so that conversions and plans can work with codes and scales.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ __all__ = ["Quantize"]
 
 @dataclass(frozen=True)
 class Quantize:
-    r"""Weights as codes of the same name and shape, and one scale a tile under another name.
+    r"""Sends weights as codes of the same name and shape, with one scale per tile.
 
-    There is no inverse: rounding has none.
+    It cannot be inverted, because rounding loses bits.
 
     Attributes:
-        names: regular expression of the weights' whole names.
-        scales: their scales' names, in which `\1` is the first group of `names`.
-        tile: elements that share a scale, along the last dims; a ragged edge has a scale too.
-        recipe: fingerprint of how codes and scales are computed, such as `Recipe.fingerprint()`;
-            `plan_sync` refuses readers that expect another one.
-        encode: from a weight to its codes and scales; see `by`.
+        names: a regular expression that matches the full names of the weights.
+        scales: the names of their scales, in which `\1` is the first group of `names`.
+        tile: the shape of a tile, along the last dims. A tile at a ragged edge has a scale too.
+        codes_dtype: the dtype of the codes.
+        scales_dtype: the dtype of the scales.
+        recipe: the fingerprint of how codes and scales are computed, as `Recipe.fingerprint()`
+            returns it. `plan_sync` refuses readers that expect another recipe.
+        encode: turns a weight into its codes and scales. See `by`.
     """
 
     names: str
@@ -45,13 +47,16 @@ class Quantize:
 
     def __post_init__(self) -> None:
         if min(self.tile, default=0) < 1:
-            raise PlanError(f"needs positive tiles; got tile={self.tile}")
+            raise PlanError(
+                f"Quantize needs a tile of positive sizes; got tile={self.tile}. "
+                "For example, pass (128, 128)."
+            )
 
     def describe(self, held: Manifest) -> Manifest:
         """Return the manifest of a rank once its shards are encoded. Local.
 
         Raises:
-            PlanError: nothing matches, or a shard does not hold whole tiles.
+            PlanError: `names` matches no weight, or a shard does not hold whole tiles.
         """
         rows: list[tuple[str, TensorSpec]] = []
         for name, spec in held.items():
@@ -62,19 +67,25 @@ class Quantize:
                 rows.append((name, TensorSpec(self.codes_dtype, spec.layout)))
                 rows.append((scales, TensorSpec(self.scales_dtype, self._tiles(name, spec.layout))))
         if len(rows) == len(held):
-            raise PlanError(f"{self.names} matches none of {len(held)} names. Correct it")
+            raise PlanError(
+                f"names={self.names!r} matches none of {len(held)} names. Correct the expression."
+            )
         return Manifest(tuple(rows), self.recipe)
 
     def by(self, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Quantize:
-        """Return the `encode` argument of a Publisher: the same, with what computes."""
+        """Return this `Quantize` with a function that computes: the `encode` of a `Publisher`.
+
+        Args:
+            encode: takes one rank's part of a weight, and returns its codes and scales.
+        """
         return replace(self, encode=encode)
 
     def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Encode one rank's part of a parameter. Local; costs what `encode` does.
+        """Encode one rank's part of a parameter. Local: costs what `encode` costs.
 
         Raises:
-            UsageError: nothing computes.
-            ShapeError: `encode` returned what was not declared.
+            UsageError: no `encode` was given. Call `by` first.
+            ShapeError: `encode` returned another shape or dtype than declared.
         """
         scales = self._scales_of(name)
         if scales is None:
@@ -87,7 +98,7 @@ class Quantize:
         return out
 
     def origins(self, held: Manifest) -> dict[str, str]:
-        """Return, by name of codes and scales, the weight that they are made of."""
+        """Return, for each name of codes or scales, the name of the weight they are made of."""
         made = {name: name for name in held}
         made.update((scales, name) for name in held if (scales := self._scales_of(name)))
         return made
@@ -99,13 +110,15 @@ class Quantize:
         except (re.error, IndexError) as error:
             raise PlanError(
                 f"names={self.names!r} with scales={self.scales!r} is no substitution of names: "
-                f"{error}. Refer to a group of names."
+                f"{error}. In scales=, refer to a group of names=."
             ) from None
 
     def _steps(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the elements of a tile along each dim."""
         if len(shape) < len(self.tile):
-            raise PlanError(f"shape {shape} has fewer dims than tile {self.tile}")
+            raise PlanError(
+                f"shape {shape} has fewer dims than tile {self.tile}. Exclude it in names=."
+            )
         return (1,) * (len(shape) - len(self.tile)) + self.tile
 
     def _counts(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -117,8 +130,8 @@ class Quantize:
         for start, end, whole, step in zip(box.offsets, ends, layout.shape, steps, strict=True):
             if start % step or (end % step and end != whole):
                 raise PlanError(
-                    f"{name!r}: {box} cuts through tiles of {self.tile}. Shard at multiples of "
-                    "the tile, or encode before sharding."
+                    f"{name!r}: {box} cuts through tiles of {self.tile}. Shard the weight at "
+                    "multiples of the tile, or encode the weight before you shard it."
                 )
         starts = tuple(start // step for start, step in zip(box.offsets, steps, strict=True))
         return Layout(self._counts(layout.shape), Shard(starts, self._counts(box.sizes)))
@@ -127,6 +140,6 @@ class Quantize:
     def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         if (tuple(tensor.shape), tensor.dtype) != (shape, dtype):
             raise ShapeError(
-                f"encode gave {name!r} as {tensor.dtype} {tuple(tensor.shape)}; "
-                f"declared was {dtype} {shape}. Match the recipe and the declaration."
+                f"encode returned {name!r} as {tensor.dtype} {tuple(tensor.shape)}; Quantize "
+                f"declares {dtype} {shape}. Make both equal."
             )

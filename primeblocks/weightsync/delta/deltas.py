@@ -1,13 +1,13 @@
 """Lossless sparse deltas, of one tensor and of a packed bucket.
 
-A delta is a set of overwrites, each of the low bits of one element: *the low w bits become b*. It
-holds new bits, never differences. So applying it twice is harmless, and so is finishing one that
-was applied in part. It is small because an optimizer step moves a weight by one unit in the last
-place or two, and so leaves all but its low bits as they were.
+A delta is a set of overwrites of the low bits of elements: *the low w bits become b*. It contains
+new bits, never differences. So you may apply it twice, or apply it again after a failure. A delta
+is small because an optimizer step moves most weights by one or two units in the last place. That
+changes only low bits.
 
-A delta does not know its base: versions, and a digest of the result, are its sender's. A bucket
-travels as a delta for each run of elements of one size, or as all of the run where that is less.
-Numbers: docs/weightsync_evidence.md.
+A delta does not record its base. Its sender keeps versions, and a digest of the result. A bucket
+travels in stretches of elements of one size: each as a delta, or in full if that is smaller.
+Measurements: docs/weightsync_evidence.md.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ Chunk = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class DeltaInfo:
-    """The facts of a delta, from its header and counts.
+    """The facts in a delta's header and counts.
 
     Args:
-        itemsize: bytes an element.
-        numel: elements of the tensor it belongs to.
-        changed: elements that it writes.
-        size_bytes: of the delta.
+        itemsize: the bytes of one element.
+        numel: the number of elements of the tensor.
+        changed: the number of elements that the delta writes.
+        size_bytes: the size of the delta.
     """
 
     itemsize: int
@@ -81,21 +81,21 @@ class DeltaInfo:
 
 
 def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
-    """Return the delta from `old` to `new`, bit for bit, or None where `new` is no more bytes.
+    """Return the delta that turns `old` into `new`, or None if `new` itself is not larger.
 
-    Bit patterns are compared: NaN and -0.0 are values like others. Local; reads both tensors
-    once; on a device only what changed comes to the host. To keep `old` for the next call, apply
-    the delta to it: cheaper than a copy.
+    Compares bit patterns, so NaN and -0.0 are values like any other. Local: reads both tensors
+    once. From a device, only changed elements come to the host. To update `old` for the next call,
+    apply the delta, which is cheaper than a copy.
 
     Raises:
         ShapeError: shapes or dtypes differ, or a tensor is not contiguous.
-        UnsupportedError: elements of other than 1, 2 or 4 bytes, or a tensor without stored bits.
+        UnsupportedError: elements do not have 1, 2 or 4 bytes, or a tensor's bits are not stored.
         UsageError: the tensors are on different devices.
     """
     if new.shape != old.shape or new.dtype != old.dtype:
         raise ShapeError(
             f"a delta needs equal shapes and dtypes; got {new.dtype} {list(new.shape)} and"
-            f" {old.dtype} {list(old.shape)}. Send the tensor in full where its shape changed."
+            f" {old.dtype} {list(old.shape)}. Send the tensor in full if its shape changed."
         )
     if new.device != old.device:
         raise UsageError(f"new is on {new.device}, old on {old.device}. Keep both on one device.")
@@ -112,21 +112,21 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 
 
 def apply_delta(target: Tensor, delta: Bytes) -> None:
-    """Overwrite what changed, in place. Local; costs what changed, not what there is.
+    """Overwrite the changed elements of `target` in place. Local: costs only the changed elements.
 
-    Idempotent. On another base than the delta's it writes the same bits, and the result is not the
-    new version: check versions first, and a digest after.
+    Idempotent. On a wrong base the call still succeeds, but the result is not the new version. So
+    compare versions before the call, and a digest after it. If it raises, `target` is unchanged.
 
     Raises:
-        CorruptionError: a byte of the delta was changed, added or lost; nothing was written.
-        ShapeError: the target has other elements or is not contiguous; nothing was written.
-        UnsupportedError: another version of the format, or the target has no stored bits.
+        CorruptionError: a byte of the delta was changed, added or lost.
+        ShapeError: the target has another number or size of elements, or is not contiguous.
+        UnsupportedError: the delta has another format version, or the target's bits are not stored.
     """
     opened = open_delta(delta)
     if target.itemsize != opened.itemsize or target.numel() != opened.numel:
         raise ShapeError(
             f"the delta is for {opened.numel} elements of {opened.itemsize} bytes; the target has"
-            f" {target.numel()} of {target.itemsize}. Ask for the tensor in full."
+            f" {target.numel()} of {target.itemsize}. Fetch the tensor in full."
         )
     bits = _bits_of(target)
     for span, entries in zip(segments(opened.numel), read_segments(opened), strict=True):
@@ -134,11 +134,11 @@ def apply_delta(target: Tensor, delta: Bytes) -> None:
 
 
 def inspect_delta(delta: Bytes) -> DeltaInfo:
-    """Return the facts of a delta, after checking its digest. Local; reads every byte once.
+    """Check a delta's digest and return its element counts and size. Local: reads each byte once.
 
     Raises:
         CorruptionError: a byte was changed, added or lost.
-        UnsupportedError: another version of the format.
+        UnsupportedError: the delta has another format version.
     """
     opened = open_delta(delta)
     return DeltaInfo(
@@ -159,12 +159,13 @@ def _bits_of(tensor: Tensor) -> Bits:
         )
     if tensor.itemsize not in ITEMSIZES:
         raise UnsupportedError(
-            f"elements of 1, 2 or 4 bytes, not {tensor.dtype}. View them as torch.int32."
+            f"a delta needs elements of 1, 2 or 4 bytes, not {tensor.dtype}. View them as "
+            "torch.int32."
         )
     if not tensor.is_contiguous():
         raise ShapeError(
-            f"needs a contiguous tensor; got strides {tensor.stride()} for {list(tensor.shape)}."
-            " Pass its local shard or .contiguous()."
+            f"a delta needs a contiguous tensor; got strides {tensor.stride()} for"
+            f" {list(tensor.shape)}. Pass its local shard or .contiguous()."
         )
     return flat_bits(tensor, tensor.itemsize)
 
@@ -172,12 +173,13 @@ def _bits_of(tensor: Tensor) -> Bits:
 def take_payload(
     plan: Plan, index: int, chunks: Iterator[Chunk], old: UInt8[Tensor, " bytes"]
 ) -> bytes | None:
-    """Overwrite a packed bucket, and return what changed, or None where that is no fewer bytes.
+    """Overwrite a packed bucket, and return its delta, or None if the delta is not smaller.
 
-    Local; each chunk is compared and written while it is in the cache.
+    Local. Each chunk is compared and written while it is in the cache.
 
     Args:
-        chunks: the new bytes beside the old, in the order of the bucket; all are consumed.
+        chunks: pairs of new and old bytes, in the order of the bucket. All are consumed.
+        old: the packed bucket.
     """
     parts: list[bytes | memoryview] = []
     stream, at = _Stream(chunks), 0
@@ -197,15 +199,15 @@ def take_payload(
 def apply_payloads(
     plan: Plan, index: int, pieces: Sequence[Tensor], payloads: Sequence[memoryview]
 ) -> str:
-    """Overwrite a bucket's copies with what changed, where they lie, and return their digest.
+    """Apply deltas to a bucket's copies, in place, and return the digest of the copies.
 
-    Local; idempotent; each chunk is written and digested while it is in the cache.
+    Local. Idempotent. Each chunk is written and digested while it is in the cache.
 
     Args:
-        payloads: oldest first. All are checked before anything is written.
+        payloads: the deltas, oldest first. All digests are checked before the first write.
 
     Raises:
-        CorruptionError: a payload is not what was written; some of it may be there.
+        CorruptionError: a payload is not as sent. Parts of it may have been written.
     """
     opened = [_open(plan, index, each) for each in payloads]
     are_plain = all(piece.is_contiguous() and piece.device.type == "cpu" for piece in pieces)
@@ -227,17 +229,17 @@ def apply_payloads(
 
 
 def _read(stream: _Stream, numel: int, width: int) -> Entries:
-    """Return what changed in the next elements of a stream."""
+    """Return the changed ones of the next `numel` elements of a stream."""
     chunks = stream.until(stream.at + numel * width)
     pairs = ((new.view(f"u{width}"), old.view(f"u{width}")) for new, old in chunks)
     return read_changes(pairs, update=True)
 
 
 def _open(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarray]:
-    """Return the part of a payload for each run of a bucket: what changed, or all of its elements.
+    """Return the part of a payload for each stretch of a bucket: a delta, or all elements.
 
     Raises:
-        CorruptionError: it is not of this bucket, or its digest is wrong.
+        CorruptionError: the payload is not of this bucket, or its digest is wrong.
     """
     parts: list[Opened | np.ndarray] = []
     is_all, at = len(payload) == plan.buckets[index].bytes, 0
@@ -247,7 +249,7 @@ def _open(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarr
         if not is_all:
             if len(payload) < at + _HEAD.size:
                 raise CorruptionError(
-                    f"the delta of bucket {index} ends after {len(payload)} bytes"
+                    f"the delta of bucket {index} ends after {len(payload)} bytes. Publish again."
                 )
             kind, size = _HEAD.unpack_from(payload, at)
             at += _HEAD.size
@@ -259,15 +261,19 @@ def _open(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarr
             parts.append(opened := open_delta(body))
             if (opened.itemsize, opened.numel) != (width, numel):
                 raise CorruptionError(
-                    f"a delta is not of bucket {index}: of {opened.numel} elements of "
-                    f"{opened.itemsize} bytes, where the bucket has {numel} of {width}"
+                    f"a delta is not of bucket {index}: it has {opened.numel} elements of "
+                    f"{opened.itemsize} bytes, where the bucket has {numel} of {width}. "
+                    "Publish again."
                 )
         else:
             raise CorruptionError(
-                f"{len(body)} bytes of kind {kind} in the delta of bucket {index}"
+                f"the delta of bucket {index} has {len(body)} bytes of kind {kind}, where {size} "
+                "of a known kind belong. Publish again."
             )
     if at != len(payload):
-        raise CorruptionError(f"{len(payload)} bytes in the delta of bucket {index}, {at} expected")
+        raise CorruptionError(
+            f"the delta of bucket {index} has {len(payload)} bytes; expected {at}. Publish again."
+        )
     return parts
 
 
@@ -276,7 +282,7 @@ def _write(
     places: Sequence[tuple[int, Bits]],
     digest: Digest,
 ) -> None:
-    """Write the parts of a run to its pieces, each with the place of its first element."""
+    """Write the parts of a stretch to its pieces, each with the place of its first element."""
     start, last = places[-1]
     spans = segments(start + len(last))
     for span, *rows in zip(spans, *(_rows(part, spans) for part in parts), strict=True):
@@ -299,7 +305,7 @@ def _rows(part: Opened | np.ndarray, spans: Sequence[slice]) -> Iterator[Entries
 
 
 def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> None:
-    """Write the elements of a segment from one to another."""
+    """Write the elements `first` to `end` of a segment."""
     if isinstance(row, Entries):
         here = slice(*np.searchsorted(row.positions, (first, end)))
         write_entries(room, Entries(row.positions[here] - first, row.bits[here], row.mask[here]))
@@ -310,7 +316,7 @@ def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> None:
 
 
 def _runs(plan: Plan, index: int) -> Iterator[tuple[list[Copy], int]]:
-    """Yield runs of copies whose elements have one size, and that size."""
+    """Yield stretches of copies whose elements have one size, and that size."""
     run: list[Copy] = []
     width = 0
     for copy in plan.buckets[index].copies:
@@ -324,10 +330,10 @@ def _runs(plan: Plan, index: int) -> Iterator[tuple[list[Copy], int]]:
 
 
 class _Stream:
-    """Chunks of two sides, cut where it is asked for.
+    """Chunks of new and old bytes, cut at any byte.
 
     Attributes:
-        at: the number of bytes that were read.
+        at: the number of bytes read.
     """
 
     def __init__(self, chunks: Iterator[Chunk]) -> None:

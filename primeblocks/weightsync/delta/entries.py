@@ -1,23 +1,23 @@
-"""The entries of a delta: found, written, and coded in few bits.
+"""The entries of a delta: how they are found, written and coded.
 
-An entry overwrites the low bits of one element of a tensor. On the host entries are found and
-written in numpy, whose scan is 3 times as fast as torch's `nonzero`; on a device in torch, so that
-only what changed crosses the bus. Coded, little-endian, they are:
+An entry overwrites the low bits of one element of a tensor. On the host, numpy finds and writes
+entries, because its scan is 3 times as fast as torch's `nonzero`. On a device, torch does, so that
+only changed elements cross the bus. The code is little-endian:
 
     header    "PBWD", format version (u8), bytes an element (u8), 0 (u16), elements (u64)
     counts    u32 [segments, layers]
-    streams   for each segment of 2**24 elements, for each layer: where, then which bits
-    digest    xxh3-128 of all before
+    streams   for each segment of 2**24 elements, for each layer: positions, then bits
+    digest    xxh3-128 of all bytes before it
 
-The first layer says which elements changed, and their low bits; the next one which of *those*
-changed beyond, and their next bits; and so on up to the whole element.
+The first layer has the changed elements and their low bits. The next layer says which of *those*
+elements changed in higher bits, and has the next bits. The last layer reaches the whole element.
 
-Positions are Elias-Fano coded: the low bits as they are, the high parts as a bit vector in which
-each position sets one bit. That takes 0.5 bits a position more than the entropy of a random set
-(8.6 for 8.1 at 1 %). Where more than about a quarter of all positions are in the set, a plain
-bitmap is smaller and is used instead.
+Positions are Elias-Fano coded: the low bits unchanged, and the high parts as a bit vector in which
+each position sets one bit. For random positions this takes 0.5 bits per position above the entropy:
+8.6 bits instead of 8.1 if 1 % of the elements change. If more than about a quarter of the positions
+are in the set, a plain bitmap is smaller and is used.
 
-Sources: Elias 1974, doi:10.1145/321812.321820; Fano 1971, MIT Project MAC Memo 61.
+Source: Elias 1974, doi:10.1145/321812.321820. Fano 1971, MIT Project MAC Memo 61.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _SEGMENT = 1 << 24
 _LAYERS = {1: (4, 8), 2: (4, 8, 16), 4: (4, 8, 16, 32)}
 
 ITEMSIZES = tuple(_LAYERS)
-"""Bytes an element may have."""
+"""The sizes, in bytes, that an element may have."""
 
 _AT_ONCE = 1 << 14  # entries
 _MANY = 0.57  # The share of groups of 8 in a random tenth; above, numpy's `nonzero` has no branch.
@@ -77,7 +77,7 @@ _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Entries(NamedTuple):
     """Bits to write: `element = element & ~mask | bits`, at ascending positions.
 
-    Outside of `mask`, `bits` are zero, or what the element has there.
+    Outside `mask`, `bits` are zero or equal to the element's bits.
     """
 
     positions: np.ndarray
@@ -86,11 +86,7 @@ class Entries(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A delta whose digest and lengths are right.
-
-    Args:
-        counts: `[segments, layers]`.
-    """
+    """A delta whose digest and lengths were checked. `counts` is `[segments, layers]`."""
 
     itemsize: int
     numel: int
@@ -99,7 +95,7 @@ class Opened(NamedTuple):
 
 
 def flat_bits(tensor: Tensor, width: int) -> Bits:
-    """Return a view of a contiguous tensor's bits, `width` bytes each."""
+    """Return a flat view of a contiguous tensor as integers of `width` bytes."""
     # Not view(-1): a single element may have any stride.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(_TORCH[width])
     if tensor.device.type != "cpu":
@@ -109,11 +105,11 @@ def flat_bits(tensor: Tensor, width: int) -> Bits:
 
 
 def read_changes(pairs: Iterable[tuple[Bits, Bits]], *, update: bool = False) -> Entries:
-    """Return the elements that differ between new and old; the mask is their exclusive or.
+    """Return the elements that differ between new and old. Their masks are new XOR old.
 
     Args:
-        pairs: parts of both that follow each other, new first.
-        update: whether to write the new ones to the old.
+        pairs: consecutive parts of both sides, as (new, old).
+        update: whether to write the new elements into the old part.
     """
     start, found = 0, []
     for new, old in pairs:
@@ -163,7 +159,7 @@ def write_entries(target: Bits, entries: Entries) -> None:
 
 
 def _places(differs: np.ndarray) -> np.ndarray:
-    """Return where `differs` is true; its length is a multiple of 8."""
+    """Return the indices where `differs` is true. Its length must be a multiple of 8."""
     # Eight answers at a time: most are eight times no, and `nonzero` costs 1.2 ns an item.
     groups = differs.view(np.uint64)
     changed = (groups != 0).nonzero()[0]
@@ -178,12 +174,12 @@ def _places(differs: np.ndarray) -> np.ndarray:
 
 
 def segments(numel: int) -> list[slice]:
-    """Return the slices that are coded one at a time."""
+    """Return the slices of a tensor that are coded separately."""
     return [slice(at, min(at + _SEGMENT, numel)) for at in range(0, numel, _SEGMENT)]
 
 
 def seal_delta(itemsize: int, numel: int, parts: Iterable[Entries]) -> bytes | None:
-    """Return the entries of each segment as bytes, or None where the tensor is no more bytes."""
+    """Return a delta of the entries of each segment, or None if the tensor itself is not larger."""
     layers, spans = _LAYERS[itemsize], segments(numel)
     counts = np.zeros((len(spans), len(layers)), dtype="<u4")
     left = numel * itemsize - _HEADER.size - counts.nbytes - _DIGEST_BYTES
@@ -203,25 +199,25 @@ def seal_delta(itemsize: int, numel: int, parts: Iterable[Entries]) -> bytes | N
 
 
 def open_delta(delta: Bytes) -> Opened:
-    """Check everything that can be checked without decoding. Reads every byte once.
+    """Check a delta as far as possible without decoding it. Reads every byte once.
 
     Raises:
-        CorruptionError: a byte was changed, added or lost; or the bytes are no delta.
-        UnsupportedError: another version of the format.
+        CorruptionError: a byte was changed, added or lost, or the bytes are not a delta.
+        UnsupportedError: the delta has another format version.
     """
     view = memoryview(delta).cast("B")
     body, digest = view[:-_DIGEST_BYTES], view[-_DIGEST_BYTES:]
     if len(body) < _HEADER.size or xxhash.xxh3_128_digest(body) != digest:
         raise CorruptionError(
             f"the digest of a delta of {len(view)} bytes does not match: bytes were changed, added"
-            " or lost. Fetch it again, or the tensor in full."
+            " or lost. Fetch the delta again, or the tensor in full."
         )
     kind, found, itemsize, _, numel = _HEADER.unpack_from(body)
     if kind != _KIND:
-        raise CorruptionError(f"these bytes are {kind!r}, not a delta")
+        raise CorruptionError(f"these bytes are {kind!r}, not a delta. Pass one of encode_delta().")
     if found != _FORMAT:
         raise UnsupportedError(
-            f"a delta of format version {found}; this primeblocks reads version {_FORMAT}."
+            f"the delta has format version {found}; this primeblocks reads version {_FORMAT}."
             " Encode and apply with the same release."
         )
     layers = _LAYERS.get(itemsize, ())
@@ -242,8 +238,8 @@ def read_segments(opened: Opened) -> Iterator[Entries]:
     """Yield the entries of each segment.
 
     Raises:
-        CorruptionError: there are more or fewer positions than announced, or some lie outside. No
-            accident does that: the digest was right.
+        CorruptionError: positions are missing, surplus or outside the segment. An accident cannot
+            cause this, because the digest was right.
     """
     at = 0
     for (universe, lengths), counts in zip(_lengths(opened), opened.counts.tolist(), strict=True):
@@ -255,7 +251,7 @@ def read_segments(opened: Opened) -> Iterator[Entries]:
 
 
 def _lengths(opened: Opened) -> Iterator[tuple[int, list[int]]]:
-    """Yield the elements of each segment, and the bytes of its streams."""
+    """Yield the number of elements of each segment, and the bytes of each of its streams."""
     for span, counts in zip(segments(opened.numel), opened.counts.tolist(), strict=True):
         universe, done = span.stop - span.start, 0
         lengths = []
@@ -301,9 +297,10 @@ def bits_bytes(count: int, width: int) -> int:
 
 
 def pack_bits(values: np.ndarray, width: int) -> bytes:
-    """Pack the low `width` bits of each number: its whole bytes in planes, then the bits left over.
+    """Pack the low `width` bits of each number.
 
-    Eight numbers of r < 8 bits make r bytes.
+    Whole bytes come first, one plane per byte of the number. Then come the r < 8 bits left over,
+    of which eight numbers fill r bytes.
     """
     whole, rest = divmod(width, 8)
     planes = [(values >> 8 * plane).astype(np.uint8).tobytes() for plane in range(whole)]
@@ -320,7 +317,7 @@ def pack_bits(values: np.ndarray, width: int) -> bytes:
 
 
 def unpack_bits(buffer: memoryview, count: int, width: int, dtype: DTypeLike) -> np.ndarray:
-    """Return the numbers that `pack_bits` wrote; `buffer` is exactly theirs."""
+    """Return the numbers that `pack_bits` wrote. `buffer` must have exactly their bytes."""
     whole, rest = divmod(width, 8)
     data = np.frombuffer(buffer, dtype=np.uint8)
     values = np.zeros(count, dtype=dtype)
@@ -358,10 +355,10 @@ def pack_positions(positions: np.ndarray, universe: int) -> bytes:
 
 
 def unpack_positions(buffer: memoryview, count: int, universe: int) -> np.ndarray:
-    """Return the positions that `pack_positions` wrote, as int64; `buffer` is exactly theirs.
+    """Return the positions that `pack_positions` wrote, as int64, from exactly their bytes.
 
     Raises:
-        CorruptionError: these are not `count` ascending positions below `universe`.
+        CorruptionError: the bytes are not `count` ascending positions below `universe`.
     """
     if not count:
         return np.zeros(0, dtype=np.int64)
@@ -387,7 +384,7 @@ def unpack_positions(buffer: memoryview, count: int, universe: int) -> np.ndarra
 
 
 def _low_bits(count: int, universe: int) -> int:
-    """Return the number of low bits that are stored as they are; 0 means a bitmap."""
+    """Return the number of low bits that are stored unchanged. 0 means a bitmap."""
     low = (universe // count).bit_length() - 1
     return low if low > 1 else 0
 

@@ -1,4 +1,4 @@
-"""Running engines: driving several, in turns with a trainer, over HTTP, with adapters."""
+"""Engines that share a device with the trainer, load folders, or run LoRA adapters."""
 
 from ..verify import prove_round_trip
 from .colocated import Colocated, ColocatedEngine, ColocatedTurn, Memory

@@ -1,11 +1,12 @@
-"""Trainer and engine on one device: they take turns in its memory, with a sync in between.
+"""Trainer and engine on one device. They take turns in its memory, with a sync in between.
 
-    trainer's turn   trainer here, engine asleep, its weights may be gone
+    trainer's turn   trainer on the device, engine asleep, its weights may be lost
       to_engine        publish, trainer away, wake weights, update, wake cache
     engine's turn    engine awake with the new weights, trainer away
       to_trainer       engine asleep, trainer back
 
-A turn is taken by all ranks or by none: where a stage fails, all take the other turn's stages.
+Either all ranks take a turn or none does. If a stage fails on a rank, all ranks run the stages that
+lead back. If going back fails too, the turn is "torn", and the engine must be restarted.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ __all__ = ["Colocated", "ColocatedEngine", "ColocatedTurn", "Memory", "Stage"]
 _SHOWN = 150
 
 _Do = Callable[[float], object]
-"""Takes the seconds that are left."""
+"""Takes the remaining seconds."""
 _Step = tuple[str, _Do]
 
 
 class Memory(Protocol):
-    """Memory that leaves the device and comes back, bit for bit: `parallel.memory.HostMemory`.
+    """Memory that leaves the device and comes back bit for bit, as `parallel.memory.HostMemory`.
 
-    A call that raises has changed nothing.
+    A call that raises must leave everything unchanged.
     """
 
     def release(self) -> object:
-        """Free the device."""
+        """Move the contents off the device and free its memory."""
         ...
 
     def restore(self) -> object:
-        """Take it again."""
+        """Bring the contents back to the device."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColocatedEngine:
-    """Calls that drive an engine. The last argument of each is the `timeout_s` it has to keep.
+    """Functions that drive an engine. The last argument of each is its `timeout_s`.
 
     Args:
-        sleep: give all device memory back; weights may be lost. Does nothing if asleep.
-        wake: take the memory of "weights" or of "kv_cache" again. Does nothing if awake.
-        update: load what was published.
+        sleep: free all device memory. Weights may be lost. Does nothing if the engine sleeps.
+        wake: allocate the memory of "weights" or "kv_cache". Does nothing if that is awake.
+        update: load the version of the receipt.
     """
 
     sleep: Callable[[float], object]
@@ -61,7 +62,7 @@ class ColocatedEngine:
 
 
 class Stage(NamedTuple):
-    """One stage of a turn, and the bytes that were in use when it was done."""
+    """One stage of a turn, and the bytes in use after it."""
 
     name: str
     seconds: float
@@ -70,14 +71,14 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class ColocatedTurn:
-    """Cost of a turn on this rank. `version` is the one that the engine serves, or served."""
+    """The cost of a turn on this rank. The engine serves `version`, or served it until now."""
 
     version: int
     bytes_before: int
     stages: tuple[Stage, ...]
 
     def table(self) -> str:
-        """Return one line a stage: seconds, bytes in use after it, and the change."""
+        """Return one line per stage: its seconds, the bytes in use after it, and the change."""
         before = self.bytes_before
         lines = [f"{'stage':<14}{'seconds':>10}{'bytes in use':>18}{'change':>18}"]
         lines.append(f"{'before':<14}{'':>10}{before:>18,}")
@@ -89,21 +90,23 @@ class ColocatedTurn:
 
 
 class Colocated:
-    """Turns of trainer and engine. The first is the trainer's: put the engine to sleep before it.
+    """Alternates trainer and engine on one device.
+
+    The first turn is the trainer's, so put the engine to sleep before it.
 
     Args:
         trainer: the trainer's memory on this rank.
-        engine: on the ranks that drive one; None on the others.
-        publish: version, timeout_s -> Receipt: `Publisher.publish`. It runs while the trainer is
-            here and the engine is not, so its transport must hold the weights elsewhere: shared
-            memory or a disk, not CUDA IPC.
-        memory: bytes in use on the device, such as `torch.cuda.memory_allocated`; read between
-            stages.
-        group: the ranks that take turns together; needs gloo. None is the default group, or no
-            group at all for one rank.
+        engine: the engine that this rank drives. None on ranks that drive no engine.
+        publish: takes a version and `timeout_s` and returns a `Receipt`, like `Publisher.publish`.
+            The engine is off the device while it runs. So its transport must keep the weights in
+            shared memory or on a disk, not in CUDA IPC.
+        memory: returns the bytes in use on the device, like `torch.cuda.memory_allocated`. It is
+            called between stages.
+        group: the ranks that take turns together. The group must support gloo. None is the default
+            group, or no group for one rank.
 
     Raises:
-        UnsupportedError: the group has no gloo.
+        UnsupportedError: the group does not support gloo.
     """
 
     def __init__(
@@ -128,22 +131,23 @@ class Colocated:
 
     @property
     def turn(self) -> str:
-        """The side whose turn it is: "trainer", "engine", or "torn" after a failure not undone."""
+        """The side that has the turn: "trainer", "engine", or "torn" after a failed undo."""
         return self._turn
 
     def to_engine(self, version: int, *, timeout_s: float) -> ColocatedTurn:
-        """Publish, make room, load, serve. Collective.
+        """Publish, free the trainer's memory, and load the version into the engine. Collective.
 
         Args:
-            timeout_s: half is for the way there; no stage begins after it. The rest is for undoing.
+            version: the version to publish.
+            timeout_s: no stage begins after half of this time. The other half is for going back.
 
         Raises:
             DeadlineError: half of the time was used up. It is the trainer's turn again.
             TransferError: a stage failed on another rank, or a rank died. It is the trainer's turn
-                again; after a death make a new group and a new Colocated.
-            EngineError: going back failed too, and the turn is "torn": restart the engine.
+                again. After a death, make a new group and a new `Colocated`.
+            EngineError: going back failed too, and the turn is "torn". Restart the engine.
             UsageError: it is not the trainer's turn.
-            Exception: whatever a stage raised on this rank. It is the trainer's turn again.
+            Exception: any error of a stage on this rank. It is the trainer's turn again.
         """
         self._expect("trainer")
         receipts: list[Receipt] = []
@@ -156,10 +160,10 @@ class Colocated:
     def to_trainer(self, *, timeout_s: float) -> ColocatedTurn:
         """Put the engine to sleep and bring the trainer back. Collective.
 
-        Where a stage fails, the engine wakes and loads again what it served.
+        If a stage fails, the engine wakes and loads its version again.
 
         Raises:
-            Exception: as `to_engine`, with the turns exchanged.
+            Exception: as for `to_engine`, with the turns exchanged.
         """
         self._expect("engine")
         receipt = self._receipt
@@ -207,7 +211,7 @@ class Colocated:
     def _take(
         self, steps: Sequence[_Step], back: Sequence[_Step], timeout_s: float
     ) -> tuple[int, tuple[Stage, ...]]:
-        """Do all steps in step with other ranks, or go back with them."""
+        """Do all steps together with the other ranks, or go back with them."""
         start, before, self._in_step = time.monotonic(), self._memory(), True
         done: list[Stage] = []
         try:
@@ -216,7 +220,7 @@ class Colocated:
                 left_s = start + timeout_s / 2 - begun
                 late = _failing(
                     f"{name!r} was not begun: half of {timeout_s} s was over after "
-                    f"{[stage.name for stage in done]}."
+                    f"{[stage.name for stage in done]}. Pass a longer timeout_s."
                 )
                 others = self._together(
                     do if left_s > 0 else late, left_s, start + 0.75 * timeout_s
@@ -242,11 +246,11 @@ class Colocated:
                 self._turn = "torn"
                 raise EngineError(
                     f"{_text(error)} Going back failed too: {others} Trainer and "
-                    "engine may both be away: restart the engine."
+                    "engine may both be away: restart the engine process."
                 ) from error
 
     def _together(self, do: _Do, left_s: float, deadline: float, *, last: bool = False) -> str:
-        """Do a step here, then hear of failures on other ranks, if these are in step."""
+        """Do a step on this rank, then return the failures of other ranks, if all are in step."""
         met: Exception | None = None
         try:
             do(left_s)

@@ -1,7 +1,7 @@
-"""LoRA adapters as named tensors: their names, the shapes that fit together, their versions.
+"""LoRA adapters as named tensors: their names, their shapes and their versions.
 
-An adapter is published like any other weights: `adapter_parameters` names its tensors as PEFT's
-files do, and an ordinary plan and `Publisher` send them over any transport.
+An adapter is published like any other weights. `adapter_parameters` returns its tensors by the
+names of PEFT's files. An ordinary plan and `Publisher` send them over any transport.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class AdapterSpec:
     """A LoRA adapter: y = W x + s B A x, with s = alpha / rank, or alpha / sqrt(rank) (rslora).
 
     Args:
-        name: letters, digits, ".", "_" and "-"; version 7 of "policy" is "policy@7".
+        name: letters, digits, ".", "_" and "-". Version 7 of "policy" is served as "policy@7".
+        rank: the number of rows of A.
+        alpha: the numerator of the scale s.
+        rslora: whether s divides by sqrt(rank).
 
     Raises:
         UsageError: the name has other characters, or `rank` is not positive.
@@ -61,18 +64,21 @@ class AdapterSpec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(
-                f'an adapter\'s name has letters, digits, ".", "_" and "-"; got {self.name!r}'
+                'an adapter\'s name has letters, digits, ".", "_" and "-" alone; got '
+                f"{self.name!r}. Rename the adapter."
             )
         if self.rank < 1:
-            raise UsageError(f"the rank of {self.name!r} has to be positive; got {self.rank}")
+            raise UsageError(
+                f"the rank of {self.name!r} has to be positive; got {self.rank}. Pass PEFT's r."
+            )
 
     @classmethod
     def from_peft(cls, name: str, config: Mapping[str, Any]) -> AdapterSpec:
         """Read PEFT's settings: `LoraConfig.to_dict()`, or a parsed adapter_config.json. Local.
 
         Raises:
-            UnsupportedError: they say more than rank, alpha and targets, such as DoRA.
-            UsageError: they lack rank or alpha.
+            UnsupportedError: the settings go beyond plain LoRA with one rank, such as DoRA.
+            UsageError: the settings lack rank or alpha.
         """
         found = [key for key in _NOT_PLAIN if config.get(key)]
         if config.get("bias", "none") != "none":
@@ -82,7 +88,10 @@ class AdapterSpec:
             found.append("init_lora_weights")
         if found:
             text = ", ".join(f"{key}={config[key]!r}" for key in found)
-            raise UnsupportedError(f"{text}: only plain LoRA with one rank is sent. Unset it.")
+            raise UnsupportedError(
+                f"settings of {name!r} have {text}: only plain LoRA with one rank is sent. Unset "
+                "them."
+            )
         lacks = [key for key in ("r", "lora_alpha") if config.get(key) is None]
         if lacks:
             raise UsageError(f"settings of {name!r} lack {lacks}. Pass LoraConfig.to_dict().")
@@ -92,9 +101,9 @@ class AdapterSpec:
         """Return the modules that a manifest adapts, with their input and output sizes. Local.
 
         Raises:
-            PlanError: a name is not PEFT's, an A is without its B, or there is none.
+            PlanError: a name is not PEFT's, an A or a B lacks its partner, or tensors are missing.
             ShapeError: a shape is not [rank, inputs] or [outputs, rank].
-            UnsupportedError: experts are adapted.
+            UnsupportedError: the manifest adapts experts.
         """
         parts: dict[str, dict[str, int]] = {}
         for name, tensor in manifest.items():
@@ -106,32 +115,44 @@ class AdapterSpec:
                 )
             module, part = match["module"], match["part"]
             if "experts" in module.split("."):
-                raise UnsupportedError(f"LoRA on experts ({name!r}) is not supported: drop them.")
+                raise UnsupportedError(
+                    f"LoRA on experts ({name!r}) is not supported. Leave experts out of the "
+                    "adapter's target_modules."
+                )
             wanted = f"[{self.rank}, inputs]" if part == "A" else f"[outputs, {self.rank}]"
             ranks, sizes = (0, 1) if part == "A" else (1, 0)
             if len(tensor.shape) != 2 or tensor.shape[ranks] != self.rank:
-                raise ShapeError(f"{name!r} has shape {list(tensor.shape)}, expected {wanted}")
+                raise ShapeError(
+                    f"{name!r} has shape {list(tensor.shape)}, expected {wanted}. Pass the rank "
+                    "that the adapter was made with."
+                )
             parts.setdefault(module, {})[part] = tensor.shape[sizes]
         for module, found in parts.items():
             for part, other in ("AB", "BA"):
                 if part not in found:
-                    raise PlanError(f"{module!r} has lora_{other} but no lora_{part}")
+                    raise PlanError(
+                        f"{module!r} has lora_{other} but no lora_{part}. Take the tensors from "
+                        "adapter_parameters()."
+                    )
         if not parts:
-            raise PlanError(f"no tensors of adapter {self.name!r}")
+            raise PlanError(
+                f"no tensors of adapter {self.name!r}. Take them from adapter_parameters()."
+            )
         return {module: (sizes["A"], sizes["B"]) for module, sizes in parts.items()}
 
 
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:
-    """Return the LoRA parameters of a PEFT model under the names of PEFT's files. Local; no copies.
+    """Return the LoRA parameters of a PEFT model by the names of PEFT's files. Local, no copies.
 
-    DTensors stay sharded. `Publisher` reads the same parameters again at each version.
+    DTensors stay sharded. The result holds the live parameters, so a `Publisher` of it reads their
+    current values at each version.
 
     Args:
         adapter: PEFT's name of the adapter in the model.
 
     Raises:
         PlanError: the model has no such adapter.
-        UnsupportedError: it has more than A and B, such as DoRA's magnitudes.
+        UnsupportedError: the adapter has more than A and B, such as DoRA's magnitudes.
     """
     parts = re.compile(rf"(?P<stem>.+\.lora_[AB])\.{re.escape(adapter)}\.weight")
     others = re.compile(rf".+\.(lora_\w+|modules_to_save)\.{re.escape(adapter)}(\..+)?")
@@ -141,7 +162,12 @@ def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[st
         if match is not None:
             found[match["stem"] + ".weight"] = parameter
         elif others.fullmatch(name):
-            raise UnsupportedError(f"{name!r}: only A and B of plain LoRA are sent.")
+            raise UnsupportedError(
+                f"{name!r}: only A and B of plain LoRA are sent. Train the adapter without it."
+            )
     if not found:
-        raise PlanError(f"the model has no LoRA parameters of an adapter named {adapter!r}")
+        raise PlanError(
+            f"the model has no LoRA parameters of an adapter named {adapter!r}. Pass adapter=, "
+            "PEFT's name of it."
+        )
     return found

@@ -1,4 +1,4 @@
-"""A committed version as a folder that stock loaders read: safetensors beside config.json."""
+"""A committed version as a folder that stock loaders read: safetensors next to config.json."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OURS = re.compile(r"\d+-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A version whose bytes passed their digests, in a folder that engines load by its path."""
+    """A version whose bytes were checked, in a folder that engines load by its path."""
 
     version: int
     path: Path
@@ -46,23 +46,23 @@ class ModelFolder:
 
 
 class ModelFolders:
-    """Folders, one a version, for engines that load by path and check nothing themselves.
+    """Makes one folder per version, for engines that load by path and do not check bytes.
 
-    A full version of a `FileTransport` is linked, if `root` is on its file system: it takes no room
-    of its own and stays readable after the transport has dropped it. Others are written. The small
-    files of `like` are copied, so that an engine can start from the folder too. A folder
-    appears whole or not at all, and its name never stands for other bytes.
+    A full version of a `FileTransport` is linked if `root` is on the same file system. A link takes
+    no space, and stays readable after the transport has dropped the version. Other versions are
+    written. The small files of `like` are copied, so that an engine can also start from the folder.
+    A folder appears only when it is complete, and its name never stands for other bytes.
 
     Args:
-        plan: the publisher's; its reader 0 wants whole tensors.
-        transport: a `FileTransport` or `SharedMemoryTransport`, read along.
+        plan: the publisher's plan. Its reader 0 must want whole tensors.
+        transport: a `FileTransport` or `SharedMemoryTransport`, opened for reading.
         like: the checkpoint that the engines started from.
-        root: the directory of the folders, made if missing.
-        keep: the number of folders that stay, newest first; engines go back to the one before.
+        root: the directory of the folders. It is made if missing.
+        keep: how many of the newest folders to keep. Engines may go back to the one before.
 
     Raises:
-        PlanError: versions would lack tensors of `like`, or have them in other shapes, or reader 0
-            would check only parts. A loader would keep the old ones without a word.
+        PlanError: the plan lacks tensors of `like`, or has them in other shapes, or its reader 0
+            wants only parts. A loader would then silently keep old tensors.
         UnsupportedError: `like` has no safetensors.
         UsageError: `keep` is less than 2.
     """
@@ -83,14 +83,14 @@ class ModelFolders:
         _check_covers(plan, self._like)
 
     def make(self, version: int, *, timeout_s: float) -> ModelFolder:
-        """Wait for a version, check every byte and lay out its folder. Local.
+        """Wait for a version, check every byte and make its folder. Local.
 
-        Cost: one digest of the bytes; where they cannot be linked, one write of them, which goes on
-        after the deadline.
+        Cost: one digest of the bytes. If they cannot be linked, also one write of them, which may
+        continue after the deadline.
 
         Raises:
             DeadlineError, CorruptionError, PlanError, TransferError: as `Subscriber.receive`.
-            CapacityError: no room to write the weights.
+            CapacityError: the disk has too little free space for the weights.
             TransferError: `root` cannot be written to.
         """
         whole: dict[str, Tensor] = {}
@@ -120,7 +120,7 @@ class ModelFolders:
         return ModelFolder(version, path, receipt.digest)
 
     def _linked(self, to: Path, receipt: Receipt) -> bool:
-        """Link the weights, if they are a file here; return whether that could be done."""
+        """Link the weights if they are a file on this file system. Return whether that worked."""
         spec, marker = self._transport.spec(), self._marker(receipt)
         if spec["kind"] != "file" or marker.base is not None:
             return False
@@ -138,7 +138,7 @@ class ModelFolders:
         if free < needed:
             raise CapacityError(
                 f"{self._root} has {free:,} bytes free; version {receipt.version} needs "
-                f"{needed:,}. Free some, or keep fewer than {self._keep} folders."
+                f"{needed:,}. Free some space, or keep fewer than {self._keep} folders."
             )
         save_file(dict(whole), to, metadata={"format": "pt"})
 
@@ -147,7 +147,8 @@ class ModelFolders:
             if marker.digest == receipt.digest:
                 return marker
         raise TransferError(
-            f"version {receipt.version} was retired while its folder was made. Make the newest."
+            f"version {receipt.version} was retired while its folder was made. Make the folder of "
+            "the newest version."
         )
 
     def _prune(self) -> None:
@@ -164,25 +165,28 @@ def _check_covers(plan: Plan, like: Path) -> None:
             names = list(file.keys())
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
     if not shapes:
-        raise UnsupportedError(f"{like} has no *.safetensors. Save the checkpoint with them.")
+        raise UnsupportedError(f"{like} has no *.safetensors. Save the checkpoint as safetensors.")
     sent = {name: spec.shape for name, spec in plan.target.items()}
     wants = plan.wants[0]
     parts = [n for n, shape in sent.items() if wants.get(n) != (Layout.whole(shape).shard,)]
     if parts:
         raise PlanError(
             f"reader 0 of the plan does not want the whole of {parts[0]!r}, nor of "
-            f"{len(parts) - 1} others. Plan with source.whole() for it."
+            f"{len(parts) - 1} others. Plan with source.whole() for reader 0."
         )
     missing = sorted(shapes.keys() - sent.keys())
     if missing:
         raise PlanError(
             f"{len(missing)} of {len(shapes)} tensors of {like} are not in the plan, such as "
-            f"{missing[0]!r}. Plan for the checkpoint's names, or give `like` as the trainer "
-            "would save it."
+            f"{missing[0]!r}. Plan for the checkpoint's names, or pass as `like` a checkpoint "
+            "with the trainer's names."
         )
     for name, shape in shapes.items():
         if tuple(sent[name]) != shape:
-            raise PlanError(f"{name!r} is planned as {tuple(sent[name])}; {like} has {shape}.")
+            raise PlanError(
+                f"{name!r} is planned as {tuple(sent[name])}; {like} has {shape}. Pass as `like` a "
+                "checkpoint of the same model."
+            )
 
 
 def _copy_small_files(like: Path, to: Path) -> None:

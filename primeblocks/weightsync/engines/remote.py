@@ -1,9 +1,9 @@
-"""Steps to ask of an engine, in order; their deadlines, and its death.
+"""The steps of an update on a remote engine, with deadlines and a check for a dead engine.
 
-The order is a generator of steps, so that synchronous and asynchronous engines share it. No step
-fails in a worker: an executor that reads the answers of several workers stops at the first
-failure and takes what the others said for answers to the next call. Workers report the outcome
-when they are asked.
+The steps come from a generator, so that synchronous and asynchronous engines share their order. A
+step never raises in a worker. An executor that reads several workers stops at the first failure,
+and would take the unread answers for those to its next call. So workers keep the outcome, and
+report it when they are asked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _BUSY_S = 0.1
 
 
 class EngineCall(NamedTuple):
-    """A method of the engine and its arguments, called after `wait_s`."""
+    """A call of an engine's method with its arguments, made after `wait_s` seconds."""
 
     method: str
     args: tuple[Any, ...] = ()
@@ -54,9 +54,15 @@ _ASK = EngineCall("collective_rpc", (STATE,))
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The report of a worker. `error` and `message` are of the call, or of its last update.
+    """The report of a worker.
 
-    `value`: what the call returned.
+    Attributes:
+        version: the version that the worker holds.
+        active: whether an update's session is open.
+        busy: whether the worker still checks bytes.
+        error: the type of the error of the call, or of the last update.
+        message: the text of that error.
+        value: the result of the call.
     """
 
     version: int | None = None
@@ -67,16 +73,16 @@ class WorkerState:
     value: Any = None
 
     def typed(self) -> PrimeblocksError:
-        """Return the error that the worker met, as the type it had there."""
+        """Return the worker's error, with its type."""
         kind: type[PrimeblocksError] = getattr(errors, self.error, EngineError)
         return kind(self.message)
 
 
 def ask(method: str, *arguments: Any) -> Steps:
-    """Call a method of every worker; return the value that each of them reports.
+    """Call a method of every worker, and return the value that each worker reports.
 
     Raises:
-        PrimeblocksError: the error of the first worker that met one, with its type.
+        PrimeblocksError: the error of the first worker that failed, with its type.
     """
     states = _states((yield EngineCall("collective_rpc", (method, None, arguments))))
     _raise_first(states)
@@ -87,7 +93,7 @@ def attach_steps(plan: Plan, transport: Transport, first_reader: int) -> Steps:
     """Open the transport in every worker.
 
     Raises:
-        PrimeblocksError: the error of the first worker that could not.
+        PrimeblocksError: the error of the first worker that failed, with its type.
     """
     info = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": first_reader}
     yield EngineCall("init_weight_transfer_engine", (SimpleNamespace(init_info=info),))
@@ -98,18 +104,18 @@ def attach_steps(plan: Plan, transport: Transport, first_reader: int) -> Steps:
 class Update:
     """One attempt to bring all workers of an engine to a version.
 
-    `prepare`, `load`, then `commit` or `go_back`. A worker's error is raised with its type.
+    Call `prepare`, `load`, then `commit` or `go_back`. A worker's error is raised with its type.
 
     Args:
-        transaction: differs from that of any other attempt. A worker ignores late calls of an
-            attempt that was given up.
+        transaction: a unique name of this attempt. A worker ignores late calls of an attempt that
+            was given up.
     """
 
     version: int
     transaction: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def prepare(self, deadline: float) -> Generator[EngineCall, Any, tuple[int | None, ...]]:
-        """Check every byte while the engine generates; return the version of each worker."""
+        """Check every byte while the engine generates, and return the version of each worker."""
         if any(state.active for state in _states((yield _ASK))):
             # Left over from an update whose caller ran into its deadline.
             yield EngineCall("finish_weight_update")
@@ -122,24 +128,24 @@ class Update:
         return tuple(state.version for state in states)
 
     def load(self, deadline: float) -> Steps:
-        """Load in every worker; the label and the end of the session are left to `commit`."""
+        """Load in every worker. `commit` then sets the label and ends the session."""
         yield EngineCall("start_weight_update")
         states = yield from self._receive(self.version, deadline)
         _raise_first(states)
         if any(state.version != self.version for state in states):
             raise TransferError(
                 f"workers hold versions {[state.version for state in states]} after a call to "
-                f"load {self.version}: another update came in between. Update again."
+                f"load {self.version}: another update came in between. Call update again."
             )
 
     def commit(self) -> Steps:
-        """Give tokens the new label."""
+        """Label tokens with the new version from now on."""
         yield EngineCall("finish_weight_update", (str(self.version),))
 
     def go_back(
         self, before: tuple[int | None, ...], deadline: float
     ) -> Generator[EngineCall, Any, bool]:
-        """Bring workers that loaded back to the version before; return whether they could be."""
+        """Bring workers that loaded back to the version before, and return whether that worked."""
         states = _states((yield _ASK))
         torn = [state for state in states if state.error == EngineError.__name__]
         _raise_first(torn)
@@ -177,7 +183,7 @@ def _raise_first(states: list[WorkerState]) -> None:
 
 
 def drive_sync(engine: Any, steps: Steps) -> Any:
-    """Make the steps on an engine whose methods block. Raises and returns what the steps do."""
+    """Run the steps on an engine whose methods block. Returns and raises as the steps do."""
     answer = None
     while True:
         try:
@@ -189,7 +195,7 @@ def drive_sync(engine: Any, steps: Steps) -> Any:
 
 
 async def drive(engine: Any, steps: Steps, what: str, deadline: float) -> Any:
-    """Make the steps on an asynchronous engine. Raises as `call`, and otherwise as `drive_sync`."""
+    """Run the steps on an asynchronous engine, as `drive_sync`. Also raises as `call`."""
     answer = None
     while True:
         try:
@@ -204,12 +210,12 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
     """Await an engine's answer until `deadline` (time.monotonic), or until the engine dies.
 
     Args:
-        engine: has `errored`, true once it is dead.
-        what: for messages: "the engine did not {what} in time."
+        engine: has `errored`, which is true once the engine is dead.
+        what: a verb for messages, as in "the engine did not {what} in time."
 
     Raises:
-        DeadlineError: no answer in time; the engine may still do it.
-        EngineError: the engine died, before or while it was asked, or it refused.
+        DeadlineError: the answer did not come in time. The engine may still do the work.
+        EngineError: the engine died before or during the call, or refused the call.
     """
     task = asyncio.ensure_future(answer)
     try:

@@ -1,4 +1,4 @@
-"""Ways for versions to travel from trainer ranks to readers."""
+"""Transports: how versions travel from trainer ranks to readers."""
 
 from .carriers import Read, Wire
 from .directory import FileTransport, SharedMemoryTransport

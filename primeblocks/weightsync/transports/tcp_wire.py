@@ -182,7 +182,7 @@ def _serve(host: str, port: int, shared: Mapping[bytes, Tensor]) -> _Server:
         if host not in _EVERYWHERE:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             return _Server((host, port), family, shared)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, ValueError) as error:
         why = error
     raise UsageError(
         f"cannot listen on {host!r}, port {port}: {why}. Give an address of this machine that "
@@ -192,8 +192,9 @@ def _serve(host: str, port: int, shared: Mapping[bytes, Tensor]) -> _Server:
 
 def _address(note: Mapping[str, Any]) -> _Address:
     port, host = noted(note, "port"), note.get("host")
-    if isinstance(host, str) and 0 < port < 1 << 16:
-        return host, port
+    with suppress(UnicodeError):  # No name of a host: a label is empty or too long.
+        if isinstance(host, str) and host.encode("idna").count(0) == 0 and 0 < port < 1 << 16:
+            return host, port
     raise CorruptionError(f"the note of a buffer cannot be read: {str(note)[:100]!r}")
 
 

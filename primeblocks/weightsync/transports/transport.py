@@ -1,4 +1,4 @@
-"""The protocol of transports, and the values that pass between one and its two sides."""
+"""The protocol of transports, and the values that their two sides exchange."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ __all__ = ["Begun", "Incoming", "ReceiveRequest", "Transport"]
 
 
 class Begun(NamedTuple):
-    """A version that may be written now: the owner's `run`, and the base it may be a delta to."""
+    """A version that may be written now.
+
+    Attributes:
+        run: the name of this life of the owner.
+        base: the version to which it may be a delta. None if it must be sent in full.
+    """
 
     run: str
     base: int | None
@@ -23,13 +28,15 @@ class Begun(NamedTuple):
 
 @dataclass(frozen=True)
 class ReceiveRequest:
-    """The request of a reader.
+    """A reader's request for a version.
 
     Attributes:
-        version: the one asked for; None is the newest that is newer than `served`.
-        held: the version whose bytes the reader has, to which deltas may be applied.
+        plan: the plan of the reader.
+        reader: the number of the reader in the plan.
+        version: the version to return. None is the newest version, if newer than `served`.
+        held: the version whose bytes the reader has. Deltas may be applied to them.
         served: the version that was loaded last.
-        deadline: by time.monotonic.
+        deadline: a time of `time.monotonic()`.
     """
 
     plan: Plan
@@ -41,63 +48,72 @@ class ReceiveRequest:
 
 
 class Incoming(Protocol):
-    """A version that was found: whole, or as a delta to the one before it."""
+    """A version that was found, whole or as a delta to the version before it."""
 
     marker: Marker
 
     def whole(self) -> Held | Lent:
-        """Return its bytes, which writers leave alone until closed. Only if `marker.base` is None.
+        """Return the bytes. Writers leave them unchanged until they are closed.
+
+        Call it only for a version without `marker.base`.
 
         Raises:
-            CorruptionError: they are not those that were sent.
-            TransferError: the version was retired meanwhile.
+            CorruptionError: the bytes are not as sent.
+            TransferError: the version was retired before the call.
         """
         ...
 
     def payload(self, index: int) -> memoryview:
-        """Return a bucket as it travelled. Only if `marker.base` is given. Raises as `whole`."""
+        """Return a bucket as it travelled. Raises as `whole`.
+
+        Call it only if `marker.base` is given.
+        """
         ...
 
     def settle(self, error: str, *, deadline: float) -> None:
-        """Say whether this reader has it all, or why not, and wait until the version stands.
+        """Report that this reader has the version, or why not, and wait for the decision.
+
+        Args:
+            error: why the reader does not have the version. "" if it has the version.
+            deadline: a time of `time.monotonic()`.
 
         Raises:
-            TransferError: some reader did not have it all: nobody loads it.
+            TransferError: some reader does not have the version, so every reader must drop it.
         """
         ...
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """A carrier of versions from trainer ranks to readers.
+    """Carries versions from trainer ranks to readers.
 
-    Trainer rank 0 owns it: it begins, commits and aborts. Every trainer rank sends its buckets.
-    Readers see committed versions only.
+    Trainer rank 0 owns the transport, and calls `begin`, `commit` and `abort`. Every trainer rank
+    sends its buckets. Readers see only committed versions.
     """
 
     def spec(self) -> dict[str, Any]:
-        """Return what `open_transport` needs to read along in another process. JSON-able.
+        """Return the argument of `open_transport` for another process. JSON-able.
 
         Raises:
-            UnsupportedError: it has to be constructed there.
+            UnsupportedError: the other process must construct its end itself.
         """
         ...
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: make room for a version that nobody sees yet, a delta to `base` if possible.
+        """Owner: make room for a version, as a delta to `base` if possible. Readers do not see it.
 
         Raises:
-            CapacityError: there is no room.
+            CapacityError: there is not enough room.
         """
         ...
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: send its buckets; return once they are as safe as the transport promises.
+        """Trainer rank: send its buckets. Returns once they are as safe as the transport promises.
 
         Raises:
-            DeadlineError: they were not sent in time.
-            TransferError: a reader is gone.
-            CapacityError: there is no room.
+            DeadlineError: the buckets were not sent in time.
+            TransferError: a reader has ended.
+            CapacityError: there is not enough room.
         """
         ...
 
@@ -105,12 +121,12 @@ class Transport(Protocol):
         """Owner: make a version visible, atomically.
 
         Raises:
-            TransferError: a reader did not get it all. Nobody loads it.
+            TransferError: a reader did not get the whole version. Every reader drops it.
         """
         ...
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun and not committed, if there is one."""
+        """Owner: drop a version that was begun and not committed. Otherwise, do nothing."""
         ...
 
     def markers(self) -> tuple[Marker, ...]:
@@ -118,15 +134,17 @@ class Transport(Protocol):
         ...
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
-        """Reader: wait for a version; return it, after missing versions that it is a delta to.
+        """Reader: wait for a version, and return it after the missing versions of its chain.
+
+        A chain begins with a full version, or a delta to the version held.
 
         Raises:
-            DeadlineError: no such version was committed in time.
-            TransferError: it was retired.
-            CorruptionError: its marker cannot be read.
+            DeadlineError: the version was not committed in time.
+            TransferError: the version was retired.
+            CorruptionError: the version's marker cannot be read.
         """
         ...
 
     def close(self) -> None:
-        """Let go. The owner removes everything; twice is fine."""
+        """Release this end. The owner removes all versions. Idempotent."""
         ...

@@ -1,11 +1,14 @@
-"""Servers as engines, through the `openai` client: token ids in; ids, log-probabilities out.
+"""Servers as engines, through the `openai` client. They take token ids and return ids and logprobs.
 
-`generate` speaks the OpenAI protocol: the server takes ids on `/v1/completions` and answers with
-ids. vLLM (run with 0.32) and newer SGLang (never run) do so for `return_token_ids`.
-`generate_tokens` speaks vLLM's own, `/inference/v1/generate` (`--enable-scale-out`), in which every
-token names the weights that sampled it. Start vLLM with `--logprobs-mode processed_logprobs`, or it
-tells log-probabilities of another distribution than it sampled from, and with
-`--generation-config vllm`, or the checkpoint's own sampling defaults apply.
+`generate` speaks the OpenAI protocol: the server takes ids on `/v1/completions` and returns ids.
+Servers with `return_token_ids` do so: vLLM (run with 0.32) and newer SGLang (never run).
+
+`generate_tokens` speaks vLLM's own protocol, `/inference/v1/generate` (`--enable-scale-out`). There
+every token names the weights that sampled it.
+
+Start vLLM with `--logprobs-mode processed_logprobs`. Otherwise its log-probabilities belong to
+another distribution than the one it sampled from. Also pass `--generation-config vllm`, or the
+checkpoint's own sampling defaults apply.
 """
 
 from ....errors import MissingPackageError

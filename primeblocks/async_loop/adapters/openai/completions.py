@@ -40,28 +40,28 @@ async def generate(
     extra_body: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
 ) -> tuple[Rollout, ...]:
-    """Sample `n` completions of one prompt; one request, and two more if `version` is a function.
+    """Sample `n` completions of one prompt. Makes one request, or three if `version` is a function.
 
-    Expert routes become the attachment "routed_experts", as the server sent them: vLLM's text is
-    read by `replay.adapters.vllm.routes_from_base64`.
+    Expert routes become the attachment "routed_experts", in the form that the server sent.
+    `replay.adapters.vllm.routes_from_base64` reads vLLM's text.
 
     Args:
-        client: it may retry as it likes, within `timeout_s`.
-        version: of the weights, if they do not change meanwhile; or a function that asks, before
-            and after, because this protocol does not say which token came from which weights.
-            `served_version` is one, for vLLM.
-        extra_body: further fields of the request, which win over these.
+        client: it may retry, within `timeout_s`.
+        version: of the weights, if they cannot change during the call. Otherwise a function that
+            asks the server before and after, because this protocol does not label tokens with
+            versions. For vLLM use `served_version`.
+        extra_body: more fields of the request. They override these arguments.
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
         CapacityError: the server has no room now.
-        EngineError: the server died or failed; its answer is no such answer, or is of another
+        EngineError: the server died or failed, or its answer is not in this form or is for another
             prompt.
-        PrimeblocksError: the weights changed meanwhile, or the request was aborted before its
-            first token, as an update may do. No more specific error, for the engine is
-            well: a fleet keeps it, and `Retries` ask again.
-        UnsupportedError: its answers have no token ids, of prompt or completion, or no
-            log-probabilities.
+        PrimeblocksError: the weights changed during the call, or the request was aborted before its
+            first token, for instance by an update. It is not an EngineError, because the engine is
+            well: a fleet keeps it, and `Retries` try again.
+        UnsupportedError: its answers have no log-probabilities, or no token ids of prompt or
+            completion.
         UsageError: the server refused the request.
     """
     tokens = [int(token) for token in prompt]
@@ -98,8 +98,9 @@ async def served_version(
     """Ask vLLM's server for its weights' version: `/weight_info`, of VLLM_SERVER_DEV_MODE=1.
 
     Raises:
-        DeadlineError, CapacityError, EngineError: as `generate`.
-        UsageError: the server has no such route, or the label of its weights is no version.
+        DeadlineError, CapacityError, EngineError: as for `generate`.
+        UsageError: the server does not have this path, or the label of its weights is not a
+            version.
     """
     what = f"the version of the weights of {client.base_url}"
     url = str(client.base_url.join("/weight_info"))

@@ -1,4 +1,4 @@
-"""Calls of the client with typed errors, and what answers of both protocols have in common."""
+"""Calls of the client with typed errors, and parts of answers that both protocols share."""
 
 import json
 from collections.abc import Awaitable, Hashable
@@ -14,9 +14,9 @@ from ....rollout import Rollout
 
 __all__ = ["OTHER", "check_sampled", "choices_of", "rollout_of", "typed"]
 
-# Of JSON that is not what was expected.
+# Errors of JSON that is not in the expected form.
 OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-# vLLM sends it where it has no log-probability, and for minus infinity.
+# vLLM sends it for minus infinity, and if it has no log-probability.
 _NO_LOGPROB = -9999.0
 # A log-softmax in float32 may round to a little above zero.
 _MOST_LOGPROB = 1e-3
@@ -27,9 +27,9 @@ async def typed(awaitable: Awaitable[Any], what: str, timeout_s: float, clock: C
 
     Raises:
         DeadlineError: no answer in time.
-        CapacityError: the server lives and has no room now: status 408 or 429. A fleet keeps it.
+        CapacityError: the server has no room now: status 408 or 429. A fleet keeps the engine.
         EngineError: the server died or failed.
-        UsageError: it refused.
+        UsageError: the server refused the request.
     """
     clock = MonotonicClock() if clock is None else clock
     try:
@@ -50,8 +50,8 @@ def choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
     """Return the `n` choices of an answer, in order.
 
     Raises:
-        EngineError: it is no such answer.
-        PrimeblocksError: a choice was aborted before its first token, by a server that is well.
+        EngineError: the answer is not in this form.
+        PrimeblocksError: a choice was aborted before its first token. The server is well.
     """
     try:
         choices = json.loads(text)["choices"]
@@ -68,7 +68,7 @@ def choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
 
 
 def check_sampled(ids: Any, values: Any, what: str) -> None:
-    """Look whether these are token ids, and a log-probability for each.
+    """Check that `ids` are token ids and `values` has a log-probability for each.
 
     Raises:
         EngineError: they are not.
@@ -94,7 +94,7 @@ def rollout_of(
     what: str,
     prompt_id: Hashable,
 ) -> Rollout:
-    """Return the rollout of a choice, with its expert routes as an attachment if it has any.
+    """Return the rollout of a choice. Its expert routes, if any, become an attachment.
 
     Raises:
         EngineError: its finish reason or its routes are not text.

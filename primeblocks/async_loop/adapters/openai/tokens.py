@@ -1,4 +1,4 @@
-"""vLLM's own protocol: every token names its weights, which may change meanwhile."""
+"""vLLM's own protocol. Each token names its weights, which may change during a request."""
 
 import json
 from collections.abc import Hashable, Mapping, Sequence
@@ -35,22 +35,23 @@ async def generate_tokens(
 ) -> tuple[Rollout, ...]:
     """Sample `n` completions of one prompt by vLLM's server, or by servers behind a router.
 
-    Expert routes become the attachment "routed_experts", as the server sent them:
+    Expert routes become the attachment "routed_experts", in the form that the server sent.
     `replay.adapters.vllm.routes_from_base64` reads them.
 
     Args:
-        client: of any path below the server's address. A retry of its own asks anew, within
-            `timeout_s`.
-        sampling_params: further ones of vLLM, which win over these.
-        extra_body: further fields of the request, which win over these.
+        client: its base URL may have any path below the server's address. A retry of the client
+            samples anew, within `timeout_s`.
+        sampling_params: more sampling parameters of vLLM. They override these arguments.
+        extra_body: more fields of the request. They override these arguments.
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
         CapacityError: the server has no room now.
-        PrimeblocksError: the request was aborted before its first token, as an update may do. No
-            more specific error, for the engine is well: a fleet keeps it, and `Retries` ask again.
-        EngineError: the server died or failed, its answer is no such answer, or its weights have
-            a label that is no version: it was not given any.
+        PrimeblocksError: the request was aborted before its first token, for instance by an update.
+            It is not an EngineError, because the engine is well: a fleet keeps it, and `Retries`
+            try again.
+        EngineError: the server died or failed, or its answer is not in this form. Also raised if
+            the label of its weights is not a version, because it was never given one.
         UnsupportedError: its answers have no log-probabilities, or no versions.
         UsageError: the server refused the request.
     """
@@ -76,23 +77,25 @@ async def generate_split(
     clock: Clock | None = None,
     **options: Any,
 ) -> tuple[Rollout, Rollout]:
-    """Have one server compute the prompt, and another go on from its keys and values.
+    """Let one server compute the prompt, and another continue from its keys and values.
 
     Returns the prompt with one token that the first server sampled, and the completion of the
-    second, which sampled that token anew. Pages are read once: the second is asked once, for one
-    completion. Each has the routes that its server computed:
-    `replay.adapters.vllm.join_prefill` makes them those of one engine. A router of such servers
-    returns the second alone.
+    second server, which sampled that token anew. The second server gets one request for one
+    completion, because pages are read only once. Each result has the routes that its server
+    computed. `replay.adapters.vllm.join_prefill` joins them into the routes of one engine. A router
+    of such servers returns only the second result.
 
     Args:
-        options: of `generate_tokens`, `n` apart.
+        options: of `generate_tokens`, except `n`.
 
     Raises:
         UnsupportedError: the first server has no connector for transfers.
-        DeadlineError: not both within `timeout_s`. The first keeps the pages for a while.
-        EngineError: as `generate_tokens`. That of the second may be the first's fault, whose pages
-            it could not read, so it names both.
-        PrimeblocksError: as `generate_tokens`; or other weights went on than computed the prompt.
+        DeadlineError: not both ended within `timeout_s`. The first server keeps the pages for a
+            while.
+        EngineError: as for `generate_tokens`. It names both servers if the second failed, because
+            the second may have failed to read the pages of the first.
+        PrimeblocksError: as for `generate_tokens`. Also raised if the weights changed between the
+            prompt and the completion.
     """
     tokens, extra = [int(token) for token in prompt], dict(extra_body or {})
     clock = MonotonicClock() if clock is None else clock

@@ -1,10 +1,10 @@
-"""vLLM 0.32's asynchronous engine: tokens in; tokens, log-probabilities and versions out.
+"""vLLM 0.32's asynchronous engine. It takes tokens and returns tokens, logprobs and versions.
 
-The environment variables that vLLM reads are the caller's business; docs/async_loop.md says
-which ones a CPU needs. The engine is a *spawned* child process, so a script that starts one
-needs `if __name__ == "__main__":`.
+The caller sets the environment variables that vLLM reads. docs/async_loop.md lists those that a CPU
+needs. The engine is a *spawned* child process, so a script that starts one needs
+`if __name__ == "__main__":`.
 
-vLLM is imported with `VllmEngine` and what goes with it.
+vLLM is imported only when `VllmEngine` or a function of it is first used.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The engine's answers."""
+"""Completions of the engine."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ __all__ = ["Completion", "completion_of"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """One completion as the engine returned it; arrays have one entry per completion token.
+    """One completion as the engine returned it. Sequences have one entry per completion token.
 
-    `routed_experts` is vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion,
-    or None if the engine does not return routes. `num_cached_tokens` counts the prompt
-    tokens that came from the KV cache.
+    `routed_experts` is vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion, or
+    None if the engine does not return routes. `num_cached_tokens` counts the prompt tokens that
+    came from the KV cache.
     """
 
     prompt: tuple[int, ...]
@@ -37,13 +37,13 @@ class Completion:
         reward: float | None = None,
         attachments: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """The same as a `Rollout`. Local; arguments as there.
+        """Return the completion as a `Rollout`. Local. Arguments as there.
 
         Args:
-            attachments: by default the engine's array as "routed_experts", where it returned one.
+            attachments: by default the engine's array as "routed_experts", if it returned one.
 
         Raises:
-            ShapeError, UsageError: as `Rollout`.
+            ShapeError, UsageError: as for `Rollout`.
         """
         if attachments is None:
             routes = self.routed_experts
@@ -66,10 +66,10 @@ def completion_of(
     """Read one of vLLM's outputs. Local.
 
     Args:
-        version: of the adapter that sampled it; None takes the engine's labels, of the base.
+        version: of the adapter that sampled it. None takes the engine's labels of the base weights.
 
     Raises:
-        EngineError: its weights have a label that is no version.
+        EngineError: the label of the engine's weights is not a version.
     """
     tokens = tuple(output.token_ids)
     if version is None:

@@ -1,4 +1,10 @@
-"""An engine whose every call has a deadline and whose every failure has a type."""
+"""A vLLM engine in which every call has a deadline and every failure has a type.
+
+An engine is running from `start` until `close`, or until one of its processes dies. The first of
+these two events sets `_gone`, and all running and later calls raise its error. This is needed
+because vLLM fails pending requests when its process dies, but not pending control calls. `close`
+asks vLLM to shut down, waits for at most `timeout_s`, and then kills the processes.
+"""
 
 from __future__ import annotations
 
@@ -54,15 +60,15 @@ def base_engine_args(
     seed: int = 0,
     **more: Any,
 ) -> dict[str, Any]:
-    """Engine arguments for rollouts; pure.
+    """Return engine arguments for rollouts. Pure.
 
-    Token ids in and out without a tokenizer; log-probabilities of the distribution
-    that was sampled from; the checkpoint's own sampling defaults ignored; a KV cache of a
-    stated size; no compilation, under which routes are captured as zeros on CPU; pixels taken as
-    they are, which vLLM would otherwise normalise once more inside the model.
+    The engine takes and returns token ids, without a tokenizer. It returns log-probabilities of the
+    distribution that it sampled from, and ignores the checkpoint's own sampling defaults. The KV
+    cache has the given size. Nothing is compiled, because compiled models on a CPU return zeros as
+    routes. Pixels are taken as they are: vLLM would otherwise normalise them again.
 
     Args:
-        more: any other vLLM argument; one given here wins.
+        more: any other arguments of vLLM. They override the defaults here.
     """
     arguments = {
         "model": str(model),
@@ -83,10 +89,10 @@ def base_engine_args(
 
 
 class VllmEngine:
-    """A running vLLM engine, where every call has a deadline and every failure a type.
+    """A running vLLM engine, in which every call has a deadline and every failure a type.
 
-    `llm` is vLLM's own `AsyncLLM`, for weight transfer. Belongs to the event loop
-    that started it. Make one with `await VllmEngine.start(...)`; it is an async context manager.
+    Make one with `await VllmEngine.start(...)`, and use it as an async context manager. It belongs
+    to the event loop that started it. `llm` is vLLM's own `AsyncLLM`, for weight transfer.
     """
 
     def __init__(self, llm: AsyncLLM, processes: Sequence[BaseProcess], clock: Clock) -> None:
@@ -110,14 +116,14 @@ class VllmEngine:
         version: int = 0,
         clock: Clock | None = None,
     ) -> "VllmEngine":
-        """Start the engine process and label its weights `version`.
+        """Start the engine process and label its weights `version`. Local.
 
-        Local; the event loop keeps running. Works in a process that torchrun started.
+        The event loop keeps running. Works in a process that torchrun started.
 
         Raises:
-            EngineError: wrong checkpoint, refused arguments, or the process died.
-            DeadlineError: not ready within `timeout_s`; what was started is killed.
-            UnsupportedError: another vLLM than 0.32.
+            EngineError: the checkpoint is wrong, vLLM refused arguments, or the process died.
+            DeadlineError: the engine was not ready within `timeout_s`. Its processes are killed.
+            UnsupportedError: the installed vLLM is not 0.32.
         """
         if not vllm.__version__.startswith("0.32."):
             raise UnsupportedError(
@@ -153,7 +159,7 @@ class VllmEngine:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The engine's processes."""
+        """Ids of the engine's processes."""
         return tuple(p.pid for p in self._processes if p.pid is not None)
 
     async def generate(
@@ -176,25 +182,25 @@ class VllmEngine:
     ) -> tuple[Completion, ...]:
         """Sample `n` completions of one prompt.
 
-        A call that is cancelled or misses its deadline takes its request out of the engine.
+        A call that is cancelled or misses its deadline removes its request from the engine.
 
         Args:
-            images: of Qwen-VL's families, where the prompt has their placeholders already; each
-                value a dict of arrays as transformers' processor returns them for one image,
-                `pixel_values` and `image_grid_thw`. The engine then needs a processor:
+            images: for Qwen-VL's families. The prompt has their placeholders already. Each value is
+                a dict of `pixel_values` and `image_grid_thw`, the arrays that transformers'
+                processor returns for one image. The engine then needs a processor:
                 `skip_tokenizer_init=False`.
-            cache_salt: requests share KV pages only with requests of the same salt; use one
+            cache_salt: requests share KV pages only with requests of the same salt. Use one salt
                 per policy version.
             extra_args: vLLM's own field for connectors and plug-ins.
             routed_experts_prompt_start: rows of earlier prompt tokens are not returned.
-            lora_request: a LoRA adapter, which samples all of every completion.
-            adapter_version: that adapter's policy version; tokens are labelled with it, since
+            lora_request: a LoRA adapter. It samples all tokens of every completion.
+            adapter_version: that adapter's policy version. Tokens are labelled with it, because
                 vLLM's own labels are of the base weights.
 
         Raises:
-            DeadlineError: no answer within `timeout_s`; a hung engine looks like this.
+            DeadlineError: no answer within `timeout_s`, for instance because the engine hangs.
             EngineError: the engine died, before or during the request.
-            UsageError: the request does not fit the engine, the engine does not hold the adapter,
+            UsageError: the request does not fit the engine, the engine does not have the adapter,
                 or the adapter has no version of its own.
         """
         version = _check_adapter(lora_request, adapter_version)
@@ -225,13 +231,13 @@ class VllmEngine:
         )
 
     async def call(self, awaitable: Awaitable[T], *, timeout_s: float) -> T:
-        """Await one of `llm`'s coroutines with a deadline; ends at once if the engine dies.
+        """Await one of `llm`'s coroutines with a deadline. Ends at once if the engine dies.
 
         Raises:
-            DeadlineError, EngineError, UsageError, ClosedError: as `generate` does.
+            DeadlineError, EngineError, UsageError, ClosedError: as for `generate`.
         """
         if self._gone.done():
-            # A coroutine that nobody awaits would warn.
+            # A coroutine that is never awaited would warn.
             if asyncio.iscoroutine(awaitable):
                 awaitable.close()
             raise self._gone.result().with_traceback(None)
@@ -253,7 +259,7 @@ class VllmEngine:
             raise UsageError(f"vLLM refused the request: {error}") from error
 
     async def close(self, *, timeout_s: float = 10.0) -> None:
-        """Stop the engine; its processes are gone afterwards, whatever state they were in."""
+        """Stop the engine. Its processes are gone afterwards, whatever their state."""
         if self._closed:
             return
         self._closed = True
@@ -320,15 +326,15 @@ def _is_path(model: str) -> bool:
 
 
 def _image_inputs(images: Sequence[Aligned], *, salt: str | None) -> dict[str, Any]:
-    """Return what a prompt of ids says of its images; nothing without images. Local; copies.
+    """Return vLLM's inputs for the images of a prompt of ids, or {} without images. Local, copies.
 
     Args:
-        salt: of the policy. vLLM keeps what the vision tower made of an image by the image's name
-            alone, also when weights change, so the salt is a part of the name.
+        salt: of the policy. vLLM caches outputs of the vision tower by the image's name only, also
+            when weights change, so the salt is part of the name.
 
     Raises:
         UsageError: a value has other names than Qwen-VL's, or its parts do not fit together.
-        UnsupportedError: a value is no array of numpy.
+        UnsupportedError: a value is not a numpy array.
     """
     if not images:
         return {}
@@ -368,7 +374,7 @@ def _check_image(image: Aligned) -> None:
 
 
 def _image_name(value: dict[str, Any], salt: str | None) -> str:
-    """Return a name of the contents, by which pages of the KV cache are found too."""
+    """Return a name made from the contents. It also identifies pages of the KV cache."""
     header, buffers = lower([salt, value], name="an image")
     state = xxhash.xxh3_128(header)
     for each in buffers:

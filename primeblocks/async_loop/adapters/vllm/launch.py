@@ -1,4 +1,10 @@
-"""The start of an engine, which can be abandoned."""
+"""The start of an engine, which can be abandoned.
+
+A launch runs vLLM's constructor in a thread, because it blocks until the engine is ready. It notes
+the child processes that appear meanwhile. `abandon` kills these. The constructor then fails, or its
+engine is shut down when it returns. One engine is launched at a time, because a new child process
+could otherwise belong to any of them.
+"""
 
 import asyncio
 import multiprocessing
@@ -22,12 +28,12 @@ __all__ = ["Launch", "check_checkpoint", "kill"]
 # Seconds between looks for the child process while vLLM's constructor runs in its thread.
 _POLL_S = 0.01
 
-# One engine is launched at a time, to know which child process belongs to which engine.
+# Held during a launch. Child processes could otherwise belong to several engines.
 _LAUNCHING = threading.Lock()
 
 
 class Launch:
-    """One attempt to start an engine, in a thread: vLLM's constructor blocks until it is ready."""
+    """One attempt to start an engine, in a thread."""
 
     def __init__(self, engine_kwargs: Mapping[str, Any], clock: Clock) -> None:
         self.processes: list[BaseProcess] = []
@@ -52,7 +58,7 @@ class Launch:
         return await built
 
     def abandon(self) -> None:
-        """Kill what was started; the constructor then fails, or is undone when it returns."""
+        """Kill the started processes. The constructor fails, or its engine is shut down."""
         self._abandoned.set()
         kill(self.processes)
 
@@ -77,10 +83,10 @@ class Launch:
 
 
 def check_checkpoint(path: str | Path) -> None:
-    """Look at a checkpoint's files, headers and sizes only, before an engine spends seconds on it.
+    """Check a checkpoint's files, headers and sizes, before an engine spends seconds on it.
 
     Raises:
-        EngineError: there is no such folder, no configuration, no weights, or a file is cut off.
+        EngineError: the folder, the configuration or the weights are missing, or a file is cut off.
     """
     folder = Path(path)
     if not (folder / "config.json").is_file():
@@ -100,7 +106,7 @@ def check_checkpoint(path: str | Path) -> None:
 
 
 def kill(processes: Sequence[BaseProcess]) -> None:
-    """End these processes, whatever state they are in."""
+    """Kill these processes, whatever their state."""
     for process in processes:
         if process.is_alive():
             process.kill()

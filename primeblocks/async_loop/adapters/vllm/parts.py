@@ -1,4 +1,4 @@
-"""Completions sampled part by part, each of which is kept, so that a killed run can go on."""
+"""Completions sampled in parts. Each part is saved, so that a killed training run can resume."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ async def generate_in_parts(
 ) -> Completion:
     """Sample one completion, and save the trajectory after every `part_tokens` tokens.
 
-    Goes on from the trajectory that `draft` holds of this sample. Each part is a request whose
-    prompt is all that came before: with prefix caching the engine computes the last page of it
-    again and no more, as long as the salt is the same. Every token keeps the log-probability, the
-    version and the routes that it was sampled with, those from before a crash too.
+    Continues the trajectory that `draft` has for this sample. Each part is a request whose prompt
+    is the trajectory so far. With prefix caching and an unchanged salt, the engine computes only
+    the last page of it again. Every token keeps its log-probability, version and routes, also
+    across a crash.
 
     Args:
-        sample: the place of the completion in its group.
-        part_tokens: tokens that a crash may cost; each save writes the whole trajectory.
+        sample: the position of the completion in its group.
+        part_tokens: the most tokens that a crash may cost. Each save writes the whole trajectory.
         timeout_s: of each part.
-        options: of `VllmEngine.generate`, `n` apart.
+        options: of `VllmEngine.generate`, except `n`.
 
     Raises:
         UsageError: `part_tokens` is not positive, or the draft is of another prompt.
-        DeadlineError, EngineError: as `VllmEngine.generate`; what was saved stays.
+        DeadlineError, EngineError: as for `VllmEngine.generate`. Saved parts stay.
     """
     if part_tokens < 1 or max_tokens < 1:
         raise UsageError(
@@ -79,7 +79,7 @@ async def generate_in_parts(
 
 
 def _longer(so_far: Partial | None, part: Completion) -> Partial:
-    """Return a trajectory with one more part, whose prompt was the trajectory."""
+    """Return a trajectory extended by one part, whose prompt was the trajectory."""
     routes = part.routed_experts
     if so_far is None:
         logprobs, versions = np.array(part.logprobs), part.versions

@@ -7,10 +7,10 @@ A group is identified by its ordinal. The receiver has a state for each ordinal 
     SETTLED    its training step is durable (`settle`); the sender deletes its copy
 
 The sender keeps a group until the group is SETTLED, and names all groups that it keeps once per
-`retry_s`. The receiver answers with the states of these groups. So every lost message, reconnection
-and restart is repaired by the next exchange: the sender sends a group again if the receiver did not
-know the group, although the receiver had read everything that was sent up to it. The receiver
-forgets an ordinal that its sender no longer names, unless the group is in the buffer.
+`retry_s`. The receiver answers with the states of these groups, so the next exchange repairs every
+lost message, reconnection and restart. The sender sends a group again if the receiver has read all
+messages up to it and does not know the group. The receiver forgets an ordinal that its sender does
+not name any more, unless the group is in the buffer.
 
 A receiver also forgets the settled groups of a sender that was silent for an hour. A second counts
 at most for each message that the receiver reads. A sender that comes back after that sends these
@@ -20,8 +20,9 @@ One death therefore loses no acknowledged group. If a sender dies, its accepted 
 buffer. If the receiver dies, every sender sends again what was not settled. A group is lost only if
 its sender and the receiver both die before it is settled.
 
-Messages are JSON and `codec` payloads. Nothing is unpickled. Whoever reaches the port can add
-groups: bind to a private address, or pass `configure=` a function that sets ZeroMQ's CURVE keys.
+Messages are JSON and `codec` payloads. Nothing is unpickled. Any process that reaches the port can
+add groups. Bind to a private address, or pass `configure=` a function that sets ZeroMQ's CURVE
+keys.
 """
 
 from .receiver import RolloutReceiver

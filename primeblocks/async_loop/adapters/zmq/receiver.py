@@ -1,4 +1,4 @@
-"""The end at the trainer: groups of all senders into a `RolloutBuffer`."""
+"""The trainer's end: groups of all senders enter a `RolloutBuffer`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["RolloutReceiver"]
 
 _log = logging.getLogger(__name__)
 
-# A connection that was silent for so long is forgotten, with what was settled of its groups.
+# A connection that was silent for this long is forgotten, with its settled groups.
 _SILENT_S = 3600.0
 
 
@@ -45,7 +45,7 @@ class RolloutReceiver:
     Args:
         buffer: its capacity bounds the groups that are accepted.
         address: ZeroMQ's address to bind, "tcp://10.0.0.1:5555" for instance. Port 0 takes a free
-            one; `address` then names it.
+            port, which the attribute `address` then names.
         capacity_bytes: payload bytes of groups that wait for room. Above it nothing more is read,
             and ZeroMQ holds at most four messages per connection.
         max_group_bytes: the largest payload of a group. A larger one is refused, or ends its
@@ -92,7 +92,7 @@ class RolloutReceiver:
         self.close()
 
     def close(self) -> None:
-        """Stop receiving. Groups in the buffer stay; groups that wait for room leave it."""
+        """Stop receiving. Groups in the buffer stay. Groups that wait for room are removed."""
         self._wire.close()
         for known in self._known.values():
             if known.waits is not None:
@@ -129,13 +129,15 @@ class RolloutReceiver:
             refused = None
             try:
                 refused = self._read(route, message)
-            except Exception as error:  # A stranger's bytes may end in any, and must not end us.
+            except (
+                Exception
+            ) as error:  # A stranger's bytes may raise any error. The receiver goes on.
                 self.refused += 1
                 _log.warning("refused a message: %s: %s", type(error).__name__, error)
             self._answer(route, refused)
 
     def _read(self, route: bytes, message: list[bytes]) -> dict[int, str] | None:
-        """Take in a message; return the group that was refused, with the reason."""
+        """Process a message. Return the group that was refused, with the reason."""
         kind, head, *rest = message
         said = json.loads(head)
         sender, number = str(said["sender"])[:64], int(said["number"])
@@ -192,7 +194,7 @@ class RolloutReceiver:
             del self._known[ordinal]
 
     def _hear(self, route: bytes, number: int) -> None:
-        """Note that a connection lives, and forget those that were silent for long."""
+        """Note that a connection is alive, and forget connections that were silent for long."""
         now_s = self._clock.now()
         # What was sent during a pause of ours is read after it, so a pause counts as one second.
         self._read_s += min(now_s - self._now_s, 1.0)

@@ -1,4 +1,4 @@
-"""The end at a worker: groups on their way, each kept until it is settled."""
+"""The worker's end: it sends groups, and keeps each group until it is settled."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ class _Kept:
 
     payload: bytes
     accepted: asyncio.Future[None]
-    sent: int | None = None  # The number of the last message that had it.
+    sent: int | None = None  # The number of the last message that contained it.
 
 
 class RolloutSender:
     """Sends finished groups to a `RolloutReceiver`, and keeps each until it is settled.
 
-    Belongs to one event loop. Give every group an ordinal of its own, over all senders.
+    Use a sender from one event loop. Give every group a unique ordinal, over all senders.
 
     Args:
-        address: the receiver's, "tcp://10.0.0.1:5555" for instance.
-        capacity_bytes: payload bytes of groups that are not settled; `put` waits above it.
-        retry_s: how often the receiver is asked; a lost group is sent again after this time.
+        address: of the receiver, such as "tcp://10.0.0.1:5555".
+        capacity_bytes: the most payload bytes of unsettled groups. `put` waits above it.
+        retry_s: seconds between two requests to the receiver. A lost group is sent again after
+            this time.
         clock: the time of the deadlines.
         configure: called with the socket before it connects.
 
@@ -59,11 +60,11 @@ class RolloutSender:
         self._clock = MonotonicClock() if clock is None else clock
         self._name, self._number = uuid.uuid4().hex, 0
         self._kept: dict[int, _Kept] = {}
-        self._lost: list[str] = []  # Groups that were accepted, and refused by a later receiver.
+        self._lost: list[str] = []  # Accepted groups that a later receiver refused.
         self._answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._wire = ServedSocket(zmq.DEALER, configure, max_bytes=HEAD_BYTES)
-        self._wire.socket.setsockopt(zmq.IMMEDIATE, 1)  # Nothing is queued for nobody.
+        self._wire.socket.setsockopt(zmq.IMMEDIATE, 1)  # Queue nothing without a connection.
         self._wire.open(self._wire.socket.connect, address)
         self._wire.run(self._ask(), self._hear())
 
@@ -83,16 +84,16 @@ class RolloutSender:
         return tuple(self._kept)
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
-        """Send a group; return once the receiver's buffer has it.
+        """Send a group. Returns once the receiver's buffer has it.
 
         Raises:
-            DeadlineError: there was no receiver, or no room. The group is withdrawn; if its
-                acceptance crossed with the withdrawal, it is trained on all the same. Put again
-                after that, it is trained on twice.
+            DeadlineError: no receiver answered, or its buffer was full. The group is withdrawn. If
+                the receiver accepted it at the same moment, it is trained on. If you then put it
+                again, it is trained on twice.
             CapacityError: it is larger than `capacity_bytes` or the receiver's `max_group_bytes`.
-            UnsupportedError: the receiver refused it, or it has what `codec.pack` does not take.
-            UsageError: a group of this ordinal is kept.
-            ClosedError: the sender has been closed, or has failed.
+            UnsupportedError: the receiver refused it, or `codec.pack` cannot pack it.
+            UsageError: an unsettled group has the same ordinal.
+            ClosedError: the sender was closed, or has failed.
         """
         ordinal, payload = check_ordinal(group.ordinal), packed.pack_whole_group(group)
         if len(payload) > self._capacity_bytes:
@@ -106,9 +107,9 @@ class RolloutSender:
         """Wait until every group is settled.
 
         Raises:
-            DeadlineError: some were not; they are kept.
-            UnsupportedError: a receiver that was started later refused some that had been accepted.
-            ClosedError: the sender has been closed, or has failed.
+            DeadlineError: some groups are not settled. They are kept.
+            UnsupportedError: a receiver that was restarted refused groups that had been accepted.
+            ClosedError: the sender was closed, or has failed.
         """
         await self._within(self._until(lambda: not self._kept), timeout_s, "settling")
         if self._lost:
@@ -153,7 +154,7 @@ class RolloutSender:
         self._changed.set()
 
     async def _ask(self) -> None:
-        """Send what has not been sent, and name what is kept, at least every `retry_s`."""
+        """Send new groups, and name all kept groups, at least every `retry_s`."""
         while True:
             self._wake.clear()
             for ordinal, kept in self._kept.items():

@@ -1,4 +1,4 @@
-"""Both ends of a connection: what they agree on, and a socket with the tasks that serve it."""
+"""Shared by both ends of a connection: the messages, and a socket with the tasks that serve it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class GroupState(Enum):
 
 
 class ServedSocket:
-    """A socket with the tasks that serve it. When one of them fails, all calls say so."""
+    """A socket with the tasks that serve it. If a task fails, all calls raise its error."""
 
     def __init__(self, kind: int, configure: Configure | None, *, max_bytes: int) -> None:
         self._context = zmq.asyncio.Context()
@@ -73,7 +73,7 @@ class ServedSocket:
             task.add_done_callback(self._is_done)
 
     def send(self, frames: list[bytes]) -> bool:
-        """Hand a message over if that needs no waiting. Local."""
+        """Send a message if that is possible without waiting. Local."""
         done: Any = self.socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
         error = done.exception()  # With NOBLOCK it is done at once.
         if error is None:

@@ -1,8 +1,8 @@
-"""DeepEP: dispatchers on its two buffers, for GPUs joined by NVLink and RDMA.
+"""Dispatchers on DeepEP's two buffers, for GPUs joined by NVLink and RDMA. Never run on DeepEP.
 
-`elastic_dispatcher` builds one on `deep_ep.ElasticBuffer` (DeepEP 2), `buffer_dispatcher` on
-`deep_ep.Buffer` (DeepEP 1.2). Both satisfy `TokenDispatcher`, and both send a token once to each
-rank that owns one of its experts. deep_ep itself is imported when a dispatcher is built.
+`elastic_dispatcher` uses `deep_ep.ElasticBuffer` (DeepEP 2), and `buffer_dispatcher` uses
+`deep_ep.Buffer` (DeepEP 1.2). Both return a `TokenDispatcher` that sends a token once to each rank
+that owns one of its experts. Building a dispatcher imports deep_ep.
 """
 
 from .elastic import elastic_dispatcher

@@ -50,24 +50,25 @@ def elastic_dispatcher(
 ) -> DeepEpDispatcher:
     """Build a dispatcher on DeepEP 2. Collective.
 
-    Uses DeepEP's compact layout, the one that has a backward. A rank that never comes is noticed
-    at DeepEP's own deadlines, 300 s on the host and 100 s on the device.
+    Uses DeepEP's compact layout, because only that layout has a backward. If a rank never calls,
+    DeepEP's own deadlines end the wait: 300 s on the host and 100 s on the device.
 
     Args:
-        group: the ranks that share the experts, on NCCL; rank r owns the r-th share.
-        max_tokens: the most tokens that any rank dispatches, equal on all; sizes the buffer.
+        group: the ranks that share the experts, on NCCL. Rank r owns the r-th share.
+        max_tokens: the most tokens that any rank dispatches, equal on all ranks. Sizes the buffer.
         hidden: the width of a row, a multiple of 8.
-        top_k: the most experts a token chooses, up to 32; sizes the buffer.
-        alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128).
-        deterministic: order the rows of an expert by source rank, token and choice, at the cost
-            of a sort. Otherwise they stay as they arrived.
-        num_sms: multiprocessors that communicate; with 0 DeepEP derives them from bandwidths.
-        check: as for `AllToAllDispatcher`. Without it, an id out of range or an expert chosen
-            twice aborts DeepEP's kernel.
+        top_k: the most experts that a token chooses, up to 32. Sizes the buffer.
+        alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
+            kernels need 128.
+        deterministic: sort the rows of an expert by source rank, token and choice. Otherwise they
+            keep the order of arrival.
+        num_sms: multiprocessors that communicate. With 0 DeepEP derives the number from bandwidths.
+        check: as for `AllToAllDispatcher`. With False, an id out of range or an expert that is
+            chosen twice aborts DeepEP's kernel.
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: deep_ep fails to import, or is not the version we know.
+        UnsupportedError: deep_ep fails to import, or is not the version that this adapter knows.
         ShapeError: DeepEP cannot copy rows of `hidden`.
         PlanError: another size is out of range.
 
@@ -114,7 +115,7 @@ class _ElasticBuffer:
         return Received(rows, gates, ids, handle.num_recv_tokens_per_expert_list, handle)
 
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
-        # Given a handle, DeepEP would derive num_sms from a num_experts that it does not know yet.
+        # Given a handle, DeepEP would derive num_sms from a num_experts that it does not yet know.
         return self._buffer.dispatch(x, handle=handle, num_sms=handle.num_sms)[0]
 
     def sum_back(

@@ -1,4 +1,9 @@
-"""The dispatcher over either buffer: everything but the calls of DeepEP."""
+"""The dispatcher over either buffer: everything except the calls of DeepEP.
+
+A dispatcher is open until `close`, which frees the buffer. Each send returns a handle of DeepEP
+with the layout of its rows. Autograd keeps the handle for backward, where a sum sends rows back
+along the same layout. One call runs at a time.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +50,21 @@ __all__ = [
 
 # The dtypes of rows that DeepEP sums, and of the weights that it carries.
 ROWS, SCORES = torch.bfloat16, torch.float32
-# A warp holds one choice a lane, in both versions.
+# A warp holds one choice per lane, in both versions.
 MAX_TOP_K = 32
 # Rows are copied in units of this many bytes.
 _UNIT_BYTES = 16
 
 
 class Received(NamedTuple):
-    """The rows that a send brings: one for each token that chose an expert of this rank.
+    """The rows that arrive: one row for each token that chose an expert of this rank.
 
     Attributes:
-        scores: `[rows, top_k]`, as sent; undefined where the expert lives elsewhere.
-        expert_ids: `[rows, top_k]`, local; -1 where the expert lives elsewhere.
-        counts: choices of each local expert, on the host: DeepEP has waited for them.
-        handle: DeepEP's own, which remembers the layout.
+        rows: `[rows, hidden]`.
+        scores: `[rows, top_k]`, as sent. Undefined if the expert is on another rank.
+        expert_ids: `[rows, top_k]`, local ids. -1 if the expert is on another rank.
+        counts: choices of each local expert, on the host, because DeepEP has waited for them.
+        handle: DeepEP's own handle, which remembers the layout.
     """
 
     rows: Tensor
@@ -69,20 +75,20 @@ class Received(NamedTuple):
 
 
 class DeepEpBuffer(Protocol):
-    """One of DeepEP's buffers: it moves rows and knows no gradients. Each call is collective."""
+    """One of DeepEP's buffers. It moves rows and has no gradients. Each call is collective."""
 
     def send(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> Received:
         """Send each token once to every rank that owns one of its experts."""
         ...
 
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
-        """Send other rows the same way; they arrive in the same order."""
+        """Send other rows the same way. They arrive in the same order."""
         ...
 
     def sum_back(
         self, rows: Tensor, scores: Tensor | None, handle: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Add up the rows that each token became; return each choice's score to its token."""
+        """Sum the rows of each token. Return each choice's score to its token."""
         ...
 
     def close(self) -> None:
@@ -99,14 +105,14 @@ class _Sent(NamedTuple):
 
 
 class DeepEpDispatcher:
-    """Experts shared over a process group by DeepEP; a `TokenDispatcher` for bfloat16.
+    """A `TokenDispatcher` for bfloat16, which shares experts over a process group with DeepEP.
 
-    `elastic_dispatcher` and `buffer_dispatcher` build it. One serves any number of layers, one call
-    at a time, and owns device memory: `close()` it. `dispatch`, `combine`, their backwards and
-    `close` are collective.
+    Build one with `elastic_dispatcher` or `buffer_dispatcher`. It serves any number of layers, one
+    call at a time. It owns device memory, so call `close()`. `dispatch`, `combine`, their backwards
+    and `close` are collective.
 
-    The backward of a send is a sum, the backward of a sum is the same send again, over the layout
-    that DeepEP's handle remembers; autograd keeps the handle until then.
+    The backward of a send is a sum, and the backward of a sum is the same send again. Both use the
+    layout of DeepEP's handle, which autograd keeps until backward.
     """
 
     def __init__(
@@ -127,19 +133,19 @@ class DeepEpDispatcher:
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
-        """Send tokens to their experts, as `TokenDispatcher.dispatch`. Collective.
+        """Send tokens to their experts, as `TokenDispatcher.dispatch` does. Collective.
 
         Raises:
-            ShapeError, PlanError, RankError: as in the protocol; more tokens or choices than the
-                buffer has room for.
-            UnsupportedError: not bfloat16, or the same expert twice.
-            ClosedError: after `close`.
+            ShapeError, PlanError, RankError: as for `TokenDispatcher.dispatch`. ShapeError also if
+                the buffer is too small for the tokens or choices.
+            UnsupportedError: the dtype is not bfloat16, or a token chose an expert twice.
+            ClosedError: the dispatcher was closed.
         """
         buffer = self._open()
         self._admit(x, scores, expert_ids, num_experts)
         tokens = x.shape[0]
         if tokens == 0:
-            # DeepEP is not safe without tokens (sgl-project/sglang#25397): send one to nobody.
+            # DeepEP is not safe without tokens (sgl-project/sglang#25397), so send one to no rank.
             x, scores = F.pad(x, (0, 0, 0, 1)), F.pad(scores, (0, 0, 0, 1))
             expert_ids = F.pad(expert_ids, (0, 0, 0, 1), value=-1)
         x, scores = x.contiguous(), scores.to(SCORES).contiguous()
@@ -159,12 +165,12 @@ class DeepEpDispatcher:
         return Dispatched(arrived, counts, _Sent(handle, row_map, weights, places, tokens))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Bring results back, as `TokenDispatcher.combine`. Collective.
+        """Send results back, as `TokenDispatcher.combine` does. Collective.
 
         Raises:
             ShapeError: `y` does not have one row for each dispatched row.
-            UnsupportedError: not bfloat16.
-            ClosedError: after `close`.
+            UnsupportedError: the dtype is not bfloat16.
+            ClosedError: the dispatcher was closed.
         """
         buffer = self._open()
         name = "DeepEpDispatcher.combine"
@@ -178,7 +184,7 @@ class DeepEpDispatcher:
         return out if tokens else out[:0]
 
     def close(self) -> None:
-        """Free the buffer; no backward can run any more. Collective, once."""
+        """Free the buffer. Afterwards backward cannot run. Collective. Call it once."""
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None
@@ -196,7 +202,7 @@ class DeepEpDispatcher:
 
     def _open(self) -> DeepEpBuffer:
         if self._buffer is None:
-            raise ClosedError("this DeepEpDispatcher was closed.")
+            raise ClosedError("this DeepEpDispatcher was closed. Build a new one.")
         return self._buffer
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
@@ -224,7 +230,7 @@ class DeepEpDispatcher:
 
     def _check_room(self, tokens: int, top_k: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:
-            raise ShapeError(f"{tokens} tokens; max_tokens is {self.max_tokens}.")
+            raise ShapeError(f"{tokens} tokens; max_tokens is {self.max_tokens}. Raise it.")
         if not 1 <= top_k <= self.top_k:
             raise ShapeError(f"{top_k} choices a token; the buffer takes 1 to {self.top_k}.")
 
@@ -263,7 +269,7 @@ class _SumBack(torch.autograd.Function):
 
 
 def check_sizes(group: dist.ProcessGroup, *, hidden: int, alignment: int) -> None:
-    """Refuse what neither buffer takes, before one is built. Local.
+    """Refuse sizes that neither buffer takes, before one is built. Local.
 
     Raises:
         ShapeError: DeepEP cannot copy rows of `hidden`.

@@ -43,21 +43,22 @@ def buffer_dispatcher(
 ) -> DeepEpDispatcher:
     """Build a dispatcher on DeepEP 1.2. Collective.
 
-    Runs DeepEP's high-throughput kernels with the settings that it recommends for the size of the
-    group; a batch of any length fits. A rank that never comes is noticed at DeepEP's own deadline,
-    100 s. The rows of an expert stay in the order in which they arrived.
+    Runs DeepEP's high-throughput kernels with its recommended settings for the size of the group. A
+    batch may have any length. If a rank never calls, DeepEP's own deadline of 100 s ends the wait.
+    The rows of an expert keep the order of arrival.
 
     Args:
-        group: the ranks that share the experts; rank r owns the r-th share. 2, 4, 8 or a larger
-            size for which DeepEP has settings.
+        group: the ranks that share the experts. Rank r owns the r-th share. The size is 2, 4, 8, or
+            a larger size for which DeepEP has settings.
         hidden: the width of a row, a multiple of 8.
-        alignment: rows of each expert are padded with zeros to a multiple of this (fp8: 128).
-        check: as for `AllToAllDispatcher`. Without it, values out of range give undefined results.
+        alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
+            kernels need 128.
+        check: as for `AllToAllDispatcher`. With False, values out of range give undefined results.
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: deep_ep fails to import, is not the version we know, or has no settings
-            for this number of ranks.
+        UnsupportedError: deep_ep fails to import, is not the version that this adapter knows, or
+            has no settings for this number of ranks.
         ShapeError: DeepEP cannot copy rows of `hidden`.
         PlanError: the alignment is below 1.
 
@@ -93,8 +94,8 @@ def buffer_dispatcher(
 class _LegacyBuffer:
     def __init__(self, buffer: Any, ids_dtype: Any, dispatching: Any, combining: Any) -> None:
         self._buffer, self._ids_dtype = buffer, ids_dtype
-        # Kept: DeepEP's defaults follow a static that anyone may set, and a handle fits only the
-        # number of multiprocessors that it was made with.
+        # Kept, because DeepEP's defaults follow a static that any caller may set, and a handle fits
+        # only the number of multiprocessors that it was made with.
         self._dispatching, self._combining = dispatching, combining
 
     def send(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> Received:

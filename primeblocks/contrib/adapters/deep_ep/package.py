@@ -1,4 +1,4 @@
-"""The package deep_ep: imported late, and checked for every name that we call."""
+"""Late import of the package deep_ep, with a check of every name that this adapter calls."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["load_deep_ep"]
 
 
 def load_deep_ep(needed: Mapping[str, Sequence[str]], *, written_for: str) -> Any:
-    """Import deep_ep and make sure that it is the one we know. Local.
+    """Import deep_ep and check that it is a known version. Local.
 
     Args:
-        needed: dotted names inside deep_ep, each with the parameters that we pass to it.
-        written_for: the versions, for the message.
+        needed: dotted names inside of deep_ep, each with the parameters that this adapter passes.
+        written_for: the known versions, for the message.
 
     Raises:
         MissingPackageError: deep_ep is not installed.

@@ -1,10 +1,10 @@
-"""Kernels of our own, in Triton, run on one H100.
+"""Triton kernels that quantize and multiply in float8. They have run on one H100.
 
     recipe = fp8.Recipe(gemm=TritonGemm(), quantizer=TritonQuantizer())
 
-Quantizing, and SwiGLU with quantizing, have the bits of `fp8.quantize`; products agree with
-`ReferenceGemm` to the precision of the tensor cores. Each is one launch, and no host waits. Tested
-in Triton's interpreter, and compiled for sm_90 and sm_100.
+The quantizer, also with SwiGLU, gives the bits of `fp8.quantize`. Products agree with
+`ReferenceGemm` to the precision of the tensor cores. Each call is one launch, and the host does not
+wait. The kernels are tested in Triton's interpreter, and compiled for sm_90 and sm_100.
 """
 
 from ....errors import MissingPackageError

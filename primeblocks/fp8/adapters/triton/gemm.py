@@ -1,8 +1,9 @@
-"""Block-scaled products of float8 matrices, dense, grouped and over tokens.
+"""Block-scaled products of float8 matrices: dense, grouped, and over tokens.
 
-One kernel. A program owns a block of the result, multiplies one tile of the inner dim at a time on
-the tensor cores, and adds it in float32 as `total = fma(a_scale * b_scale, partial, total)`, tile
-after tile. Partial sums carry the tensor core's precision, which is under float32's on Hopper.
+One kernel computes all three. A program owns a block of the result. It multiplies one tile of the
+inner dim at a time on the tensor cores, and adds it in float32 as
+`total = fma(a_scale * b_scale, partial, total)`. Partial sums have the tensor core's precision,
+which on Hopper is below float32's.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ __all__ = ["TritonGemm"]
 Dtype = Literal["float32", "bfloat16"]
 
 # Rows of a block, and columns of each of its parts. Two parts share a block of a: a block of 128 x
-# 256 reads a quarter less than two of 128 x 128. The same for every shape: nothing is tuned when it
-# runs, and no value of a result depends on it.
+# 256 reads a quarter less than two of 128 x 128. The sizes are the same for every shape, so no
+# kernel is tuned at run time, and no value of a result depends on them.
 BLOCK = 128
 STAGES = 3
-# Programs that run at one time take this many blocks of rows by turns: they share blocks of b.
+# Concurrent programs take this many blocks of rows in turn, so that they share blocks of b.
 _TURN = 8
 _INNER = (32, 64, 128)
 
@@ -36,11 +37,11 @@ _INNER = (32, 64, 128)
 @triton.jit
 @no_type_check
 def _find_group(block, offsets, groups, rows, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Group, first row and end of a block of rows; one more group holds rows after the last."""
+    """Return group, first row and end of a block of rows. A last group holds rows after the end."""
     index = tl.arange(0, GROUPS)  # GROUPS > groups
     ends = tl.load(offsets + index, index < groups, other=rows).to(tl.int32)
     starts = tl.load(offsets + index - 1, (index > 0) & (index <= groups), other=rows).to(tl.int32)
-    # Offsets are never read by the host, so nobody has checked them: stay inside.
+    # The host never reads offsets, so they are unchecked. Stay in bounds.
     ends = tl.minimum(ends, rows)
     starts = tl.where(index == 0, 0, tl.minimum(starts, rows))
     blocks = tl.cdiv(ends - starts, BLOCK)
@@ -54,7 +55,7 @@ def _find_group(block, offsets, groups, rows, GROUPS: tl.constexpr, BLOCK: tl.co
 @triton.jit
 @no_type_check
 def _find_tokens(group, offsets, tokens):
-    """First token and end of a group; 0 and 0 of one without."""
+    """Return the first token and the end of a group, or 0 and 0 for an empty group."""
     begin = tl.load(offsets + group - 1, group > 0, other=0).to(tl.int32)
     end = tl.minimum(tl.load(offsets + group).to(tl.int32), tokens)
     return tl.where(begin < end, begin, 0), tl.where(begin < end, end, 0)
@@ -74,7 +75,7 @@ def _add_part(
     PARTIAL: tl.constexpr,
     B_ROWS: tl.constexpr,
 ):
-    """Add the product of one tile of the inner dim; a is loaded, b is still in memory."""
+    """Add the product of one tile of the inner dim. a is loaded, and b is still in memory."""
     b_scale = tl.load(b_scales, inside_b, other=0.0)
     codes = tl.load(b, inside_k[:, None], other=0.0)
     if PARTIAL:  # Not by the mask of the load, which would then read byte by byte.
@@ -105,7 +106,7 @@ def _add_tiles(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add the tiles `tile ... stop - 1`; of PARTIAL ones, only what is in the span."""
+    """Add the tiles `tile ... stop - 1`. Of PARTIAL tiles add only the part in the span."""
     a, a_scales, a_scale_tile, inside_a = of_a
     b0, b0_scales, b_scale_tile, inside_b0 = of_b0
     b1, b1_scales, b_scale_tile, inside_b1 = of_b1
@@ -152,9 +153,9 @@ def _places_of(
     TILE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Addresses of a block of rows and of its scales: one, or a vector of BLOCK."""
+    """Return addresses of a block of rows and of its scales, which are one or a vector of BLOCK."""
     row = first + tl.arange(0, BLOCK)
-    # The last row again instead of one outside: loads of codes then need no mask by row.
+    # Use the last row in place of rows out of bounds, so that loads of codes need no row mask.
     near = tl.minimum(row, end - 1).to(tl.int64)
     k = tl.arange(0, TILE)
     x += tl.expand_dims(near, DIM) * row_stride + tl.expand_dims(k, 1 - DIM)
@@ -239,7 +240,7 @@ def _multiply_blocks(
     total0 = tl.zeros((BLOCK, BLOCK), tl.float32)
     total1 = total0
     span = (begin, limit, inner)
-    # Whole tiles; before and after them those that a neighbouring group has a part in.
+    # Whole tiles, and before and after them the tiles that a neighbouring group shares.
     whole = tl.cdiv(begin, TILE)
     stop = tl.cdiv(limit, TILE)
     last = stop
@@ -268,16 +269,17 @@ def _multiply_blocks(
 
 @dataclass(frozen=True)
 class TritonGemm:
-    """Products of quantized matrices; see `Gemm`. One launch a call; no offset is read by the host.
+    """A `Gemm` in Triton. One launch per call. The host does not read offsets.
 
-    Tiles of `a` have one row, those of `b` one or 128, and both the same 32, 64 or 128 columns.
-    Codes are read 16 bytes at a time where the inner dim is a multiple of 16, else one by one.
+    Tiles of `a` have one row, and tiles of `b` have one or 128 rows. Both have the same number of
+    columns: 32, 64 or 128. If the inner dim is a multiple of 16, codes are read 16 bytes at a time,
+    and otherwise one by one.
 
     Args:
-        dtype: of the results; `k_grouped` is float32 in any case.
+        dtype: of the results. `k_grouped` always returns float32.
 
     Raises:
-        UnsupportedError: another dtype.
+        UnsupportedError: the dtype is unknown.
     """
 
     dtype: Dtype = "bfloat16"
@@ -291,7 +293,7 @@ class TritonGemm:
 
         Raises:
             ShapeError: shapes or tiles do not fit together.
-            UnsupportedError: tiles that the kernel does not have, or tensors on a CPU.
+            UnsupportedError: the kernel does not have these tiles, or tensors are on a CPU.
         """
         _check(a, b, None, ndim=2)
         out = a.codes.new_empty(a.shape[0], b.shape[0], dtype=getattr(torch, self.dtype))
@@ -299,22 +301,22 @@ class TritonGemm:
         return out
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows of `a` by `b[expert].T`. Local; errors are those of a call.
+        """Multiply each expert's rows of `a` by `b[expert].T`. Local. Raises as `a @ b.T`.
 
-        As many programs start as any offsets could need; those that get no rows end at once. Rows
-        past the last offset are zero.
+        As many programs start as any offsets could need. Programs without rows end at once. Rows
+        after the last offset are zero.
         """
         _check(a, b, offsets, ndim=3)
         out = a.codes.new_empty(a.shape[0], b.shape[1], dtype=getattr(torch, self.dtype))
-        # Each group, and what follows the last, has at most one block that is not full.
+        # Each group, and the rows after the last one, have at most one block that is not full.
         _launch(a, b, out, offsets, "rows", a.shape[0] // BLOCK + len(offsets) + 1)
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply `a @ b.T` over each expert's tokens. Local; errors are those of a call.
+        """Multiply `a @ b.T` over each expert's tokens. Local. Raises as `a @ b.T`.
 
-        Of a tile that two experts share, each takes its own tokens, with more work than for a
-        whole tile. An expert without tokens gets zeros.
+        If two experts share a tile, each uses its own tokens, which costs more than a whole tile.
+        An expert without tokens gets zeros.
         """
         _check(a, b, offsets, ndim=2)
         out = a.codes.new_empty(len(offsets), a.shape[0], b.shape[0], dtype=torch.float32)
@@ -325,13 +327,13 @@ class TritonGemm:
 def _check(a: Quantized, b: Quantized, offsets: Tensor | None, *, ndim: int) -> None:
     check_device(a.codes, b.codes)
     if len(a.shape) != 2 or len(b.shape) != ndim or a.shape[-1] != b.shape[-1]:
-        raise ShapeError(f"{list(a.shape)} and {list(b.shape)} do not multiply")
+        raise ShapeError(f"{list(a.shape)} and {list(b.shape)} do not multiply.")
     if offsets is not None and (offsets.ndim != 1 or offsets.device != a.codes.device):
-        raise ShapeError(f"offsets must be a vector on {a.codes.device}; got {offsets!r:.60}")
+        raise ShapeError(f"offsets must be a vector on {a.codes.device}; got {offsets!r:.60}.")
     if offsets is not None and ndim == 3 and len(offsets) != len(b.codes):
-        raise ShapeError(f"{len(b.codes)} experts need as many offsets; got {len(offsets)}")
+        raise ShapeError(f"{len(b.codes)} experts need as many offsets; got {len(offsets)}.")
     if a.tile.columns != b.tile.columns:
-        raise ShapeError(f"tiles {a.tile} and {b.tile} differ along the inner dim")
+        raise ShapeError(f"tiles {a.tile} and {b.tile} differ along the inner dim.")
     if a.tile.rows != 1 or b.tile.rows not in (1, BLOCK) or a.tile.columns not in _INNER:
         raise UnsupportedError(
             "the kernel multiplies tiles of 1 x 128 by 1 x 128 or 128 x 128, or all with 32 or 64 "
@@ -342,9 +344,9 @@ def _check(a: Quantized, b: Quantized, offsets: Tensor | None, *, ndim: int) -> 
 def _launch(
     a: Quantized, b: Quantized, out: Tensor, offsets: Tensor | None, mode: str, blocks: int
 ) -> None:
-    # Tensor cores read both operands along the inner dim: another layout is copied here.
+    # Tensor cores read both operands along the inner dim. Another layout is copied here.
     codes_a, codes_b = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.codes, b.codes))
-    # Two parts of tiles with a scale a row need more registers than there are.
+    # Two parts of tiles with one scale per row would need more registers than a program has.
     parts = 2 if out.shape[-1] > BLOCK and b.tile.rows > 1 else 1
     groups = 0 if offsets is None else len(offsets)
     grid = blocks * triton.cdiv(out.shape[-1], parts * BLOCK)

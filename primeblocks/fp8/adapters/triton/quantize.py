@@ -1,8 +1,8 @@
-"""Quantizing in tiles, in one pass over the input: run on one H100.
+"""Quantize in tiles, in one pass over the input. Has run on one H100.
 
-Codes and scales equal those of `primeblocks.fp8.quantize` bit for bit: divisions are rounded
-correctly, a tile's maximum is taken of bits, where a NaN is larger than any number, and nothing
-is flushed to zero.
+Codes and scales equal those of `primeblocks.fp8.quantize` bit for bit. Divisions are rounded
+correctly. A tile's maximum is taken of bits, in which a NaN is larger than any number. No value is
+flushed to zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...quantize import (
 
 __all__ = ["TritonQuantizer", "check_device"]
 
-# Decided, as by Triton itself, when this is imported.
+# Decided at import, as Triton itself does.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _SIDE = 128
 
@@ -38,19 +38,19 @@ _SIDE = 128
 @triton.jit
 @no_type_check  # The compiler reads the source: no check of types can be put around it.
 def _round_to_e4m3(x, INTEGERS: tl.constexpr):
-    """Bytes of the nearest E4M3 numbers, ties to even; beyond 448 is 448, NaN is 0x7f."""
+    """Return bytes of the nearest E4M3 numbers, ties to even. Beyond 448 is 448, NaN is 0x7f."""
     if INTEGERS:  # The interpreter's own cast is wrong in 2 % of codes.
         bits = x.to(tl.int32, bitcast=True)
         size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
         number = (bits & 0x7FFFFFFF) <= 0x7F800000
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-        # Under 2**-6 codes have the step 2**-9, which is that of float32 at 2**14.
+        # Below 2**-6 codes have the step 2**-9, which is float32's step at 2**14.
         shifted = size.to(tl.float32, bitcast=True) + 16384.0
         code = tl.where(size < (121 << 23), shifted.to(tl.int32, bitcast=True) - 0x46800000, normal)
         code = tl.where(number, code | ((bits >> 24) & 0x80), 0x7F)
         return code.to(tl.uint8)
-    # Four codes a register: ptxas 12.8 and 12.9 lose bytes of codes that Triton's own cast makes in
-    # pairs and a transposed store takes apart (triton#11111).
+    # Four codes per register: ptxas 12.8 and 12.9 lose bytes of codes that Triton's own cast makes
+    # in pairs and a transposed store takes apart (triton#11111).
     return tl.inline_asm_elementwise(
         """
         {
@@ -71,7 +71,7 @@ def _round_to_e4m3(x, INTEGERS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _round_to(x, DTYPE: tl.constexpr, INTEGERS: tl.constexpr):
-    """Float32 values that DTYPE has too: the nearest, ties to even."""
+    """Return float32 values rounded to DTYPE's nearest, ties to even."""
     if INTEGERS and tl.bfloat16 == DTYPE:  # The interpreter cuts off.
         bits = x.to(tl.int32, bitcast=True)
         near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
@@ -90,7 +90,7 @@ def _round_tiles(
     QUOTIENT: tl.constexpr,
     INTEGERS: tl.constexpr,
 ):
-    """Codes `[rows, columns]` and scales `[rows / HEIGHT, columns / WIDTH]` of a float32 block."""
+    """Return codes `[rows, columns]` and scales `[rows / HEIGHT, columns / WIDTH]` of a block."""
     rows: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1]
     down: tl.constexpr = rows // HEIGHT
@@ -99,7 +99,7 @@ def _round_tiles(
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.max(bits, 3), 1)
     amax = largest.to(tl.float32, bitcast=True)
-    # 2**-126: the reciprocal of a subnormal scale would be infinite.
+    # 2**-126, because the reciprocal of a subnormal scale would be infinite.
     scale = tl.maximum(tl.div_rn(amax, 448.0), 1.1754943508222875e-38)
     scale = tl.where(largest == 0, 1.0, scale)
     if POWERS:
@@ -110,7 +110,7 @@ def _round_tiles(
     if QUOTIENT == "division":
         values = tl.div_rn(values, tl.broadcast_to(spread, values.shape))
     elif QUOTIENT == "amax" and not POWERS:
-        # At most 2**126, as of the scale.
+        # At most 2**126, as for the scale.
         factor = tl.div_rn(448.0, tl.maximum(amax, 448.0 * 1.1754943508222875e-38))
         factor = tl.where(largest < 0x7F800000, factor, float("nan"))
         values = values * tl.reshape(factor, (down, 1, across, 1))
@@ -167,7 +167,7 @@ def _quantize_blocks(
 ):
     """Quantize a block of x `[batch, rows, columns]` and, with BOTH, of x.mT, in tiles of its own.
 
-    GATED: of SwiGLU of x `[batch, rows, 2 * columns]`; SCORED: times a score a row.
+    GATED: quantize the SwiGLU of x `[batch, rows, 2 * columns]`. SCORED: times one score per row.
     """
     across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
@@ -196,10 +196,10 @@ def _quantize_blocks(
 
 @dataclass(frozen=True)
 class TritonQuantizer:
-    """Codes and scales of `fp8.quantize`, bit for bit; see `FusedQuantizer`. One launch a call.
+    """A `FusedQuantizer` in Triton, with the bits of `fp8.quantize`. One launch per call.
 
-    Tiles of one row have scales with the rows side by side in memory, as products read them. Sides
-    of tiles are powers of two up to 128.
+    Scales of one-row tiles are stored with the rows contiguous, as products read them. Sides of
+    tiles are powers of two up to 128.
     """
 
     def __call__(
@@ -211,14 +211,14 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> Quantized:
-        """Quantize x `[*batch, rows, columns]`, of any strides. Local.
+        """Quantize x `[*batch, rows, columns]`, with any strides. Local.
 
-        The host waits for the device if `nonfinite="raise"`.
+        With `nonfinite="raise"` the host waits for the device.
 
         Raises:
             UsageError: a value is not finite.
-            UnsupportedError: x is not where Triton runs, or a tile that the kernel does not have.
-            ShapeError: no matrix of floating-point numbers.
+            UnsupportedError: Triton cannot use `x`, or the kernel does not have this tile.
+            ShapeError: `x` is not a matrix of floating-point numbers.
         """
         return _quantize(x, tile, scale, quotient, nonfinite)[0]
 
@@ -231,9 +231,9 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize x and x.mT, each in `tile`, reading x once. Local; errors are those of a call.
+        """Quantize x and x.mT, each in `tile`, and read x once. Local. Raises as a call does.
 
-        Codes of both are contiguous. Tiles of x.mT lie at multiples of the tile in x.
+        The codes of both are contiguous. Tiles of x.mT start at multiples of the tile in x.
         """
         made, flipped = _quantize(x, tile, scale, quotient, nonfinite, both=True)
         return made, flipped
@@ -248,16 +248,16 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> Quantized:
-        """Quantize the SwiGLU of `gate_up`, without storing it. Local.
+        """Quantize the SwiGLU of `gate_up` without storing it. Local.
 
-        5 bytes move for a bfloat16 value instead of 9. The exponential is the GPU's own, so an
-        activation may differ from the definition's by a part of (5 + |gate|) * 2**-23 before it is
-        rounded to its dtype. In bfloat16 that rounds at most 5 + |gate| of 16,384 to a neighbour;
-        the codes are those of the activation, to the bit.
+        Each bfloat16 value moves 5 bytes instead of 9. The kernel uses the GPU's exponential. An
+        activation may therefore differ from the definition by a part of (5 + |gate|) * 2**-23
+        before it is rounded to its dtype. In bfloat16 at most 5 + |gate| of 16,384 values then
+        round to a neighbour. The codes are those of the activation, to the bit.
 
         Raises:
             ShapeError: shapes or dtypes do not fit.
-            UnsupportedError, UsageError: as of a call.
+            UnsupportedError, UsageError: as for a call.
         """
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
@@ -273,7 +273,7 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize it and its transpose, 6 bytes for a bfloat16 value instead of 10. Local."""
+        """Quantize the SwiGLU and its transpose. Local. 6 bytes per bfloat16 value move, not 10."""
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
         made, flipped = _quantize(gate_up, *how, both=True, gated=True, scores=scores)
@@ -291,14 +291,14 @@ def _quantize(
     gated: bool = False,
     scores: Tensor | None = None,
 ) -> list[Quantized]:
-    """Run the kernel: one result, or with `both` that of the transpose too. Local.
+    """Run the kernel for one result, or with `both` also for the transpose. Local.
 
     Args:
         gated: x is `[..., rows, 2 * columns]`, and its SwiGLU is quantized.
-        scores: `[rows]`, which the rows are multiplied by.
+        scores: `[rows]`, which multiply the rows.
 
     Raises:
-        UsageError, UnsupportedError, ShapeError: as `TritonQuantizer`.
+        UsageError, UnsupportedError, ShapeError: as for `TritonQuantizer`.
     """
     check_operands(x, tile, scale, quotient, nonfinite)
     _check(x, tile)
@@ -308,7 +308,7 @@ def _quantize(
     shapes = [(*batch, rows, columns), (*batch, columns, rows)]
     made = [_empty(x, shape, tile) for shape in shapes[: 1 + both]]
     flat = x.flatten(0, -3) if x.ndim > 3 else x
-    # The transpose needs whole tiles in both directions. 64 values a thread: 8 loads on their way.
+    # The transpose needs whole tiles in both directions. 64 values per thread keep 8 loads pending.
     height = _SIDE if both or tile.rows > 64 else 32 if gated else 64
     blocks = math.prod(batch) * triton.cdiv(rows, height) * triton.cdiv(columns, _SIDE)
     if blocks:
@@ -344,10 +344,10 @@ def _quantize(
 
 
 def check_device(*tensors: Tensor) -> None:
-    """Refuse tensors that Triton cannot reach. Local.
+    """Refuse tensors that Triton cannot use. Local.
 
     Raises:
-        UnsupportedError: on a CPU, outside Triton's interpreter.
+        UnsupportedError: a tensor is on a CPU, outside of Triton's interpreter.
     """
     for x in tensors:
         if not (x.is_cuda or INTERPRETED):
@@ -364,7 +364,7 @@ def _check_gated(gate_up: Tensor, scores: Tensor | None) -> None:
     if gate_up.ndim != 2 or gate_up.shape[1] % 2 or not fits:
         raise ShapeError(
             "needs gate_up [tokens, 2 * inner] and scores [tokens] on the same device; got "
-            f"{list(gate_up.shape)} and {None if scores is None else list(scores.shape)}"
+            f"{list(gate_up.shape)} and {None if scores is None else list(scores.shape)}."
         )
 
 

@@ -1,8 +1,9 @@
 """Models of Hugging Face transformers over many ranks.
 
-Experts run through transformers' registry of experts implementations (`ExpertsInterface`),
-attention over split sequences through its registry of attention functions (`AttentionInterface`).
-Recurrent layers have no registry: their forward is replaced on the module, by exact class.
+Experts run through transformers' registry of experts implementations (`ExpertsInterface`).
+Attention over split sequences runs through its registry of attention functions
+(`AttentionInterface`). Recurrent layers have no registry, so the forward of each such module is
+replaced, by exact class.
 """
 
 from ....errors import MissingPackageError

@@ -28,11 +28,11 @@ _IMPLEMENTATION = "primeblocks"
 
 @dataclass(frozen=True)
 class Context:
-    """The way in which a model's sequences are split.
+    """The ranks and the attention by which a model's sequences are split.
 
     Attributes:
         group: the ranks that share a sequence.
-        attention: `ring_attention`, `ulysses_attention`, or one with their signature.
+        attention: `ring_attention`, `ulysses_attention`, or a function with their signature.
     """
 
     group: dist.ProcessGroup
@@ -40,15 +40,15 @@ class Context:
 
 
 def install_attention(model: nn.Module, context: Context) -> None:
-    """Let every attention of `model` look beyond this rank's tokens. Local.
+    """Let every attention of `model` attend to the tokens of all ranks. Local.
 
-    Where a rank holds whole sequences, a call without a plan keeps the model's own attention.
+    If a rank holds whole sequences, a call without a plan keeps the model's own attention.
     """
     AttentionInterface.register(_IMPLEMENTATION, _forward)
     AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
     for module in use_attention(_IMPLEMENTATION, model.modules(), context.group):
         module.context_parallel = context
-        # A rank alone expands its latents as ever: nothing travels.
+        # A rank alone keeps the model's own expansion of latents, because nothing travels.
         if hasattr(module, "expand_kv") and context.group.size() > 1:
             module.expand_kv = partial(_keep_latents, module, module.expand_kv)
 
@@ -56,7 +56,7 @@ def install_attention(model: nn.Module, context: Context) -> None:
 def use_attention(name: str, modules: Iterable[nn.Module], group: dist.ProcessGroup) -> list[Any]:
     """Let modules with a configuration choose a registered attention, and return them. Local.
 
-    Where a rank holds whole sequences, they choose it for calls with a plan.
+    If a rank holds whole sequences, they choose it only for calls with a plan.
     """
     found: list[Any] = []
     for module in modules:
@@ -73,10 +73,10 @@ def use_attention(name: str, modules: Iterable[nn.Module], group: dist.ProcessGr
 
 
 def _choose(own: str, other: str, module: Any, args: Any, arguments: dict[str, Any]) -> None:
-    """Choose for the module that is about to run, by what it was called with.
+    """Choose for the module that is about to run, by its arguments.
 
-    Masks are made in one module and used in others, and a checkpoint runs layers once more
-    after another call: no choice outlives its call.
+    Masks are made in one module and used in others, and a checkpoint runs layers again after
+    another call. Therefore no choice outlives its call.
     """
     chosen = own if arguments.get("sequence") is None else other
     if module.config._attn_implementation != chosen:
@@ -84,11 +84,11 @@ def _choose(own: str, other: str, module: Any, args: Any, arguments: dict[str, A
 
 
 def sequence_of(module: Any, arguments: dict[str, Any], batch: int) -> SequencePlan:
-    """The plan of the tokens at hand, which the caller gave to the model.
+    """Return the plan of the tokens, which the caller gave to the model.
 
     Raises:
-        PlanError: there is none.
-        ShapeError: more than one row: documents are packed instead.
+        PlanError: the call has no plan.
+        ShapeError: the batch has more than one row. Pack the documents into one row instead.
     """
     sequence = arguments.get("sequence")
     if not isinstance(sequence, SequencePlan):
@@ -102,19 +102,19 @@ def sequence_of(module: Any, arguments: dict[str, Any], batch: int) -> SequenceP
 
 
 def _no_mask(*sizes: Any, **arguments: Any) -> None:
-    """Make no mask: a plan knows the documents, and `parallelize` has masks refused beside it."""
+    """Make no mask. A plan knows the documents, and `parallelize` refuses masks with a plan."""
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Whether a call of it does more than its forward, there or in backward. Local."""
+    """Return whether a call does more than the layer's forward, also in backward. Local."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(layer, kind) for kind in kinds)
 
 
 def _of_latents(module: Any) -> Callable[..., Tensor] | None:
-    """Attention over latents like the one that was asked for, or None: their heads travel.
+    """Return the latent form of the chosen attention, or None if keys and values must travel.
 
-    It takes the weight of `kv_b_proj` apart, so that layer must be no more than its weight.
+    The latent form takes the weight of `kv_b_proj` apart, so that layer must be a plain weight.
     """
     asked: Any = module.context_parallel.attention
     given: dict[str, Any] = {}
@@ -138,7 +138,7 @@ _LATENT: tuple[tuple[Callable[..., Tensor], Callable[..., Tensor]], ...] = (
 def _keep_latents(
     module: Any, own: Callable[..., tuple[Tensor, Tensor]], latents: Tensor, rotated: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Take the place of `expand_kv`: `_forward` gets the latents of keys and values."""
+    """Replace `expand_kv`, so that `_forward` gets the latents of keys and values."""
     if _of_latents(module) is None:
         return own(latents, rotated)
     kv = torch.cat([latents, rotated], dim=-1)

@@ -1,11 +1,16 @@
-"""Fill a sharded model from a checkpoint of transformers, box by box."""
+"""Fill a sharded model from a checkpoint of transformers, box by box.
+
+transformers' own conversions run on deferred tensors, which know the place of their bytes in the
+files. Each rank then reads only the boxes that it holds. If that is not possible, rank 0 lets
+transformers read the whole checkpoint and sends the parameters.
+"""
 
 from __future__ import annotations
 
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +32,7 @@ from ....layout import Shard, layout_of, local_part
 from .checkpoint_files import CODES, open_checkpoint, with_numbers
 from .deferred import Deferred
 
-# What transformers raises where it cannot make sense of a folder.
+# The errors that transformers raises if it cannot read a folder.
 _UNREADABLE = (
     AttributeError, ImportError, LookupError, OSError, RuntimeError, SafetensorError, TypeError,
     ValueError,
@@ -43,28 +48,36 @@ __all__ = [
 ]
 
 
-def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
-    """Fill the parts with the weights of a checkpoint of transformers. Collective.
+def load_pretrained(
+    model: PreTrainedModel,
+    path: str | Path,
+    *,
+    progress: Callable[[int, int], object] | None = None,
+) -> None:
+    """Load the weights of a checkpoint of transformers into a sharded model. Collective.
 
-    Each rank reads the boxes that it holds from the files, in the dtype that they have there, and
-    nothing else: transformers' own conversions run on tensors that know where their bytes are.
-    Float8 codes (`quant_method` "fp8") are read with the scales of the blocks that a box touches.
-    Nothing is sent but an agreement, so every rank must see the folder; from the Hub, rank 0
+    Each rank reads from the files only the boxes that it holds, in their stored dtype. Float8 codes
+    (`quant_method` "fp8") are read with the scales of the blocks that a box touches. The names and
+    conversions are transformers' own.
+
+    Ranks exchange only an agreement, so every rank must see the folder. From the Hub, rank 0
     fetches before the others.
 
     Args:
-        model: what `parallelize` was called with; it may have come from the meta device.
+        model: the model that you passed to `parallelize`. It may come from the meta device.
+        progress: called with the tensors that this rank has read and will read, after each one.
+            Not called if rank 0 reads the whole.
 
     Raises:
-        UnsupportedError: it has adapters, whose names no such checkpoint holds.
-        PlanError: this rank cannot read it, or it holds other names or shapes, float8 codes without
-            a scale for each block, or both of two tied weights, and they differ.
-        RankError: raised on the other ranks where one raises PlanError.
+        UnsupportedError: the model has adapters, whose names are not in such a checkpoint.
+        PlanError: this rank cannot read the checkpoint, or its names or shapes differ.
+        PlanError: float8 codes lack scales for their blocks, or two tied weights differ.
+        RankError: another rank raised PlanError.
 
     Warns:
         UserWarning: the weights are quantized by another method, or must be computed with before
-            they are placed; then rank 0 reads the whole into host memory, and sends it. Or the
-            checkpoint holds weights that the model has no place for.
+            they are placed. Rank 0 then reads the whole checkpoint into host memory and sends it.
+        UserWarning: the checkpoint holds weights that match no parameter of the model.
     """
     refuse_adapters(model)
     reshard(model)
@@ -87,20 +100,20 @@ def load_pretrained(model: PreTrainedModel, path: str | Path) -> None:
         return
     with agreed("load_pretrained, at its end", group=everyone, device=device):
         try:
-            _fill(model, path, wanted, boxes)
+            _fill(model, path, wanted, boxes, progress)
         except (OSError, SafetensorError) as error:
             raise PlanError(f"{path} could not be read to its end: {error}") from error
 
 
 def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred] | str:
-    """Say what to read, by the model's names, or why transformers must read all. Local."""
+    """Return the tensors to read, by the model's names, or why transformers must read all."""
     kind = class_before(model)
     try:
         told, _ = kind.config_class.get_config_dict(path)
         method = told.get("quantization_config") or {}
         if method and method.get("quant_method") != "fp8":
             return "its weights are quantized"
-        # transformers' own default, for a configuration that leaves it out.
+        # transformers' own default if a configuration leaves it out.
         block = method.get("weight_block_size", [128, 128]) if method else None
         stored = with_numbers(open_checkpoint(path), block)
         shadow = _shadow(model)
@@ -139,7 +152,7 @@ def _stored_bytes(wanted: dict[str, Deferred]) -> int:
 
 
 def _shadow(model: PreTrainedModel) -> PreTrainedModel:
-    """The model's names and shapes, for transformers to put deferred tensors in."""
+    """Return a model with the names and shapes of `model`, to be filled with deferred tensors."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = config._experts_implementation = "eager"
     with torch.device("meta"):
@@ -148,7 +161,7 @@ def _shadow(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The state dict, where one of two tied names stands for the other."""
+    """Return the state dict, in which one of two tied names stands for the other."""
     state = model.state_dict(keep_vars=True)
     for name, source in model.all_tied_weights_keys.items():
         for one, other in ((name, source), (source, name)):
@@ -184,27 +197,34 @@ def _boxes(model: PreTrainedModel) -> dict[str, Shard]:
 
 
 def _fill(
-    model: PreTrainedModel, path: str | Path, wanted: dict[str, Deferred], boxes: dict[str, Shard]
+    model: PreTrainedModel,
+    path: str | Path,
+    wanted: dict[str, Deferred],
+    boxes: dict[str, Shard],
+    progress: Callable[[int, int], object] | None,
 ) -> None:
-    """Read into each local part, box by box; compare what a second name of it stands for.
+    """Read into each local part, box by box, and compare a tied weight with its second name.
 
     Raises:
-        PlanError: it stands for something else.
+        PlanError: two tied weights differ.
     """
     state, names = model.state_dict(keep_vars=True), model.all_tied_weights_keys
     with torch.no_grad():
-        for name in sorted(state, key=lambda name: name in names):  # Sources first.
+        for done, name in enumerate(
+            sorted(state, key=lambda name: name in names)
+        ):  # Sources first.
             source = names.get(name, name)
             second = source != name and state[name] is state[source]
-            if second and wanted[name] is wanted[source]:
-                continue
+            known = second and wanted[name] is wanted[source]
             local = local_part(state[name])
-            for piece in wanted[name].within(boxes[name]):
+            for piece in () if known else wanted[name].within(boxes[name]):
                 here, read = local[piece.place.slices], piece.source.read(piece.box)
                 if not second:
                     here.copy_(piece.arrange(read))
                 elif not torch.equal(here, piece.arrange(read).to(here)):
                     raise _apart(path, name, source)
+            if progress is not None:
+                progress(done + 1, len(state))
 
 
 def _load_whole(model: PreTrainedModel, path: str | Path, why: str) -> None:
@@ -235,7 +255,7 @@ def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
         raise _unreadable(path, kind, error) from error
     if getattr(whole, "hf_quantizer", None) is not None:
         raise PlanError(
-            f"{path} stays quantized ({method.get('quant_method')}) where transformers reads it. "
+            f"{path} stays quantized ({method.get('quant_method')}) when transformers reads it. "
             "Save it dequantized first."
         )
     if _holds_codes(path):  # transformers ignores a method that it does not know.
@@ -260,13 +280,13 @@ def _holds_codes(path: str | Path) -> bool:
 
 
 def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None) -> None:
-    """Give a model from the meta device memory for its parts, and nothing else. Local.
+    """Give a model from the meta device memory for its local parts only. Local.
 
-    Parameters hold NaN until they are loaded, so that a forgotten one does not pass for a weight.
-    Buffers that no checkpoint holds, such as frequencies, are computed as at construction.
+    Parameters hold NaN until they are loaded, so that a forgotten one is noticed. Buffers that a
+    checkpoint does not hold, such as frequencies, are computed as at construction.
 
     Args:
-        parts: where parameters go, if not to `device`.
+        parts: the device of parameters, if not `device`.
 
     Raises:
         PlanError: some parameters are on the meta device and others are not.
@@ -283,7 +303,7 @@ def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-            # transformers draws no values where it finds this.
+            # transformers draws no values if it finds this attribute.
             parameter._is_hf_initialized = True
     for owner in model.modules():
         if isinstance(owner, PreTrainedModel):
@@ -296,28 +316,32 @@ def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None
 
 
 def backend_device(tensor: Tensor) -> str:
-    """The device from which the backend of its ranks sends: its parts may lie on the host."""
+    """Return the device from which the backend sends. Parts may be on the host."""
     return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
 
 
 def class_before(model: PreTrainedModel) -> Any:
-    """The class that the model had before it was sharded."""
+    """Return the class that the model had before it was sharded."""
     return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:
-    """Leave each rank its parts: after a forward without a backward some are whole. Local."""
+    """Leave each rank only its parts. After a forward without a backward some are whole. Local."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuse a model with adapters. Local."""
+    """Refuse a model with adapters. Local.
+
+    Raises:
+        UnsupportedError: the model has adapters.
+    """
     for name, _ in model.named_parameters():
         if "lora_" in name or ".base_layer." in name:
             raise UnsupportedError(
-                f"the model has adapters ({name}). Keep theirs by PEFT and "
-                "expert_lora_state_dict, and the weights with adapters added by "
+                f"the model has adapters ({name}). Save adapters with PEFT and "
+                "expert_lora_state_dict. For weights with adapters added use "
                 "merged_expert_weights."
             )

@@ -1,7 +1,7 @@
 """Files of safetensors, read by the box and written tensor by tensor.
 
-Float8 codes are read as numbers: `with_numbers` joins a weight's codes and scales, and a box of the
-result reads the codes of that box and the scales of the blocks that the box touches.
+Float8 codes are read as numbers. `with_numbers` joins a weight's codes and scales. A box of the
+result then reads the codes of that box, and the scales of the blocks that the box touches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "with_numbers",
 ]
 
-# In the order in which safetensors lays tensors out: the last ones first.
+# safetensors stores tensors in this order of dtypes, the last ones first.
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.int16: "I16",
@@ -42,7 +42,7 @@ _DTYPES = {
 }  # fmt: skip
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-# Of a weight's scales, and of what engines divide activations by, which trainers do not need.
+# Suffixes of a weight's scales, and of activation scales of engines, which trainers do not need.
 _SUFFIX, _OF_ACTIVATIONS = "_scale_inv", (".activation_scale", ".input_scale")
 
 
@@ -51,7 +51,7 @@ class Stored:
     """A tensor in a file.
 
     Attributes:
-        file: an open one; its pages are mapped, and belong to the system's cache.
+        file: an open file, whose pages are mapped and belong to the system's cache.
     """
 
     file: Any
@@ -60,7 +60,7 @@ class Stored:
     dtype: torch.dtype
 
     def read(self, box: Shard) -> Tensor:
-        """A view of the box in the mapped file: its bytes are read when they are copied."""
+        """Return a view of the box in the mapped file. Its bytes are read when it is copied."""
         if not self.shape:
             return self.file.get_tensor(self.name)
         return self.file.get_slice(self.name)[box.slices]
@@ -68,10 +68,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A weight that is stored as float8 codes, and one scale for each block of its matrices.
+    """A weight that is stored as float8 codes, with one scale for each block of its matrices.
 
-    Blocks are counted from the corner of each matrix, so that the last row and the last column of
-    blocks may be cut, at any width.
+    Blocks are counted from the corner of each matrix. The last row and the last column of blocks
+    may be smaller.
 
     Attributes:
         codes: `[..., rows, columns]`.
@@ -109,7 +109,7 @@ class Numbers:
 
 
 def _blocks(start: int, size: int, block: int) -> tuple[Tensor, int]:
-    """The block of each place, counted from the first one, and the first one."""
+    """Return the block of each place, counted from the first block, and the first block."""
     first = start // block
     return torch.arange(start, start + size) // block - first, first
 
@@ -117,15 +117,15 @@ def _blocks(start: int, size: int, block: int) -> tuple[Tensor, int]:
 def with_numbers(
     stored: Mapping[str, Deferred], block: Sequence[int] | None
 ) -> dict[str, Deferred]:
-    """Join float8 codes and their scales to numbers. Local; reads nothing.
+    """Join float8 codes and their scales to numbers. Local. Reads no data.
 
     Args:
-        block: `weight_block_size` of the checkpoint's configuration; None where each matrix has one
+        block: `weight_block_size` of the checkpoint's configuration. None if each matrix has one
             scale.
 
     Raises:
-        PlanError: the block is not two sizes; codes without scales or scales without codes; or
-            scales of another dtype, or not one for each block.
+        PlanError: the block is not two sizes, or codes and scales do not come in pairs.
+        PlanError: scales have another dtype, or are not one per block.
     """
     sizes = list(block) if isinstance(block, Sequence) else []
     if block is not None and (
@@ -142,7 +142,8 @@ def with_numbers(
         if name.endswith(_SUFFIX):
             if name.removesuffix(_SUFFIX) not in stored:
                 raise PlanError(
-                    f"{name} holds scales, and {name.removesuffix(_SUFFIX)} is missing."
+                    f"{name} holds scales, and {name.removesuffix(_SUFFIX)} is missing. Get all "
+                    "files of the checkpoint."
                 )
             continue
         scales = stored.get(name + _SUFFIX)
@@ -178,10 +179,13 @@ def _numbers(name: str, codes: Deferred, scales: Deferred | None, sizes: Sequenc
 
 
 def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
-    """The tensors of a checkpoint, in a folder or on the Hub, by name. Local; reads headers alone.
+    """Return the tensors of a checkpoint in a folder or on the Hub, by name. Local.
+
+    Reads only the headers of the files.
 
     Raises:
-        OSError, SafetensorError: it is not there, without files of safetensors, or one is cut.
+        OSError, SafetensorError: the checkpoint does not exist, has no files of safetensors, or a
+            file is truncated.
         ValueError: its index names a file outside of the folder.
         UnsupportedError: a tensor has a dtype that torch does not compute with.
     """
@@ -202,7 +206,7 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
 
 
 def _files(path: str) -> tuple[list[str], dict[str, str]]:
-    """The files, and what the index says of which tensor is where, if there is one."""
+    """Return the files, and the file of each tensor by the index, if there is one."""
     try:
         return [cached_file(path, SAFE_WEIGHTS_NAME)], {}
     except OSError as error:
@@ -219,7 +223,7 @@ def _files(path: str) -> tuple[list[str], dict[str, str]]:
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names, in the order in which a `TensorFile` takes tensors.
+    """Return the names in the order in which a `TensorFile` takes tensors.
 
     Raises:
         UnsupportedError: safetensors has no name for a dtype.
@@ -232,7 +236,7 @@ def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 class TensorFile:
-    """A file as `safetensors.torch.save_file` would write it, one tensor after the other. Local.
+    """A file as `safetensors.torch.save_file` writes it, one tensor after the other. Local.
 
     Args:
         tensors: shapes and dtypes by name. `write` takes the tensors in the order of
@@ -246,7 +250,7 @@ class TensorFile:
         _write_header(self._file, tensors)
 
     def write(self, tensor: Tensor) -> None:
-        """Append the bytes of the next tensor, which lies on the host."""
+        """Append the bytes of the next tensor, which must be on the host."""
         self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -36,34 +37,40 @@ _SIZE = re.compile(r"\d{1,15}(\.\d{1,15})? ?[KMGT]B", re.ASCII | re.IGNORECASE)
 
 
 def save_pretrained(
-    model: PreTrainedModel, path: str | Path, *, max_shard_size: int | str = "50GB"
+    model: PreTrainedModel,
+    path: str | Path,
+    *,
+    max_shard_size: int | str = "50GB",
+    progress: Callable[[int, int], object] | None = None,
 ) -> None:
     """Write the whole model, as its own `save_pretrained` would from one rank. Collective.
 
-    Rank 0 writes one tensor of the checkpoint after the other: each rank sends it the part that it
-    holds, and no rank holds more of the whole than that tensor. To resume a run, save its parts
-    instead: docs/parallel.md.
+    Rank 0 writes the tensors of the checkpoint one after the other. Each rank sends the part that
+    it holds, and no rank holds more of the whole than one tensor. To resume a training run, save
+    its parts instead: docs/parallel.md.
 
     Args:
-        model: what `parallelize` was called with.
-        max_shard_size: of a file, equal on all ranks; a larger checkpoint is several, with an
-            index.
+        model: the model that you passed to `parallelize`.
+        max_shard_size: the size of a file, equal on all ranks. A larger checkpoint is split into
+            several files with an index.
+        progress: called with the tensors written and to write, after each one. Not called if rank
+            0 gathers the whole.
 
     Raises:
-        UnsupportedError: it has adapters, under whose names nothing could load it.
-        PlanError: rank 0 cannot write there; or `max_shard_size` is no size, or differs between
-            ranks, and nothing was written.
-        RankError: raised on the other ranks where one raises PlanError.
+        UnsupportedError: the model has adapters. No reader could load them under these names.
+        PlanError: rank 0 cannot write there.
+        PlanError: `max_shard_size` is not a size, or differs between ranks. Nothing was written.
+        RankError: another rank raised PlanError.
 
     Warns:
-        UserWarning: the names of the checkpoint cannot be told tensor by tensor; rank 0 gathers
-            the whole in host memory.
+        UserWarning: the names of the checkpoint cannot be found tensor by tensor. Rank 0 then
+            gathers the whole model in host memory.
     """
     refuse_adapters(model)
     reshard(model)
     with _agreed(model) as call:
         _check_size(max_shard_size)
-        # Files are cut on every rank, and each tensor goes to the one that it was cut to.
+        # Files are planned on every rank, and each tensor goes to the file of its plan.
         call.facts["max_shard_size"] = max_shard_size
     with _as_before(model):
         try:
@@ -78,10 +85,15 @@ def save_pretrained(
         filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."),
         max_shard_size=max_shard_size,
     )
-    boxes, problem = _boxes(model), None
+    boxes, problem, done = _boxes(model), None, count(1)
+
+    def tell() -> None:
+        if progress is not None:
+            progress(next(done), len(tensors))
+
     for file, names in split.filename_to_tensors.items():
         held = {name: tensors[name] for name in names}
-        problem = _write(Path(path) / file, held, boxes, problem)
+        problem = _write(Path(path) / file, held, boxes, problem, tell)
     with _agreed(model):
         if problem is not None:
             raise problem
@@ -89,7 +101,7 @@ def save_pretrained(
 
 
 def _check_size(size: object) -> None:
-    """Refuse a size of files before transformers reads it in its own ways."""
+    """Refuse a file size before transformers reads it in its own way."""
     if isinstance(size, str) and _SIZE.fullmatch(size):
         return
     if isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 63:
@@ -99,7 +111,7 @@ def _check_size(size: object) -> None:
 
 
 def _on_first(path: str | Path, write: Callable[[], object]) -> None:
-    """Call it on rank 0, and raise a PlanError where it fails."""
+    """Call `write` on rank 0, and raise a PlanError if it fails."""
     if dist.get_rank() == 0:
         try:
             write()
@@ -108,7 +120,7 @@ def _on_first(path: str | Path, write: Callable[[], object]) -> None:
 
 
 def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
-    """Write the index of several files, when they are whole."""
+    """Write the index of several files after they are complete."""
     if split.is_sharded:
         total = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
@@ -118,7 +130,7 @@ def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
 
 
 def _remove_older(path: Path, several: bool) -> None:
-    """Readers take one file before an index, and an index where there is one: leave the new."""
+    """Remove files that readers would prefer to the new ones: an older single file, or an index."""
     (path / (SAFE_WEIGHTS_NAME if several else SAFE_WEIGHTS_INDEX_NAME)).unlink(missing_ok=True)
 
 
@@ -139,17 +151,17 @@ class _Held:
 
 
 def _deferred(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Name what a checkpoint holds, by the model's names: tied weights once."""
+    """Return the tensors of a checkpoint by the model's names, with tied weights once."""
     left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
     state = model.state_dict()
     return {name: Deferred.of(_Held(name, state[name])) for name in state if name not in left_out}
 
 
 def _boxes(model: PreTrainedModel) -> list[dict[str, Shard]]:
-    """By rank, the boxes that it will send, on rank 0 alone. Collective.
+    """Return the boxes that each rank will send, on rank 0 only. Collective.
 
     Raises:
-        PlanError: as `layout_of` says.
+        PlanError: as for `layout_of`.
     """
     mine = {name: box for name, x in model.state_dict().items() if (box := _sent_box(x))}
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -158,7 +170,7 @@ def _boxes(model: PreTrainedModel) -> list[dict[str, Shard]]:
 
 
 def _sent_box(x: Tensor) -> Shard | None:
-    """The box of which this rank is the first holder."""
+    """Return the box that this rank is the first to hold, or None."""
     if not isinstance(x, DTensor):
         return layout_of(x).shard if dist.get_rank() == 0 else None
     at = x.device_mesh.get_coordinate()
@@ -175,9 +187,10 @@ def _write(
     tensors: dict[str, Any],
     boxes: list[dict[str, Shard]],
     problem: PlanError | None,
+    tell: Callable[[], None],
 ) -> PlanError | None:
-    """Write a file, and say what went wrong, here or before. Collective: rank 0 takes all that is
-    sent, and writes nothing after a problem.
+    """Write a file, and return what went wrong, here or earlier. Collective: rank 0 receives all
+    parts, and writes nothing after a problem.
     """
     file = None
     try:
@@ -188,6 +201,7 @@ def _write(
     for name in in_file_order(tensors):
         if dist.get_rank() != 0:
             _send(tensors[name])
+            tell()
             continue
         whole = _receive(tensors[name], boxes)
         try:
@@ -196,6 +210,7 @@ def _write(
         except OSError as error:
             problem = PlanError(f"{path} cannot be written: {error}")
         del whole  # Before the next one is made.
+        tell()
     try:
         if file is not None:
             file.close()
@@ -237,7 +252,7 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
 
 
 def _staged(held: Tensor, part: TensorPiece, box: Shard) -> Tensor:
-    """Return what is sent of this rank's box, where the backend takes it."""
+    """Return this rank's part of the box, on the device from which the backend sends."""
     cut = local_part(held).detach()[part.box.within(box).slices]
     return cut.to(backend_device(held)).contiguous()
 
@@ -251,7 +266,7 @@ def _agreed(model: PreTrainedModel) -> AbstractContextManager[Call]:
 
 @contextmanager
 def _as_before(model: PreTrainedModel) -> Iterator[None]:
-    """transformers finds the names of a checkpoint by the name of the class, which FSDP changed."""
+    """Restore the class whose name gives transformers the names of a checkpoint."""
     sharded: Any = type(model)
     model.__class__ = class_before(model)
     try:
@@ -263,7 +278,7 @@ def _as_before(model: PreTrainedModel) -> Iterator[None]:
 def _save_whole(
     model: PreTrainedModel, path: str | Path, max_shard_size: int | str, why: str
 ) -> None:
-    """Let transformers write what rank 0 gathered."""
+    """Let transformers write the model that rank 0 gathered."""
     if dist.get_rank() == 0:
         warnings.warn(f"rank 0 gathers the whole model: {why}", stacklevel=3)
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -1,4 +1,4 @@
-"""Tensors that are read later, by the box: conversions of transformers run on them as they are."""
+"""Tensors that are read later, box by box, so that transformers' conversions can run on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Deferred", "Source", "TensorPiece"]
 
 
 class Source(Protocol):
-    """Something with a shape and a dtype, of which a deferred tensor is made."""
+    """An object with a shape and a dtype, of which a deferred tensor is made."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -28,12 +28,13 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A box of a deferred tensor, and the box of its source that will fill it.
+    """A box of a deferred tensor, and the box of its source that fills it.
 
     Attributes:
-        place: in the deferred tensor.
-        corner: where the box starts in the source.
-        dims: the source's dim for each dim of the tensor; None for one of size 1 that it lacks.
+        place: the box in the deferred tensor.
+        source: the object that is read.
+        corner: the start of the box in the source.
+        dims: the source's dim for each dim of the tensor. None is a dim of size 1 that it lacks.
     """
 
     place: Shard
@@ -43,7 +44,7 @@ class TensorPiece:
 
     @property
     def box(self) -> Shard:
-        """The box of the source. Dims of it that the tensor lacks have size 1."""
+        """The box of the source. Dims that the tensor lacks have size 1."""
         sizes = [1] * len(self.corner)
         for dim, size in zip(self.dims, self.place.sizes, strict=True):
             if dim is not None:
@@ -51,7 +52,7 @@ class TensorPiece:
         return Shard(self.corner, tuple(sizes))
 
     def cut(self, box: Shard) -> TensorPiece | None:
-        """The part inside `box` of the tensor, or None."""
+        """Return the part inside `box` of the tensor, or None."""
         place = self.place.intersect(box)
         if place is None:
             return None
@@ -62,7 +63,7 @@ class TensorPiece:
         return replace(self, place=place, corner=tuple(corner))
 
     def filled_by(self, box: Shard) -> TensorPiece | None:
-        """The part that a box of the source fills, or None."""
+        """Return the part that a box of the source fills, or None."""
         common = self.box.intersect(box)
         if common is None:
             return None
@@ -74,17 +75,17 @@ class TensorPiece:
         return replace(self, place=Shard(tuple(offsets), tuple(sizes)), corner=common.offsets)
 
     def arrange(self, read: Tensor) -> Tensor:
-        """A view of what was read of `box`, in the tensor's order of dims."""
+        """Return a view of data that was read of `box`, in the tensor's order of dims."""
         kept = [dim for dim in self.dims if dim is not None]
         lost = [dim for dim in range(read.ndim) if dim not in kept]
         return read.permute(*kept, *lost).reshape(self.place.sizes) if self.dims else read.view(())
 
 
 class Deferred(Tensor):
-    """A tensor without memory: it knows which boxes of which sources it is made of.
+    """A tensor without memory, which knows the boxes of its sources.
 
-    Slices, stacks, concatenations and permutations of it are deferred too, casts are left to
-    the reader, and every other operator raises UnsupportedError. Local.
+    Slices, stacks, concatenations and permutations of a deferred tensor are deferred too. The
+    reader casts. Every other operator raises UnsupportedError. Local.
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -100,18 +101,18 @@ class Deferred(Tensor):
         return made
 
     def __init__(self, *_: Any) -> None:
-        """Return the tensor as it is; Tensor's own takes no arguments."""
+        """Do nothing. Tensor's own initialiser takes no arguments."""
 
     @classmethod
     def of(cls, source: Source) -> Deferred:
-        """The whole of a source."""
+        """Return the whole of a source."""
         shape = tuple(source.shape)
         whole = Shard((0,) * len(shape), shape)
         dims = tuple(range(len(shape)))
         return cls(shape, source.dtype, [TensorPiece(whole, source, whole.offsets, dims)])
 
     def within(self, box: Shard) -> Iterator[TensorPiece]:
-        """The pieces that fill a box, in coordinates that start at its corner."""
+        """Yield the pieces that fill a box, in coordinates that start at its corner."""
         for piece in self.pieces:
             cut = piece.cut(box)
             if cut is not None:
@@ -173,7 +174,7 @@ def _split(x: Deferred, size: int | Sequence[int], dim: int = 0) -> list[Deferre
 
 
 def _turn(x: Deferred, order: Sequence[int | None]) -> Deferred:
-    """Dims in another order; None is a new one of size 1, and dims that are left out have it."""
+    """Return the tensor with its dims in another order. None is a new dim of size 1."""
 
     def take(values: Sequence[int], new: int) -> tuple[int, ...]:
         return tuple(new if dim is None else values[dim] for dim in order)

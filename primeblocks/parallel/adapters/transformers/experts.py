@@ -18,10 +18,10 @@ _IMPLEMENTATION = "primeblocks"
 
 
 def experts_of(model: nn.Module) -> list[Any]:
-    """The modules that transformers' registry of experts implementations serves.
+    """Return the modules that transformers' registry of experts implementations serves.
 
     Raises:
-        UnsupportedError: PEFT wraps one, to add products to weights that it wants whole.
+        UnsupportedError: PEFT wraps one, and needs its whole weights.
     """
     for name, module in model.named_modules():
         if hasattr(getattr(module, "base_layer", None), "_apply_gate"):
@@ -34,7 +34,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that score experts, each beside its experts."""
+    """Return the modules that score experts, next to the experts."""
     beside = [m for m in model.modules() if hasattr(getattr(m, "experts", None), "_apply_gate")]
     found = [getattr(module, "gate", getattr(module, "router", None)) for module in beside]
     return [router for router in found if isinstance(router, nn.Module)]
@@ -58,17 +58,17 @@ def install_experts(model: nn.Module, dispatcher: TokenDispatcher) -> None:
 
 
 class _SharedExperts:
-    """The shared experts of a block, computed while its rows travel to the others.
+    """The shared experts of a block, computed while its rows travel to other experts.
 
-    transformers calls them when all results are back, and has no hook to do so earlier: their
-    forward is replaced by one that returns what was computed meanwhile. Where the block calls them
-    first (AFMoE, Laguna), or with something else than its input, it computes as before.
+    transformers calls them after all results returned, and has no hook to call them earlier. So
+    their forward is replaced, and returns the result computed meanwhile. If the block calls them
+    first (AFMoE, Laguna), or with other input than its own, the original forward runs.
     """
 
     def __init__(self, block: nn.Module, shared: nn.Module) -> None:
         self._own, self._given, self._found = shared.forward, None, None
         block.register_forward_pre_hook(self._enter)
-        # After an error too: a checkpoint stops recomputing by one.
+        # Also after an error, because a checkpoint stops a recomputation by one.
         block.register_forward_hook(self._leave, always_call=True)
         shared.forward = self._forward
 
@@ -91,7 +91,7 @@ class _SharedExperts:
 def run_experts(
     module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Send tokens to their experts, run these, and bring the results back. Collective."""
+    """Send tokens to their experts, run the experts, and return the results. Collective."""
     meanwhile = {} if module.shared is None else {"meanwhile": module.shared.compute}
     sent = module.dispatcher.dispatch(
         hidden_states, top_k_weights, top_k_index, num_experts=module.num_experts, **meanwhile

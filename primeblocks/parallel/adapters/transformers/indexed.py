@@ -1,9 +1,9 @@
-"""Attention of transformers in which an indexer chooses the tokens (DSA), over split sequences.
+"""Attention of transformers in which an indexer selects the tokens (DSA), over split sequences.
 
-transformers hands the indices to a registered attention function; queries arrive per head, and the
-latents of keys and values by way of `expand_kv`, which is replaced on the module. The indexer's own
-code runs as it is: what it would multiply with the keys of its cache is an object that remembers
-the factors, and asks `select` for the tokens in the end.
+transformers passes the indices to a registered attention function, with queries per head. The
+latents of keys and values come through `expand_kv`, which is replaced on the module. The indexer's
+own code runs unchanged. Its cache returns an object that records the operands of the scores, and
+calls `select` at the end.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class IndexedAttention:
     """Engines for families whose attention has an indexer: `attention=` of `parallelize`.
 
     Attributes:
-        kernel: attention over the selected rows; default: `ReferenceKernel()`.
-        scores: of the indexer; default: `index_scores`.
+        kernel: attention over the selected rows. Default: `ReferenceKernel()`.
+        scores: scores of the indexer. Default: `index_scores`.
         check: as in `ring_attention`.
     """
 
@@ -58,21 +58,21 @@ class IndexedAttention:
 def install_indexed_attention(
     model: nn.Module, engines: IndexedAttention, group: dist.ProcessGroup
 ) -> None:
-    """Let every attention with an indexer choose among the tokens of all ranks. Local.
+    """Let every attention with an indexer select among the tokens of all ranks. Local.
 
-    Where a rank holds whole sequences, a call without a plan keeps the model's own attention.
+    If a rank holds whole sequences, a call without a plan keeps the model's own attention.
     """
     AttentionInterface.register(_IMPLEMENTATION, _forward)
     AttentionMaskInterface.register(_IMPLEMENTATION, _stand_in_for_a_mask)
     attentions = _attentions_of(model)
-    # An indexer shares a configuration with the attention that calls it, but is told no plan.
+    # An indexer shares a configuration with the attention that calls it, but gets no plan.
     inside = {indexer for module in attentions if (indexer := module.indexer) is not None}
     use_attention(_IMPLEMENTATION, (m for m in model.modules() if m not in inside), group)
     for module in attentions:
         module.indexed_call = None
         module.expand_kv = partial(_keep_latents, module, module.expand_kv)
         module.register_forward_pre_hook(partial(_begin, engines, group), with_kwargs=True)
-        # Also where the call ends in an error, or torch ends a recomputation early.
+        # Also if the call ends in an error, or torch ends a recomputation early.
         module.register_forward_hook(_end, always_call=True)
         if module.indexer is not None:
             lend = partial(_lend_keys, module)
@@ -80,20 +80,20 @@ def install_indexed_attention(
 
 
 def scorers_of(model: nn.Module) -> list[nn.Module]:
-    """The layers of indexers that transformers keeps in float32. Local."""
+    """Return the layers of indexers that transformers keeps in float32. Local."""
     indexers = [module.indexer for module in _attentions_of(model)]
     return [indexer.weights_proj for indexer in indexers if indexer is not None]
 
 
 def _attentions_of(model: nn.Module) -> list[Any]:
-    # Layers that share another's choice have an indexer too, which is None.
+    # A layer that shares another layer's selection has an indexer of None.
     names = ("expand_kv", "indexer")
     return [m for m in model.modules() if all(hasattr(m, name) for name in names)]
 
 
 @dataclass
 class _Call:
-    """One call of an attention module: what its parts hand to each other."""
+    """One call of an attention module: the data that its parts exchange."""
 
     engines: IndexedAttention
     group: dist.ProcessGroup
@@ -128,14 +128,14 @@ def _end(module: Any, args: Any, output: Any) -> None:
 def _stand_in_for_a_mask(
     *sizes: Any, device: torch.device | None = None, **arguments: Any
 ) -> Tensor:
-    """Return what attention can slice before it asks the indexer; nothing reads it."""
+    """Return a tensor that attention can slice before it calls the indexer. It is not read."""
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
 def _keep_latents(
     module: Any, own: Callable[..., tuple[Tensor, Tensor]], latents: Tensor, rotated: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Take the place of `expand_kv`: latents travel, and not the keys and values of all heads."""
+    """Replace `expand_kv`, so that latents travel instead of the keys and values of all heads."""
     call: _Call | None = module.indexed_call
     if call is None:
         return own(latents, rotated)
@@ -164,19 +164,19 @@ class _Cache:
 
 
 class _Chosen(NamedTuple):
-    """As much of `torch.topk` as an indexer reads."""
+    """The part of `torch.topk`'s result that an indexer reads."""
 
     indices: Tensor
 
 
-# What an indexer does to keys, one after the other: products with queries, and sums over heads.
+# The operations of an indexer on keys, in order: products with queries, and sums over heads.
 _STEPS = (torch.matmul, F.relu, torch.matmul)
 
 
 class _Scores:
-    """Scores of all tokens, in the hands of an indexer's own code; they are never computed.
+    """The scores of all tokens for an indexer's own code. They are never computed.
 
-    It collects the operands of `_STEPS`, and `topk` hands them to `select`, which knows the
+    The object collects the operands of `_STEPS`. `topk` passes them to `select`, which knows the
     documents and needs no mask.
     """
 
@@ -188,7 +188,7 @@ class _Scores:
     def _itself(self, *arguments: Any, **named: Any) -> _Scores:
         return self
 
-    # Places of dims, dtypes and masks mean nothing here.
+    # Positions of dims, dtypes and masks have no meaning here.
     transpose = unsqueeze = squeeze = float = masked_fill = __add__ = _itself
 
     def __mul__(self, factor: Any) -> _Scores:
@@ -210,15 +210,15 @@ class _Scores:
 
     @property
     def shape(self) -> tuple[int]:
-        """Only the last dim is asked for."""
+        """A shape with the last dim only, because only that is read."""
         return (self._call.sequence.tokens,)
 
     def topk(self, k: int, dim: int = -1) -> _Chosen:
-        """Collective: see `_choose`."""
+        """Select the tokens. Collective: see `_choose`."""
         if len(self._operands) < len(_STEPS):
             raise _unknown("chooses before it has scores")
         q, _, weights = self._operands
-        # Queries were widened for the product; engines want them as the keys are.
+        # Queries were widened for the product, but engines need them in the dtype of the keys.
         q = q[0].to(self._keys.dtype)
         inputs = IndexerInputs(q, self._keys, weights[0, :, 0] * self._factor)
         return _Chosen(_choose(self._call, inputs, k).transpose(0, 1))
@@ -277,9 +277,9 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """Run attention as transformers calls it, on queries `[1, heads, tokens, head_dim]`.
 
-    Keys are absorbed into queries, and values are expanded from the sum of latents: one row of
-    latents serves all heads. `indices`, `[1, tokens, k]`, are those that the indexer module
-    returned, also if a hook replaced them.
+    Keys are absorbed into queries, and values are expanded from the sum of latents, so one row of
+    latents serves all heads. `indices`, `[1, tokens, k]`, are the result of the indexer module,
+    also if a hook replaced it.
     """
     call: _Call = module.indexed_call
     if dropout:
@@ -307,7 +307,7 @@ def _forward(
 
 
 def _matrix(layer: nn.Module) -> Tensor:
-    """The weight that stands for the whole layer. FSDP2 has gathered it.
+    """Return the weight that stands for the whole layer. FSDP2 has gathered it.
 
     Raises:
         UnsupportedError: the layer does more than multiply by its weight.

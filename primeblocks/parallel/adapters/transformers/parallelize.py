@@ -1,4 +1,4 @@
-"""A model of transformers, split over meshes."""
+"""Parallelize a model of transformers over meshes."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Family:
     """A family of models, and the splits of it that were compared with one rank.
 
     Attributes:
-        experts: has experts that can be shared.
-        context: "" if its sequences can be packed and split, otherwise why not.
-        indexed: an indexer chooses the tokens that each query attends to.
+        experts: the family has experts that can be shared.
+        context: "" if its sequences can be packed and split. Otherwise the reason.
+        indexed: an indexer selects the tokens that each query attends to.
     """
 
     experts: bool = True
@@ -55,7 +55,7 @@ class Family:
 _BOTH = Family()
 _INDEXED = Family(indexed=True)
 
-# By `model_type` of the configuration.
+# Keys are the `model_type` of the configuration.
 FAMILIES: dict[str, Family] = {
     "afmoe": _BOTH,
     "axk2": _INDEXED,
@@ -97,35 +97,36 @@ def parallelize(
     reshard_after_forward: bool = True,
     offload_policy: OffloadPolicy | None = None,
 ) -> None:
-    """Run a causal language model's experts, sequences and FSDP2 over `meshes`, in place.
+    """Parallelize a causal language model over `meshes`, in place: experts, sequences and FSDP2.
 
-    Outputs and gradients are those of the model on one rank. Names of parameters stay; the
-    parameters become DTensors, so `layout_of` says what each rank holds. Hooks on the router keep
-    working: the experts take the ids that the router module returns, also if a hook replaced them.
-    Build optimizers afterwards. Local; the model's weights must be equal on all ranks.
+    Outputs and gradients equal those of the model on one rank. Parameter names do not change.
+    Parameters become DTensors, and `layout_of` returns the box that each rank holds. Hooks on the
+    router keep working: the experts take the ids that the router module returns, also if a hook
+    replaced them. Build optimizers afterwards. Local. The model's weights must be equal on all
+    ranks.
 
     Args:
-        model: in full on every rank, or on the meta device: then each rank gets memory for its
-            parts alone, and parameters are NaN until they are loaded.
-        attention: `ring_attention`, `ulysses_attention`, or one with their signature, for calls
-            with `local_inputs`; default: Ulysses. Split sequences can be called in no other way;
-            with context=1 a call without a plan keeps the model's own attention and masks. Where
-            an indexer chooses the tokens (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4) these two cannot
-            serve it: pass `IndexedAttention(kernel=..., scores=...)` for other engines, or nothing.
-        precision: see `fully_shard_moe`; routers and the weights of indexers stay in float32.
-        dispatcher: must share experts over `meshes.expert`; default: `AllToAllDispatcher`, and
-            `LocalDispatcher` where there is one rank to share them.
-        recurrence_kernel: for the recurrent layers of calls with a plan: the `kernel` of
-            `gated_delta_rule` (Qwen3-Next, Qwen3.5) or of `state_space` (Nemotron-H), such as
-            `partial(chunk_gated_delta_rule, output_final_state=True)` of
-            flash-linear-attention; default: plain torch.
+        model: a whole model on every rank, or a model on the meta device. In the second case each
+            rank allocates memory for its parts only, and parameters are NaN until they are loaded.
+        attention: `ring_attention`, `ulysses_attention`, or a function with their signature, for
+            calls with `local_inputs`. Default: `ulysses_attention`. Split sequences need a plan.
+            With context=1, a call without a plan keeps the model's own attention and masks.
+            Families with an indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4) take no such function.
+            For them pass `IndexedAttention(kernel=..., scores=...)` or nothing.
+        precision: see `fully_shard_moe`. Routers and the weights of indexers stay in float32.
+        dispatcher: must share experts over `meshes.expert`. Default: `AllToAllDispatcher`, or
+            `LocalDispatcher` if one rank has all experts.
+        recurrence_kernel: the `kernel` of `gated_delta_rule` (Qwen3-Next, Qwen3.5) or of
+            `state_space` (Nemotron-H), for the recurrent layers of calls with a plan. Example:
+            `partial(chunk_gated_delta_rule, output_final_state=True)` of flash-linear-attention.
+            Default: plain torch.
         reshard_after_forward, offload_policy: see `fully_shard_moe`.
 
     Raises:
-        UnsupportedError: a model that no test covers, or one that cannot be split so; from the
-            model itself: a plan that it cannot follow, a loss that would be one rank's own.
-        PlanError: the expert degree does not divide the experts, or the dispatcher lies over other
-            ranks than those that share them.
+        UnsupportedError: no test covers the model, or it cannot be split this way. The model itself
+            later raises it for a plan that it cannot follow, or a loss of one rank's tokens only.
+        PlanError: the expert degree does not divide the experts, or the dispatcher uses other ranks
+            than `meshes.expert`.
     """
     plan, kind = meshes.plan, model.config.model_type
     if kind not in FAMILIES:
@@ -187,17 +188,18 @@ def local_inputs(
 ) -> dict[str, Any]:
     """Return a model's arguments for this rank's part of packed documents. Local.
 
+    For the model's own loss, pass `sequence.split(sequence.labels(tokens), group=group)[None]` as
+    `labels` and as `shift_labels`, with `num_items_in_batch=global_token_count(...)`.
+
     Args:
         tokens: `[tokens]`, the whole sequence, equal on every rank of `group`.
 
     Returns:
-        `input_ids` and `position_ids`, `[1, local_tokens]`, the plan, and no cache. Labels are
-        `sequence.split(sequence.labels(tokens), group=group)[None]`; for the model's own loss
-        pass them as `labels` and `shift_labels`, with `num_items_in_batch=global_token_count(...)`.
+        `input_ids` and `position_ids`, each `[1, local_tokens]`, the plan, and `use_cache=False`.
 
     Raises:
-        ShapeError, PlanError: as `SequencePlan.split` says.
-        PlanError: a rank would hold no token; every rank raises it.
+        ShapeError, PlanError: as for `SequencePlan.split`.
+        PlanError: some rank would hold 0 tokens. Every rank raises this error.
     """
     if not all(sequence.counts):
         raise PlanError(
@@ -215,7 +217,7 @@ def local_inputs(
 def _check_attention(
     kind: str, family: Family, attention: Callable[..., Tensor] | IndexedAttention | None
 ) -> None:
-    """Refuse an attention that cannot compute what the family does. Local."""
+    """Refuse an attention that cannot compute the attention of the family. Local."""
     if attention is not None and not isinstance(attention, IndexedAttention | Callable):
         raise PlanError(
             f"attention= takes a function, such as primeblocks.parallel.attention.ring_attention; "
@@ -260,13 +262,13 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 def _own_configs(model: PreTrainedModel) -> None:
-    """Copy configurations, which choose implementations: another model may hold the same ones."""
+    """Copy configurations, which choose implementations, because other models may share them."""
     memo: dict[int, Any] = {}  # A part that two modules share, or two configurations, stays one.
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None:
             module.config = copy.deepcopy(config, memo)
-            # Parameters are numbers from here on, whatever the checkpoint held.
+            # Parameters are numbers from here on, also if the checkpoint held codes.
             vars(module.config).pop("quantization_config", None)
 
 
@@ -295,12 +297,12 @@ def _admit_sequence(
         )
     if arguments.get("position_ids") is None:
         raise PlanError(
-            "a plan came without position_ids, and the model would count from the first token at "
-            "hand. Call model(**local_inputs(tokens, sequence=plan, group=...))."
+            "a plan came without position_ids, and the model would count from this rank's first "
+            "token. Call model(**local_inputs(tokens, sequence=plan, group=...))."
         )
     if arguments.get("attention_mask") is not None:
         raise PlanError(
-            "attention over split sequences knows documents and no masks. Leave padding out of "
+            "attention over split sequences takes documents and no masks. Leave padding out of "
             "the plan, and do not pass attention_mask."
         )
     if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
@@ -311,15 +313,15 @@ def _admit_sequence(
 
 
 def _admit_loss(module: PreTrainedModel, args: Any, arguments: dict[str, Any]) -> None:
-    """Refuse a loss of this rank's tokens alone, which would pass for that of all."""
+    """Refuse a loss of this rank's tokens only, which would look like the loss of all tokens."""
     arguments = _by_name(module, args) | arguments
     asked = arguments.get("output_router_logits")
     config = module.config.get_text_config()
     if getattr(config, "output_router_logits", False) if asked is None else asked:
         raise UnsupportedError(
-            "output_router_logits makes an auxiliary loss of this rank's tokens alone; no sum over "
-            "ranks turns these into that of all. Switch it off, also in the configuration; read "
-            "the routers by forward hooks."
+            "output_router_logits makes an auxiliary loss of this rank's tokens only, and the sum "
+            "over ranks is not the loss of all tokens. Switch it off, also in the configuration. "
+            "Read the routers with forward hooks."
         )
     if arguments.get("labels") is not None and arguments.get("num_items_in_batch") is None:
         raise PlanError(

@@ -1,7 +1,7 @@
 """Recurrent layers of transformers over split sequences.
 
-transformers has no registry for them, so the forward of each such module is replaced. The new one
-computes the same from the layer's parameters, with the recurrences of `parallel.linear`.
+transformers has no registry for these layers, so the forward of each such module is replaced. The
+new forward computes the same result from the layer's parameters, with `parallel.linear`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ __all__ = ["install_recurrence", "recurrent_layers"]
 
 
 def recurrent_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that `install_recurrence` serves."""
+    """Return the layers that `install_recurrence` serves."""
     return [module for module in model.modules() if type(module).__name__ in _LAYERS]
 
 
 def install_recurrence(
     model: nn.Module, context: Context, kernel: Callable[..., tuple[Tensor, Tensor]] | None
 ) -> None:
-    """Hand the states of recurrent layers from rank to rank. Local.
+    """Pass the states of recurrent layers from rank to rank. Local.
 
     Args:
-        kernel: what `gated_delta_rule` or `state_space` is to call; None: plain torch.
+        kernel: the kernel of `gated_delta_rule` or `state_space`. None means plain torch.
     """
     chosen = {} if kernel is None else {"kernel": kernel}
     for module in recurrent_layers(model):
@@ -49,9 +49,9 @@ def _forward(
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """Run `layer` as transformers calls it, without a cache; attention refuses a mask.
+    """Run `layer` as transformers calls it, without a cache. Attention refuses a mask.
 
-    `own` runs where a rank holds whole sequences and there is no plan.
+    `own` runs if a rank holds whole sequences and the call has no plan.
     """
     if context.group.size() == 1 and arguments.get("sequence") is None:
         masked = {"cache_params": cache_params, "attention_mask": attention_mask}
@@ -99,7 +99,7 @@ def _nemotron_h(m: Any, hidden: Tensor, chosen: dict[str, Any], **where: Any) ->
     return m.out_proj(m.norm(out.flatten(1), gate).to(hidden.dtype))
 
 
-# By the name of the class: `FAMILIES` says which models were compared.
+# Keys are class names. `FAMILIES` lists the models that were compared.
 _LAYERS: dict[str, Callable[..., Tensor]] = {
     "NemotronHMamba2Mixer": _nemotron_h,
     "Qwen3NextGatedDeltaNet": _qwen3_next,

@@ -1,9 +1,10 @@
-"""Kernels of our own for sparse attention, in Triton, run on one H100.
+"""Triton kernels for sparse attention, which have run on one H100.
 
     dsa_attention(..., kernel=TritonSparseKernel(), scores=TritonIndexScores())
 
-Rows of 576 columns of which 512 are the value, 64 or 128 heads, packed documents: what latent
-attention needs. Tested in Triton's interpreter, and compiled for sm_90 and sm_100.
+They serve the sizes of latent attention: rows of 576 columns, of which 512 are the value, 64 or 128
+heads, and packed documents. They are tested in Triton's interpreter, and compiled for sm_90 and
+sm_100.
 """
 
 from ....errors import MissingPackageError

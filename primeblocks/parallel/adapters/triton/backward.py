@@ -1,9 +1,9 @@
 """Backward of attention over selected rows, in two kernels.
 
-Both multiply queries and gradients of outputs, stacked as one matrix, by the same rows: scores and
-slopes of the weights are one product, and so are the two parts of a row's gradient. The first
-kernel goes by queries, as the forward, the second by tiles of selected rows, over all heads, which
-are added to the rows once.
+Both stack queries and gradients of outputs as one matrix, and multiply it by the same rows. One
+product gives scores and slopes of the weights, and one gives both parts of a row's gradient. The
+first kernel runs over queries, like the forward. The second runs over tiles of selected rows, sums
+all heads, and adds the result to the rows once.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _load_stack(
     HEADS: tl.constexpr,
     TURN: tl.constexpr,
 ):
-    """Load gradients of outputs and queries, each in its columns of a row, TURN heads by turns."""
+    """Load gradients of outputs and queries, each in its columns of a row, TURN heads in turn."""
     line = tl.arange(0, 2 * HEADS)
     head = (first + line // (2 * TURN) * TURN + line % TURN)[:, None]
     of_q = (line // TURN % 2 == 1)[:, None]
@@ -60,7 +60,7 @@ def _load_stack(
 @triton.jit
 @no_type_check
 def _unstack(x, TURN: tl.constexpr):
-    """Part gradients from queries; of 8 by turns, a thread holds both of a head."""
+    """Separate gradients from queries. With 8 in turn, a thread holds both of a head."""
     heads: tl.constexpr = x.shape[0] // 2
     columns: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (heads // TURN, 2, TURN, columns)), (0, 2, 3, 1))
@@ -71,7 +71,7 @@ def _unstack(x, TURN: tl.constexpr):
 @triton.jit
 @no_type_check
 def _largest(x):
-    """The largest magnitude of each line; a NaN is larger than any number."""
+    """Return the largest magnitude of each line. A NaN is larger than any number."""
     bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, 1).to(tl.float32, bitcast=True)
 
@@ -91,7 +91,7 @@ def _look_at_heads(
     VALUE_END: tl.constexpr,
     FIXED: tl.constexpr,
 ):
-    """Multiply outputs and their gradients. FIXED: find the largest gradient, and query, too."""
+    """Multiply outputs and their gradients. FIXED: also find the largest gradient and query."""
     product = tl.zeros(own.shape, tl.float32)
     of_grad = product
     of_q = product
@@ -112,7 +112,7 @@ def _look_at_heads(
 @triton.jit
 @no_type_check
 def _to_base_2(lse):
-    """The logarithm to base 2; of no weight at all 0, as no score is then above -inf."""
+    """Return the logarithm to base 2, or 0 if all weights are zero, as no score is above -inf."""
     return tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
 
 
@@ -153,9 +153,9 @@ def find_slopes(
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Find the gradient of a query, and `delta`, the product of output and gradient.
+    """Compute a query's gradient, and `delta`, the product of its output and its gradient.
 
-    FIXED: and the largest that a number of its contribution to a row may be.
+    FIXED: also find a bound of the numbers in its contribution to a row.
     """
     across = tl.cdiv(heads, HEADS)
     program = tl.program_id(0)
@@ -261,7 +261,7 @@ def add_to_rows(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add the gradients of a tile of one query's rows, all heads together."""
+    """Add the gradients of a tile of one query's rows, summed over heads."""
     tiles = tl.cdiv(k, TILE)
     program = tl.program_id(0)
     at = program % tiles * TILE + tl.arange(0, TILE)
@@ -285,7 +285,7 @@ def add_to_rows(
     of_heads = (token * groups + group) * heads
     for first in tl.range(0, heads, HEADS, num_stages=STAGES):
         head = first + tl.arange(0, HEADS)
-        # Heads that are not there have weights of 0.
+        # Heads that do not exist have weights of 0.
         total = tl.load(lse + of_heads + head, head < heads, other=float("inf"))
         product = tl.load(delta + of_heads + head, head < heads, other=0.0)
         stack_a = _load_stack(

@@ -1,8 +1,8 @@
-"""Sums that repeat to the bit, in whatever order programs add to them.
+"""Sums that are equal bit for bit, whatever the order in which programs add.
 
-Sums of floats depend on the order, sums of integers do not: contributions are added as 64-bit
-integers. What one is worth is found before: no sum can overflow, and it is so far below the largest
-contribution that sums are better than float32's.
+A sum of floats depends on the order of its terms. A sum of integers does not, so contributions are
+added as 64-bit integers. The value of one unit is chosen first. No sum can overflow, and the unit
+is so far below the largest contribution that sums are more precise than in float32.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["add_columns", "scale_back", "unit_of"]
 @triton.jit
 @no_type_check
 def unit_of(largest, ROOM: tl.constexpr):
-    """Exponent of what one is worth, and whether there is any: a NaN or an infinity has none.
+    """Return the exponent of the unit, and whether it exists. It does not after a NaN or infinity.
 
-    The largest contribution is below 2**(bits - 126), and 2**ROOM of them are summed.
+    The largest contribution is below 2**(bits - 126), and at most 2**ROOM of them are summed.
     """
     bits = tl.load(largest) >> 23
     return bits - 126 + ROOM - 62, bits < 255
@@ -29,7 +29,7 @@ def unit_of(largest, ROOM: tl.constexpr):
 @triton.jit
 @no_type_check
 def _times_power(x, exponent):
-    """Multiply by a power of two that may be no float32 itself."""
+    """Multiply by a power of two, which may be outside of float32."""
     half = exponent // 2
     x *= ((half + 127) << 23).to(tl.float32, bitcast=True)
     return x * ((exponent - half + 127) << 23).to(tl.float32, bitcast=True)
@@ -57,8 +57,8 @@ def add_columns(
 ):
     """Add gradients of rows to those of other programs.
 
-    Integers take twice the registers: then columns go by quarters, each of every fourth eight, as
-    threads hold them.
+    Integers take twice the registers. Columns are therefore added in quarters of every fourth
+    group of eight, as threads hold them.
     """
     columns: tl.constexpr = values.shape[1]
     if FIXED and columns >= 128:
@@ -81,7 +81,7 @@ def add_columns(
 @triton.jit
 @no_type_check
 def _halve(x):
-    """Part columns by eights: the first, third ..., and the second, fourth ...."""
+    """Split columns by groups of eight: the first, third ..., and the second, fourth ...."""
     lines: tl.constexpr = x.shape[0]
     columns: tl.constexpr = x.shape[1] // 2
     x = tl.reshape(x, (lines, columns // 8, 2, 8))
@@ -92,7 +92,7 @@ def _halve(x):
 @triton.jit
 @no_type_check
 def scale_back(sums, largest, out, count, ROOM: tl.constexpr, SIZE: tl.constexpr):
-    """Turn sums of integers into numbers; all are NaN if a contribution was none, or infinite."""
+    """Turn sums of integers into numbers. All are NaN if a contribution was NaN or infinite."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     exponent, finite = unit_of(largest, ROOM)
     values = _times_power(tl.load(sums + at, at < count, other=0).to(tl.float32), exponent)

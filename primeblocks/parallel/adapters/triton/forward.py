@@ -1,7 +1,7 @@
-"""Forward of attention over selected rows: one program a query and its heads.
+"""Forward of attention over selected rows: one program per query and its heads.
 
-Tiles of selected rows stream through shared memory, each read once and multiplied twice, with the
-softmax on the way (arXiv:1805.02867). No row is copied in memory.
+Tiles of selected rows stream through shared memory. Each is read once and multiplied twice, with an
+online softmax between (arXiv:1805.02867). Selected rows are not copied in memory.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def attend(
 ):
     """Attend from one query, with up to HEADS of a group's heads, to its rows of the group.
 
-    `heads` are those of a group; `scale` is that of scores to base 2.
+    `heads` is the number of heads of a group. `scale` is the factor of scores to base 2.
     """
     across = tl.cdiv(heads, HEADS)
     program = tl.program_id(0)
@@ -94,7 +94,7 @@ def attend(
         if B and VALUE_END > A:
             sum_b = multiply(weights, row_b, sum_b * shrink[:, None])
         most = higher
-    # Without any id: an output of 0, and the logarithm of 0.
+    # Without any id the output is 0, and lse is the logarithm of 0.
     mass = tl.where(mass == 0, 1.0, mass)
     where = (token * groups + group) * heads + head
     tl.store(lse + where, most * 0.6931471805599453 + tl.log(mass), own)

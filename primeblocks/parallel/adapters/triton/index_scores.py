@@ -1,4 +1,4 @@
-"""Scores of an indexer in one pass: no product of a single head is stored."""
+"""Scores of an indexer in one pass, which stores only the sum over heads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def score_tiles(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Score some queries, one after the other, against a tile of keys that stays."""
+    """Score some queries, one after the other, against a tile of keys that stays loaded."""
     across = tl.cdiv(candidates, TILE)
     program = tl.program_id(0)
     candidate = program % across * TILE + tl.arange(0, TILE)
@@ -56,7 +56,7 @@ def score_tiles(
         products = tl.zeros((TILE, HEADS), tl.float32)
         products = multiply(keys, tl.trans(own), products)
         factors = tl.load(weights + tl.cast(row, tl.int64) * weights_row + head, head < heads, 0.0)
-        # Not by a maximum, which would lose a NaN.
+        # Not with a maximum, which would lose a NaN.
         products = tl.where(products < 0, 0.0, products) * factors.to(tl.float32)[None, :]
         place = out + tl.cast(row, tl.int64) * candidates + candidate
         tl.store(place, tl.sum(products, 1), candidate < candidates)
@@ -64,9 +64,10 @@ def score_tiles(
 
 @dataclass(frozen=True)
 class TritonIndexScores:
-    """Scores of an indexer; see `IndexScores`. One launch, and no memory but the result.
+    """An `IndexScores` in one launch, which allocates only its result.
 
-    Float16, bfloat16 or float32, sums in float32; at most 128 heads of at most 128 columns.
+    Takes float16, bfloat16 or float32, and sums in float32. At most 128 heads, each of at most
+    128 columns.
     """
 
     def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ class TritonIndexScores:
 
 
 def launch_of_scores(heads: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Sizes of tiles, and how many warps share one. Pure."""
+    """Return the sizes of tiles, and the number of warps that share one. Pure."""
     wide = dtype == torch.float32
     return {
         "HEADS": max(16, triton.next_power_of_2(heads)),

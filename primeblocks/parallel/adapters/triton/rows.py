@@ -1,9 +1,9 @@
-"""Rows of a table as kernels read them: their columns in two parts, ids of a query, rounding.
+"""Rows of a table as kernels read them: columns in two parts, a query's ids, and rounding.
 
-576 columns are 512 and 64: matrices have sides that are powers of two, and 1024 would be paid for
-otherwise. A query reads the columns from the first of key and value to the last of either: scores
-come from a query that is zero outside the key, outputs are kept inside the value. For latents,
-whose value is a part of the key, nothing is read or multiplied twice.
+Sides of matrices are powers of two. So 576 columns are read as 512 and 64, and not as 1024. A query
+reads all columns from the first of key and value to the last of both. A query is zero outside of
+the key, and outputs are kept only inside of the value. With latents, whose value is a part of the
+key, no column is read or multiplied twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "store_columns",
 ]
 
-# Decided, as by Triton itself, when this is imported.
+# Decided at import, as Triton itself does.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _EMULATED = tl.constexpr(INTERPRETED)
 WIDEST = 576
@@ -41,7 +41,7 @@ WIDEST = 576
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a row, from `first` on: a part of `A`, and one of `B` behind it.
+    """The columns of a row from `first` on: a part of `A` columns, then a part of `B` columns.
 
     `B` may be 0. Key and value are counted from `first`.
     """
@@ -61,7 +61,7 @@ class Columns:
         return max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
 
     def constants(self) -> dict[str, int]:
-        """Name them as kernels do."""
+        """Return the columns under the names that kernels use."""
         return {
             **{"FIRST": self.first, "WIDTH": self.width, "A": self.A, "B": self.B},
             **{"KEY": self.key[0], "KEY_END": self.key[1]},
@@ -70,10 +70,10 @@ class Columns:
 
 
 def columns_of(rows: Rows) -> Columns:
-    """Lay out the columns that a query reads. Local.
+    """Arrange the columns that a query reads. Local.
 
     Raises:
-        UnsupportedError: more of them than a GPU has memory for on its chip.
+        UnsupportedError: the rows span more columns than a GPU's shared memory holds.
     """
     first = min(rows.key[0], rows.value[0])
     width = max(rows.key[1], rows.value[1]) - first
@@ -87,10 +87,10 @@ def columns_of(rows: Rows) -> Columns:
 
 
 def check_device(*tensors: Tensor) -> None:
-    """Refuse tensors that Triton cannot reach. Local.
+    """Refuse tensors that Triton cannot use. Local.
 
     Raises:
-        UnsupportedError: on a CPU, outside Triton's interpreter.
+        UnsupportedError: a tensor is on a CPU, outside of Triton's interpreter.
     """
     for x in tensors:
         if not (x.is_cuda or INTERPRETED):
@@ -104,7 +104,7 @@ def check_device(*tensors: Tensor) -> None:
 @triton.jit
 @no_type_check
 def count_ids(indices, k, SPAN: tl.constexpr):
-    """Count the ids of a query: they come first, and -1 behind them."""
+    """Count the ids of a query. They come first, and -1 after them."""
     total = 0
     for start in range(0, k, SPAN):
         at = start + tl.arange(0, SPAN)
@@ -115,10 +115,10 @@ def count_ids(indices, k, SPAN: tl.constexpr):
 @triton.jit
 @no_type_check
 def choose_rows(kv, indices, start, length, entries, kv_row, TILE: tl.constexpr):
-    """Find a tile of a query's rows: addresses, which are there, which are not out of bounds."""
+    """Find a tile of a query's rows: addresses, which ids exist, and which are in bounds."""
     at = start + tl.arange(0, TILE)
     ids = tl.load(indices + at, at < length, other=-1)
-    # Nobody has looked at the ids: stay inside, and let one that is not show.
+    # The ids were not checked: stay in bounds, and let a wrong id show in the output.
     seen = (ids >= 0) & (ids < entries)
     rows = kv + tl.where(seen, ids, 0).to(tl.int64)[:, None] * kv_row
     return rows, seen, ids < entries
@@ -127,7 +127,7 @@ def choose_rows(kv, indices, start, length, entries, kv_row, TILE: tl.constexpr)
 @triton.jit
 @no_type_check
 def read_rows(rows, column, seen, WIDTH: tl.constexpr, END: tl.constexpr):
-    """Read columns up to END - 1 of rows, of which there are WIDTH; zeros in the others."""
+    """Read columns up to END - 1 of rows that have WIDTH columns. The others are zeros."""
     inside = seen[:, None]
     if END > WIDTH:
         inside = inside & (column < WIDTH)[None, :]
@@ -137,7 +137,7 @@ def read_rows(rows, column, seen, WIDTH: tl.constexpr, END: tl.constexpr):
 @triton.jit
 @no_type_check
 def multiply_rows(x_a, x_b, rows, seen, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Read rows and multiply `x @ rows.T`; without a part B there is one of A in its stead."""
+    """Read rows and multiply `x @ rows.T`. Without a part B, part A is passed instead."""
     row_a = read_rows(rows, tl.arange(0, A), seen, WIDTH, A)
     product = tl.zeros((x_a.shape[0], rows.shape[0]), tl.float32)
     product = multiply(x_a, tl.trans(row_a), product)
@@ -151,7 +151,7 @@ def multiply_rows(x_a, x_b, rows, seen, WIDTH: tl.constexpr, A: tl.constexpr, B:
 @triton.jit
 @no_type_check
 def load_columns(x, column, own, START: tl.constexpr, END: tl.constexpr):
-    """Load columns START ... END - 1 of vectors that begin there; zeros in the others."""
+    """Load columns START ... END - 1 of vectors that begin there. The others are zeros."""
     inside = own[:, None] & ((column >= START) & (column < END))[None, :]
     return tl.load(x + (column - START)[None, :], inside, other=0.0)
 

@@ -1,4 +1,4 @@
-"""Attention over selected rows as an engine: launches and checks."""
+"""Attention over selected rows as a Triton engine: launches and checks."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ _BACK = 4096
 
 @dataclass(frozen=True)
 class TritonSparseKernel:
-    """Attention over selected rows; see `SparseKernel`. Float16, bfloat16, float32.
+    """A `SparseKernel` in Triton, for float16, bfloat16 and float32.
 
-    Forward is one launch; backward two, after dkv was set to zero, and three if it repeats to the
-    bit. No host waits. Rows span 576 columns at most. An id beyond the rows makes its query's
-    output NaN. Tiles are those of Hopper; other GPUs, and float32, which takes no tensor cores, are
-    served and no more.
+    Forward is one launch. Backward sets dkv to zero and launches two kernels, or three if the
+    result must be equal bit for bit. The host does not wait. Rows span at most 576 columns. An id
+    beyond the rows makes its query's output NaN. Tiles are chosen for Hopper. Other GPUs, and
+    float32, which does not use tensor cores, work but are not tuned.
 
-    Programs of backward add to the same rows in any order, so sums differ by rounding from run to
-    run. Sums of 64-bit integers do not, for twice the traffic of those additions and 8 bytes more
-    for each number of dkv meanwhile. A NaN or an infinity then makes all of dkv NaN.
+    By default the programs of backward add to the same rows in any order, so results differ by
+    rounding between runs. If `deterministic`, sums are made of 64-bit integers and do not differ.
+    That doubles the traffic of these additions and needs 8 more bytes per number of dkv. A NaN or
+    an infinity then makes all of dkv NaN.
 
     Args:
-        deterministic: repeat dkv to the bit; None: as `torch.use_deterministic_algorithms` says.
+        deterministic: make dkv equal bit for bit. None: follow
+            `torch.use_deterministic_algorithms`.
     """
 
     deterministic: bool | None = None
@@ -45,11 +47,11 @@ class TritonSparseKernel:
     def forward(
         self, q: Tensor, kv: Tensor, indices: Tensor, *, rows: Rows, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend. Local.
+        """Attend from each query to its rows. Local.
 
         Raises:
             ShapeError: shapes, dtypes or devices do not fit.
-            UnsupportedError: float64, wider rows, or tensors on a CPU.
+            UnsupportedError: the dtype is float64, rows are wider, or tensors are on a CPU.
         """
         columns, heads = _check(q, kv, indices, rows), q.shape[1] // kv.shape[1]
         out = q.new_empty(*q.shape[:2], rows.value_dim)
@@ -90,7 +92,7 @@ class TritonSparseKernel:
         rows: Rows,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of q, and of kv in float32. Local; errors are those of forward."""
+        """Return the gradients of q, and of kv in float32. Local. Raises as `forward` does."""
         columns = _check(q, kv, indices, rows)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         if not q.numel():
@@ -141,14 +143,14 @@ class _Backward:
 
     @property
     def _programs(self) -> int:
-        """Programs of `find_slopes`; no more contributions of theirs meet in a row."""
+        """The number of programs of `find_slopes`, which bounds the contributions to one row."""
         queries, groups, _ = self.indices.shape
         heads = self.q.shape[1] // groups
         return queries * groups * triton.cdiv(heads, self._launch("queries")["HEADS"])
 
     @property
     def _room(self) -> int:
-        # Twice as much as there is, for the rounding of weights and slopes.
+        # Twice the bound, to allow for the rounding of weights and slopes.
         return math.ceil(math.log2(2 * self._programs))
 
     def find_slopes(self, out: Tensor, dq: Tensor, largest: Tensor) -> None:
@@ -208,20 +210,21 @@ def launch_of(
     *,
     hopper: bool = True,
 ) -> dict[str, int]:
-    """Sizes of a kernel's tiles, and how many warps share one. Pure.
+    """Return the sizes of a kernel's tiles, and the number of warps that share one. Pure.
 
-    64 heads and 576 columns of 2 bytes take 255 registers a thread and 221 to 226 of the 227 KiB of
-    shared memory that a program has on Hopper. Elsewhere, and for float32, tiles are small.
+    With 64 heads and 576 columns of 2 bytes, a thread takes 255 registers. A program then takes 221
+    to 226 KiB of the 227 KiB of shared memory that it has on Hopper. On other GPUs, and for
+    float32, tiles are small.
 
     Args:
-        heads: of a group.
+        heads: heads of a group.
     """
     if dtype == torch.float32:
         some, tile, warps = 16, 16, 8
     elif not hopper:
         some, tile, warps = 16, 32 if kernel == "forward" else 16, 8
     else:
-        # What multiplies 64 lines: a Hopper's warps work together on no fewer.
+        # Hopper's warps multiply at least 64 lines together.
         some = max(16, min(32 if kernel == "rows" else 64, triton.next_power_of_2(heads)))
         tile = 32 if kernel == "queries" else 64
         warps = 4 if some == 16 and kernel != "rows" else 8
@@ -237,7 +240,7 @@ def _span(indices: Tensor) -> int:
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """Vectors side by side in memory, at any distance."""
+    """Make the numbers of each vector contiguous. Vectors may be at any distance."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

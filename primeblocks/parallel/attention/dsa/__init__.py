@@ -1,8 +1,8 @@
 """Attention to selected rows (DSA and its relatives) over a sequence that ranks share.
 
-`dsa_attention` does all of it. Its parts are functions too: `gather_tokens`, `select`,
-`sparse_attention`. A selector such as `TopK` chooses the rows that a query sees. A `SparseKernel`
-computes attention to them.
+`dsa_attention` does everything in one call. Its parts are also functions: `gather_tokens`,
+`select` and `sparse_attention`. A selector such as `TopK` chooses the rows that a query sees. A
+`SparseKernel` computes attention to them.
 """
 
 from .attention import dsa_attention, sparse_attention

@@ -1,4 +1,7 @@
-"""Sparse attention over a split sequence: rows are gathered once, each query reads its own few."""
+"""Sparse attention over a split sequence: each query reads a few of the rows of all ranks.
+
+Rows are gathered once per call. The indexer selects, and the kernel reads the selected rows.
+"""
 
 from __future__ import annotations
 
@@ -37,35 +40,39 @@ def dsa_attention(
     scores: IndexScores | None = None,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of each query to the rows that its indexer selects, over a split sequence.
+    """Attend from each query to the rows that its indexer selects, over a split sequence.
 
-    Each rank keeps its queries. One all-gather brings the rows (latents) and the keys of the
-    indexer of all tokens; the indexer works through this rank's queries in chunks, so that no
-    matrix of all scores exists; the kernel reads the selected rows and nothing else. Takes any
-    order of tokens, any mix of documents, ragged and empty ranks. Differentiable in q, kv and
-    sinks; the indexer learns by `indexer_loss` alone. Collective: forward receives
-    `(ranks - 1) * max(sequence.counts)` rows of kv and of indexer.k; backward receives those of
-    kv again, and reduces as many of their gradients in float32.
+    Each rank keeps its queries. One all-gather fetches the rows (latents) and the indexer's keys of
+    all tokens. The indexer then scores this rank's queries in chunks, so the matrix of all scores
+    never exists. The kernel reads only the selected rows. Takes any order of tokens and any mix of
+    documents. Ranks may have different numbers of tokens, also zero.
 
-    A layer that shares the selection of another one calls `sparse_attention` with its indices.
+    Differentiable in q, kv and sinks. The indexer learns only through `indexer_loss`.
+
+    Collective. Forward receives `(ranks - 1) * max(sequence.counts)` rows of kv and of indexer.k.
+    Backward receives the rows of kv again, and reduces as many rows of gradients in float32.
+
+    A layer that shares another layer's selection calls `sparse_attention` with its indices.
 
     Args:
-        q: `[local_tokens, heads, key_dim]`, rotary embedding applied; for latent attention with
-            the key projection absorbed.
-        kv: `[local_tokens, width]` or `[local_tokens, groups, width]`, rotary embedding applied.
+        q: `[local_tokens, heads, key_dim]`, with rotary embedding applied. For latent attention,
+            absorb the key projection first.
+        kv: `[local_tokens, width]` or `[local_tokens, groups, width]`, with rotary embedding
+            applied.
+        indexer: this rank's queries, keys and weights of the indexer.
         rows: the columns of kv that are key and value.
         selector: `TopK(2048)`, or another rule.
-        scale: of the scores of attention; default: key_dim ** -0.5. Latent attention has the
+        scale: factor of attention's scores. Default: key_dim ** -0.5. For latent attention pass the
             scale of its heads before absorption.
-        sinks: `[heads]`, the score of one more key a head, whose value is zero.
-        kernel: an engine; default: `ReferenceKernel()`.
-        scores: an engine of the indexer; default: `index_scores`.
+        sinks: `[heads]`, the score of one more key per head, whose value is zero.
+        kernel: an engine of attention. Default: `ReferenceKernel()`.
+        scores: an engine of the indexer. Default: `index_scores`.
         check: as in `ring_attention`.
 
     Returns:
-        The output, `[local_tokens, heads, value_dim]`, and the indices,
-        `[local_tokens, groups, k]`, int32: places in the whole sequence, ascending, -1 behind the
-        last one. Of equal scores the earliest token is selected.
+        The output, `[local_tokens, heads, value_dim]`, and the indices, int32
+        `[local_tokens, groups, k]`. Indices are ascending places in the whole sequence, followed by
+        -1. Ties go to the earliest token.
 
     Raises:
         ShapeError: shapes, dtypes or heads do not fit each other or the plan.
@@ -110,18 +117,19 @@ def sparse_attention(
     kernel: SparseKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Attention of each query to the rows that `indices` name, over a split sequence.
+    """Attend from each query to the rows that `indices` name, over a split sequence.
 
-    `select` may have chosen them, another layer, or an engine whose selection is replayed.
-    Differentiable in q, kv and sinks. Collective, as `dsa_attention` without the indexer.
+    The indices may come from `select`, from another layer, or from an engine whose selection is
+    replayed. Differentiable in q, kv and sinks. Collective like `dsa_attention`, without the
+    indexer.
 
     Args:
-        indices: `[local_tokens, groups, k]`, int32: places in the whole sequence, -1 behind the
-            last one. No check refuses a place that is in the future, or named twice.
-        entries: the plan of the rows of kv, if they are not the tokens; default: `sequence`.
-        whole: what `gather_tokens(kv, ...)` returned, if it was called. Used only in forward.
+        indices: int32 `[local_tokens, groups, k]`: places in the whole sequence, followed by -1.
+            Future places and repeated places are not refused.
+        entries: the plan of the rows of kv, if they are not tokens. Default: `sequence`.
+        whole: the result of `gather_tokens(kv, ...)`, if you have it. Used only in forward.
 
-    Args, Returns, Raises: else as `dsa_attention`.
+    Other arguments, results and errors: as for `dsa_attention`.
     """
     plan = sequence if entries is None else entries
     with agreed("sparse_attention", q, kv, group=group, check=check) as call:
@@ -137,7 +145,7 @@ def sparse_attention(
 
 
 class _Settings(NamedTuple):
-    """Arguments of one call that are no tensors."""
+    """Arguments of one call that are not tensors."""
 
     entries: SequencePlan
     group: dist.ProcessGroup
@@ -164,7 +172,7 @@ class _Sparse(torch.autograd.Function):
         if sinks is not None:
             out, lse = with_sinks(out, lse, sinks)
             out = out.to(q.dtype)
-        # This rank's rows: those of all ranks, kept for every layer, would be gigabytes.
+        # Save this rank's rows. The rows of all ranks, for every layer, would take gigabytes.
         ctx.save_for_backward(q, kv, sinks, indices, out, lse)
         ctx.settings = settings
         return out
@@ -207,7 +215,7 @@ def checked_facts(
     rows: Rows,
     scale: float | None,
 ) -> dict[str, object]:
-    """Facts of a call that must be equal on all ranks, after a look at this rank's. Local."""
+    """Check this rank's arguments, and return the facts that must be equal on all ranks. Local."""
     check_plan(sequence, group)
     check_plan(entries, group)
     check_tensors(q=q, kv=kv, **({} if sinks is None else {"sinks": sinks}))
@@ -261,6 +269,6 @@ def _check_indices(indices: Tensor, q: Tensor, groups: int) -> None:
         )
     if not indices.shape[2] or indices.device != q.device:
         raise ShapeError(
-            f"needs at least one id a query, on {q.device}; got {tuple(indices.shape)} on "
+            f"needs at least one id per query, on {q.device}; got {tuple(indices.shape)} on "
             f"{indices.device}."
         )

@@ -1,4 +1,4 @@
-"""Rows of tokens from every rank, in the order of the sequence, and their gradients back."""
+"""Gather rows of tokens from all ranks in the order of the sequence, and return their gradients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["gather_tokens", "scatter_gradients"]
 def gather_tokens(
     *tensors: Tensor, sequence: SequencePlan, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Whole tensors from the parts of all ranks, in the order of the sequence; no gradient.
+    """Return whole tensors from the parts of all ranks, in the order of the sequence.
 
-    Collective: one all-gather for all of them together. Each rank receives
-    `(ranks - 1) * max(sequence.counts)` rows of as many bytes as a token has in all tensors.
+    No gradient flows. Collective: one all-gather for all tensors together. Each rank receives
+    `(ranks - 1) * max(sequence.counts)` rows. A row has the bytes of one token in all tensors.
 
     Args:
         tensors: `[local_tokens, ...]`, of any dtypes.
@@ -36,20 +36,20 @@ def gather_tokens(
     whole = arrived.index_select(0, _row_of_token(sequence, sent.device))
     found = []
     for x, columns in zip(parts, whole.split([x.shape[1] for x in flat], dim=1), strict=True):
-        # A view of another dtype needs rows that begin where its numbers may; to `contiguous`, a
-        # single one begins well anywhere.
+        # A view of another dtype needs rows at an aligned offset. `contiguous` leaves a single row
+        # at any offset.
         rows = columns.clone(memory_format=torch.contiguous_format)
         found.append(rows.view(x.dtype).view(sequence.tokens, *x.shape[1:]))
     return tuple(found)
 
 
 def scatter_gradients(whole: Tensor, *, sequence: SequencePlan, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of a sum over all ranks: the backward of `gather_tokens`.
+    """Return this rank's rows of a sum over all ranks: the backward of `gather_tokens`.
 
-    Collective: one reduce-scatter in the dtype of `whole`, of `max(sequence.counts)` rows a rank.
+    Collective: one reduce-scatter of `max(sequence.counts)` rows per rank, in the dtype of `whole`.
 
     Args:
-        whole: `[tokens, ...]`, this rank's share of the gradients of every token.
+        whole: `[tokens, ...]`, this rank's share of every token's gradient.
 
     Returns:
         `[local_tokens, ...]`.
@@ -62,10 +62,10 @@ def scatter_gradients(whole: Tensor, *, sequence: SequencePlan, group: dist.Proc
     return reduce_scatter_rows(padded, group=group)[:own]
 
 
-# Every layer of a step asks for the same.
+# Cached, because every layer of a step needs the same rows.
 @kept_on_plan
 def _row_of_token(sequence: SequencePlan, device: torch.device) -> Tensor:
-    """`[tokens]`: the row of each token where every rank has room for as many as the fullest."""
+    """Return `[tokens]`: each token's row if every rank is padded to the largest rank."""
     most = max(sequence.counts)
     rows = torch.empty(sequence.tokens, dtype=torch.int64)
     for rank in range(sequence.ranks):

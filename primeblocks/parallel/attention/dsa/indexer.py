@@ -1,4 +1,7 @@
-"""Scores of an indexer, and the tokens with the highest ones, in chunks of queries."""
+"""Scores of an indexer, and the selection of the tokens with the highest scores.
+
+Queries are scored in chunks, because the scores of all queries would take too much memory.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,12 @@ __all__ = [
     "top_ids",
 ]
 
-# Scores, those of one head, two masks and counts, by candidate and query.
+# Bytes per candidate and query: scores, those of one head, two masks and counts.
 BYTES_OF_A_SCORE = 18
 
 
 class IndexerInputs(NamedTuple):
-    """Queries, keys and weights of an indexer, rotary embedding applied.
+    """Queries, keys and weights of an indexer, with rotary embedding applied.
 
     score[t, s] = sum over heads of weights[t, h] * relu(q[t, h] . k[s])
     """
@@ -45,7 +48,7 @@ class IndexerInputs(NamedTuple):
     q: Tensor
     """`[local_tokens, index_heads, index_dim]`"""
     k: Tensor
-    """`[local_tokens, index_dim]`, shared by all heads; of entries, those of this rank"""
+    """`[local_tokens, index_dim]`, shared by all heads. For entries: this rank's entries."""
     weights: Tensor
     """`[local_tokens, index_heads]`, with every constant factor"""
 
@@ -77,18 +80,19 @@ class Selector(Protocol):
         rank: int,
         scores: IndexScores,
     ) -> Tensor:
-        """Return `[local_tokens, groups, k]`, int32, as `select` does."""
+        """Return int32 `[local_tokens, groups, k]`, as `select` does."""
         ...
 
 
 @dataclass(frozen=True)
 class TopK:
-    """The `k` tokens with the highest scores, of those up to the query in its document.
+    """Select the `k` tokens with the highest scores, up to the query, in its document.
 
-    Equal scores: the earlier token. DeepSeek-V3.2 and GLM-5 choose so.
+    Ties go to the earlier token. DeepSeek-V3.2 and GLM-5 select this way.
 
     Attributes:
-        chunk_bytes: memory for the scores of some queries; no matrix of all of them exists.
+        k: the most tokens that a query sees.
+        chunk_bytes: memory for the scores of some queries. The matrix of all scores never exists.
     """
 
     k: int
@@ -127,26 +131,27 @@ def select(
     rank: int,
     scores: IndexScores | None = None,
 ) -> Tensor:
-    """Choose the rows that each query of this rank attends to. Local; no gradient.
+    """Select the rows that each query of this rank attends to. Local. No gradient.
 
-    A checkpointed layer chooses again when it is recomputed; `keep_indices` keeps the first choice.
+    A checkpointed layer selects again when it is recomputed. `keep_indices` keeps the first
+    selection.
 
     Args:
-        keys: `[tokens, index_dim]`, those of all ranks, in the order of the sequence; or those of
-            entries, for a selector of entries.
-        scores: an engine; default: `index_scores`.
+        keys: `[tokens, index_dim]`, the keys of all ranks in the order of the sequence. For a
+            selector of entries: the keys of entries.
+        scores: an engine. Default: `index_scores`.
 
     Returns:
-        `[local_tokens, groups, k]`, int32: places in the whole sequence, ascending, -1 behind
-        the last one. A score that is no number counts as infinite, so that it reaches the output.
+        Int32 `[local_tokens, groups, k]`: ascending places in the whole sequence, followed by -1. A
+        NaN score counts as infinite, so that it reaches the output.
 
     Raises:
-        ShapeError, UnsupportedError: operands do not fit the selector.
+        ShapeError, UnsupportedError: the operands do not fit the selector.
     """
     score = index_scores if scores is None else scores
 
     def choose() -> Tensor:
-        # In float32 under autocast too: scores of less would choose others.
+        # In float32 under autocast too, because rounded scores would select other tokens.
         with torch.no_grad(), torch.autocast(indexer.q.device.type, enabled=False):
             return selector.select(
                 indexer.q, indexer.weights, keys, sequence=sequence, rank=rank, scores=score
@@ -160,18 +165,19 @@ def select(
 
 
 def keep_indices() -> Any:
-    """Contexts in which `torch.utils.checkpoint` keeps selections and recomputes all else. Local.
+    """Return contexts in which `torch.utils.checkpoint` keeps selections. Local.
 
-    A recomputation may break near ties otherwise than the forward did, by another order of sums,
-    and gradients would be those of other rows. Pass it as
-    `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. Memory: the indices of each
-    layer that selects.
+    Everything else is recomputed. A recomputation may sum in another order and break near ties
+    differently. The gradients would then belong to other rows.
+
+    Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. It keeps
+    the indices of each layer that selects in memory.
     """
     return create_selective_checkpoint_contexts([torch.ops.primeblocks.select_indices.default])
 
 
 # Checkpointing keeps results of operators, and operators take only tensors and numbers. So the
-# operator finds its call here. A recomputation that knows the result does not run the operator.
+# operator finds its call here. If a recomputation knows the result, the operator does not run.
 _CALL: ContextVar[Callable[[], Tensor]] = ContextVar("the call of select_indices")
 
 
@@ -183,10 +189,10 @@ def _select_indices(q: Tensor) -> Tensor:
 
 
 class Candidates(NamedTuple):
-    """Neighbouring queries of one document and the candidates that they see.
+    """Consecutive queries of one document and the candidates that they see.
 
-    Query `i` of `queries` stands at `position + i` of its document, and sees the candidates from
-    `first` to before `first + (position + i + 1) // ratio`.
+    Query `i` of `queries` has the position `position + i` in its document. It sees the candidates
+    from `first` to before `first + (position + i + 1) // ratio`.
     """
 
     offset: int
@@ -197,7 +203,7 @@ class Candidates(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Candidates that the last query sees."""
+        """The number of candidates that the last query sees."""
         return (self.position + self.queries) // self.ratio
 
 
@@ -211,10 +217,10 @@ def top_candidates(
     scores: IndexScores,
     chunk_bytes: int,
 ) -> Tensor:
-    """Choose the `k` best candidates of each query, all of them where there are no more. Local.
+    """Select the `k` best candidates of each query, or all if there are at most `k`. Local.
 
     Returns:
-        `[queries, k]`, int32, ascending, -1 behind the last one.
+        Int32 `[queries, k]`, ascending, followed by -1.
     """
 
     def table(rows: slice, run: Candidates) -> Tensor:
@@ -231,12 +237,12 @@ def best_candidates(
     like: Tensor,
     chunk_bytes: int,
 ) -> Tensor:
-    """Choose as `top_candidates` does, by any scores. Local.
+    """Select as `top_candidates` does, with any scores. Local.
 
     Args:
-        table: from rows and what is known of them to scores, `[queries, run.most]`; those of
-            candidates that a query does not see may be anything. Overwritten.
-        like: has as many rows as there are queries, on their device.
+        table: a function from rows and their candidates to scores `[queries, run.most]`. Scores of
+            candidates that a query does not see may have any value. The result is overwritten.
+        like: a tensor with one row per query, on the device of the queries.
     """
     found = torch.full((like.shape[0], k), -1, dtype=torch.int32, device=like.device)
     for rows, run in _chunks(runs, k, chunk_bytes):
@@ -253,7 +259,7 @@ def best_candidates(
 
 
 def _chunks(runs: list[Candidates], k: int, chunk_bytes: int) -> Iterator[tuple[slice, Candidates]]:
-    """Cut runs so that scores fit, and where queries begin to have a choice."""
+    """Cut runs so that their scores fit into memory, and at the first query with a choice."""
     for run in runs:
         start, free = 0, max(0, min(run.queries, k * run.ratio + run.ratio - 1 - run.position))
         while start < run.queries:
@@ -273,7 +279,7 @@ def _chunks(runs: list[Candidates], k: int, chunk_bytes: int) -> Iterator[tuple[
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Score queries against keys, head after head: `IndexScores` in plain torch. Local."""
+    """Score queries against keys, head by head: `IndexScores` in plain torch. Local."""
     dtype = accumulator_dtype(q)
     keys, weights = k.to(dtype).T, weights.to(dtype)
     total = torch.zeros(q.shape[0], k.shape[0], dtype=dtype, device=q.device)
@@ -284,17 +290,17 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 
 def top_ids(scores: Tensor, k: int) -> Tensor:
-    """Columns of the `k` highest scores of each row, ascending, -1 behind the last one. Local.
+    """Return the columns of each row's `k` highest scores, ascending, followed by -1. Local.
 
-    Of equal scores the first column counts; -inf is never chosen, and what is no number counts as
-    infinite. The host waits for nothing. `torch.topk` alone may choose any of equal scores, which
-    in an indexer are common: its ReLU makes exact zeros.
+    Ties go to the first column. A score of -inf is never selected, and NaN counts as infinite. The
+    host does not wait. `torch.topk` alone may select any of equal scores, which are common in an
+    indexer because its ReLU makes exact zeros.
 
     Args:
-        scores: `[rows, columns]`; overwritten.
+        scores: `[rows, columns]`, overwritten.
 
     Returns:
-        `[rows, k]`, int32.
+        Int32 `[rows, k]`.
     """
     rows, columns = scores.shape
     taken = min(k, columns)
@@ -304,7 +310,7 @@ def top_ids(scores: Tensor, k: int) -> Tensor:
     tied = (scores == least) & (scores > -torch.inf)
     room = taken - above.sum(1, keepdim=True)
     above |= tied & (tied.cumsum(1, dtype=torch.int32) <= room)
-    # The column where the count of chosen ones reaches 1, 2, ...
+    # The column at which the count of selected columns reaches 1, 2, ...
     counts = above.cumsum(1, dtype=torch.int32)
     wanted = torch.arange(1, k + 1, dtype=torch.int32, device=scores.device).expand(rows, k)
     found = torch.searchsorted(counts, wanted.contiguous(), out_int32=True)
@@ -312,10 +318,10 @@ def top_ids(scores: Tensor, k: int) -> Tensor:
 
 
 def check_indexer(indexer: IndexerInputs, tokens: int) -> None:
-    """Refuse what does not fit together, or is not this rank's part. Local.
+    """Refuse operands that do not fit each other, or are not this rank's part. Local.
 
     Raises:
-        ShapeError: with the shapes.
+        ShapeError: a shape, dtype or device does not fit.
     """
     q, k, weights = indexer
     check_tensors(index_q=q, index_k=k, index_weights=weights)

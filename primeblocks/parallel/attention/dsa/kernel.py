@@ -1,4 +1,4 @@
-"""Attention of each query over the rows that were selected for it, and nothing else."""
+"""Attention of each query to its selected rows, and to no other rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ __all__ = ["ReferenceKernel", "Rows", "SparseKernel", "row_scores", "selected_ro
 
 @dataclass(frozen=True)
 class Rows:
-    """Columns of a row that are its key, and those that are its value; they may overlap.
+    """The columns of a row that are its key and its value. The two may overlap.
 
-    One row travels between ranks, whatever a query reads of it. `Rows.latent(512, 64)` is
-    latent attention (MLA), `Rows.heads(128, 128)` are keys and values of grouped heads side by
-    side, `Rows((0, 512), (0, 512))` is one vector read as both.
+    One row travels between ranks, whatever a query reads of it.
+
+    - `Rows.latent(512, 64)` describes latent attention (MLA).
+    - `Rows.heads(128, 128)` describes keys and values of grouped heads, next to each other.
+    - `Rows((0, 512), (0, 512))` describes one vector that is both key and value.
 
     Attributes:
-        key: first column, and the one after the last.
+        key: the first column, and the column after the last.
         value: likewise.
     """
 
@@ -40,12 +42,12 @@ class Rows:
 
     @classmethod
     def latent(cls, latent_dim: int, rope_dim: int = 0) -> Rows:
-        """Describe latents with the rotated part of the key behind them."""
+        """Describe latents, followed by the rotated part of the key."""
         return cls((0, latent_dim + rope_dim), (0, latent_dim))
 
     @classmethod
     def heads(cls, key_dim: int, value_dim: int) -> Rows:
-        """Describe a key with its value behind it."""
+        """Describe a key, followed by its value."""
         return cls((0, key_dim), (key_dim, key_dim + value_dim))
 
     @property
@@ -65,20 +67,20 @@ class Rows:
 class SparseKernel(Protocol):
     """Forward and backward of attention over selected rows. Local.
 
-    Query head h reads group `h // (heads // groups)`. Ids of a query are compact: those from the
-    first -1 on are not read. A query without ids has an output of 0 and an `lse` of -inf. Tensors
-    that are as large as all selected rows together are not made.
+    Query head h reads group `h // (heads // groups)`. A query's ids are compact: a kernel does not
+    read beyond the first -1. A query without ids has an output of 0 and an `lse` of -inf. A kernel
+    does not allocate tensors as large as all selected rows together.
     """
 
     def forward(
         self, q: Tensor, kv: Tensor, indices: Tensor, *, rows: Rows, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Return the output, and the logarithm of the sum of exponentials, base e.
+        """Return the output, and the logarithm (base e) of the sum of exponentials, `lse`.
 
         Args:
             q: `[queries, heads, key_dim]`.
             kv: `[entries, groups, width]`.
-            indices: `[queries, groups, k]`, int32, ids of entries.
+            indices: int32 `[queries, groups, k]`, ids of entries.
 
         Returns:
             `[queries, heads, value_dim]` in the dtype of q, and `[queries, heads]` in float32,
@@ -100,18 +102,18 @@ class SparseKernel(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the gradients of q, in its dtype, and of kv, in the dtype of `lse`.
 
-        `out` and `lse` may be those over more keys than `indices`, such as a sink.
+        `out` and `lse` may cover more keys than `indices`, such as a sink.
         """
         ...
 
 
 class ReferenceKernel:
-    """`SparseKernel` in plain torch, some queries at a time.
+    """A `SparseKernel` in plain torch, which computes some queries at a time.
 
-    Sums are taken in float32, or float64 for float64.
+    Sums are taken in float32, or in float64 for float64.
 
     Args:
-        chunk_bytes: the memory that a call needs meanwhile, roughly; one query is the least.
+        chunk_bytes: the approximate memory of a call. A call computes at least one query at a time.
     """
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:
@@ -167,7 +169,7 @@ class ReferenceKernel:
 
     def _chunks(self, q: Tensor, kv: Tensor, indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
         size = accumulator_dtype(q).itemsize
-        # Selected rows, their gradients and a copy; scores, weights and their gradients.
+        # Selected rows, their gradients and a copy, then scores, weights and their gradients.
         a_query = indices.shape[1:].numel() * kv.shape[2] * 3 + q.shape[1] * indices.shape[2] * 4
         step = max(1, self.chunk_bytes // max(1, a_query * size))
         for start in range(0, q.shape[0], step):
@@ -179,19 +181,19 @@ class ReferenceKernel:
 
 
 def _flat(ids: Tensor) -> Tensor:
-    """Rows of `kv.view(-1, width)`, any of them where there is no id."""
+    """Return rows of `kv.view(-1, width)`, and any row for a missing id."""
     groups = ids.shape[1]
     return ids.clamp_min(0).long() * groups + torch.arange(groups, device=ids.device)[:, None]
 
 
 def selected_rows(kv: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[queries, groups, k, width]`; zeros where there is no id."""
+    """Return `[queries, groups, k, width]`, with zeros for a missing id."""
     chosen = kv.reshape(-1, kv.shape[2])[_flat(ids)].to(dtype)
     return chosen.masked_fill_((ids < 0).unsqueeze(-1), 0.0)
 
 
 def row_scores(q: Tensor, chosen: Tensor, ids: Tensor, rows: Rows, scale: float) -> Tensor:
-    """`[queries, groups, heads of a group, k]`, -inf where there is no id."""
+    """Return `[queries, groups, heads of a group, k]`, with -inf for a missing id."""
     queries = q.to(chosen.dtype).unflatten(1, (ids.shape[1], -1))
     scores = queries @ chosen[..., slice(*rows.key)].transpose(2, 3) * scale
     return scores.masked_fill_((ids < 0).unsqueeze(2), -torch.inf)

@@ -1,4 +1,4 @@
-"""The loss by which an indexer learns to choose what attention attends to."""
+"""The loss that teaches an indexer to select the tokens that attention attends to."""
 
 from __future__ import annotations
 
@@ -39,30 +39,32 @@ def indexer_loss(
     chunk_bytes: int = 64 << 20,
     check: bool = True,
 ) -> Tensor:
-    """Divergence of the indexer's choice from attention's, summed over this rank's queries.
+    """Return the divergence of the indexer from attention, summed over this rank's queries.
 
-    For each query, KL(p || softmax of its index scores), both over the tokens in `indices`; p is
-    the probability that attention gives them, summed over heads and normalised. Differentiable in
-    q, k and weights of the indexer; q, kv and sinks are taken as they are, and get no gradient.
-    Divide it by the number of queries of all ranks: gradients that are summed over ranks are then
-    those of the mean.
+    For each query the loss is KL(p || softmax of its index scores), both over the tokens in
+    `indices`. Here p is attention's probability of these tokens, summed over heads and normalised.
+    Divide the loss by the number of queries of all ranks. Gradients that are summed over ranks then
+    belong to the mean.
 
-    Collective: forward gathers kv and indexer.k, as `dsa_attention`; backward gathers
-    indexer.k again, and reduces as many rows of gradients in float32. Memory from forward to
-    backward: `[local_tokens, k]` in float32. For selectors of tokens, with one list a query.
+    Differentiable in the indexer's q, k and weights. Attention's q, kv and sinks get no gradient.
+    For selectors of tokens, with one list per query.
+
+    Collective: forward gathers kv and indexer.k, as `dsa_attention` does. Backward gathers
+    indexer.k again, and reduces as many rows of gradients in float32. Float32
+    `[local_tokens, k]` stays in memory from forward to backward.
 
     Args:
         q, kv, rows, scale, sinks, check: as in `dsa_attention`.
-        indices: `[local_tokens, 1, k]`, what it returned.
-        whole: what `gather_tokens(kv, indexer.k, ...)` returned, where it is at hand.
-        chunk_bytes: the memory that a call needs meanwhile, roughly; one query is the least.
+        indices: `[local_tokens, 1, k]`, returned by `dsa_attention`.
+        whole: the result of `gather_tokens(kv, indexer.k, ...)`, if you have it.
+        chunk_bytes: the approximate memory of a call. A call computes at least one query at a time.
 
     Returns:
         A scalar in float32, or float64 for float64.
 
     Raises:
-        ShapeError, PlanError, RankError: as `dsa_attention`.
-        UnsupportedError: key heads choose by themselves.
+        ShapeError, PlanError, RankError: as for `dsa_attention`.
+        UnsupportedError: `indices` has several lists per query.
 
     Source: arXiv:2512.02556, sparse training stage.
     """
@@ -71,8 +73,8 @@ def indexer_loss(
         call.facts |= checked_facts(q, kv, sinks, indices, sequence, sequence, group, rows, scale)
         if indices.shape[1] != 1:
             raise UnsupportedError(
-                f"the loss is that of one list a query; got {indices.shape[1]}, one a key head. "
-                "Call it for each of them by itself."
+                f"indexer_loss takes one list a query; got {indices.shape[1]}, one a key head. "
+                "Call it for each key head separately."
             )
         check_indexer(indexer, sequence.counts[group.rank()])
         for name, x in zip(IndexerInputs._fields, indexer, strict=True):
@@ -94,7 +96,7 @@ def indexer_loss(
 
 
 class _Settings(NamedTuple):
-    """Arguments of one call that are no operands."""
+    """Arguments of one call that are not operands."""
 
     sequence: SequencePlan
     group: dist.ProcessGroup
@@ -103,7 +105,7 @@ class _Settings(NamedTuple):
     chunk_bytes: int
 
     def chunks(self, numbers: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-        """Cut queries where each selected row takes so many numbers."""
+        """Cut queries into chunks, if each selected row takes `numbers` numbers."""
         a_query = numbers * self.indices.shape[1] * dtype.itemsize
         step = max(1, self.chunk_bytes // a_query)
         for start in range(0, len(self.indices), step):
@@ -112,7 +114,7 @@ class _Settings(NamedTuple):
 
 
 class _Target(NamedTuple):
-    """What attention gives to selected rows, in all heads together."""
+    """The operands of attention, and its probabilities of selected rows, over all heads."""
 
     q: Tensor
     kv: Tensor
@@ -122,18 +124,18 @@ class _Target(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Numbers that a selected row takes meanwhile: itself, and scores, sums and those less."""
+        """Numbers per selected row: the row itself, and scores, sums and normalised scores."""
         return self.kv.shape[2] + 3 * self.q.shape[1]
 
     def log_probabilities(self, some: slice, ids: Tensor) -> Tensor:
-        """`[queries, k]`; -inf where there is no id."""
+        """Return `[queries, k]`, with -inf for a missing id."""
         dtype, ids = accumulator_dtype(self.q), ids.unsqueeze(1)
         chosen = selected_rows(self.kv, ids, dtype)
         scores = row_scores(self.q[some], chosen, ids, self.rows, self.scale)[:, 0]
         total = scores.logsumexp(-1)
         if self.sinks is not None:
             total = torch.logaddexp(total, self.sinks.to(dtype))
-        # In logarithms to the end: what a sink leaves of a head may be very little.
+        # In logarithms throughout, because a sink may leave very little of a head.
         return _log_softmax((scores - _finite(total).unsqueeze(-1)).logsumexp(1))
 
 
@@ -194,18 +196,18 @@ class _Loss(torch.autograd.Function):
 
 
 def _numbers(q: Tensor) -> int:
-    """Numbers that a selected key takes: itself, a copy, and products and their gradients."""
+    """Return the numbers per selected key: itself, a copy, and products and their gradients."""
     return 2 * q.shape[2] + 3 * q.shape[1]
 
 
 def _products(q: Tensor, keys: Tensor, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Selected keys, `[queries, k, dim]`, and theirs with q, `[queries, heads, k]`."""
+    """Return the selected keys `[queries, k, dim]`, and their products with q."""
     chosen = keys[ids.clamp_min(0)].to(dtype)
     return chosen, q.to(dtype) @ chosen.transpose(1, 2)
 
 
 def _log_softmax(scores: Tensor) -> Tensor:
-    """Logarithm of the softmax of rows, -inf throughout in one that is empty."""
+    """Return the logarithm of the softmax of each row. An empty row is -inf throughout."""
     return scores - _finite(scores.logsumexp(-1, keepdim=True))
 
 
@@ -216,7 +218,7 @@ def _finite(x: Tensor) -> Tensor:
 def _check_whole(
     whole: tuple[Tensor, Tensor] | None, kv: Tensor, keys: Tensor, tokens: int
 ) -> None:
-    """Refuse what is not the rows and keys of all ranks. Local."""
+    """Refuse anything but the rows and keys of all ranks. Local."""
     if whole is None:
         return
     wanted = [(tokens, *x.shape[1:]) for x in (kv, keys)]

@@ -1,10 +1,11 @@
 """Weight updates of running vLLM engines: offline, `AsyncLLM` and the HTTP server.
 
-`primeblocks.plugins.vllm` calls `register` in every process of vLLM. An engine is built with
-`engine_args()`, a server with `server_args()`; `attach` is called once for each, `update` or, for
-several, `update_all` after each publish. Offline code uses `attach_llm` and `update_llm`.
+`primeblocks.plugins.vllm` calls `register` in every process of vLLM. Build an engine with
+`engine_args()`, or a server with `server_args()`. Call `attach` once for each. After each publish,
+call `update`, or `update_all` for several engines. Offline code uses `attach_llm` and `update_llm`.
 
-vLLM is imported when an engine is: a trainer drives servers without it.
+This module imports vLLM only for the names of its workers. So a trainer can drive servers without
+vLLM.
 """
 
 from typing import TYPE_CHECKING, Any

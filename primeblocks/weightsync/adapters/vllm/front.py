@@ -1,4 +1,9 @@
-"""Calls for the front end of vLLM: attach engines once, update them after each publish."""
+"""Calls for the front end of vLLM: attach engines once, then update them after each publish.
+
+`update_all` brings a fleet of engines to a version, or none. It prepares all engines, pauses them,
+loads, then commits or goes back, and resumes. Loading ends at 60 % of `timeout_s`, going back at
+80 %. So a late engine leaves time to bring the others back.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +57,7 @@ _PAUSE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Cost of an update: in all, and from the first pause to the last resume."""
+    """The cost of an update. `pause_seconds` counts from the first pause to the last resume."""
 
     version: int
     seconds: float
@@ -60,19 +65,20 @@ class UpdateReport:
 
 
 async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> list[Reads]:
-    """Ask every worker of an engine what its loader reads of a checkpoint. No weights change.
+    """Ask every worker of an engine which boxes of a checkpoint its loader reads.
 
-    They are the targets of `plan_sync`: each worker reads its own boxes.
-    Local; the model's own `load_weights` runs once without data, between two steps of the engine.
+    Pass the result to `plan_sync` as targets. Local. The model's `load_weights` runs once without
+    data, between two steps of the engine, and changes no weights.
 
     Args:
-        engine: an `AsyncLLM`, or a `VllmServer`.
+        engine: an `AsyncLLM` or a `VllmServer`.
         checkpoint: all tensors, by the names, global shapes and dtypes that the loader takes.
+        timeout_s: how long to wait for the workers.
 
     Raises:
-        DeadlineError: they did not answer in time.
+        DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead, or was built without `engine_args()`.
-        PrimeblocksError: whatever a worker met.
+        PrimeblocksError: the error of a worker, with its type.
     """
     deadline = time.monotonic() + timeout_s
     steps = _describe_steps(checkpoint)
@@ -80,16 +86,17 @@ async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> li
 
 
 async def observe(engine: Any, *, timeout_s: float) -> list[Observed]:
-    """Digest what the workers of an engine hold, for `verify_engine`. Nothing changes.
+    """Digest the weights in an engine's workers, for `verify_engine`. Changes nothing.
 
-    Takes the time of a pass over the weights, between two steps of the engine.
+    Cost: one pass over the weights, between two steps of the engine.
 
     Args:
-        engine: an `AsyncLLM` or a `VllmServer` that was attached.
+        engine: an attached `AsyncLLM` or `VllmServer`.
+        timeout_s: how long to wait for the workers.
 
     Raises:
-        DeadlineError: it did not answer in time.
-        EngineError: it is dead, or was not attached.
+        DeadlineError: the engine did not answer in time.
+        EngineError: the engine is dead, or was not attached.
     """
     deadline = time.monotonic() + timeout_s
     return list(await drive(_until(engine, deadline), _observe_steps(), "observe", deadline))
@@ -98,18 +105,22 @@ async def observe(engine: Any, *, timeout_s: float) -> list[Observed]:
 async def attach(
     engine: Any, plan: Plan, transport: Transport, *, first_reader: int = 0, timeout_s: float
 ) -> None:
-    """Tell every worker of an engine where weights will come from. No weights change.
+    """Connect every worker of an engine to a transport. Changes no weights.
 
-    Where the plan has one reader, all workers are that one. Where it has several, worker i is
-    reader `first_reader + i`, and looks whether the plan has all that it reads.
+    If the plan has one reader, every worker is that reader. If it has several, worker i is reader
+    `first_reader + i`, and checks that the plan sends all that it reads.
 
     Args:
-        engine: an `AsyncLLM`, or a `VllmServer`.
+        engine: an `AsyncLLM` or a `VllmServer`.
+        plan: the publisher's plan.
+        transport: any end of the publisher's transport.
+        first_reader: the reader number of the engine's first worker.
+        timeout_s: how long to wait for the workers.
 
     Raises:
-        UnsupportedError: the workers cannot take updates safely, or there are replicas.
+        UnsupportedError: the workers cannot take updates safely, or the engine has replicas.
         PlanError: the plan was made for other workers.
-        DeadlineError: they did not answer in time.
+        DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead, or was built without `engine_args()`.
     """
     deadline = time.monotonic() + timeout_s
@@ -127,14 +138,15 @@ async def update(
 ) -> UpdateReport:
     """Load a published version into an engine that may be generating.
 
-    The same as `update_all` with one engine. Calling it again after a failure is safe.
+    The same as `update_all` with one engine. You may call it again after a failure.
 
     Raises:
-        CorruptionError: bytes are not what was sent. The old weights are served.
-        TransferError: the version is gone, or loading failed. The old weights are served.
-        DeadlineError: it took longer. If the workers may still be loading, the engine stays
-            paused: update again.
-        EngineError: the engine is dead, or its weights are torn: restart it.
+        CorruptionError: bytes are not as sent. The engine serves the old weights.
+        TransferError: the version was retired, or loading failed. The engine serves the old
+            weights.
+        DeadlineError: the update was not done in time. If workers may still be loading, the engine
+            stays paused. Call `update` again.
+        EngineError: the engine is dead, or its weights are torn. Restart the engine.
     """
     return await update_all([engine], receipt, in_flight=in_flight, timeout_s=timeout_s)
 
@@ -147,31 +159,32 @@ async def update_all(
     prefill: Collection[int] = (),
     timeout_s: float,
 ) -> UpdateReport:
-    """Load a published version into all engines, or into none; each is called directly.
+    """Load a published version into all engines, or into none.
 
-    All check every byte while they generate, and only then pause. Output tokens carry the version
-    as the label `str(version)`. What the vision tower made of images is forgotten in every mode. If
-    one fails, those that loaded go back. An engine that hangs, or
-    had no version to go back to, stays paused until an update succeeds, so two versions are never
-    served side by side. Engines must not be reached through a router, which would pass each
-    call on to one of them.
+    All engines check every byte while they generate. Only then do they pause and load. Output
+    tokens carry the label `str(version)`. Cached image features are dropped in every mode. If an
+    engine fails, the engines that loaded go back to the version before. An engine stays paused
+    until an update succeeds if it hangs, or could not go back. So two versions are never served at
+    the same time. Do not address engines through a router, which would send each call to only one
+    of them.
 
     Args:
-        engines: each an `AsyncLLM` or a `VllmServer` that was attached.
-        receipt: what `publish` returned.
-        in_flight: requests under way keep the KV cache of the old weights ("continue"),
-            recompute it with the new ones ("recompute"), or end with finish reason "abort".
-            Under "continue" the prefix cache keeps old pages: use one `cache_salt` a version.
-        prefill: positions of engines whose pages others read. These pause first: vLLM's pause of
-            one waits until its pages were read, which an engine that is paused does not do, or
-            until nobody asked for them for `kv_lease_duration` (30 s). Not with "recompute".
-        timeout_s: for everything; the last two fifths are for going back and for resuming.
+        engines: attached engines, each an `AsyncLLM` or a `VllmServer`.
+        receipt: the receipt that `publish` returned.
+        in_flight: running requests keep the KV cache of the old weights ("continue"), recompute
+            it with the new weights ("recompute"), or end with finish reason "abort". With
+            "continue" the prefix cache keeps old pages, so use one `cache_salt` per version.
+        prefill: positions of engines whose pages other engines read. They pause first. vLLM's
+            pause of such an engine waits until its pages were read, or until they were not
+            requested for `kv_lease_duration` (30 s). A paused engine reads no pages. Do not
+            combine with "recompute".
+        timeout_s: for the whole update. The last two fifths are for going back and resuming.
 
     Raises:
-        UsageError: another `in_flight`, or a position of no engine; nothing was asked of one.
-        UnsupportedError: "recompute" where an engine reads pages of another.
-        PrimeblocksError: as `update`; `.engines` holds the positions of all engines that failed.
-            Drop or restart the dead ones and call again.
+        UsageError: `in_flight` or a position in `prefill` is unknown. No engine was called.
+        UnsupportedError: "recompute" with engines that read the pages of other engines.
+        PrimeblocksError: as for `update`. `.engines` has the positions of all failed engines.
+            Drop or restart the dead engines and call again.
     """
     _check(in_flight, prefill, len(engines))
     start = time.monotonic()
@@ -206,16 +219,16 @@ def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
     """Ask the workers of an offline `LLM`, as `describe` does. Blocks until they answer.
 
     Raises:
-        PrimeblocksError: whatever a worker met.
+        PrimeblocksError: the error of a worker, with its type.
     """
     return list(drive_sync(llm, _describe_steps(checkpoint)))
 
 
 def observe_llm(llm: Any) -> list[Observed]:
-    """Digest what the workers of an offline `LLM` hold, as `observe` does. Blocks.
+    """Digest the weights in the workers of an offline `LLM`, as `observe` does. Blocks.
 
     Raises:
-        EngineError: as `observe`.
+        EngineError: the engine was not attached.
     """
     return list(drive_sync(llm, _observe_steps()))
 
@@ -231,13 +244,14 @@ def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int 
 
 
 def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
-    """Update an offline `LLM`, between two calls of `generate`; clears its caches of
-    prefixes and of image features.
+    """Load a published version into an offline `LLM`, between two calls of `generate`.
 
-    `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
+    Clears the engine's prefix cache and its image features. `timeout_s` bounds each worker's wait
+    and check. The call itself returns when the engine answers.
 
     Raises:
-        PrimeblocksError: as `update`; EngineError also where there is no version to go back to.
+        EngineError: the load failed, and the workers could not go back to a version.
+        PrimeblocksError: as for `update`.
     """
     start = time.monotonic()
     deadline, made = start + timeout_s, Update(receipt.version)
@@ -247,7 +261,8 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     except PrimeblocksError as error:
         if not drive_sync(llm, made.go_back(before, deadline)):
             raise EngineError(
-                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
+                f"{error} Its workers held versions {before}: no version to go back to. Restart "
+                "the engine."
             ) from error
         raise
     llm.llm_engine.reset_encoder_cache()
@@ -259,7 +274,7 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
 
 @dataclass
 class _Member:
-    """An engine during an update. `known`: it holds what the fleet is to serve."""
+    """An engine during an update. `known` says that it holds the version it must serve."""
 
     index: int
     engine: Any
@@ -299,18 +314,21 @@ class _Member:
 
 def _check(in_flight: str, prefill: Collection[int], engines: int) -> None:
     if in_flight not in _PAUSE:
-        raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}")
+        raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}.")
     if beyond := sorted(set(prefill) - set(range(engines))):
-        raise UsageError(f"prefill names positions among {engines} engines; got {beyond}")
+        raise UsageError(
+            f"prefill names positions among {engines} engines; got {beyond}. Count from 0."
+        )
     if in_flight == "recompute" and 0 < len(set(prefill)) < engines:
         raise UnsupportedError(
-            'in_flight="recompute" beside prefill engines: an engine of vLLM that waits for pages '
-            'of another cannot clear its cache, and refuses to pause. Use "continue" or "abort".'
+            'in_flight="recompute" beside prefill engines is refused: a vLLM engine that waits for '
+            "pages of another engine cannot clear its cache, and refuses to pause. "
+            'Use "continue" or "abort".'
         )
 
 
 async def _each(members: Sequence[_Member], act: Callable[[_Member], Awaitable[None]]) -> bool:
-    """Act on all at once; return whether none has failed so far."""
+    """Act on all members at once, and return whether all have succeeded so far."""
 
     async def guarded(member: _Member) -> None:
         try:
@@ -325,7 +343,7 @@ async def _each(members: Sequence[_Member], act: Callable[[_Member], Awaitable[N
 
 
 def _raise_first(members: Sequence[_Member]) -> None:
-    """Raise the error to act on first, with the positions of all engines that met one."""
+    """Raise the most urgent error, with the positions of all engines that failed."""
     failed = [(member, member.error) for member in members if member.error is not None]
     if not failed:
         return
@@ -341,16 +359,16 @@ def _raise_first(members: Sequence[_Member]) -> None:
 
 
 def refuse_replicas(replicas: int) -> None:
-    """Raise UnsupportedError where there are several."""
+    """Raise UnsupportedError if an engine has several replicas."""
     if replicas > 1:
         raise UnsupportedError(
             f"one engine with {replicas} replicas reports on the first of them only. "
-            "Start one engine for each replica, and update each."
+            "Start one engine for each replica, and pass all of them to update_all()."
         )
 
 
 def _until(engine: Any, deadline: float) -> Any:
-    """Return an `AsyncLLM`, or the calls of a server, which end by a deadline."""
+    """Return an `AsyncLLM` itself, or a server's calls that end by a deadline."""
     return engine.until(deadline) if isinstance(engine, VllmServer) else engine
 
 

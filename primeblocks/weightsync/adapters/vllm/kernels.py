@@ -1,8 +1,9 @@
-"""Digests of what vLLM's workers compute with, after kernels have packed it.
+"""Digests of the weights that vLLM's workers compute with, after kernels have packed them.
 
-On a CPU, vLLM drops the weight of a linear layer once its kernel has packed it: here the kernel
-multiplies the identity by it, which gives the weight back exactly. Experts are unpacked, in the
-order that the packing of their numbers shows. What cannot be seen is said to be so.
+On a CPU, vLLM drops the weight of a linear layer once its kernel has packed it. Here the kernel
+multiplies the identity matrix by the weight, which returns the weight exactly. Experts are
+unpacked: packing the numbers 0, 1, 2, ... shows the order of the elements. A weight that cannot be
+seen is reported with the reason.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 def observe_worker(
     model: nn.Module, subscriber: Subscriber | None, reads: Reads | None
 ) -> Observed:
-    """Worker: digest what it holds of its reader's part of the plan.
+    """Worker: digest the weights of its reader's part of the plan.
 
     Args:
-        reads: what was recorded as the worker was attached.
+        reads: the reads that were recorded when the worker was attached.
 
     Raises:
-        EngineError: it was not attached.
+        EngineError: the worker was not attached.
     """
     if subscriber is None or reads is None or reads.into is None:
-        raise EngineError("not attached; call attach() first")
+        raise EngineError("this worker is not attached; call attach() first")
     places, into = _places(model), reads.into
     seen = observe(
         subscriber.plan, look_into(model), reader=subscriber.reader, convert=into, lost=reads.lost
@@ -59,7 +60,7 @@ def observe_worker(
 
 
 def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
-    """Return a function that gives a parameter in all forms that the model computes with. Local."""
+    """Return a function that returns a parameter in all forms the model computes with. Local."""
     places = _places(model)
 
     @lru_cache(4)  # Boxes of one parameter follow each other.
@@ -87,7 +88,7 @@ def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
 
 
 def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Return the module and the attribute of each tensor; LoRA's wrappers have no name."""
+    """Return the module and the attribute of each tensor, by names without LoRA's wrappers."""
     return {
         f"{prefix}.{name}".removeprefix(".").replace(".base_layer.", "."): (module, name)
         for prefix, module in model.named_modules()
@@ -97,9 +98,9 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 
 
 def _multiplied(layer: Any) -> Tensor | None:
-    """Return the matrix that a layer's packed kernel multiplies by, None where it has none.
+    """Return the matrix that a layer's packed kernel multiplies by, or None without such a kernel.
 
-    Exact, since all that is added to an element is zero.
+    The result is exact, because only zeros are added to each element.
     """
     kernel = getattr(layer, "cpu_linear", None)
     if kernel is None or kernel is nn.functional.linear:
@@ -143,9 +144,9 @@ def _experts(layer: Any, name: str, held: Tensor) -> Sequence[Seen] | str:
 
 @lru_cache(8)
 def _packed_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor | None:
-    """Return the element that each packed one was: what becomes of their numbers, in 16-bit halves.
+    """Return the original index of each packed element, or None if packing changes elements.
 
-    None where a packing does not just move them.
+    It packs the indices themselves, in 16-bit halves.
     """
     from vllm._custom_ops import cpu_prepack_moe_weight
 

@@ -1,8 +1,8 @@
-"""LoRA adapters in a running vLLM: versions side by side, each under its own name, no pause.
+"""LoRA adapters in a running vLLM. Versions are served in parallel, by name, without a pause.
 
-The front end builds its engine with `lora_engine_args()`, calls `attach_lora` once, and
-`update_lora` after each publish. Requests made with the LoRARequest that it returns use exactly
-that version, until `remove_lora`. Offline code uses the `_llm` variants.
+Build the engine with `lora_engine_args()`, call `attach_lora` once, and `update_lora` after each
+publish. `update_lora` returns a LoRARequest. Requests with it use exactly that version, until you
+call `remove_lora`. Offline code uses the `_llm` variants.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ _LORA = "primeblocks_lora"
 
 
 def lora_engine_args() -> dict[str, Any]:
-    """Return keyword arguments for `AsyncEngineArgs` or `LLM`; add max_lora_rank and max_loras.
+    """Return keyword arguments for `AsyncEngineArgs` or `LLM`. Local.
 
-    They include those of `engine_args()`, for updates of the base weights. Local.
+    Add max_lora_rank and max_loras yourself. The result includes `engine_args()`, for updates of
+    the base weights.
     """
     return {**engine_args(), "enable_lora": True}
 
 
 class _Gate:
-    """A gate that refuses requests on versions an engine lacks: in a worker they would end it.
+    """Refuses requests for versions that an engine lacks, because they would end its workers.
 
-    It stands before `add_request` of vLLM's output processor, which every request of this front
-    end passes, in one step with becoming one of `request_states`.
+    The gate wraps `add_request` of vLLM's output processor. Every request of this front end passes
+    it, and enters `request_states` in the same step.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -68,7 +69,7 @@ class _Gate:
 
     @classmethod
     def of(cls, engine: Any) -> _Gate:
-        """Return the gate that stands there, or a new one."""
+        """Return the engine's gate. Installs it at the first call."""
         processor = engine.output_processor
         found = processor.add_request
         return found if isinstance(found, cls) else cls(processor)
@@ -79,12 +80,12 @@ class _Gate:
             # vLLM's own type: others come out of AsyncLLM without their message.
             raise VLLMValidationError(
                 f"this engine does not hold {lora.lora_name!r}: it was removed, or not loaded "
-                "here. Take the request that update_lora() returned last."
+                "here. Use the request that update_lora() returned last."
             )
         self._add(request, *arguments, **named)
 
     def close(self, lora: LoRARequest) -> None:
-        """Let no more requests in. Raises UsageError, and stays open, where some are inside."""
+        """Refuse further requests. Raises UsageError, and stays open, if requests still run."""
         inside = [
             state.external_req_id
             for state in self._states.values()
@@ -107,18 +108,22 @@ async def attach_lora(
     keep: int = 4,
     timeout_s: float,
 ) -> None:
-    """Tell every worker of an `AsyncLLM` where the versions of an adapter will come from.
+    """Connect every worker of an `AsyncLLM` to the transport of an adapter.
 
-    Names and shapes are compared with the model here, once for all versions. Attaching a name
-    again replaces its transport; versions that are held stay.
+    This call compares names and shapes with the model, once for all versions. If you attach a name
+    again, its transport is replaced, and the versions held stay.
 
     Args:
-        plan: of the tensors of `adapter_parameters`, its target the whole tensors.
-        keep: the most versions held at a time; each takes its bytes twice in each worker's memory.
+        engine: an `AsyncLLM` built with `lora_engine_args()`.
+        spec: the adapter's name, rank and scale.
+        plan: the plan of the tensors of `adapter_parameters`. Its target has whole tensors.
+        transport: any end of the publisher's transport.
+        keep: the most versions held at a time. A version takes twice its bytes in each worker.
+        timeout_s: how long to wait for the workers.
 
     Raises:
-        UnsupportedError: the engine has no LoRA, or a lower max_lora_rank, or there are replicas;
-            or the transport is a process group.
+        UnsupportedError: the engine has no LoRA, a lower max_lora_rank or replicas, or the
+            transport is a process group.
         PlanError: this engine does not adapt one of the modules, or names are not PEFT's.
         ShapeError: a tensor does not fit its module.
         DeadlineError: the workers did not answer in time.
@@ -132,22 +137,26 @@ async def attach_lora(
 async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
     """Load a published version of an adapter into an `AsyncLLM` that may be generating.
 
-    Versions that are held stay as they are, and requests on them go on. The workers receive,
-    check and register between two engine steps. Calling it again is safe.
+    The versions held stay unchanged, and their requests go on. The workers receive, check and
+    register the new version between two engine steps. You may call it again after a failure. If it
+    raises CorruptionError or TransferError, the engine is unchanged.
 
     Args:
-        receipt: what `publish` returned.
+        engine: an engine for which `attach_lora` was called.
+        name: the adapter's name.
+        receipt: the receipt that `publish` returned.
+        timeout_s: how long to wait for the workers.
 
     Returns:
-        The request to pass to vLLM for this version; its lora_name is "name@version".
+        The request to pass to vLLM for this version. Its lora_name is "name@version".
 
     Raises:
-        CorruptionError: bytes are not what was sent. Nothing changed.
-        TransferError: not attached, or the version is gone. Nothing changed.
-        CapacityError: `keep` versions are held. Remove one.
-        UsageError: this version is held with other bytes, or its id is taken.
-        DeadlineError: it took longer; the workers may still finish. Call again.
-        EngineError: the engine is dead, or refused; nothing changed where it lives.
+        CorruptionError: bytes are not as sent.
+        TransferError: the name was not attached, or the version was retired.
+        CapacityError: the engine holds `keep` versions. Remove one.
+        UsageError: this version is held with other bytes, or another adapter has its id.
+        DeadlineError: the workers did not answer in time, and may still finish. Call again.
+        EngineError: the engine is dead, or refused the call. A living engine is unchanged.
     """
     deadline = time.monotonic() + timeout_s
     steps = _load_steps(name, receipt, deadline)
@@ -157,13 +166,16 @@ async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: fl
 
 
 async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) -> None:
-    """Forget a version. New requests on it are refused (vLLM's VLLMValidationError).
+    """Remove a version from an engine. New requests for it raise vLLM's VLLMValidationError.
 
-    Only this front end's requests are seen, and only its new ones refused: where several front
-    ends share an engine, a request on a version that a worker does not hold ends the engine.
+    The call only knows the requests of this front end. If several front ends share an engine, a
+    request of another front end for a removed version ends the engine.
+
+    Args:
+        request: the request that `update_lora` returned.
 
     Raises:
-        UsageError: requests of this front end still use it, or it is not held.
+        UsageError: requests of this front end still use the version, or it is not held.
         DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead.
     """
@@ -175,7 +187,7 @@ async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) ->
 def attach_lora_llm(
     llm: Any, spec: AdapterSpec, plan: Plan, transport: Transport, *, keep: int = 4
 ) -> None:
-    """Attach an adapter to an offline `LLM`. Blocks until it answers; raises as `attach_lora`."""
+    """Attach an adapter to an offline `LLM`. Blocks until it answers. Raises as `attach_lora`."""
     _check_engine(llm.llm_engine)
     drive_sync(llm, _attach_steps(spec, plan, transport, keep))
 
@@ -183,7 +195,8 @@ def attach_lora_llm(
 def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
     """Load a version of an adapter into an offline `LLM`. Raises as `update_lora`.
 
-    `timeout_s` bounds each worker's wait and check; the call returns when the engine answers.
+    `timeout_s` bounds each worker's wait and check. The call itself returns when the engine
+    answers.
     """
     steps = _load_steps(name, receipt, time.monotonic() + timeout_s)
     request: LoRARequest = drive_sync(llm, steps)
@@ -192,7 +205,7 @@ def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) 
 
 
 def remove_lora_llm(llm: Any, request: LoRARequest) -> None:
-    """Forget a version in an offline `LLM`. Raises as `remove_lora`."""
+    """Remove a version from an offline `LLM`. Raises as `remove_lora`."""
     _Gate.of(llm.llm_engine).close(request)
     drive_sync(llm, ask(_LORA, "remove", request.lora_int_id))
 
@@ -200,8 +213,8 @@ def remove_lora_llm(llm: Any, request: LoRARequest) -> None:
 def _attach_steps(spec: AdapterSpec, plan: Plan, transport: Transport, keep: int) -> Steps:
     if (end := transport.spec())["kind"] == "group":
         raise UnsupportedError(
-            "an adapter is loaded by the receipt of its publish, and over a process group that "
-            "ends once its readers have loaded. Pass another transport."
+            "an adapter is loaded by the receipt of its publish, but a publish over a process "
+            "group ends only after its readers have loaded. Pass another transport."
         )
     return ask(_LORA, "attach", asdict(spec), plan.to_json(), end, keep)
 
@@ -220,7 +233,7 @@ def _load_steps(name: str, receipt: Receipt, deadline: float) -> Steps:
 
 
 def _check_engine(engine: Any) -> None:
-    """Refuse an engine that cannot do it, and put up the gate of one that can."""
+    """Refuse an engine that cannot load adapters. Install the gate of any other engine."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     from .worker import WorkerExtension

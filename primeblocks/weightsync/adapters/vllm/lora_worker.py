@@ -1,8 +1,8 @@
 """The adapters that a vLLM worker holds, by version.
 
 vLLM loads adapters from folders. Here a worker keeps the tensors of every version that it holds,
-and hands them to vLLM's loader where it would open the folder. So vLLM may evict an adapter from
-its slots, or drop all of them after an update of the base weights, and gets the same bits again.
+and passes them to vLLM's loader instead of a folder. So vLLM may evict an adapter from its slots,
+or drop all adapters after an update of the base weights. It gets the same bits again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIRST_ID = 1 << 30  # Above the ids that people number by hand.
 
 
 def versioned_request(name: str, version: int, digest: str) -> LoRARequest:
-    """Return a version's request. Its path is never opened; it keeps prefix caches apart."""
+    """Return a version's request. Its path is never opened, and keeps prefix caches apart."""
     path = f"{_SCHEME}{name}@{version}:{digest}"
     # Equal in every process without asking, and another one for other bytes.
     number = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % _FIRST_ID
@@ -49,12 +49,12 @@ def versioned_request(name: str, version: int, digest: str) -> LoRARequest:
 
 
 def is_versioned(request: LoRARequest) -> bool:
-    """Tell whether `versioned_request` made a request."""
+    """Whether `versioned_request` made this request."""
     return request.lora_path.startswith(_SCHEME)
 
 
 class _Source(NamedTuple):
-    """The source of one adapter's versions, and the tensors of the last one received."""
+    """The source of one adapter's versions, and the tensors of the version received last."""
 
     spec: AdapterSpec
     keep: int
@@ -71,10 +71,10 @@ class _Held(NamedTuple):
 
 
 class Adapters:
-    """The versions that a worker holds, and vLLM's way to them.
+    """The versions that a worker holds. Replaces the function by which vLLM loads adapters.
 
     Raises:
-        UnsupportedError: this vLLM has another way.
+        UnsupportedError: this vLLM version loads adapters in another way.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -85,7 +85,8 @@ class Adapters:
         if not vllm.__version__.startswith(_TESTED) or kind is not LRUCacheWorkerLoRAManager:
             raise UnsupportedError(
                 f"adapters from memory were tested with vLLM {_TESTED}x and its "
-                f"LRUCacheWorkerLoRAManager; this is {vllm.__version__} with {kind.__name__}."
+                f"LRUCacheWorkerLoRAManager; this is {vllm.__version__} with {kind.__name__}. "
+                "Install the tested version."
             )
         self._manager, self._from_path = manager, manager._load_adapter
         self._sources: dict[str, _Source] = {}
@@ -94,7 +95,7 @@ class Adapters:
         manager._load_adapter = self._load
 
     def attach(self, told: dict[str, Any], text: str, transport: dict[str, Any], keep: int) -> None:
-        """Open a transport for the versions of one adapter, whose spec and plan these are."""
+        """Open a transport for the versions of one adapter, given its spec and plan."""
         spec, plan = AdapterSpec(**told), Plan.from_json(text)
         _check_fits(self._manager, spec, plan)
         tensors: dict[str, Tensor] = {}
@@ -108,7 +109,7 @@ class Adapters:
         self._sources[spec.name] = source
 
     def load(self, name: str, version: int, digest: str, timeout_s: float) -> None:
-        """Receive a version and give it to vLLM."""
+        """Receive a version and pass it to vLLM."""
         if name not in self._sources:
             raise TransferError(f"{name!r} is not attached; call attach_lora() first")
         source, request = self._sources[name], versioned_request(name, version, digest)
@@ -118,8 +119,8 @@ class Adapters:
         received = source.subscriber.receive(version, timeout_s=timeout_s)
         if received.digest != digest:
             raise TransferError(
-                f"{request.lora_name!r} in the transport has digest {received.digest}, the receipt "
-                f"{digest}. Use the receipt of the last publish."
+                f"{request.lora_name!r} has digest {received.digest} in the transport, but "
+                f"{digest} in the receipt. Use the receipt of the last publish."
             )
         self._held[request.lora_int_id] = _Held(request, source.spec, dict(source.tensors))
         try:
@@ -130,22 +131,24 @@ class Adapters:
             raise
 
     def remove(self, lora_id: int) -> None:
-        """Forget a version."""
+        """Remove a version."""
         if lora_id not in self._held:
-            raise UsageError(f"no such version is held: {self._names()}")
+            raise UsageError(
+                f"no such version is held: {self._names()}. Pass a request of update_lora()."
+            )
         del self._held[lora_id]
         self._manager.remove_adapter(lora_id)
 
     def _check_room(self, source: _Source, request: LoRARequest) -> None:
         if request.lora_name in self._names():
             raise UsageError(
-                f"{request.lora_name!r} is held with other bytes. Remove it first, or publish "
-                "a new version."
+                f"{request.lora_name!r} is held with other bytes. Remove that version first, or "
+                "publish a new version."
             )
         if request.lora_int_id in self._manager.list_adapters():
             raise UsageError(
                 f"{request.lora_name!r} needs id {request.lora_int_id}, which another adapter has. "
-                "Remove that one, or publish a new version."
+                "Remove that adapter, or publish a new version."
             )
         held = [each for each in self._held.values() if each.spec.name == source.spec.name]
         if len(held) >= source.keep:
@@ -183,7 +186,7 @@ def _build(manager: Any, held: _Held) -> Any:
 
 
 def _check_fits(manager: Any, spec: AdapterSpec, plan: Plan) -> None:
-    """Refuse what vLLM would cut to size or leave out without a word."""
+    """Refuse tensors that vLLM would silently crop or leave out."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
     from vllm.model_executor.models.utils import is_pp_missing_parameter
 
@@ -206,7 +209,7 @@ def _check_fits(manager: Any, spec: AdapterSpec, plan: Plan) -> None:
         if sizes != adapted[name]:
             raise ShapeError(
                 f"{module!r} takes {adapted[name][0]} inputs to {adapted[name][1]} outputs; "
-                f"the adapter {sizes[0]} to {sizes[1]}."
+                f"the adapter takes {sizes[0]} to {sizes[1]}. Train it on the engine's model."
             )
 
 

@@ -1,6 +1,6 @@
 """Registration with vLLM's processes, arguments for engines and servers, and the calls of a server.
 
-A server is called through the endpoints of its development mode. Tested with vLLM 0.32; its source:
+Calls use the endpoints of the server's development mode. They were tested with vLLM 0.32. Source:
 entrypoints/rl/online/api_router.py and entrypoints/serve/dev/rpc/api_router.py.
 """
 
@@ -22,13 +22,14 @@ _EXTENSION = f"{_WORKER}.WorkerExtension"
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process. Idempotent; local.
+    """Register the backend with vLLM in this process. Local. Idempotent.
 
-    Run with vLLM 0.32. Of 0.33 the signatures were compared, and no engine ever was run.
+    Engines were run with vLLM 0.32. For 0.33 only the signatures were compared, and an engine was
+    never run.
 
     Raises:
         MissingPackageError: vLLM is not installed.
-        UnsupportedError: it is another one.
+        UnsupportedError: vLLM has another version.
     """
     try:
         import vllm
@@ -60,25 +61,24 @@ def engine_args() -> dict[str, Any]:
 
 
 def server_args() -> list[str]:
-    """Return `engine_args` as words of a server's command line. Pure.
+    """Return `engine_args` as arguments of a server's command line. Pure.
 
-    The server also needs VLLM_SERVER_DEV_MODE=1 in its environment.
-
-    vLLM need not be installed here; where the server runs, primeblocks must be.
+    The server also needs VLLM_SERVER_DEV_MODE=1 in its environment, and primeblocks installed. This
+    process does not need vLLM.
     """
     transfer = json.dumps({"backend": BACKEND})
     return ["--weight-transfer-config", transfer, "--worker-extension-cls", _EXTENSION]
 
 
 class VllmServer:
-    """The address of one server, to pass where an `AsyncLLM` is taken; holds no connection.
+    """The address of one server. Pass it to functions that take an engine. Holds no connection.
 
     Args:
-        url: http://host:port of the server itself, never of a router before several.
+        url: http://host:port of the server itself, never of a router.
         headers: sent with every request.
 
     Raises:
-        UnsupportedError: `url` is something else.
+        UnsupportedError: `url` has another form.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
@@ -86,18 +86,19 @@ class VllmServer:
         self._server = JsonServer(url, headers=headers)
 
     def until(self, deadline: float) -> _Calls:
-        """Return the server's calls, each of which ends by `deadline` (time.monotonic)."""
+        """Return the server's calls. Each call ends by `deadline` (time.monotonic)."""
         return _Calls(self._server, deadline)
 
 
 class _Calls:
     """The calls of an `AsyncLLM` that an update makes, over HTTP.
 
-    One that is cancelled may still reach the server. `errored`: no server was there at the last.
+    A cancelled call may still reach the server. `errored` says that the last call did not reach
+    the server.
 
     Raises:
-        DeadlineError: no answer in time.
-        EngineError: there is no server, or it refused.
+        DeadlineError: the answer did not come in time.
+        EngineError: the server cannot be reached, or refused the call.
     """
 
     def __init__(self, server: JsonServer, deadline: float) -> None:
@@ -164,5 +165,8 @@ class _Calls:
                 "and server_args()."
             )
         if status != 200:
-            raise EngineError(f"{self._server.url}{path} answered {status}: {str(answer)[:500]}")
+            raise EngineError(
+                f"{self._server.url}{path} answered {status}: {str(answer)[:500]}. Look at the "
+                "server's log."
+            )
         return answer

@@ -1,4 +1,17 @@
-"""Worker side of vLLM: an engine that receives weights, and the calls of the front end."""
+"""Worker side of vLLM: a `Subscriber` in each worker, and the calls of the front end.
+
+The front end makes these calls of a worker:
+
+- `init_transfer_engine` opens the transport.
+- `verify` checks a version in a thread, next to the engine's steps.
+- `receive_weights` loads the checked version between two steps.
+- `state` returns the outcome of the last call.
+
+They never raise in a worker, because an error would jam vLLM's executor. A version whose digest
+fails never touches the model. A load that fails is undone: the version before is loaded again.
+`UpdateInfo.transaction` identifies an attempt, and a late call of an attempt that was given up is
+ignored.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +58,12 @@ __all__ = ["InitInfo", "PrimeblocksEngine", "UpdateInfo", "WorkerExtension"]
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Arguments of a worker that reads along: `Transport.spec()`, `Plan.to_json()`, and its place.
+    """The arguments of `attach` for a worker.
 
-    Of several readers, the first worker is `first_reader`, and the others follow.
+    Attributes:
+        transport: `Transport.spec()`.
+        plan: `Plan.to_json()`.
+        first_reader: the reader number of the first worker, if the plan has several readers.
     """
 
     transport: dict[str, Any]
@@ -65,13 +81,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """A Subscriber inside a vLLM worker.
-
-    `verify` checks bytes in a thread, beside the engine's steps. The load happens in
-    `receive_weights`, between two steps: bytes that fail their digest never touch the model, and
-    a load that fails is undone by loading the version before. Neither raises; the front end asks
-    for `state`.
-    """
+    """A `Subscriber` inside a vLLM worker. The head of this file describes its calls."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False
@@ -87,12 +97,12 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @property
     def state(self) -> WorkerState:
-        """The outcome of the last call; `busy` while `verify` goes on."""
+        """The outcome of the last call. It is `busy` while `verify` runs."""
         busy = self._checking is not None and not self._checking.done()
         return replace(self._state, busy=busy)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Open the transport. Called again, it replaces the one before; no weights change."""
+        """Open the transport. A second call replaces the transport. Changes no weights."""
         self.shutdown()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="primeblocks-verify")
 
@@ -112,11 +122,11 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._report(subscribe)
 
     def reads(self, checkpoint: Manifest) -> Reads:
-        """Record the boxes of a checkpoint that this worker's loader reads. No weights change."""
+        """Record the boxes of a checkpoint that this worker's loader reads. Changes no weights."""
         return self._recorded(checkpoint)[0]
 
     def _recorded(self, checkpoint: Manifest) -> tuple[Reads, list[str]]:
-        """Return the reads, and the layers whose parameters are written without their loaders."""
+        """Return the reads, and the layers with parameters that are written without a loader."""
         from vllm.config import set_current_vllm_config
 
         model: Any = self.model
@@ -137,10 +147,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             ]
 
     def _role_in(self, plan: Plan, first_reader: int) -> tuple[int, Wiring | None]:
-        """Return the reader that this worker is, and its wiring where it reads boxes.
+        """Return the number of this worker's reader, and its wiring if it reads boxes.
 
         Raises:
-            PlanError: the plan has no such reader, or one that lacks what this worker reads.
+            PlanError: the plan has no such reader, or the reader lacks boxes of this worker.
         """
         rank = self.parallel_config.rank % self.parallel_config.world_size
         reader = first_reader + rank if len(plan.wants) > 1 else 0
@@ -151,7 +161,8 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise PlanError(
                 f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
                 f"that reader {reader} of {len(plan.wants)} does not want. Plan for the targets "
-                "that describe() gives for this engine, and attach it as their first reader."
+                "that describe() returns for this engine, and pass the first one's number as "
+                "first_reader=."
             )
         is_whole = all(
             boxes == (Layout.whole(plan.target[name].shape).shard,) for name, boxes in wants.items()
@@ -159,12 +170,12 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return reader, None if is_whole else filling(plan.target, wants)
 
     def observe(self) -> Observed:
-        """Digest what this worker computes with."""
+        """Digest the weights that this worker computes with."""
         self._wait()
         return observe_worker(self.model, self._subscriber, self._reads)
 
     def verify(self, info: UpdateInfo) -> None:
-        """Begin to check a version; what `receive_weights` loads is then this attempt's alone."""
+        """Start to check a version. From now on `receive_weights` only serves this attempt."""
         self._transaction = info.transaction
         if (subscriber := self._subscriber) is not None:
             self._checking = self._thread.submit(
@@ -172,10 +183,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def start_weight_update(self) -> None:
-        """Do nothing: parameters stay where they are until a version has passed its digests."""
+        """Do nothing. Parameters stay in place until a version has passed its digests."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load what was verified, or leave the old weights in place."""
+        """Load the checked version, or leave the old weights in place."""
         subscriber, version = self._subscriber, update_info.version
         if update_info.transaction != self._transaction:
             logging.getLogger(__name__).warning(
@@ -186,10 +197,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._report(lambda: subscriber.receive(version, timeout_s=update_info.timeout_s))
 
     def finish_weight_update(self) -> None:
-        """Do nothing: `receive_weights` has finished."""
+        """Do nothing. `receive_weights` has finished the load."""
 
     def shutdown(self) -> None:
-        """Let go of the transport; the loaded weights stay."""
+        """Close the transport. The loaded weights stay."""
         if self._subscriber is not None:
             self._wait()
             self._thread.shutdown(wait=False)
@@ -244,7 +255,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """Mixin of vLLM's worker, named by `engine_args`. Subclass it to add calls of your own."""
+    """A mixin for vLLM's worker, named in `engine_args`. Subclass it to add calls of your own."""
 
     weight_transfer_engine: Any
     model_runner: Any
@@ -257,7 +268,7 @@ class WorkerExtension:
         return asdict(replace(state, active=self._weight_update_active))
 
     def primeblocks_describe(self, checkpoint: str) -> dict[str, Any]:
-        """Return what this worker reads of a checkpoint."""
+        """Return the boxes of a checkpoint that this worker reads."""
 
         def read() -> str:
             reads: Reads = self.weight_transfer_engine.reads(Manifest.from_json(checkpoint))
@@ -266,15 +277,15 @@ class WorkerExtension:
         return asdict(_told(read))
 
     def primeblocks_observe(self) -> dict[str, Any]:
-        """Return digests of what this worker computes with, for the front end."""
+        """Return digests of the weights that this worker computes with, for the front end."""
         return asdict(_told(lambda: self.weight_transfer_engine.observe().to_json()))
 
     def primeblocks_verify(self, info: dict[str, Any]) -> None:
-        """Begin to check a version beside the engine's steps."""
+        """Start to check a version, next to the engine's steps."""
         self.weight_transfer_engine.verify(UpdateInfo(**info))
 
     def primeblocks_lora(self, act: str, *arguments: Any) -> dict[str, Any]:
-        """Do an act of `Adapters`: "attach", "load" or "remove"."""
+        """Call a method of `Adapters`: "attach", "load" or "remove"."""
 
         def do() -> None:
             if self._primeblocks_adapters is None:
@@ -285,7 +296,7 @@ class WorkerExtension:
 
 
 def _told(act: Callable[[], object]) -> WorkerState:
-    """Act; return the value, or the error: raised, it would jam the executor."""
+    """Act, and return the value or the error. A raised error would jam the executor."""
     try:
         return WorkerState(value=act())
     except PrimeblocksError as met:
@@ -298,15 +309,16 @@ def _told(act: Callable[[], object]) -> WorkerState:
 
 
 def _loader_name(name: str) -> str:
-    """Return a parameter's name as loaders report it: without the wrappers that LoRA adds."""
+    """Return a parameter's name as loaders report it, without the wrappers that LoRA adds."""
     return name.replace(".base_layer.", ".")
 
 
 @contextmanager
 def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
-    """Lend a model parameters without memory, as its checkpoint fills them.
+    """Give a model parameters without memory, in the shapes that its checkpoint fills.
 
-    Loaders are called as in an update. Yields what tells which parameters of a layer they loaded.
+    Loaders are called as in an update. Yields a function that returns the names of the parameters
+    of a layer that were loaded.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -326,7 +338,7 @@ def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
 
 
 def _forget_buffered(model: Any) -> None:
-    """Let `finalize_layerwise_reload` put the old tensors back where a layer is incomplete."""
+    """Let `finalize_layerwise_reload` restore the old tensors of incomplete layers."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for layer in model.modules():
@@ -350,5 +362,5 @@ def _refuse_unpatched_experts(model: Any) -> None:
     if current_platform.is_cpu() and stock and experts:
         raise UnsupportedError(
             "vLLM on CPU corrupts expert weights at every update, and the patch "
-            "'moe_reload_on_cpu' of primeblocks.plugins.vllm is not applied. Switch it on."
+            "'moe_reload_on_cpu' of primeblocks.plugins.vllm is not applied. Switch that patch on."
         )
