@@ -193,8 +193,8 @@ def _rest(held: tuple[Aligned, ...], new: Aligned, name: str) -> tuple[Aligned, 
     stop = held[-1].stop if held else new.start
     if new.start > stop:
         raise ShapeError(
-            f"attachment {name!r} has rows up to token {stop} and from token {new.start} on. "
-            f"Rows of {new.start - stop} tokens are missing. Ask the engine for them."
+            f"attachment {name!r} has rows up to token {stop} and from {new.start} on. Rows of "
+            f"the {new.start - stop} tokens between are missing. Ask the engine for them."
         )
     if new.stop <= stop:
         return ()

@@ -51,7 +51,7 @@ class Database:
             raise UsageError(f'durability is "process" or "power"; got {durability!r}')
         self.path = Path(path).absolute()
         if not self.path.parent.is_dir():
-            raise UsageError(f"{self.path.parent} is not a folder. Make it first.")
+            raise UsageError(f"there is no folder {self.path.parent}. Make it first.")
         self._timeout_s, self._pid = timeout_s, os.getpid()
         self._mutex = threading.RLock()  # A callable that calls again must not hang.
         self._connection: sqlite3.Connection | None = None
@@ -188,7 +188,7 @@ def _is_new(connection: sqlite3.Connection, path: Path, application: int, schema
     if not (of or version or tables):
         return True
     if of != application:
-        raise UsageError(f"{path} is a database of another program. Choose another path.")
+        raise UsageError(f"{path} is a database of something else. Choose another path.")
     if version != schema:
         raise UnsupportedError(
             f"{path} has schema {version}, and this version of primeblocks has {schema}. End the "

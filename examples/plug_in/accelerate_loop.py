@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from primeblocks import losses, weightsync
 
-STEPS, MICRO_BATCHES, LR, TIMEOUT_S = 5, 2, 3e-3, 60.0
+STEPS, MICRO_BATCHES, LR, TIMEOUT_S = 5, 2, 0.5, 60.0
 ROLLOUTS = 8
 
 
@@ -38,7 +38,7 @@ def token_loss(model: nn.Module, head: Tensor, batch: dict[str, Tensor]) -> loss
 def train(accelerator: Accelerator, *, name: str, steps: int = STEPS):
     """Train on one batch, and yield the model and the loss of each step, once it is published."""
     model, parts = tiny.model(), MICRO_BATCHES * accelerator.num_processes
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     rollouts = tiny.rollouts(ROLLOUTS)
     rows = [{key: rollouts[key][row] for key in rollouts} for row in range(ROLLOUTS)]
     loader = DataLoader(rows, batch_size=ROLLOUTS // parts)

@@ -15,7 +15,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from primeblocks import losses, weightsync
 
-STEPS, LR, ROLLOUTS, TIMEOUT_S = 5, 3e-3, 8, 60.0
+STEPS, LR, ROLLOUTS, TIMEOUT_S = 5, 0.5, 8, 60.0
 NAME = f"hf-trainer-{os.getpid()}"
 
 
@@ -59,6 +59,7 @@ def build(folder: str, *, micro_batches: int = 1, steps: int = STEPS) -> PolicyT
     settings = TrainingArguments(
         output_dir=folder,
         max_steps=steps,
+        optim="sgd",
         lr_scheduler_type="constant",
         learning_rate=LR,
         per_device_train_batch_size=ROLLOUTS // micro_batches,

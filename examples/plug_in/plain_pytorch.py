@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from primeblocks import losses, weightsync
 
-STEPS, LR, TIMEOUT_S = 5, 3e-3, 60.0
+STEPS, LR, TIMEOUT_S = 5, 0.5, 60.0
 NAME = f"plain-pytorch-{os.getpid()}"
 
 
@@ -41,7 +41,7 @@ def open_publisher(model: nn.Module, name: str) -> weightsync.Publisher:
 
 def train(model: nn.Module, batch: dict[str, Tensor], *, name: str = NAME, steps: int = STEPS):
     """Train on one batch, and yield the loss of each step once its weights are published."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with open_publisher(model, name) as publisher:  # glue
         for step in range(1, steps + 1):
             loss = policy_loss(model, batch)  # glue

@@ -83,6 +83,7 @@ def serving(path: str):
     command += ["--max-model-len", "64", "--max-num-seqs", "8", "--block-size", "32"]
     command += ["--kv-cache-memory-bytes", str(64 << 20)]
     command += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", *WORDS]
+    command += ["--disable-uvicorn-access-log"]
     server = subprocess.Popen(command, env={**ENVIRONMENT, **os.environ, **NEEDS})
     try:
         deadline = time.monotonic() + START_S

@@ -26,11 +26,11 @@ class Journal:
 
     After SIGKILL every call that returned has taken effect. A call that was interrupted has taken
     effect as a whole or not at all. Final prompts and left out prompts are deleted and counted. So
-    the file is as large as the most prompts that were unfinished at a time.
+    the file is as large as its unfinished prompts were at most.
 
     Calls may come from any thread. One process at a time owns a journal, on a local disk. Other
-    processes may read the file with any SQLite. SQLite makes files with `-wal`, `-shm` and `-lock`
-    appended next to it.
+    processes may read the file with any SQLite. Files with `-wal`, `-shm` and `-lock` appended are
+    stored next to it.
 
     Args:
         path: the file. It is made if absent, in a folder that exists.

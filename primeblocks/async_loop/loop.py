@@ -55,7 +55,7 @@ class AsyncLoop:
         batch_size: groups in a training batch.
         max_in_flight: a number or an `AdaptiveLimit` of groups, or of samples with `group_size`.
         group_size: samples of a group, if `generate` makes one sample per call.
-        keep: `keep(group)` says whether to train on a finished group, such as one with variance.
+        keep: `keep(group)` says whether to train on a finished group. Batches stay complete.
         retries: rules for rollouts that raise or take too long.
         rollout_timeout_s: the longest time of one call of `generate`. By default unbounded.
         source: returns the name of a prompt's source. `sources` counts by this name.
@@ -71,7 +71,7 @@ class AsyncLoop:
 
     Raises:
         UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, a number is
-            out of range, or a function is of the wrong kind or takes other arguments.
+            out of range, or a function takes other arguments.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Step:
         version: the policy after it.
         groups: what it trained on.
         staleness: for each group, optimizer steps since its oldest token's policy.
-        dropped: groups that were too old and were not trained on; their prompts are asked again.
+        dropped: groups that were too old to train on. Their prompts are generated again.
         filtered: groups that `keep` left out.
         failures: failed attempts since the step before, by type of error.
         lost: prompts that used up their attempts, each with the reason.
@@ -36,7 +36,7 @@ class Step:
             what they would make could not be trained on in time.
         train_s: seconds of `train`.
         publish_s: seconds of `publish` that nothing else was done in.
-        metrics: what `train` returned; "ess" and "k3" of a mapping are shown by `postfix`.
+        metrics: the result of `train`. `postfix` shows "ess" and "k3" of a mapping.
     """
 
     version: int

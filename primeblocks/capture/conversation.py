@@ -1,9 +1,10 @@
 """Turns of a conversation, made into rollouts with exactly the tokens that the engine saw.
 
-A conversation is a list of branches, and each branch becomes a rollout. A new turn goes to the
-branch that shares most tokens with its prompt. If the prompt contains the whole branch, the turn
-is CLEAN. If only the end of its last answer differs, by at most `max_realigned_tokens`, that end is
-cut (REALIGN). Otherwise the turn begins a new branch (FORK). Branches only change by `append`.
+A conversation is a list of branches, and each branch becomes a rollout. A new turn tries branches
+by the tokens that they share with its prompt, most first. If the prompt contains the whole branch,
+the turn continues it (CLEAN). If only the end of the last answer differs, by at most
+`max_realigned_tokens`, that end is cut (REALIGN). If no branch fits, the turn begins a new branch
+(FORK). Only `append` changes branches.
 """
 
 from __future__ import annotations

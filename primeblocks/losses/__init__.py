@@ -1,8 +1,8 @@
-"""Losses of reinforcement learning, corrected for tokens of older policies: pure functions.
+"""Losses of reinforcement learning, with corrections for tokens of older policies. Pure functions.
 
-Every loss is a sum over tokens with counts (`TokenLoss`), takes `weights` of any of `corrections`,
-and is divided once by what all ranks and micro-batches count (`normalisation`). `logprobs` has what
-losses want without a matrix of logits.
+Every loss is a sum over tokens with counts (`TokenLoss`). It takes the `weights` of any of
+`corrections`. `normalisation` divides it once by a count over all ranks and micro-batches.
+`logprobs` computes the inputs of losses without storing all logits.
 """
 
 from . import advantages, corrections, distillation, logprobs, normalisation

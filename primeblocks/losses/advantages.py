@@ -1,9 +1,9 @@
-"""Advantages of rollouts over others of the same prompt.
+"""Advantages of rollouts over other rollouts of the same prompt.
 
-Rewards are `[groups, members]`. Members may be missing: what is there where `mask` is False may be
-anything, and gets 0. Differences are computed in float64. Members with equal rewards get exactly 0.
-One a token: `advantages.flatten()[sequence_ids]`, or `advantages.view(-1, 1).expand_as(mask)` for
-rows.
+Rewards are `[groups, members]`. Members may be missing: if `mask` is False, the reward may have any
+value, and its advantage is 0. Differences are computed in float64. Members with equal rewards get
+exactly 0. For one advantage per token use `advantages.flatten()[sequence_ids]` for packs, or
+`advantages.view(-1, 1).expand_as(mask)` for rows.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def group_advantages(
     normalise: bool = True,
     epsilon: float = 1e-4,
 ) -> Float[Tensor, "groups members"]:
-    """Return how much better each rollout is than the mean of its group. Pure; local.
+    """Return how much better each rollout is than the mean of its group. Pure. Local.
 
-    (r - mean) / (standard deviation + epsilon), of the members that are there.
+    The value is (r - mean) / (standard deviation + epsilon), over the members that are present.
 
     Args:
-        normalise: divide by the group's standard deviation, as GRPO does. Without it groups with
+        normalise: divide by the group's standard deviation, as GRPO does. Without it, groups with
             larger differences count more (Dr. GRPO).
 
     Raises:
-        ShapeError: the rewards are not floating `[groups, members]`, with a member.
+        ShapeError: the rewards are not floating `[groups, members]`, with at least one member.
 
     Source: arXiv:2402.03300 (GRPO), arXiv:2503.20783 (Dr. GRPO).
     """
@@ -53,12 +53,12 @@ def group_advantages(
 def leave_one_out_advantages(
     rewards: Float[Tensor, "groups members"], *, mask: Bool[Tensor, "groups members"] | None = None
 ) -> Float[Tensor, "groups members"]:
-    """Return how much better each rollout is than the mean of the others. Pure; local.
+    """Return how much better each rollout is than the mean of the other rollouts. Pure. Local.
 
-    n / (n - 1) (r - mean): an unbiased baseline. 0 for a member alone.
+    n / (n - 1) (r - mean), with an unbiased baseline. A group of one member gets 0.
 
     Raises:
-        ShapeError: as `group_advantages`.
+        ShapeError: as for `group_advantages`.
 
     Source: arXiv:2402.14740 (RLOO).
     """
@@ -71,16 +71,16 @@ def leave_one_out_advantages(
 def max_rl_advantages(
     rewards: Float[Tensor, "groups members"], *, mask: Bool[Tensor, "groups members"] | None = None
 ) -> Float[Tensor, "groups members"]:
-    """Return (r - mean) / mean of the group; 0 for groups whose mean is not above 0. Pure; local.
+    """Return (r - mean) / mean of the group, or 0 if the mean is not above 0. Pure. Local.
 
-    For rewards of 0 or 1 it follows the likelihood of a right answer, and not its probability: hard
-    prompts count more.
+    For rewards of 0 or 1 it follows the log-likelihood of a right answer instead of its
+    probability, so hard prompts count more.
 
     Args:
-        rewards: not below 0.
+        rewards: not negative.
 
     Raises:
-        ShapeError: as `group_advantages`.
+        ShapeError: as for `group_advantages`.
 
     Source: arXiv:2602.02710 (MaxRL).
     """
@@ -99,14 +99,14 @@ def turn_advantages(
     normalise: bool = True,
     epsilon: float = 1e-4,
 ) -> Float[Tensor, "groups members turns"]:
-    """Return how much better each turn went on than the same turn of the group. Pure; local.
+    """Return how much better each turn continued than the same turn of the group. Pure. Local.
 
-    A turn's return is its reward and those of the turns after it, discounted; its advantage is over
-    the members that have such a turn, as in `group_advantages`. A reward of the whole rollout
-    stands at its last turn.
+    A turn's return is its reward plus the discounted rewards of later turns. Its advantage is over
+    the members that have such a turn, as in `group_advantages`. Put a reward of the whole rollout
+    at its last turn.
 
     Args:
-        mask: the turns that each member has. A turn that is missing between others counts 0.
+        mask: the turns that each member has. A missing turn between others counts 0.
 
     Raises:
         ShapeError: the rewards are not floating `[groups, members, turns]`, or the mask differs.
@@ -151,9 +151,9 @@ def _means(x: Tensor, mask: Tensor) -> Tensor:
 def _centred(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return differences from the mean, 0 where masked, and the mean of their squares.
 
-    Both are float64, and exactly 0 where all members are equal.
+    Both are float64, and exactly 0 if all members are equal.
     """
-    # Relative to one member first: a mean of equal numbers is rounded, a mean of zeros is not.
+    # Relative to one member first: a mean of zeros is not rounded, a mean of equal numbers is.
     x = x.double()
     one = x.masked_fill(~mask, math.inf).amin(dim=1, keepdim=True)
     x = torch.where(mask, x - one, torch.zeros_like(x))

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and teachers say how likely its tokens are."""
+"""On-policy distillation: the student samples, and teachers score its tokens."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def teacher_advantages(
     mask: Bool[Tensor, "*tokens"],
     teacher_weights: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """Advantages sg[log p_teacher - log p_student], minus k1 of the reverse KL. Pure; local.
+    """Return sg[log p_teacher - log p_student], minus k1 of the reverse KL. Pure. Local.
 
-    Give them to any policy-gradient loss, alone or added to those of rewards. Their gradient is
-    that of KL(student || teacher), a token at a time; a correction of the tokens' age applies as to
-    any advantage.
+    Pass them as advantages to any policy-gradient loss, alone or added to advantages of rewards.
+    Their gradient is that of KL(student || teacher) per token. Corrections for the age of tokens
+    apply as to any advantage.
 
     Args:
         teachers: log-probabilities of the student's tokens.
-        teacher_weights: of several teachers, one a token each: the sum of weighted advantages. A
-            teacher may hold anything where its weight is 0, so that each sequence has its own.
+        teacher_weights: for several teachers, weights per token of each. The result is the weighted
+            sum of advantages. A teacher may hold any values where its weight is 0, so each sequence
+            may have its own teacher.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: no teacher, or weights that are not one for each.
+        UsageError: no teacher was given, or not one tensor of weights per teacher.
 
     Source: arXiv:2306.08543 (reverse KL by policy gradient), 2306.13649 (on-policy distillation).
     """
@@ -67,15 +68,16 @@ def top_k_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """KL of a token's distribution over a few words: the student's most likely ones. Pure; local.
+    """KL of each token's distribution over the student's k most likely words. Pure. Local.
 
-    "reverse" is KL(student || teacher), "forward" KL(teacher || student). No sampling noise, but
-    words beyond the few are one. Of several teachers: one loss each, with `weights`.
+    "reverse" is KL(student || teacher), "forward" is KL(teacher || student). It has no sampling
+    noise, but does not tell words beyond the k apart. With several teachers, use one loss each,
+    with `weights`.
 
     Args:
-        student_logprobs: differentiable; of the same words as the teacher's.
-        rest: what the words leave of both is a word more ("bucket"), or the few are normalised to
-            add up to 1 ("renormalise"), which lets the rest drift.
+        student_logprobs: differentiable, of the same words as the teacher's.
+        rest: "bucket" treats all other words as one more word. "renormalise" scales the
+            probabilities of the k words to sum 1, so that the other words can drift.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
@@ -98,13 +100,13 @@ def top_k_loss(
 
 
 def _distribution(logprobs: Tensor, mask: Tensor, rest: str) -> Tensor:
-    """Logs that add up to 1, the same for every masked token."""
+    """Return log-probabilities whose probabilities sum to 1, equal for all masked tokens."""
     kept = mask[..., None].expand_as(logprobs)
     x = finite(logprobs, kept)
     x = torch.where(kept, x, torch.full_like(x, -math.log(2 * x.shape[-1])))
     of_all = x.logsumexp(-1, keepdim=True)
     if rest == "renormalise":
         return x - of_all
-    # Rounded words may add up to 1 and more; the rest is never nothing.
+    # Rounded probabilities may sum to 1 or more, so the rest is kept above 0.
     left = of_all.clamp(max=-torch.finfo(x.dtype).eps)
     return torch.cat([x, torch.log(-torch.expm1(left))], dim=-1)

@@ -32,9 +32,9 @@ def kl_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """Estimates of KL(trainer || reference) or KL(reference || trainer), summed. Pure; local.
+    """Estimate KL(trainer || reference) or KL(reference || trainer), summed. Pure. Local.
 
-    With x = log p_trainer - log p_reference and u = exp(-x), of a token that the trainer sampled:
+    With x = log p_trainer - log p_reference and u = exp(-x), for a token that the trainer sampled:
 
     =========  ==========================  ============================  =========================
     estimator  reverse, KL(p || ref)       forward, KL(ref || p)         its value
@@ -45,19 +45,22 @@ def kl_loss(
     abs        abs(x)                      abs(x)                        no KL; KL-Cov's penalty
     =========  ==========================  ============================  =========================
 
-    The derivative of an estimate is no estimate of the derivative. "unbiased" takes the value from
-    the estimator, and d / d log p from the divergence: x for the reverse one, 1 - u for the forward
-    one, both right in the mean. "estimator" derives the estimator, as most trainers do. Of the
-    reverse ones k2 alone is right so: k1's derivative has mean 0 and does nothing, k3's is 1 - u,
-    which is that of the *forward* KL. Of the forward ones none is.
+    The derivative of an estimate does not estimate the derivative. `gradient="unbiased"` takes the
+    value from the estimator and the derivative d / d log p from the divergence. That is x for the
+    reverse divergence and 1 - u for the forward one, and both are right in the mean.
+
+    `gradient="estimator"` derives the estimator, as most trainers do. For the reverse divergence
+    this is right only for k2. The derivative of k1 has mean 0 and teaches nothing. The derivative
+    of k3 is 1 - u, which belongs to the *forward* KL. For the forward divergence no estimator's
+    derivative is right.
 
     Args:
-        weights: importance weights where another policy sampled the tokens, as an engine that is
-            versions behind: all of the above then holds for the trainer's.
+        weights: importance weights, if another policy sampled the tokens, such as an engine that is
+            versions behind. The statements above then hold for the trainer's policy.
 
     Raises:
-        ShapeError: as `grpo_loss`.
-        UsageError: a name is unknown, or "abs" is to have an unbiased gradient.
+        ShapeError: as for `grpo_loss`.
+        UsageError: a name is unknown, or `gradient` is "unbiased" for "abs".
 
     Source: Schulman, 2020 (joschu.net/blog/kl-approx); arXiv:2510.01555 (gradients).
     """
@@ -76,7 +79,7 @@ def kl_loss(
     values = masked(_estimate(x, estimator, direction), mask)
     if gradient == "unbiased":
         slope = x if direction == "reverse" else 1 - bounded_ratio(-x)
-        # Of value 0. x - x is finite, which log p - log p need not be.
+        # Adds 0 to the value. x - x is finite, but log p - log p may not be.
         values = values.detach() + slope.detach() * (x - x.detach())
     clipped = -x > MAX_LOG_RATIO
     return total(values, mask=mask, clipped=clipped, weights=weights, sequence_ids=sequence_ids)

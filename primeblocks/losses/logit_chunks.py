@@ -1,4 +1,9 @@
-"""Chunks of logits: sums over them, and their gradients, in the memory of one."""
+"""Sums over logits and their gradients, one chunk at a time in the memory of one chunk.
+
+Logits are computed by chunks of words, and within by chunks of tokens. `normalise` reads all chunks
+and returns log-probabilities and entropies. `gradients` reads them again and adds to the gradients.
+`LogitChunks` computes a chunk twice, or keeps it from the first pass to the second (`keep`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Head:
-    """All of a head but its tensors."""
+    """All properties of a head except its tensors."""
 
     first_word: int
     softcap: float | None
@@ -50,11 +55,11 @@ def check_operands(
     temperature: float | Tensor,
     head: Head,
 ) -> None:
-    """Refuse what does not fit. Local.
+    """Check the operands of a head. Local.
 
     Raises:
-        ShapeError: a shape, dtype or device.
-        UsageError: a temperature, softcap or chunk that is not positive.
+        ShapeError: a shape, dtype or device does not fit.
+        UsageError: a temperature, softcap or chunk is not positive.
     """
     check_tensors(hidden=hidden, weight=weight, ids=ids)
     if hasattr(weight, "device_mesh"):
@@ -96,11 +101,11 @@ def check_operands(
 
 
 class LogitChunks:
-    """Logits by runs of words and, within, by runs of tokens.
+    """Logits by chunks of words, and within them by chunks of tokens.
 
     Args:
-        keep: hold every chunk, and give it again the second time that it is asked for.
-        like: chunks of as many tokens or more, whose memory is used again.
+        keep: keep every chunk, and return it again in the second pass.
+        like: chunks of at least as many tokens, whose memory is used again.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class LogitChunks:
         self.scale = scale.to(self.wide)[:, None] if isinstance(scale, Tensor) else scale
         self.keep, self.kept = keep, set[tuple[int, int]]()
         rows, words = min(head.chunk[0], len(hidden)), min(head.chunk[1], len(weight))
-        # Fresh pages for each chunk would cost a CPU as much as its exponentials.
+        # Fresh memory pages for each chunk would cost a CPU as much as its exponentials.
         size = len(hidden) * len(weight) if keep else rows * words
         self.memory: tuple[Tensor, Tensor] = (
             (
@@ -168,14 +173,14 @@ class LogitChunks:
         return self.scaled(out, tokens)
 
     def place(self, ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
-        """Columns of a chunk, and whether the ids are there."""
+        """Return columns of a chunk, and whether the ids are in the chunk."""
         place = ids - (self.head.first_word + words.start)
         size = words.stop - words.start
         return place.clamp(0, size - 1), (place >= 0) & (place < size)
 
 
 class Normalised(NamedTuple):
-    """By token: of the chosen words, of the distribution, and the logarithm of its sum."""
+    """By token: log-probabilities of chosen words, entropy, and the logarithm of the sum."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -183,7 +188,7 @@ class Normalised(NamedTuple):
 
 
 def normalise(chunks: LogitChunks, ids: Tensor) -> Normalised:
-    """Collective with a group: two reductions of a few values a token."""
+    """Return scores of all tokens. Collective with a group: two reductions of values per token."""
     head = chunks.head
     top = chunks.hidden.new_full((len(ids),), -torch.inf, dtype=chunks.wide)
     # Sums over words of exp(z - top) and of exp(z - top) * (z - top).
@@ -211,13 +216,13 @@ def normalise(chunks: LogitChunks, ids: Tensor) -> Normalised:
         mass, moment = sums[:, 0], sums[:, 1]
         chosen, found = sums[:, 2:].chunk(2, 1)
     log_mass = top + mass.log()
-    # NaN for a word that no rank holds, or two do.
+    # NaN for a word that no rank has, or that two ranks have.
     logprobs = torch.where(found == 1, chosen - log_mass[:, None], torch.nan)
     return Normalised(logprobs, mass.log() - moment / mass, log_mass)
 
 
 class HeadGradients(NamedTuple):
-    """Sums to add to, each None where it is not wanted; that of `hidden` is in full precision."""
+    """Gradients to add to, or None if not wanted. That of `hidden` is in full precision."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -231,13 +236,13 @@ def gradients(
     of_scores: tuple[Tensor | None, Tensor | None],
     to: HeadGradients,
 ) -> None:
-    """Add the gradients of tokens, from those of their scores. Local: a rank's share.
+    """Add the gradients of tokens, given those of their scores. Local: this rank's share.
 
     Args:
-        of_scores: of log-probabilities and of entropies.
+        of_scores: the gradients of log-probabilities and of entropies.
     """
     for words, w in chunks.words():
-        # Summed in full precision over tokens, rounded once.
+        # Summed in full precision over tokens, and rounded once.
         rows = _wide(to.weight, words, chunks.wide)
         column = _wide(to.bias, words, chunks.wide)
         for tokens, x in chunks.tokens():
@@ -247,8 +252,8 @@ def gradients(
                 column += grad.sum(0)
             grad = grad.to(chunks.dtype)
             if to.hidden is not None:
-                # A chunk's words are summed by themselves: added to the sum so far one by one, as
-                # addmm does, 150,000 of them lose a bit more than the plain product.
+                # Each chunk's words are summed on their own. Adding them to the total one by one,
+                # as addmm does, loses a bit more than the plain product with 150,000 words.
                 to.hidden[tokens] += grad @ w
             if rows is None:
                 continue
@@ -270,7 +275,7 @@ def _of_logits(
     seen: Normalised,
     of_scores: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Gradient of a chunk before temperature and softcap, in its memory."""
+    """Return the gradient of a chunk before temperature and softcap, in its memory."""
     of_logprobs, of_entropy = of_scores
     slope = None
     if (softcap := chunks.head.softcap) is not None:

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy from hidden states and the head, without a matrix of logits."""
+"""Log-probabilities and entropy from hidden states and the head, without storing all logits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def token_logprobs(
     ids: Int[Tensor, "tokens *choices"],
     **options: Any,
 ) -> Float[Tensor, "tokens *choices"]:
-    """Log-probabilities alone, where the entropy is not needed. As `token_scores`."""
+    """Return only log-probabilities, if the entropy is not needed. Otherwise as `token_scores`."""
     return _scores(hidden, weight, ids, entropy=False, **options).logprobs
 
 
@@ -49,37 +49,39 @@ def token_scores(
     ids: Int[Tensor, "tokens *choices"],
     **options: Any,
 ) -> TokenScores:
-    """Log-probabilities of chosen tokens and entropies, from hidden states and the head.
+    """Return log-probabilities of chosen tokens and entropies, from hidden states and the head.
 
-    Logits are made a chunk at a time, and made again in the backward: four matrix products where
-    the plain computation needs three, for the memory of a few chunks. Float32 at least, float64
-    where `hidden` is. Local, or collective with a `group`, and so is its backward; differentiable
-    once, in `hidden`, `weight` and `bias`; deterministic.
+    Logits are computed one chunk at a time, and again in the backward. That takes four matrix
+    products, where the plain computation takes three, but only the memory of a few chunks. Results
+    are float32, or float64 if `hidden` is. Local, or collective with a `group`, and so is its
+    backward. Differentiable once, in `hidden`, `weight` and `bias`. Deterministic.
 
     Args:
-        hidden: rows that predict, `hidden[t]` the word `ids[t]`. Rows that the loss does not need
-            (prompts) cost as much as others: leave them out.
-        weight: of the head; with a `group` this rank's rows.
-        ids: one word a row, or several (a teacher's candidates). One outside the vocabulary,
+        hidden: rows that predict: `hidden[t]` predicts the word `ids[t]`. Leave out rows that the
+            loss does not need (prompts), because they cost as much as others.
+        weight: of the head. With a `group`, this rank's rows.
+        ids: one word per row, or several (a teacher's candidates). An id outside the vocabulary,
             such as -100, has the log-probability NaN.
         options: keywords, as follows.
         bias: `[words]`, added to logits.
         softcap: logits become `softcap * tanh(logits / softcap)`, after the bias.
-        temperature: logits are divided by it; a number, or `[tokens]` without gradient.
-        head_dtype: operands are cast to it a chunk at a time, float32 for a bfloat16 model. It
-            changes the mismatch with an engine that does not do so, for better where it does.
+        temperature: logits are divided by it. A number, or `[tokens]` without gradient.
+        head_dtype: operands are cast to it one chunk at a time. Use float32 for a bfloat16 model
+            if the engine does so too. Otherwise it changes the mismatch with the engine.
         group: ranks that share the vocabulary. Each has the same `hidden` and `ids`, and gets the
-            same result and the whole gradient of `hidden`: three vectors of tokens travel
-            forward, and in the backward `[tokens, hidden]`.
+            same result and the whole gradient of `hidden`. The forward sends three vectors of
+            tokens, and the backward sends `[tokens, hidden]`.
         first_word: the word of the first row of `weight`.
         chunk_tokens: rows of a chunk of logits.
-        chunk_words: and its columns.
-        check: ranks agree on their arguments first, a small collective that waits for the host.
+        chunk_words: columns of a chunk of logits.
+        check: ranks first agree on their arguments. That is a small collective for which the host
+            waits.
 
     Raises:
         ShapeError: a shape, dtype or device does not fit.
         UsageError: a temperature, softcap or chunk is not positive.
-        PlanError: no process group, or ranks differ in sizes, dtypes or wanted gradients.
+        PlanError: `group` is not a process group, or ranks differ in sizes, dtypes or wanted
+            gradients.
         RankError: another rank refused its arguments.
 
     Source: arXiv:1805.02867 (online softmax); arXiv:2411.09009 (cut cross-entropy).
@@ -96,20 +98,20 @@ def chunked_loss(
     chunk_tokens: int = 512,
     **options: Any,
 ) -> Float[Tensor, ""]:
-    """Sum a loss over chunks of tokens, and compute its gradients on the way.
+    """Sum a loss over chunks of tokens, and compute its gradients at the same time.
 
-    For a loss that is a sum over tokens. Logits are made once and kept for a chunk: three matrix
-    products, as in the plain computation, where `token_scores` needs four. Gradients flow to
-    `hidden`, `weight` and `bias` alone, and the weight's is held in full precision from the
-    forward on. Otherwise as `token_scores`.
+    The loss must be a sum over tokens. Logits are computed once and kept for one chunk. That takes
+    three matrix products, as in the plain computation, where `token_scores` takes four. Gradients
+    flow only to `hidden`, `weight` and `bias`. The gradient of the weight is kept in full precision
+    from the forward on. Otherwise as `token_scores`.
 
     Args:
-        loss: from the scores of a chunk, and which tokens these are, to a number.
+        loss: takes the scores of a chunk and the slice of its tokens, and returns a scalar tensor.
         chunk_tokens: a chunk's logits take 4 bytes x `chunk_tokens` x words of this rank.
-        options: as `token_scores`.
+        options: as for `token_scores`.
 
     Raises:
-        ShapeError: the loss is not one number; or as `token_scores`, which has the others too.
+        ShapeError: the loss is not a scalar tensor. All other errors are those of `token_scores`.
     """
     return _chunked(hidden, weight, ids, loss=loss, chunk_tokens=chunk_tokens, **options)
 
@@ -267,7 +269,7 @@ def _zeros(
     *,
     wide: torch.dtype | None = None,
 ) -> HeadGradients:
-    """Sums at zero, those of the head in its own dtype or in `wide`."""
+    """Return gradients of zeros. Those of the head are in its own dtype or in `wide`."""
     full = torch.promote_types(hidden.dtype, torch.float32) if wide is None else wide
     return HeadGradients(
         torch.zeros_like(hidden, dtype=full) if needs[0] else None,

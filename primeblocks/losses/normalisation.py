@@ -1,4 +1,4 @@
-"""Division of summed losses by what all ranks and micro-batches count together."""
+"""Division of summed losses by a count over all ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ def divide(
 ) -> Tensor:
     """Add losses and divide them by the tokens or sequences of all ranks.
 
-    Gradients are then to be *added* over ranks and micro-batches, and equal those of the whole
-    batch on one rank. Where a trainer averages over ranks (DDP, FSDP without a divide factor of
-    1), multiply by their number. Collective with `group`: two exchanges of a few bytes, for which
-    the host waits. Local without, or with a number.
+    *Add* gradients over ranks and micro-batches. They equal those of the whole batch on one rank.
+    If your trainer averages over ranks (DDP, or FSDP without a divide factor of 1), multiply by the
+    number of ranks. Collective with `group`: two exchanges of a few bytes, for which the host
+    waits. Local without `group`, or if `by` is a number.
 
     Args:
-        losses: all micro-batches of this rank, or one at a time with a number. None may be left
-            out where `by` is a word: a count is made of what is passed.
-        by: a number for micro-batches whose backward runs in turn: `global_count` of their masks,
-            before the first. For Dr. GRPO, sequences x longest answer.
+        losses: all micro-batches of this rank. If `by` is a number, they may come one at a time. If
+            `by` is a word, pass all of them, because the count is made of what is passed.
+        by: a word, or a number for micro-batches whose backward runs in turn. The number is the
+            `global_count` of their masks, before the first. For Dr. GRPO it is sequences x longest
+            answer.
         group: the ranks that hold parts of the batch.
 
     Returns:
-        A scalar, 0 with gradients of 0 where all tokens are masked.
+        A scalar. It is 0 with gradients of 0 if all tokens are masked.
 
     Raises:
-        UsageError: no loss; `by` is unknown, or below 0; sequences are not known.
+        UsageError: no loss was passed, `by` is unknown or negative, or sequences are unknown.
         RankError: another rank refused its arguments, or did not come within the group's timeout.
-        PlanError: this rank is not in `group`, or another one divides by something else.
+        PlanError: this rank is not in `group`, or another rank divides by something else.
 
     Example:
         >>> loss = divide(grpo_loss(p, q, a, mask=m), by="tokens", group=group)
@@ -59,13 +60,13 @@ def divide(
 def global_count(
     count: int, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> int:
-    """Add a count over the ranks of a group. Collective with `group`, and the host waits; or local.
+    """Add a count over the ranks of a group. Collective with `group`, and the host waits.
 
     Args:
-        device: where the backend of `group` takes tensors.
+        device: the device from which the backend of `group` sends.
 
     Raises:
-        RankError, PlanError: as `divide`; or `count` is not a whole number from 0 up.
+        RankError, PlanError: as for `divide`, or `count` is not a whole number from 0 up.
     """
 
     def look() -> int:
@@ -78,9 +79,9 @@ def global_count(
 def length_weights(
     mask: Bool[Tensor, "*tokens"], *, sequence_ids: Int[Tensor, "*tokens"] | None = None
 ) -> Float[Tensor, "*tokens"]:
-    """One over the tokens that the mask keeps of a token's sequence; 0 where masked. Pure; local.
+    """Return one over the unmasked tokens of each token's sequence, or 0 if masked. Pure. Local.
 
-    With these weights a loss is a sum over sequences of means over their tokens: divide it by the
+    With these weights a loss is a sum over sequences of means over their tokens. Divide it by the
     sequences, as GRPO and GSPO do. Short answers then count as much as long ones.
 
     Raises:

@@ -1,12 +1,12 @@
 """Policy-gradient losses of single tokens: pure functions of log-probabilities.
 
-Each returns a *sum* over tokens with counts: divide the sums of all ranks and micro-batches by one
-global count (`normalisation`), and gradients do not depend on how the batch was split or packed.
+Each returns a *sum* over tokens with counts. Divide the sums of all ranks and micro-batches by one
+global count (`normalisation`). Gradients then do not depend on how the batch was split or packed.
 
-All take `weights`, one a token, which multiply each token's loss: those of a correction, or of
-`normalisation.length_weights`, or a product of several. Gradients flow to `trainer_logprobs` alone.
-Masked tokens may hold anything. A ratio p_trainer / p_rollout counts as e**20 at most, and gives no
-gradient there. A NaN of a token that the mask keeps shows in the sum.
+All take `weights`, one per token, which multiply each token's loss. Pass the weights of a
+correction or of `normalisation.length_weights`, or a product of several. Gradients flow only to
+`trainer_logprobs`. Masked tokens may hold any values. A ratio p_trainer / p_rollout counts as at
+most e**20, and has no gradient beyond that. A NaN of an unmasked token shows in the sum.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def grpo_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """The clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A). Pure; local.
+    """Clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A). Pure. Local.
 
-    r is p_trainer / p_rollout. A token stops learning once its ratio has moved beyond the band in
-    the direction of its advantage. GRPO, DAPO, Dr. GRPO and others are settings of it:
+    r is p_trainer / p_rollout. A token stops learning once its ratio has left the band in the
+    direction of its advantage. GRPO, DAPO, Dr. GRPO and others are settings of this loss:
 
     ==================  =========================================================================
     GRPO                `weights=length_weights(mask)`, divided by the sequences
@@ -63,17 +63,19 @@ def grpo_loss(
     ==================  =========================================================================
 
     Args:
-        rollout_logprobs: the engine's, of the tokens that it sampled. Or those of the policy that
-            the step began with (decoupled PPO): weights then correct that one for the engine's.
-        advantages: one a token, as a rule the same for all of a rollout: expand them.
+        rollout_logprobs: the engine's, of the tokens that it sampled. For decoupled PPO pass those
+            of the policy at the start of the step. Weights then correct that policy for the
+            engine's.
+        advantages: one per token, usually the same for a whole rollout. Expand them.
         mask: True for completion tokens.
-        min_ratio: a ratio below counts as this, without gradient.
-        max_ratio: one above counts as this, without gradient: the dual clip, for advantages < 0.
+        min_ratio: a lower ratio counts as this, without gradient.
+        max_ratio: a higher ratio counts as this, without gradient. This is the dual clip, for
+            negative advantages.
 
     Raises:
-        ShapeError: shapes differ (nothing is broadcast); the mask is not bool or another operand
-            not floating.
-        UsageError: a clip is negative, or `clip_low` is above 1; the ratios allow no 1.
+        ShapeError: shapes differ (nothing is broadcast), the mask is not bool, or another operand
+            is not floating.
+        UsageError: a clip is negative, `clip_low` is above 1, or the ratios exclude 1.
 
     Source: arXiv:1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip).
     """
@@ -102,16 +104,16 @@ def cispo_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """Policy gradient with a clipped weight: -sg[clip(r, 1 - low, 1 + high)] A log p. Pure; local.
+    """Policy gradient with a clipped weight: -sg[clip(r, 1 - low, 1 + high)] A log p. Pure. Local.
 
-    Unlike in a clipped surrogate every token keeps a gradient. `clip_low=0, clip_high=0` is
-    REINFORCE, and weights of a correction are then the only ones.
+    Unlike in a clipped surrogate, every token keeps a gradient. With `clip_low=0, clip_high=0` it
+    is REINFORCE, and the weights of a correction are the only weights.
 
     Args:
-        clip_low: 1 leaves small ratios as they are, which the paper does.
+        clip_low: 1 leaves small ratios unchanged, as in the paper.
 
     Raises:
-        ShapeError: as `grpo_loss`.
+        ShapeError: as for `grpo_loss`.
         UsageError: a clip is negative, or `clip_low` is above 1.
 
     Source: arXiv:2506.13585 (CISPO).
@@ -137,16 +139,16 @@ def aipo_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """Importance-weighted policy gradient: -sg[min(r, max_ratio)] A log p. Pure; local.
+    """Importance-weighted policy gradient: -sg[min(r, max_ratio)] A log p. Pure. Local.
 
-    CISPO with a bound above alone. Every token keeps a gradient, which suits rollouts that are
+    CISPO with only an upper bound. Every token keeps a gradient, which suits rollouts that are
     several versions old.
 
     Args:
-        max_ratio: at least 1; the paper takes 2 to 10.
+        max_ratio: at least 1. The paper uses 2 to 10.
 
     Raises:
-        ShapeError: as `grpo_loss`.
+        ShapeError: as for `grpo_loss`.
         UsageError: `max_ratio` is below 1.
 
     Source: arXiv:2505.24034 (AIPO).
@@ -176,14 +178,14 @@ def sapo_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """A soft gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A. Pure; local.
+    """Soft gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A. Pure. Local.
 
-    tau is `temperature_positive` where A > 0. At r = 1 the gradient is that of REINFORCE, and it
-    fades with the distance. No token counts as clipped. The paper averages each sequence:
-    `weights=length_weights(mask)`, divided by the sequences.
+    tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the
+    gradient is that of REINFORCE, and it fades with the distance. No token counts as clipped. The
+    paper averages each sequence: use `weights=length_weights(mask)`, and divide by the sequences.
 
     Raises:
-        ShapeError: as `grpo_loss`.
+        ShapeError: as for `grpo_loss`.
         UsageError: a temperature is not above 0.
 
     Source: arXiv:2511.20347 (SAPO).
@@ -216,20 +218,20 @@ def dppo_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """Policy gradient within a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure; local.
+    """Policy gradient in a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure. Local.
 
-    A token counts for nothing if the divergence of (p, 1 - p) from (q, 1 - q) is beyond the bound
-    and p has moved in the direction of its advantage. q is the engine's probability, p the
-    trainer's; "tv" is |p - q|, "kl" is KL(q || p). Rare tokens, whose ratios are large for small
-    moves, are not cut off, and frequent ones are earlier.
+    q is the engine's probability of a token, and p is the trainer's. The token counts 0 if p has
+    moved too far in the direction of its advantage. Too far means that (p, 1 - p) diverges from
+    (q, 1 - q) beyond the bound. "tv" is |p - q|, "kl" is KL(q || p). Rare tokens, whose ratios are
+    large after small moves, are not cut off. Frequent tokens are cut off earlier.
 
     Args:
-        max_low: where the advantage is not above 0.
-        max_high: where it is.
+        max_low: the bound if the advantage is not above 0.
+        max_high: the bound if the advantage is above 0.
 
     Raises:
-        ShapeError: as `grpo_loss`.
-        UsageError: a bound is negative, `max_ratio` below 1, or `divergence` unknown.
+        ShapeError: as for `grpo_loss`.
+        UsageError: a bound is negative, `max_ratio` is below 1, or `divergence` is unknown.
 
     Source: arXiv:2602.04879 (DPPO, its binary divergences).
     """
@@ -263,13 +265,13 @@ def dro_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """Policy gradient with a penalty: -A log p + beta / 2 (log p - log q)^2. Pure; local.
+    """Policy gradient with a penalty: -A log p + beta / 2 (log p - log q)^2. Pure. Local.
 
-    The penalty pulls a token back to the engine's probability q, however old; no ratio is formed
-    and none is clipped.
+    The penalty pulls a token back to the engine's probability q, whatever its age. It forms no
+    ratio and clips nothing.
 
     Raises:
-        ShapeError: as `grpo_loss`.
+        ShapeError: as for `grpo_loss`.
         UsageError: `beta` is not above 0.
 
     Source: arXiv:2405.19107 (DRO), a token at a time.
@@ -286,7 +288,7 @@ def dro_loss(
 
 
 def _binary_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    # KL of (q, 1 - q) from (p, 1 - p); infinite where p is 1 and q is not. A term whose
+    # KL of (q, 1 - q) from (p, 1 - p). It is infinite if p is 1 and q is not. A term whose
     # probability is 0 counts 0.
     q = log_q.exp()
     rest = (-torch.expm1(log_q)).clamp(min=0)

@@ -1,9 +1,9 @@
-"""Policy-gradient losses whose ratio is that of a whole sequence.
+"""Policy-gradient losses that use the ratio of a whole sequence.
 
-Each token's loss has its sequence's ratio as its value, and its own share of the gradient, so that
-the sum over tokens, each divided by the length of its sequence, is the loss of the papers: pass
-`weights=length_weights(mask, ...)` and divide by the sequences. A sequence lies whole on one rank
-and in one micro-batch, padded (one a row) or packed (`sequence_ids`).
+Each token's loss has the ratio of its sequence as its value, and its own share of the gradient. The
+loss of the papers is the sum over tokens, each divided by the length of its sequence. For that pass
+`weights=length_weights(mask, ...)` and divide by the sequences. All tokens of a sequence must be on
+one rank and in one micro-batch, padded (one per row) or packed (`sequence_ids`).
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ def gspo_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """The clipped surrogate with the geometric mean of a sequence's ratios. Pure; local.
+    """Clipped surrogate with the geometric mean of a sequence's ratios. Pure. Local.
 
-    -min(s A, clip(s, 1 - low, 1 + high) A), where log s is the mean of the sequence's log-ratios
-    in value, and the token's own in gradient (GSPO-token). Clips are a thousand times smaller
-    than GRPO's, for s is a mean.
+    -min(s A, clip(s, 1 - low, 1 + high) A). The value of log s is the mean of the sequence's
+    log-ratios, and its gradient is the token's own (GSPO-token). Clips are a thousand times smaller
+    than GRPO's, because s is a mean.
 
     Args:
-        sequence_ids: an integer a token; one a row of `[rollouts, tokens]` otherwise. Rows that
-            hold several sequences need them.
+        sequence_ids: an integer per token. By default each row of `[rollouts, tokens]` is one
+            sequence. Rows with several sequences need them.
 
     Raises:
-        ShapeError: as `grpo_loss`; packed tokens without `sequence_ids`.
+        ShapeError: as for `grpo_loss`, or packed tokens have no `sequence_ids`.
         UsageError: a clip is negative, or `clip_low` is above 1.
 
     Source: arXiv:2507.18071 (GSPO).
@@ -77,17 +77,17 @@ def gmpo_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """The geometric mean of ratios that are clipped one by one: -A exp(mean of c). Pure; local.
+    """Geometric mean of ratios that are clipped one by one: -A exp(mean of c). Pure. Local.
 
-    c is the token's log-ratio, at most `clip_high` where A > 0, and at least `-clip_low` where
-    not. One outlier moves the mean by its clip at most, and its sequence learns on.
+    c is the token's log-ratio, at most `clip_high` if A > 0, and at least `-clip_low` otherwise. An
+    outlier moves the mean by at most its clip, and its sequence still learns.
 
     Args:
-        sequence_ids: an integer a token; one a row of `[rollouts, tokens]` otherwise. Rows that
-            hold several sequences need them.
+        sequence_ids: an integer per token. By default each row of `[rollouts, tokens]` is one
+            sequence. Rows with several sequences need them.
 
     Raises:
-        ShapeError: as `grpo_loss`; packed tokens without `sequence_ids`.
+        ShapeError: as for `grpo_loss`, or packed tokens have no `sequence_ids`.
         UsageError: a clip is negative.
 
     Source: arXiv:2507.20673 (GMPO, geo-mean).
@@ -114,7 +114,7 @@ def gmpo_loss(
 def _sequence_ratio(
     log_ratio: Tensor, mask: Tensor, sequence_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return exp of the sequence's mean, with the token's own gradient, and that mean."""
+    """Return exp of the sequence's mean with the token's own gradient, and the mean."""
     lengths = sequence_sums(mask, sequence_ids).clamp(min=1)
     mean = (sequence_sums(log_ratio, sequence_ids) / lengths).to(log_ratio.dtype)
     return bounded_ratio(mean + (log_ratio - log_ratio.detach())), mean

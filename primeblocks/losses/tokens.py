@@ -1,7 +1,7 @@
-"""Operands with one value a token, their sums over sequences, and a loss with its counts.
+"""Operands with one value per token, their sums over sequences, and a loss with its counts.
 
-Tokens lie in rows that are padded, `[rollouts, tokens]`, or one sequence after another, `[tokens]`.
-One row, `[1, tokens]`, may be either: `sequence_ids` say which.
+Tokens are stored in padded rows, `[rollouts, tokens]`, or as a pack, `[tokens]`. One row,
+`[1, tokens]`, may be either. Then `sequence_ids` tell which.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = [
     "total",
 ]
 
-# A ratio counts as e**20 at most. Its sums and squares are finite in float32, and so is what a
-# backward multiplies with it: inf * 0 is NaN.
+# A ratio counts as at most e**20, so its sums and squares are finite in float32. So are the factors
+# of a backward: inf * 0 would be NaN.
 MAX_LOG_RATIO = 20.0
-# Of one log-probability, either side of 0: sums and products are then no inf - inf, and no inf * 0.
+# Bounds one log-probability on either side of 0: sums and products avoid inf - inf and inf * 0.
 _MAX_LOG = 1e6
 
 
@@ -40,11 +40,11 @@ class TokenLoss:
     """A loss summed over tokens.
 
     Args:
-        sum: differentiable, at least float32; over the tokens that the mask keeps.
-        tokens: how many these are.
-        clipped: how many of them had their ratio clipped or truncated, or did not count for it.
-        sequences: how many sequences have such a token; None for tokens without `sequence_ids`,
-            and for one row without them, which may be a pack.
+        sum: differentiable, at least float32. It is over the tokens that the mask keeps.
+        tokens: the number of these tokens.
+        clipped: the number of these tokens whose ratio was clipped, truncated or not counted.
+        sequences: the number of sequences with such a token. None for tokens without
+            `sequence_ids`, and for one row without them, because it may be a pack.
     """
 
     sum: Tensor
@@ -54,16 +54,15 @@ class TokenLoss:
 
 
 def check_tokens(*masks: Any, sequence_ids: Any = None, **operands: Any) -> None:
-    """Refuse operands that are not one value a token: broadcasting would pair the wrong ones. Pure.
+    """Check that operands have one value per token, because broadcasting could mix them up. Pure.
 
     Args:
         masks: bool, at most one, of the same shape.
         sequence_ids: integers of the same shape, or None.
-        operands: floating, by their name in messages; one that is None is skipped, unless it is
-            the first.
+        operands: floating, by their name in messages. None is skipped, except for the first.
 
     Raises:
-        ShapeError: they differ in shape or device, or one has another dtype.
+        ShapeError: operands differ in shape or device, or an operand has another dtype.
     """
     named = [*operands.items(), *(("mask", mask) for mask in masks)]
     first, like = named[0]
@@ -97,10 +96,10 @@ def check_policy(
     weights: Any,
     sequence_ids: Any,
 ) -> None:
-    """Refuse operands of a policy-gradient loss that are not one value a token. Pure.
+    """Check that operands of a policy-gradient loss have one value per token. Pure.
 
     Raises:
-        ShapeError: as `check_tokens`.
+        ShapeError: as for `check_tokens`.
     """
     check_tokens(
         mask,
@@ -113,7 +112,7 @@ def check_policy(
 
 
 def check_clips(clip_low: float, clip_high: float) -> None:
-    """Refuse a band around 1 that is none.
+    """Check that the clips form a band around 1. Pure.
 
     Raises:
         UsageError: a clip is negative or NaN, or `clip_low` is above 1.
@@ -123,44 +122,44 @@ def check_clips(clip_low: float, clip_high: float) -> None:
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """Return `x`, at least float32, with zeros where `mask` is False. Local; differentiable."""
+    """Return `x`, at least float32, with zeros where `mask` is False. Local. Differentiable."""
     # Not x * mask: padding may hold inf or NaN.
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return torch.where(mask, x, torch.zeros_like(x))
 
 
 def finite(x: Tensor, mask: Tensor) -> Tensor:
-    """As `masked`, with what is infinite at a million, without gradient. Local; differentiable."""
+    """As `masked`, but clamp at a million, without gradient there. Local. Differentiable."""
     return masked(x, mask).clamp(-_MAX_LOG, _MAX_LOG)
 
 
 def log_ratios(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Log of p_trainer / p_rollout, finite, 0 where `mask` is False. Local; differentiable.
+    """Log of p_trainer / p_rollout, finite, 0 where `mask` is False. Local. Differentiable.
 
-    Gradients flow to the trainer's alone. Each is masked by itself: where padding is inf, a
-    gradient of 0 would meet it.
+    Gradients flow only to `trainer_logprobs`. Each operand is masked separately: otherwise a
+    gradient of 0 would be multiplied with inf in padding.
     """
     return finite(trainer_logprobs, mask) - finite(rollout_logprobs.detach(), mask)
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """Return `exp(log_ratio)`, at most e**20, and without gradient there. Local; differentiable."""
+    """Return `exp(log_ratio)`, at most e**20, without gradient there. Local. Differentiable."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def sequence_sums(x: Tensor, sequence_ids: Tensor | None) -> Tensor:
-    """The sum over each token's sequence, float64, at every token of it. Local; no gradient.
+    """Return at every token the float64 sum over its sequence. Local. Not differentiable.
 
     Raises:
         ShapeError: the tokens are not in several rows, and have no `sequence_ids`.
     """
-    # float64: float32 would lose three digits over 100,000 tokens, by the order of packing.
+    # float64, because float32 loses three digits over 100,000 tokens, depending on the packing.
     x = x.detach().double()
     if sequence_ids is not None:
         sums, index = _packed_sums(x, sequence_ids)
         return sums[index]
     if x.ndim != 2 or len(x) == 1:
-        # One row is one rollout or a pack of several, and nothing here tells which.
+        # One row is one rollout or a pack of several. Only sequence_ids can tell.
         raise ShapeError(
             f"sequences of {list(x.shape)} are unknown. Pass sequence_ids, an integer a token"
             " (torch.zeros_like(mask, dtype=torch.int64) if all are one rollout), or several rows,"
@@ -170,7 +169,7 @@ def sequence_sums(x: Tensor, sequence_ids: Tensor | None) -> Tensor:
 
 
 def _packed_sums(x: Tensor, sequence_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a sum for each sequence, and the place of each token's among them."""
+    """Return the sum of each sequence, and the index of each token's sequence."""
     ids, index = torch.unique(sequence_ids, return_inverse=True)
     return x.new_zeros(ids.numel()).index_add(0, index.flatten(), x.flatten()), index
 
@@ -183,11 +182,11 @@ def total(
     weights: Tensor | None,
     sequence_ids: Tensor | None,
 ) -> TokenLoss:
-    """Sum losses of tokens, weighted. Local; one read by the host, two with `sequence_ids`.
+    """Sum weighted losses of tokens. Local. The host reads once, or twice with `sequence_ids`.
 
     Args:
         losses: 0 where `mask` is False.
-        weights: no gradient flows to them; a token of weight 0 counts in `tokens` still.
+        weights: without gradient. A token of weight 0 still counts in `tokens`.
     """
     if weights is not None:
         losses = masked(weights.detach(), mask).to(losses.dtype) * losses

@@ -1,3 +1,3 @@
-"""Entry points of host packages; nothing here is imported by the library itself."""
+"""Entry points for host packages. The library itself imports none of them."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""A patch of a host package: a reason, the symbols it replaces, and a proof that it is needed."""
+"""A patch of a host package, with its reason, its symbols and a proof that it is needed."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ class SelfTest:
 
     Args:
         needed: the stock host still has the fault.
-        effective: the host as it is in this process does not.
+        effective: the host in this process does not have the fault.
     """
 
     needed: bool
@@ -28,15 +28,15 @@ class Patch:
     """One repair of a host package.
 
     Args:
-        name: what the off switch and the messages call it.
-        reason: what is wrong without it.
-        tested: the host versions it was tested with, as a requirement.
+        name: its name in the off switch and in messages.
+        reason: the fault of the host without it.
+        tested: the host versions with which it was tested, as a requirement.
         replacements: for each symbol (`module:path`) a function from the stock object to ours.
-        self_test: tries the stock and the current symbols; takes well under a second.
-        asked: whether a configuration of the host has a use for it.
-        cpu_only: it repairs the host's CPU platform and is not for others.
+        self_test: tries the stock and the current symbols, in well under a second.
+        asked: whether a configuration of the host needs it.
+        cpu_only: it repairs the host's CPU platform and is not for other platforms.
         needs: names of patches without which it would do harm.
-        compared: a host version that it was compared with and never run in, as a requirement.
+        compared: a host version with which it was compared but never run, as a requirement.
     """
 
     name: str
@@ -50,23 +50,23 @@ class Patch:
     compared: str = ""
 
     def applied(self) -> bool:
-        """Say whether every symbol is ours in this process. Local; imports their modules."""
+        """Say whether every symbol is ours in this process. Local. Imports their modules."""
         return all(
             _owner(symbol) is not None and self.name in _patches(symbol)
             for symbol in self.replacements
         )
 
     def apply(self) -> None:
-        """Replace the symbols; those that are ours already stay. Local; imports their modules.
+        """Replace the symbols. Symbols that are ours already stay. Local. Imports their modules.
 
         Raises:
-            UnsupportedError: a symbol is missing; nothing was replaced.
+            UnsupportedError: a symbol is missing. Nothing was replaced.
         """
         replace(self.replacements, name=self.name, tested=self.tested)
 
 
 def replace(replacements: Mapping[str, Callable[[Any], Any]], *, name: str, tested: str) -> None:
-    """Replace symbols in the name of a patch, each once; arguments and errors as `Patch`."""
+    """Replace symbols in the name of a patch, each once. Arguments and errors as for `Patch`."""
     if missing := [symbol for symbol in replacements if _owner(symbol) is None]:
         raise UnsupportedError(
             f"{name} cannot be applied: there is no {', '.join(missing)}. It was tested "
@@ -82,17 +82,17 @@ def replace(replacements: Mapping[str, Callable[[Any], Any]], *, name: str, test
 
 
 def ours(symbol: str) -> Any:
-    """Return what `module:path` names now. Local."""
+    """Return the object that `module:path` names now. Local."""
     return getattr(_owner(symbol), symbol.rpartition(":")[2].rpartition(".")[2])
 
 
 def stock(symbol: str) -> Any:
-    """Return what `module:path` named before patches replaced it. Local."""
+    """Return the object that `module:path` named before patches replaced it. Local."""
     return _layers(symbol)[-1]
 
 
 def _patches(symbol: str) -> set[str]:
-    """Return the names of the patches that `module:path` has, one over the other."""
+    """Return the names of the patches on `module:path`."""
     return {layer.primeblocks_patch for layer in _layers(symbol)[:-1]}
 
 
@@ -104,7 +104,7 @@ def _layers(symbol: str) -> list[Any]:
 
 
 def _owner(symbol: str) -> Any:
-    """Return the object that holds the last name of `module:path`; None without such a symbol."""
+    """Return the object that has the last name of `module:path`, or None if it is missing."""
     module, _, path = symbol.partition(":")
     *outer, attribute = path.split(".")
     try:

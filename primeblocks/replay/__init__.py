@@ -1,10 +1,10 @@
 """Replay an engine's expert choices in the trainer that learns from its tokens.
 
-`record` writes a router's choices down, `Routes` carries them (sliced, joined, packed for the
-wire), and `impose` makes another model's routers follow them while the gate weights and their
-gradients stay live; `follow` does so by an argument of the forward, for pipelines. `KeptTokens`
-does the same for top-k and top-p. `measure_mismatch` and `compare` say how far the two sides are
-apart, `attribute` why.
+`record` writes a router's choices down. `Routes` carries them: sliced, joined, or packed for the
+wire. `impose` makes another model's routers follow them, while the gate weights and their gradients
+stay live. `follow` does the same by an argument of the forward, for pipelines. `KeptTokens` does it
+for top-k and top-p. `measure_mismatch` and `compare` measure the distance of the two sides, and
+`attribute` finds its causes.
 """
 
 from . import gates, mismatch, sampling

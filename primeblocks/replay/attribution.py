@@ -1,4 +1,4 @@
-"""Causes of the mismatch: counterfactuals, and a split that adds up."""
+"""Causes of the mismatch, found by removing them, and shares that add up to the whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Removed = frozenset[str]
 
 @dataclass(frozen=True)
 class Cause:
-    """One cause's part of the mismatch, in nats per token."""
+    """The part of one cause in the mismatch, in nats per token."""
 
     name: str
     share: float
@@ -35,9 +35,9 @@ class Cause:
 class Attribution:
     """k3 of KL(rollout || trainer), split among causes.
 
-    `total` is `residual` plus the causes' shares, exactly. Where a cause's `alone` and `last` are
-    far apart it acts together with another one (rounding flips routes: either removal removes the
-    flips), and its share lies between them.
+    `total` is exactly `residual` plus the causes' shares. If a cause's `alone` and `last` differ
+    much, the cause acts together with another one, and its share lies between the two. For
+    instance, rounding flips routes, so that removing either removes the flips.
     """
 
     total: float
@@ -50,7 +50,7 @@ class Attribution:
 
     @property
     def dominant(self) -> str | None:
-        """The cause with the largest share, or None where none stands out.
+        """The cause with the largest share, or None if no cause stands out.
 
         A cause stands out if its share exceeds two standard errors, and the residual.
         """
@@ -59,7 +59,7 @@ class Attribution:
         return first.name if is_clear else None
 
     def table(self) -> str:
-        """Shares with their standard errors, and what removing each alone or last takes away."""
+        """Shares with their standard errors, and effects of removing each cause alone or last."""
         width = max(len("residual"), *(len(cause.name) for cause in self.causes))
         lines = [f"{'':{width}}  {'share':>9} {'+-':>8}  {'alone':>9} {'last':>9}  of total"]
         scale = self.total if self.total else math.nan
@@ -88,27 +88,27 @@ def attribute(
 ) -> Attribution:
     """Split the mismatch among causes that can be switched off one by one.
 
-    A cause is a way in which the trainer does not do what the engine did: its own routes, its
-    dtype, another weight version, no fp8, a fresh prefix, a plain softmax. `evaluate` computes the
-    trainer's log-probabilities of the sampled tokens with some of them *removed*, that is with the
-    trainer made to do as the engine did in these; `evaluate(frozenset())` is the trainer as it
-    is. Names are the caller's; nothing is known about them here.
+    A cause is a difference between the trainer and the engine. Examples are its own routes, its
+    dtype, another weight version, no fp8, a fresh prefix, and a plain softmax. `evaluate` computes
+    the trainer's log-probabilities of the sampled tokens with some causes *removed*. In these the
+    trainer then does as the engine did. `evaluate(frozenset())` is the unchanged trainer. You
+    choose the names of causes.
 
-    The cost is evaluations, each a forward of the trainer: `2 ** n` for n causes, or with
-    `permutations`, where n > 1, at most `2 * (permutations + 1) * (n - 1)`: each random order is
-    followed by its reverse, and each cause is removed alone and last besides. Local.
+    The cost is evaluations, each a forward of the trainer. All sets of n causes take `2 ** n`. With
+    `permutations`, n > 1 causes take at most `2 * (permutations + 1) * (n - 1)`. Each random order
+    is followed by its reverse, and each cause is also removed alone and last. Local.
 
     Args:
         evaluate: from the removed causes to log-probabilities shaped like `rollout_logprobs`.
         rollout_logprobs: the engine's, of the same sampled tokens.
         causes: all names that `evaluate` knows.
         mask: True where a token counts.
-        permutations: how many orders of removal to draw; None for all sets of causes.
-        generator: draws the orders; None for a fixed seed.
+        permutations: the number of orders of removal to draw. None takes all sets of causes.
+        generator: draws the orders. None uses a fixed seed.
 
     Raises:
-        UsageError: no cause, one named twice, more than 12 without `permutations`, or a
-            log-probability that is not finite.
+        UsageError: `causes` is empty, repeats a name, or has more than 12 names without
+            `permutations`. Also raised if a log-probability is not finite.
         ShapeError: `evaluate` returns another shape.
 
     Source: L. Shapley, "A value for n-person games" (1953).
@@ -149,7 +149,7 @@ def attribute(
 
 
 class _Measured:
-    """k3 of every token, float64, by the set of removed causes; each set evaluated once."""
+    """k3 of every token in float64, by the set of removed causes. Evaluates each set once."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _Measured:
 
 
 def _exact_shapley(k3: _Measured, name: str, names: tuple[str, ...]) -> torch.Tensor:
-    """The k3 that removing `name` takes from each token, averaged over all sets of the others."""
+    """Return the k3 that removing `name` takes from each token, averaged over all sets."""
     others = [other for other in names if other != name]
     total = torch.zeros_like(k3(frozenset()))
     for size in range(len(names)):
@@ -218,7 +218,7 @@ def _sampled_shapley(
 def _orders(
     count: int, permutations: int, generator: torch.Generator | None
 ) -> Iterator[list[int]]:
-    """Random orders, each followed by its reverse: what two causes share is split evenly."""
+    """Random orders, each followed by its reverse, so that shared effects are split evenly."""
     if generator is None:
         generator = torch.Generator().manual_seed(0)
     for _ in range(permutations):

@@ -1,23 +1,24 @@
 """The wire format: an envelope around every value, and routes inside one. Little-endian.
 
-The envelope is
+The envelope is:
 
     header    kind (4 bytes), version (u16), 0 (u16), length of the body (u64)
     body
     digest    xxh3-128 of header and body
 
-XXH3 runs at memory speed, which no checksum of the standard library does: a crc32 of routes
-costs several times the copy that it guards. It finds accidents; it is no signature.
-Source: https://xxhash.com (XXH3). The body of routes is
+XXH3 runs at memory speed. A crc32 of routes costs several times as much as the copy that it guards.
+XXH3 finds accidental changes, but is not a signature. Source: https://xxhash.com (XXH3).
+
+The body of routes is:
 
     sizes      0, top_k, padding or none, experts, layers, tokens, start (32 bytes)
     layer ids  uint32 each
     experts    uint8 or uint16, in the router's order
-    missing    one bit a token
-    padding    one bit a token, where there is padding
+    missing    one bit per token
+    padding    one bit per token, if there is padding
 
-Experts unpack without a copy and keep the order of the slots, which bitwise replay of the gates'
-arithmetic needs. Compression does not pay, because ids are nearly uniform.
+Experts unpack without a copy and keep the order of the slots. Bitwise replay of the gates'
+arithmetic needs that order. Compression does not pay, because ids are nearly uniform.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ _OVERHEAD = _HEADER.size + _DIGEST  # Bytes around the body.
 def seal(
     kind: bytes, format_version: int, parts: Sequence[Any], *, into: Bytes | None = None
 ) -> memoryview:
-    """Copy `parts` into one buffer between header and digest. Local; one copy.
+    """Copy `parts` into one buffer between header and digest. Local. One copy.
 
     Args:
         kind: four bytes.
-        parts: bytes or arrays; arrays are written in C order.
-        into: a writable buffer to use instead of a new one; its beginning is returned.
+        parts: bytes or arrays. Arrays are written in C order.
+        into: a writable buffer to use instead of a new one. Its beginning is returned.
 
     Raises:
         ShapeError: `into` is too small.
@@ -85,11 +86,11 @@ def seal(
 
 
 def unseal(payload: Bytes, *, kind: bytes, format_version: int) -> memoryview:
-    """The body: a view. Local; reads every byte once.
+    """Return the body as a view. Local. Reads every byte once.
 
     Raises:
-        CorruptionError: a byte was changed, added or lost; or the bytes are another kind.
-        UnsupportedError: another version of the format.
+        CorruptionError: a byte was changed, added or lost, or the bytes are of another kind.
+        UnsupportedError: the format has another version.
     """
     buffer = memoryview(payload).cast("B")
     if len(buffer) < _OVERHEAD:
@@ -120,7 +121,7 @@ def _bytes_of(part: Any) -> np.ndarray:
 
 def _room(length: int, into: Bytes | None) -> np.ndarray:
     if into is None:
-        # Not bytes: numpy asks for huge pages, and faulting small ones in costs four copies.
+        # Not bytes: numpy asks for huge pages. Faulting in small pages costs four copies.
         return np.empty(length, dtype=np.uint8)
     room = np.frombuffer(into, dtype=np.uint8)
     if len(room) < length or not room.flags.writeable:
@@ -133,14 +134,14 @@ def _room(length: int, into: Bytes | None) -> np.ndarray:
 
 _KIND, _FORMAT = b"PBRT", 3
 _SIZES = struct.Struct("<IHHIIQQ")
-_ROWS = 1 << 15  # Compared at a time: they stay in the cache.
+_ROWS = 1 << 15  # Compared at a time, so that they stay in the cache.
 
 
 def expert_dtype(num_experts: int) -> np.dtype:
-    """uint8 for up to 256 experts, uint16 for up to 65536.
+    """Return uint8 for up to 256 experts, and uint16 for up to 65536.
 
     Raises:
-        ShapeError: no such number of experts can be coded.
+        ShapeError: `num_experts` is out of this range.
     """
     whole = isinstance(num_experts, Integral) and not isinstance(num_experts, bool)
     if not whole or not 1 <= num_experts <= 1 << 16:
@@ -149,7 +150,7 @@ def expert_dtype(num_experts: int) -> np.dtype:
 
 
 def _check_range(experts: np.ndarray, num_experts: int) -> None:
-    """Refuse ids outside `0..num_experts - 1`: on a GPU they would end the process."""
+    """Refuse ids outside `0..num_experts - 1`, because on a GPU they would end the process."""
     limits = np.iinfo(experts.dtype)
     above = limits.max >= num_experts and experts.size and experts.max() >= num_experts
     below = limits.min < 0 and experts.size and experts.min() < 0
@@ -162,11 +163,11 @@ def _check_range(experts: np.ndarray, num_experts: int) -> None:
 
 
 def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) -> np.ndarray:
-    """Return ids from outside in their dtype, zeros in missing rows. Local.
+    """Return ids from outside in their dtype, with zeros in missing rows. Local.
 
     Raises:
-        ShapeError: as `expert_dtype`.
-        UsageError: with the first id that is out of range, or row that names an expert twice.
+        ShapeError: as for `expert_dtype`.
+        UsageError: an id is out of range, or a row names an expert twice. Names the first case.
     """
     dtype = expert_dtype(num_experts)
     if missing.any():
@@ -191,14 +192,14 @@ def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) ->
 
 
 def host_array(values: np.ndarray) -> np.ndarray:
-    """Return it as numpy has it. Local.
+    """Return an array as numpy has it. Local.
 
     Raises:
-        ShapeError: numpy takes it for no array, or it is on a device.
+        ShapeError: numpy cannot read it, or it is on a device.
     """
     try:
         return np.asarray(values)
-    except (RuntimeError, TypeError, ValueError) as error:  # Of torch for one, of numpy for two.
+    except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError is torch's.
         raise ShapeError(f"routes need arrays in host memory: {error}") from error
 
 
@@ -210,20 +211,20 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:
-    """Refuse a mask of other tokens. Local.
+    """Check that a mask has one bool per token. Local.
 
     Raises:
-        ShapeError: by name.
+        ShapeError: it does not, by name.
     """
     if mask.shape != (tokens,) or mask.dtype != np.bool_:
         raise ShapeError(f"{name} must be bool [{tokens}]; got {mask.dtype} {list(mask.shape)}")
 
 
 def checked_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return layer ids as they are written. Local.
+    """Return layer ids in the form in which they are written. Local.
 
     Raises:
-        ShapeError: one cannot be.
+        ShapeError: an id cannot be written.
     """
     if not isinstance(layer_ids, Iterable) or isinstance(layer_ids, str):
         raise ShapeError(f"layer_ids are indices of layers; got {shown(layer_ids)}")
@@ -243,7 +244,7 @@ def encode(
     start: int,
     into: Bytes | None,
 ) -> memoryview:
-    """Write one contiguous buffer. Local; copies the experts once."""
+    """Write one contiguous buffer. Local. Copies the experts once."""
     tokens, layers, top_k = experts.shape
     padded = bool(padding.any())
     sizes = (0, top_k, padded, num_experts, layers, tokens, start)
@@ -258,11 +259,11 @@ def encode(
 
 
 def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
-    """Read the fields of `Routes`, and their start. Experts are a view. Local; reads it twice.
+    """Read the fields of `Routes`, and their start. Experts are a view. Local. Reads it twice.
 
     Raises:
         CorruptionError: a byte was changed, added or lost.
-        UnsupportedError: another version of the format.
+        UnsupportedError: the format has another version.
     """
     body = unseal(payload, kind=_KIND, format_version=_FORMAT)
     if len(body) < _SIZES.size:

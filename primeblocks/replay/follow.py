@@ -1,4 +1,11 @@
-"""Choices as an argument of the forward: they travel with the batch, as position ids do."""
+"""Choices as an argument of the forward, which travel with the batch as position ids do.
+
+`follow` adds hooks to a model until `close`. A call of the model passes the rows on to its layers.
+The call of a layer binds its rows, and the router inside the layer uses them and forgets them. So
+rows are bound only from a layer's call to its router's call. A recomputation starts with the
+layer's call, which brings the same rows again. If rows did not reach a router, the model's call
+raises an error.
+"""
 
 from __future__ import annotations
 
@@ -28,42 +35,41 @@ def follow(
 ) -> Following:
     """Make `model(..., routed_experts=rows)` follow these rows. Call once, before the first step.
 
-    `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`; -1 in every slot
-    of a row means that the token chooses for itself in that layer. Where
-    `routed_experts_weights`, float32 or float64 of the same shape, is given too, the model computes
-    with these gates, as under `impose(gates=)`; else gates are computed again from the live scores.
-    A call without rows is a plain one. FSDP2 narrows float arguments to its `param_dtype` unless
-    its policy says `cast_forward_inputs=False`; narrow gates are refused.
+    `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`. A row of -1 lets
+    the token choose for itself in that layer. Gates are computed again from the live scores. To use
+    other gates, pass `routed_experts_weights`, float32 or float64 of the same shape, as with
+    `impose(gates=)`. A call without rows is a plain call. FSDP2 narrows float arguments to its
+    `param_dtype` unless its policy says `cast_forward_inputs=False`. Narrow gates are refused.
 
-    The rows go to each layer as an argument of its call, so that any number of micro-batches may
-    be in flight, and an activation checkpoint of the layer, reentrant or not, recomputes it under
-    the rows it had. A model whose forward takes further keywords has to hand them on to its
-    layers, as those of transformers do; for one that does not, hooks give them to the layers, or
-    to the `checkpoint_wrapper` around them (torchtitan). Nothing is held between two calls.
+    The rows go to each layer as an argument of its call. So any number of micro-batches may be in
+    flight. An activation checkpoint of the layer, reentrant or not, recomputes it under the same
+    rows. If the model's forward takes further keywords, it must pass them on to its layers, as
+    transformers does. Otherwise hooks give them to the layers, or to the `checkpoint_wrapper`
+    around them (torchtitan). Nothing is kept between two calls.
 
-    Local; forward hooks on the model, its layers and routers. A layer's rows are widened on their
-    device where they are used, and nothing waits for it. Before `torch.compile`, not after it.
+    Local: adds forward hooks to the model, its layers and routers. A layer's rows are widened on
+    their device where they are used, without waiting. Call it before `torch.compile`.
 
     Args:
-        model: what is called with the rows: the model, or this rank's stage of a pipeline.
-        routers: those inside `model`, from an adapter. A stage takes its own ones of those found
-            in the whole model, whose layer ids are then the whole model's.
-        layer_ids: the layers whose rows `routed_experts` holds, in its order (`routes.layer_ids`
-            where a stage is given all of them); by default those of the routers, rising.
-        min_score_ratio: as in `impose`; padding that `Routes.pad` added is left alone.
+        model: the module that is called with the rows: the model, or this rank's pipeline stage.
+        routers: the routers inside `model`, from an adapter. For a stage, find the routers of the
+            whole model, so that layer ids are those of the whole model, and pass the stage's own.
+        layer_ids: the layers of `routed_experts`, in its order. By default those of the routers,
+            ascending. Pass `routes.layer_ids` if a stage gets the rows of all layers.
+        min_score_ratio: as for `impose`. Padding that `Routes.pad` added is left unchanged.
 
     Returns:
-        The hooks, which `close()` or the end of a `with` takes away.
+        The hooks. `close()` or the end of a `with` block removes them.
 
     Raises:
-        PlanError: a router is not inside the model, or its layer not among `layer_ids`.
-        UsageError: a ratio outside (0, 1]; a router follows already, or is in no list of layers.
-            From within the forward: the rows did not reach each router, they meet an `impose`, a
-            part of a layer was recomputed without the layer, or on a CPU a row names an expert
-            that is none; on a GPU that ends the process.
+        PlanError: a router is not inside the model, or its layer is not among `layer_ids`.
+        UsageError: the ratio is outside (0, 1], or a router follows already or is not in a list of
+            layers. From within the forward: the rows did not reach each router, they meet an
+            `impose`, or a part of a layer was recomputed without the layer. On a CPU also if a row
+            names an unknown expert. On a GPU that ends the process.
         ShapeError: from within the forward, rows of other tokens, layers or top_k, or gates of
             another shape or a narrow dtype. Rows of as many tokens in another layout are noticed
-            where the layer's first argument, or its `hidden_states`, has three dimensions.
+            if the layer's first argument, or its `hidden_states`, has three dimensions.
 
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """
@@ -84,7 +90,7 @@ def follow(
 
 
 class Following:
-    """Routers that follow the argument of a forward, until `close`. Made by `follow`."""
+    """Routers that follow the argument of a forward, until `close`. `follow` makes it."""
 
     def __init__(
         self,
@@ -124,7 +130,7 @@ class Following:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks away. Local; a second call does nothing."""
+        """Remove the hooks. Local. A second call does nothing."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -141,8 +147,8 @@ class Following:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         given, self._given, self._running = self._given, {}, False
         for layer in self._layers:
-            layer.forget()  # An error may have come between a layer's call and its router's.
-        # Without an output the forward failed, for a reason of its own.
+            layer.forget()  # An error may have come between the calls of a layer and its router.
+        # Without an output the forward failed, for another reason.
         if output is not None and given:
             silent = [layer.router.layer_id for layer in self._layers if not layer.reached]
             if silent:
@@ -153,7 +159,7 @@ class Following:
                 )
 
     def _hand_to(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Give a layer, or the checkpoint around it, what the model's own forward does not."""
+        """Give keywords to a layer, or its checkpoint, if the model's forward does not."""
         if self._hands_on or _NAME in kwargs:
             return None
         if not self._running:
@@ -166,16 +172,16 @@ class Following:
 
 
 class _Layer:
-    """One layer's rows, from the call of the layer to that of its router inside.
+    """The rows of one layer, from the call of the layer to the call of its router.
 
-    Held for that long only: a recomputation starts with the layer's call, and brings its own.
+    They are kept only that long. A recomputation starts with the layer's call, which has the rows.
     """
 
     def __init__(self, router: Router, columns: tuple[int, ...], ratio: float | None) -> None:
         self.router = router
         self.reached = False
         self._layers = len(columns)
-        # Torch compiles for 0 and for 1 by themselves, and once for all other numbers.
+        # Torch compiles once for 0, once for 1, and once for all other numbers.
         self._column = columns.index(router.layer_id) + 2
         self._min_score_ratio = ratio
         self._inside = False
@@ -195,7 +201,7 @@ class _Layer:
         return args, others
 
     def _check_layout(self, given: dict[str, torch.Tensor], hidden: Any) -> None:
-        """Refuse rows of as many tokens in another order; `weigh` refuses other counts."""
+        """Refuse rows of as many tokens in another order. `weigh` refuses other counts."""
         if _NAME not in given:
             return
         rows = given[_NAME].shape
@@ -252,14 +258,14 @@ class _Layer:
 
 
 def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> ImposedRows:
-    """Take apart what `Routes.tensor` put together: ids, -1 for missing, -2 - id for padding."""
+    """Separate the ids of `Routes.tensor`: -1 means missing, -2 - id means padding."""
     ids = ids.to(torch.int64)
     missing, padding = (ids == -1).any(-1), (ids < -1).any(-1)
     return ImposedRows(torch.where(ids < -1, -2 - ids, ids), missing, padding, weights)
 
 
 def _check_range(router: Router, ids: torch.Tensor) -> None:
-    """Refuse ids of other experts where nothing waits for it; a GPU stops at them by itself."""
+    """Refuse unknown ids on a CPU, where nothing waits. A GPU stops at them by itself."""
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
         return
     low, high = (int(limit) for limit in ids.aminmax())
@@ -271,7 +277,7 @@ def _check_range(router: Router, ids: torch.Tensor) -> None:
 
 
 def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split keywords into ours and the others."""
+    """Split keywords into those of `follow` and the others."""
     ours = {name: kwargs[name] for name in (_NAME, _WEIGHTS) if kwargs.get(name) is not None}
     for name, given in ours.items():
         if not isinstance(given, torch.Tensor):
@@ -284,12 +290,12 @@ def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def _drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Keep our keywords from a layer without a router."""
+    """Remove the keywords of `follow` for a layer without a router."""
     return args, _taken_from(kwargs)[1]
 
 
 def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module, nn.Module]]:
-    """The layer of each router, as its list of layers has it, and that list."""
+    """Return the layer of each router, as its list of layers has it, and that list."""
     names = {module: name for name, module in model.named_modules()}
     places: list[tuple[nn.Module, nn.Module]] = []
     for router in routers:
@@ -320,7 +326,7 @@ def _steps(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, nn.Module]]
 
 
 def _inside(layer: nn.Module) -> nn.Module:
-    """The layer in torch's checkpoint_wrapper, or in what torch.compile returned."""
+    """Return the layer inside torch's checkpoint_wrapper or a compiled module."""
     for name in ("_checkpoint_wrapped_module", "_orig_mod"):
         inner = layer._modules.get(name)
         if inner is not None:

@@ -1,13 +1,13 @@
 """Gate weights of given experts, from live scores.
 
-Three formulas cover the routers in use. Each repeats the host's own arithmetic, its dtype
-included: for the experts that the router would have chosen the results are the same bits.
-All are local and differentiable; gradients reach the logits of every expert (softmax) or of
-the named ones (sigmoid, chosen softmax). Rows may name any number of experts, not `top_k` alone.
+Three formulas cover the routers in use. Each repeats the host's own arithmetic, including its
+dtype. For the experts that the router would have chosen, the results are the same bits. All are
+local and differentiable. Gradients reach the logits of every expert (softmax), or of the named
+experts (sigmoid, chosen softmax). Rows may name any number of experts, not only `top_k`.
 
-An engine may choose experts to which a saturated router gives no mass at all. Where the host would
-divide by that zero, 0 / 0 in one row would poison the whole batch; such a row gets the limit of
-its formula instead, which is the softmax over the named logits.
+An engine may choose experts to which a saturated router gives exactly 0. The host would then divide
+by zero, and 0 / 0 in one row would make the whole batch NaN. Such a row gets the limit of its
+formula instead, which is the softmax over the named logits.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def sigmoid_gates(
 ) -> Float[Tensor, "tokens columns"]:
     """Independent sigmoids: DeepSeek-V3, GLM-4.5, GLM-5, MiniMax-M2, Nemotron-H, AFMoE, Laguna.
 
-    The correction bias of these routers takes part in choosing and not in weighing, so a replay
-    needs neither it nor the expert groups.
+    The correction bias of these routers affects choices and not weights. So a replay needs neither
+    the bias nor the expert groups.
 
     Args:
-        epsilon: what the host adds before it divides; 0 for MiniMax-M2 and Laguna.
+        epsilon: the number that the host adds before it divides. 0 for MiniMax-M2 and Laguna.
     """
     gates = logits.sigmoid().gather(-1, experts)
     if renormalise and epsilon:
@@ -68,7 +68,7 @@ def _divided(
     logits: Float[Tensor, "tokens experts"],
     experts: Int64[Tensor, "tokens columns"],
 ) -> Float[Tensor, "tokens columns"]:
-    """Gates by their sum. The same bits as the plain division where the sum is above 1e-19."""
+    """Divide gates by their sum. The same bits as the plain division if the sum is above 1e-19."""
     total = gates.sum(dim=-1, keepdim=True)
     # Its square still is a number: backward divides by the sum twice.
     massless = total < torch.finfo(total.dtype).tiny ** 0.5

@@ -1,4 +1,4 @@
-"""Impose choices on a model, and keep the gradients of its gate."""
+"""Imposed choices for a model, which keep the gradients of its gate."""
 
 from __future__ import annotations
 
@@ -29,34 +29,35 @@ def impose(
     """Make the routers follow `routes` while the context is open.
 
     Only the indices are replayed, in their order. Gate weights are computed again from the live
-    scores, so that gradients reach the gate; a missing token chooses for itself. The rows are
-    those of the flattened input, `[batch * sequence]`, and nothing is consumed: a layer that runs
-    again gets the same rows, which is what activation checkpointing needs. One context is one
-    micro-batch; with activation checkpointing its backward belongs inside too.
+    scores, so that gradients reach the gate. A missing token chooses for itself. The rows are those
+    of the flattened input, `[batch * sequence]`. Activation checkpointing works, because a layer
+    that runs again gets the same rows. Open one context per micro-batch. With activation
+    checkpointing call backward inside it too.
 
-    Local; uses documented forward hooks. The ids are copied once, on entering, to the device of
-    each router's weights (from pinned memory, without waiting), and stay there in the narrow dtype
-    until the context closes; 131,072 tokens x 75 layers x 8 of up to 256 experts are 79 MB.
+    Local. Uses documented forward hooks. On entering, the ids are copied once to the device of each
+    router's weights, from pinned memory and without waiting. They stay there in the narrow dtype
+    until the context closes. For 131,072 tokens x 75 layers x 8 of up to 256 experts they take 79
+    MB.
 
     Args:
         routers: the routers of the model, from an adapter.
-        routes: one row for each token of the micro-batch.
-        gates: what the engine weighed its choices with, float32 `[tokens, layers, top_k]` beside
-            the routes, as `Tape.gates`. The model then computes with exactly these values (in its
-            own dtype), while gradients are those of the live weights; missing tokens keep the
-            live ones. Four bytes a slot on the device.
-        min_score_ratio: keep a replayed expert only where the trainer scores it at least this
-            fraction of the weakest of its own choices; else the trainer's best own choice that
-            is not in the row yet takes the slot. Padding keeps its own. In (0, 1].
+        routes: one row per token of the micro-batch.
+        gates: the engine's weights of its choices, float32 `[tokens, layers, top_k]`, as
+            `Tape.gates`. The model then computes with exactly these values, in its own dtype.
+            Gradients are those of the live weights. Missing tokens keep the live weights. Gates
+            take four bytes per slot on the device.
+        min_score_ratio: in (0, 1]. Keep a replayed expert only if the trainer's score for it is at
+            least this fraction of the weakest score of its own choices. Otherwise the best own
+            choice that is not in the row takes the slot. Padding keeps its experts.
 
     Raises:
         PlanError: the routes are of a different model.
-        ShapeError: the gates do not fit the routes; the model runs on another number of tokens, or
-            a router's output comes back in other shapes or dtypes (from within the forward).
-        UsageError: the routers are under another `impose` already; a ratio outside (0, 1], or one
-            together with gates; on leaving, a router never ran or would be recomputed without
-            its routes; from within backward, a layer was recomputed under the routes of another
-            micro-batch (not noticed in code that torch compiled before it came into a checkpoint).
+        ShapeError: the gates do not fit the routes. From within the forward: the model runs on
+            another number of tokens, or a router's output gets other shapes or dtypes.
+        UsageError: the routers are under another `impose` already, or the ratio is outside (0, 1]
+            or is given together with gates. On leaving: a router never ran, or would be recomputed
+            without its routes. From within backward: a layer was recomputed under the routes of
+            another micro-batch. Code that torch compiled outside a checkpoint does not notice that.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """
@@ -82,13 +83,13 @@ def impose(
 
 
 def allow_compile(routers: Sequence[Router]) -> None:
-    """Let `impose` and `record` reach a model that torch compiles. Call once, before compiling.
+    """Let `impose` and `record` reach a model that torch compiles. Local. Call before compiling.
 
-    torch does not look for hooks again on a module that had none when it was compiled. This
-    leaves a hook on each router that does nothing, so torch guards on the number of hooks: the
-    first context compiles once more, later ones reuse that code whatever their routes. Without
-    it, a model that was compiled outside a context is refused on leaving the context.
-    Local; calling it again changes nothing.
+    torch does not look for hooks again on a module that had none when it was compiled. This call
+    leaves an empty hook on each router, so that torch guards on the number of hooks. The first
+    context then compiles once more, and later contexts reuse that code, whatever their routes.
+    Without this call, a model that was compiled outside a context is refused on leaving a context.
+    Calling it again changes nothing.
     """
     for router in check_routers(routers):
         if _nothing not in router.module._forward_hooks.values():
@@ -96,7 +97,7 @@ def allow_compile(routers: Sequence[Router]) -> None:
 
 
 class Imposed:
-    """The outcome of an `impose`, readable once the model has run, also after the context."""
+    """The outcome of an `impose`. Read it once the model has run, also after the context."""
 
     def __init__(self, tallies: dict[int, Tally], known_slots: int) -> None:
         self._tallies = tallies
@@ -119,7 +120,7 @@ class Imposed:
 
     @property
     def replacement_rate(self) -> float:
-        """The same fraction over all layers."""
+        """The fraction of known slots that `min_score_ratio` replaced, over all layers."""
         rates = self.replacement_rates
         return sum(rates.values()) / len(rates)
 
@@ -177,7 +178,7 @@ def _plan(
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Guess the device of a router's rows: a wrong one (offloaded weights) costs a copy a run."""
+    """Guess the device of a router's rows. A wrong guess (offloaded weights) costs copies."""
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     return torch.device("cpu") if device.type == "meta" else device
@@ -186,7 +187,7 @@ def _device_of(module: nn.Module) -> torch.device:
 def _upload(
     array: np.ndarray, devices: Sequence[torch.device], columns: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Each router's column on its device: one copy to a device, of the columns that it needs."""
+    """Return each router's column on its device. Copies once per device, only needed columns."""
     if len(set(devices)) == 1:
         whole = _copy(array, devices[0])
         return [whole[:, column] for column in columns]
@@ -201,7 +202,7 @@ def _upload(
 def _upload_mask(
     mask: np.ndarray, devices: Sequence[torch.device]
 ) -> list[torch.Tensor] | list[None]:
-    """Each router's copy of the mask; None where the mask is all False."""
+    """Return each router's copy of the mask, or None if the mask is all False."""
     if not mask.any():
         return [None] * len(devices)
     copies = {device: _copy(mask, device) for device in set(devices)}
@@ -209,7 +210,7 @@ def _upload_mask(
 
 
 def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    # Pinned, or the copy would wait for all work already queued on the device.
+    # Pinned, because the copy would otherwise wait for all work queued on the device.
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
     host = torch.empty(array.shape, dtype=dtype, pin_memory=device.type == "cuda")
     host.numpy()[...] = array
@@ -217,4 +218,4 @@ def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def _nothing(module: nn.Module, args: Any, output: Any) -> None:
-    """Do nothing; see `allow_compile`."""
+    """Do nothing. See `allow_compile`."""

@@ -1,4 +1,10 @@
-"""Imposed choices in one router's output, and the forward hook of `impose` that puts them there."""
+"""Imposed choices in one router's output, and the forward hook of `impose` that puts them there.
+
+A layer's rows are fixed while the context is open, so running twice gives the same result. On
+leaving, each layer must have run, with gradients if the context was opened with gradients. Backward
+must run in the context of the same micro-batch. `_SameMicroBatch` checks that, because autograd
+recomputes a checkpointed layer under the context that is open at that time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +31,7 @@ __all__ = [
 
 
 class Tally:
-    """Slots that the filter replaced in a layer's latest run, on the device; 0 without a filter."""
+    """Slots that the filter replaced in a layer's latest run, on the device. 0 without a filter."""
 
     replaced: Any = None
 
@@ -44,9 +50,9 @@ class ImposedRows(NamedTuple):
 
 
 class ImposedLayer:
-    """The forward hook of one router: read-only rows, so running twice is harmless.
+    """The forward hook of one router. Its rows are read-only, so running twice is harmless.
 
-    torch.compile traces it once for all contexts: what differs between them is in tensors.
+    torch.compile traces it once for all contexts, because only tensors differ between them.
     """
 
     def __init__(self, router: Router, rows: ImposedRows, min_score_ratio: float | None) -> None:
@@ -78,7 +84,7 @@ class ImposedLayer:
 
     def _leave_what_is_compiled_inside_a_checkpoint(self, output: Any) -> Any:
         # Compiled code keeps no object to compare a recomputation with. Under fullgraph torch
-        # raises here: compile the checkpoint then, not what is in it.
+        # raises here: compile the checkpoint instead of its content.
         return torch.compiler.disable(self._impose)(output, check=True)
 
     def check_done(self, differentiating: bool) -> None:
@@ -103,7 +109,7 @@ def is_imposed(module: nn.Module) -> bool:
 
 
 def check_ratio(ratio: float | None) -> None:
-    """Refuse a `min_score_ratio` that is neither None nor in (0, 1]; raises UsageError. Pure."""
+    """Check that a `min_score_ratio`, if given, is in (0, 1]. Raises UsageError. Pure."""
     if ratio is not None and (not isinstance(ratio, Real) or not 0 < ratio <= 1):
         raise UsageError(f"min_score_ratio must be in (0, 1]; got {shown(ratio)}")
 
@@ -111,7 +117,7 @@ def check_ratio(ratio: float | None) -> None:
 def weigh(
     router: Router, output: Any, rows: ImposedRows, *, min_score_ratio: float | None
 ) -> tuple[Int64[torch.Tensor, "tokens top_k"], torch.Tensor, Any]:
-    """The choices that stand in the end, their live gates, and how many the filter replaced. Local.
+    """Return the final choices, their live gates, and how many the filter replaced. Local.
 
     Raises:
         ShapeError: rows of another number of tokens, or gates of another shape than the choices.
@@ -147,7 +153,7 @@ def weigh(
 
 
 def replaced(router: Router, output: Any, ids: torch.Tensor, gates: torch.Tensor) -> Any:
-    """`Router.replace`, checked.
+    """Call `Router.replace`, and check its result.
 
     Raises:
         ShapeError: the output would change the host's arithmetic.
@@ -172,13 +178,13 @@ def keep_scored(
 ) -> tuple[Int64[torch.Tensor, "tokens top_k"], Int64[torch.Tensor, ""]]:
     """Replace replayed experts that the trainer scores far below its own choices.
 
-    An expert stays where its score is at least `ratio` times the weakest score among the row's own
-    choices. The others' slots, from left to right, get the row's own choices that are not kept
-    already, from the best down; no row names an expert twice. Local; waits for nothing.
+    An expert stays if its score is at least `ratio` times the weakest score among the row's own
+    choices. The slots of other experts, from left to right, get the row's own choices that are not
+    in the row, best first. So no row names an expert twice. Local. Does not wait for the device.
 
     Args:
-        ratio: in (0, 1]; an expert that the trainer chose itself is always kept.
-        exempt: True for rows to keep as they are: padding.
+        ratio: in (0, 1]. An expert that the trainer chose itself is always kept.
+        exempt: True for rows to leave unchanged, such as padding.
 
     Returns:
         The rows, and how many slots were replaced (on the device).
@@ -186,7 +192,7 @@ def keep_scored(
     Source: prime-rl pull request 2703.
     """
     with torch.no_grad():
-        # In one call: whatever it divides by is the same for both.
+        # In one call, so that both are divided by the same number.
         scores = router.gates(output, torch.cat([own, replayed], dim=1))
         of_own, of_replayed = scores.split([own.shape[1], replayed.shape[1]], dim=1)
         kept = of_replayed >= ratio * of_own.amin(dim=1, keepdim=True)
@@ -194,8 +200,8 @@ def keep_scored(
             kept = kept | exempt[:, None]
         best_first = own.gather(1, of_own.argsort(dim=1, descending=True, stable=True))
         twice = (best_first[:, :, None] == replayed[:, None, :]).any(-1)
-        # The free ones first, in their order. A replayed own choice is kept, so there are as many
-        # free ones as slots to fill, or more.
+        # Free choices first, in their order. A replayed own choice is kept, so there are at least
+        # as many free choices as slots to fill.
         free_first = best_first.gather(1, twice.to(torch.uint8).argsort(dim=1, stable=True))
         turn = (~kept).cumsum(dim=1) - 1
         rows = torch.where(kept, replayed, free_first.gather(1, turn.clamp(min=0)))
@@ -203,7 +209,7 @@ def keep_scored(
 
 
 def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
-    """Refuse an output that would change the host's arithmetic: float32 for bfloat16, say."""
+    """Refuse an output that would change the host's arithmetic, such as float32 for bfloat16."""
     if isinstance(own, tuple | list) and isinstance(replaced, tuple | list):
         if len(own) != len(replaced):
             raise ShapeError(
@@ -224,10 +230,10 @@ def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
 
 
 class _SameMicroBatch(torch.autograd.Function):
-    """The identity; its backward refuses a recomputation under another context's routes.
+    """The identity. Its backward refuses a recomputation under another context's routes.
 
-    Checkpointing computes saved tensors again and keeps attributes of `ctx`: where the two
-    disagree, forward ran in one context and its recomputation in another.
+    Checkpointing recomputes saved tensors and keeps attributes of `ctx`. If the two disagree,
+    forward ran in one context and its recomputation in another.
     """
 
     @staticmethod
@@ -250,9 +256,9 @@ class _SameMicroBatch(torch.autograd.Function):
 
 
 def _inside_saved_tensor_hooks() -> bool:
-    """Whether somebody else keeps what autograd saves: a checkpoint around compiled code.
+    """Whether other code keeps the tensors that autograd saves: a checkpoint around compiled code.
 
-    Seen while tracing. Code that was traced outside a checkpoint does not notice one later.
+    Known while tracing. Code that was traced outside a checkpoint does not notice a later one.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 

@@ -1,4 +1,4 @@
-"""Distance of the trainer from the engine: in probabilities, and in its choice of experts."""
+"""Distance between trainer and engine, in probabilities and in choices of experts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = [
 
 _TAILS = (0.1, 0.2, 0.5, 1.0)
 _CHUNK = 1 << 22  # elements of float64 at a time
-_ROWS = 1 << 12  # Sets compared at a time: they stay in the cache.
-# What float32 adds to a log-probability of 0 where logits are below 8192; 1.001 is no probability.
+_ROWS = 1 << 12  # Sets compared at a time, so that they stay in the cache.
+# float32 may add this to a log-probability of 0 if logits are below 8192.
 _ROUNDING = 2.0**-10
 
 
 @dataclass(frozen=True)
 class TokenMismatch:
-    """One token: its place in the input, both log-probabilities, its k3."""
+    """One token: its position in the input, both log-probabilities, and its k3."""
 
     position: tuple[int, ...]
     trainer: float
@@ -62,19 +62,19 @@ class Mismatch:
 
     @staticmethod
     def pool(parts: Iterable[Mismatch]) -> Mismatch:
-        """Return what one measurement of all parts' tokens would find; gather the parts first.
+        """Return the measurement of all parts' tokens together. Gather the parts first. Local.
 
-        Positions of the worst tokens begin with the index of their part. Local.
+        Positions of the worst tokens begin with the index of their part.
 
         Raises:
-            UsageError: there is no part.
+            UsageError: `parts` is empty.
         """
         parts = list(parts)
         if not parts:
             raise UsageError("nothing to pool: pass the measurements of at least one rank")
         tokens = sum(part.tokens for part in parts)
         k3 = sum(part.tokens * part.k3 for part in parts) / tokens
-        # Squares add up: within each part about its own mean, and of the means about theirs.
+        # Squares add up: of each part about its own mean, and of the means about their mean.
         squares = sum(
             part.tokens * (part.tokens * part.k3_standard_error**2 + (part.k3 - k3) ** 2)
             for part in parts
@@ -117,16 +117,17 @@ def measure_mismatch(
     """Compare log-probabilities of the same sampled tokens, in float64.
 
     Both must be of the distribution that was sampled from (temperature, top-p: `kept_logprobs`).
-    Local, on the trainer's device; for a figure over ranks gather each rank's and `pool` them.
+    Local, on the trainer's device. For a figure over ranks gather the results of all ranks and
+    `pool` them.
 
     Args:
         trainer_logprobs: floating, any shape.
         rollout_logprobs: the same shape, from the engine that sampled.
-        mask: bool, True where a token counts, same shape; prompt and padding are left out.
-        worst: how many of the worst tokens to name.
+        mask: bool of the same shape, True where a token counts. Leave out prompt and padding.
+        worst: the number of worst tokens to name.
 
     Raises:
-        ShapeError: shapes differ, or a dtype is another.
+        ShapeError: shapes differ, or a dtype is wrong.
         UsageError: no token is left, `worst` is negative, or a log-probability that counts is not
             finite, or above 0 by more than rounding.
 
@@ -162,11 +163,11 @@ def exact_kl(
     rollout_logprobs: torch.Tensor | np.ndarray,
     mask: torch.Tensor | np.ndarray | None = None,
 ) -> float:
-    """KL(rollout || trainer) over the whole vocabulary, mean over positions, in nats per token.
+    """Return KL(rollout || trainer) over the whole vocabulary, as a mean in nats per token.
 
-    No estimate: every token's probability on both sides is needed, so this is for studies.
-    Tokens that the engine's top-k or top-p excludes are -inf there and do not count. Local, on the
-    trainer's device; float64, in pieces.
+    This is not an estimate: it needs every token's probability on both sides, so use it for
+    studies. Tokens that the engine's top-k or top-p excludes are -inf there and do not count.
+    Local, on the trainer's device, in float64, in pieces.
 
     Args:
         trainer_logprobs: floating `[..., vocab]`, normalised.
@@ -174,10 +175,10 @@ def exact_kl(
         mask: bool `[...]`, True where a position counts.
 
     Raises:
-        ShapeError: shapes differ, or a dtype is another.
-        UsageError: no position is left, a value is NaN or above 0 by more than rounding, or the
-            trainer gives no chance at all to a token that the engine could sample: the KL is
-            infinite.
+        ShapeError: shapes differ, or a dtype is wrong.
+        UsageError: no position is left, or a value is NaN or above 0 by more than rounding. Also
+            raised if the trainer gives probability 0 to a token that the engine could sample,
+            because the KL is then infinite.
     """
     trainer = _floating("trainer_logprobs", trainer_logprobs)
     rollout = _floating("rollout_logprobs", rollout_logprobs).to(trainer.device)
@@ -203,7 +204,7 @@ def exact_kl(
         _check_not_positive("rollout_logprobs", log_p, places)
         _check_not_positive("trainer_logprobs", log_q, places)
         terms = log_p.exp() * (log_p - log_q)
-        # Nothing is sampled where the rollout has no chance: 0 * inf counts as 0.
+        # A token with probability 0 in the rollout is never sampled: 0 * inf counts as 0.
         total += torch.where(log_p == -torch.inf, 0.0, terms).sum()
     if not total.isfinite():
         raise UsageError(
@@ -217,7 +218,7 @@ def _mismatch_of(
     trainer: torch.Tensor, rollout: torch.Tensor, positions: torch.Tensor, worst: int
 ) -> Mismatch:
     log_ratio = trainer - rollout
-    # expm1 keeps the digits that exp(x) - 1 would lose for close models.
+    # expm1 keeps the digits that exp(x) - 1 loses for close models.
     k3 = torch.expm1(log_ratio) - log_ratio
     top = k3.topk(min(worst, len(k3))).indices
     distance = torch.expm1(log_ratio).abs()
@@ -246,7 +247,7 @@ def _mismatch_of(
 
 def _floating(name: str, values: Any) -> torch.Tensor:
     if isinstance(values, np.ndarray) and values.dtype.kind == "f":
-        # A copy: torch warns about arrays that cannot be written, and rollouts hold such.
+        # A copy, because torch warns about read-only arrays, and rollouts have such arrays.
         return torch.from_numpy(values.astype(np.float64))
     if not isinstance(values, torch.Tensor) or not values.is_floating_point():
         kind = getattr(values, "dtype", type(values).__name__)
@@ -299,10 +300,10 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
     """Compare two recordings of the same tokens. Local.
 
     Args:
-        mask: bool `[tokens]`, True where a token counts. Tokens that `pad` added never do.
+        mask: bool `[tokens]`, True where a token counts. Tokens that `pad` added never count.
 
     Raises:
-        UsageError: one of them is no Routes.
+        UsageError: `a` or `b` is not `Routes`.
         ShapeError: they differ in tokens, layers, experts or top_k, or share no known token.
     """
     for name, given in (("a", a), ("b", b)):

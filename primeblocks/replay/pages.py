@@ -1,4 +1,9 @@
-"""Bytes of KV pages within a bound, and which of them must not be trusted."""
+"""A bounded store of page bytes by key, which detects disputed keys.
+
+A page is *stored* until it is evicted or dropped, and also *retained* while a caller holds it.
+Retained pages are never evicted. A key is *disputed* once two pages with different bytes were put
+under it, because it is unknown which page a later hit means. Disputed pages are not returned.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +35,19 @@ class StoreStatistics:
 
 
 class KeptPages:
-    """Pages of equal size by key; the least recently used leaves first, a retained one never.
+    """Pages of equal size by key. The least recently used page that is not retained is evicted.
 
-    Thread-safe, O(1) a page. Memory is claimed as it fills; about 200 bytes more for each
-    remembered page.
+    Thread-safe. Each page costs O(1). Memory is claimed as the store fills, and about 200 bytes
+    more for each remembered page.
 
     Args:
         page_bytes: size of every page.
         capacity_bytes: room for pages.
-        remembered_pages: of how many pages a digest is kept; a dispute with one put longer ago
-            goes unnoticed. None: sixteen times as many as there is room for, and at least 65,536.
+        remembered_pages: the number of pages of which a digest is kept. A dispute with an older
+            page is not noticed. None means sixteen times the pages that fit, and at least 65,536.
 
     Raises:
-        UsageError: not even one page fits, or fewer are to be remembered than do.
+        UsageError: not even one page fits, or `remembered_pages` is less than the pages that fit.
     """
 
     def __init__(
@@ -69,10 +74,10 @@ class KeptPages:
         self._lock = Lock()
 
     def put(self, key: Hashable, page: np.ndarray) -> bool:
-        """Copy one page in; return whether `get` will find it.
+        """Copy one page into the store. Return whether `get` will find the page.
 
         Raises:
-            UsageError: a page of another size.
+            UsageError: the page has another size.
         """
         if page.nbytes != self.page_bytes:
             raise UsageError(f"a page takes {self.page_bytes} bytes; got {page.nbytes}")
@@ -95,7 +100,7 @@ class KeptPages:
     def get(self, keys: Sequence[Hashable], into: np.ndarray) -> None:
         """Copy pages into the rows of uint8 `[len(keys), page_bytes]`.
 
-        A row whose page is not here is left as it is.
+        If a page is missing, its row is left unchanged.
         """
         with self._lock:
             hits = 0
@@ -108,7 +113,7 @@ class KeptPages:
             self._count(hits=hits, misses=len(keys) - hits)
 
     def retain(self, keys: Iterable[Hashable]) -> None:
-        """Keep pages, here or to come, from eviction until each is released as often."""
+        """Protect pages, present or future, from eviction until each is released as often."""
         with self._lock:
             for key in keys:
                 self._retained[key] = self._retained.get(key, 0) + 1
@@ -133,7 +138,7 @@ class KeptPages:
                     self._idle[key] = None
 
     def drop(self, keys: Iterable[Hashable]) -> None:
-        """Forget pages and their digests: the next page under such a key is a new one."""
+        """Forget pages and their digests. The next page under such a key is a new page."""
         with self._lock:
             for key in keys:
                 self._seen.pop(key, None)
@@ -151,14 +156,14 @@ class KeptPages:
         return self._statistics
 
     def close(self) -> None:
-        """Forget everything; later pages are refused. The process may keep the memory."""
+        """Forget all pages and refuse later ones. The process may keep the memory."""
         with self._lock:
             for each in (self._pages, self._idle, self._retained, self._seen):
                 each.clear()
             self._room = 0
 
     def _is_the_same(self, key: Hashable, digest: int) -> bool:
-        """Whether this is the only page that was ever put under `key`."""
+        """Whether only one page was ever put under `key`."""
         known = self._seen.setdefault(key, digest)
         self._seen.move_to_end(key)
         while len(self._seen) > self._remembered + len(self._retained):
@@ -166,7 +171,7 @@ class KeptPages:
             if oldest in self._retained:
                 self._seen[oldest] = of_oldest
         if known is not None and known != digest:
-            # Which of the two belongs to the KV that a later hit finds cannot be known here.
+            # It is unknown which of the two belongs to the KV that a later hit finds.
             self._seen[key] = None
             if key in self._pages:
                 self._forget(key)

@@ -1,4 +1,9 @@
-"""Write down a router's choices."""
+"""Recording of a router's choices.
+
+A tape belongs to one forward. Each layer must run once in it. It may run again within backward
+(activation checkpointing), with equal choices. A difference is kept on the device, because reading
+it at once would wait for the device. It is raised when the context ends or the routes are read.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +26,26 @@ __all__ = ["Tape", "record"]
 
 @contextmanager
 def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
-    """Keep the choices of one forward.
+    """Record the choices of one forward.
 
-    One context, one forward: recomputation under activation checkpointing runs the routers
-    again, from within backward, and has to choose the same; a second forward is refused, even if
-    it chooses the same, as steps of `generate` may. Opened inside `impose` the tape holds the
-    imposed choices, opened around it the model's own.
-    Local; keeps narrow ids on the device, and does not wait for it until `tape.routes` is read,
-    except on leaving when a layer ran twice. A compiled model needs `allow_compile` first.
+    Open one context per forward. Activation checkpointing runs the routers again within backward,
+    and they must choose the same then. A second forward is refused, even with equal choices, such
+    as a step of `generate`. Opened inside `impose` the tape has the imposed choices, and opened
+    around it the model's own choices.
+
+    Local. Keeps narrow ids on the device. Waits for the device only when `tape.routes` is read, or
+    on leaving if a layer ran twice. For a compiled model call `allow_compile` first.
 
     Args:
-        gates: keep the weights of the choices too, as the router weighs them from its scores:
-            four bytes more a slot.
+        gates: also keep the weights of the choices, as the router computes them from its scores.
+            They take four more bytes per slot.
 
     Raises:
-        UsageError: a layer ran a second time outside backward, or within it on another number of
-            tokens (from within the forward); or it chose otherwise when it was recomputed (on
-            leaving, or from `tape.routes`).
-        ShapeError: the ids that a router reads from its output are not `[tokens, top_k]` integers
-            (from within the forward).
+        UsageError: from within the forward, a layer ran a second time outside backward, or within
+            backward on another number of tokens. On leaving or from `tape.routes`, a layer chose
+            differently when it was recomputed.
+        ShapeError: from within the forward, the ids that a router reads from its output are not
+            `[tokens, top_k]` integers.
     """
     layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]
     handles = [layer.router.module.register_forward_hook(layer) for layer in layers]
@@ -63,7 +69,7 @@ class Tape:
         """The recorded choices. Copies to the host.
 
         Raises:
-            UsageError: a layer has not run, or chose otherwise when it ran again.
+            UsageError: a layer has not run, or chose differently when it ran again.
             ShapeError: the layers saw different numbers of tokens.
         """
         self._check_complete()
@@ -80,8 +86,8 @@ class Tape:
         `impose(..., gates=)` takes them.
 
         Raises:
-            UsageError: the record was opened without `gates=True`; otherwise as `routes`.
-            ShapeError: as `routes`.
+            UsageError: the record was opened without `gates=True`, or as for `routes`.
+            ShapeError: as for `routes`.
         """
         if not self._layers[0].keeps_gates:
             raise UsageError("no gates were recorded. Open record(routers, gates=True).")
@@ -89,7 +95,7 @@ class Tape:
         return _gather([layer.gates for layer in self._layers], np.dtype(np.float32))
 
     def check_repeats(self) -> None:
-        """Refuse choices that changed when a layer was recomputed; see `record`."""
+        """Refuse choices that changed when a layer was recomputed. See `record`."""
         for layer in self._layers:
             if layer.changed is not None and bool(layer.changed):
                 raise UsageError(
@@ -123,11 +129,11 @@ class _RecordedLayer:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         chosen = chosen_ids(self.router, output).detach()
-        # int32 where uint8 is too small: torch cannot compare uint16 on every device.
+        # int32 if uint8 is too small, because torch cannot compare uint16 on every device.
         narrow = torch.uint8 if self.router.num_experts <= 256 else torch.int32
         ids = chosen.to(narrow, copy=True)
         if self.ids is not None:
-            # Not compiled: whether this is backward must be asked at each run.
+            # Not compiled, because each run must check whether it is within backward.
             torch.compiler.disable(self._check_again)(ids)
             return
         self.ids = ids
@@ -137,7 +143,7 @@ class _RecordedLayer:
                 self.gates = gates.to(torch.float32, copy=True)
 
     def _check_again(self, ids: torch.Tensor) -> None:
-        # As torch's own checkpoints tell recomputation: only the autograd engine has graph tasks.
+        # As torch's own checkpoints detect recomputation: only the autograd engine has graph tasks.
         recomputing = torch._C._current_graph_task_id() != -1
         if not recomputing or ids.shape != self.ids.shape:
             raise UsageError(
@@ -145,7 +151,7 @@ class _RecordedLayer:
                 f" then {ids.shape[0]}. Open a new record for each forward; for what `generate`"
                 " made, record one forward over the whole sequence."
             )
-        # Kept on the device: to look at it here would wait for it.
+        # Kept on the device, because reading it here would wait for the device.
         changed = (ids != self.ids).any()
         self.changed = changed if self.changed is None else self.changed | changed
 

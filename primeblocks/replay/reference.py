@@ -1,7 +1,7 @@
 """Routers as plain loops in float64, one token and one expert at a time.
 
 Differentiable (the loops act on scalars of torch), slow, and independent of the code they judge.
-Choices are returned as lists of lists; impose them by passing such lists back.
+Choices are returned as lists of lists. To impose choices, pass such lists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def softmax_router(
     """Gate weights `[tokens, top_k]` and choices of a softmax router.
 
     Args:
-        imposed: choices to follow; None for a token that chooses for itself.
+        imposed: choices to follow. A token with None chooses for itself.
     """
     gates, choices = [], []
     for token, logits in enumerate(_logits(hidden, weight, bias)):
@@ -56,9 +56,9 @@ def sigmoid_router(
     """Gate weights `[tokens, top_k]` and choices of a sigmoid router with a bias for choosing only.
 
     Args:
-        groups: neighbouring experts form a group, whose two best scores make its own; only experts
-            of the `groups_kept` best groups are chosen.
-        softcap: bounds the logits, by a hyperbolic tangent; 0 leaves them as they are.
+        groups: neighbouring experts form a group, and its two best scores make the group's score.
+            Only experts of the `groups_kept` best groups are chosen.
+        softcap: bounds the logits by a hyperbolic tangent. 0 leaves them unchanged.
     """
     gates, choices = [], []
     for token, logits in enumerate(_logits(hidden, weight, None)):

@@ -1,4 +1,4 @@
-"""The contract of a host's router."""
+"""The protocol of a host's router."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class Router(Protocol):
     """One router of a model: a module that runs once per forward, and how to read its output.
 
-    Adapters make these (`adapters.transformers.routers(model)`); a model of your own needs a few
-    lines, see `docs/replay.md`. The block itself knows no host.
+    Adapters make routers (`adapters.transformers.routers(model)`). For your own model write a few
+    lines, as `docs/replay.md` shows. The block itself does not know any host.
     """
 
     @property
     def module(self) -> nn.Module:
-        """The module whose output holds scores and choices."""
+        """The module whose output contains scores and choices."""
 
     @property
     def layer_id(self) -> int:
@@ -41,23 +41,23 @@ class Router(Protocol):
         """The chosen ids in the module's output, integers `[tokens, top_k]`."""
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
-        """Gate weights of other choices, int64 `[tokens, columns]`, as this router weighs its own.
+        """Return gate weights of other choices, int64 `[tokens, columns]`, by this router's rule.
 
-        They come from the live scores in the output, so gradients reach the router. Columns may
-        be more than `top_k` and name an expert twice: `impose(min_score_ratio=)` compares a
-        row's own choices with the replayed ones in one call.
+        They come from the live scores in the output, so gradients reach the router. There may be
+        more columns than `top_k`, and a row may name an expert twice: `impose(min_score_ratio=)`
+        compares a row's own choices with the replayed ones in one call.
         """
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
-        """The same output with these choices and weights, in the module's own shapes and dtypes."""
+        """Return the output with these choices and weights, in the module's shapes and dtypes."""
 
 
 def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:
-    """The routers in layer order.
+    """Return the routers in layer order.
 
     Raises:
-        UsageError: there is none, or something else was passed.
-        PlanError: two have one layer id, or they differ in experts or top_k.
+        UsageError: `routers` is empty, or is not a list of routers.
+        PlanError: two routers have one layer id, or they differ in experts or top_k.
     """
     if isinstance(routers, nn.Module):
         raise UsageError(
@@ -82,7 +82,7 @@ def chosen_ids(router: Router, output: Any) -> torch.Tensor:
     """Read and check `router.experts`, `[tokens, top_k]`. Local.
 
     Raises:
-        ShapeError: it reads something else.
+        ShapeError: `router.experts` returns something else.
     """
     ids = router.experts(output)
     if ids.ndim != 2 or ids.shape[1] != router.top_k or ids.dtype not in INTEGERS:

@@ -21,19 +21,19 @@ __all__ = ["Routes"]
 class Routes:
     """The experts that each token visited in each mixture-of-experts layer.
 
-    A host-side value: numpy arrays that are read-only here and never copied without need, so a
-    slice or an unpacked payload costs nothing. `torch.uint16` lacks most operations; `impose`
-    moves the narrow ids to the device once and widens a layer where it is used.
+    A value on the host, in read-only numpy arrays that are copied only if needed. A slice or an
+    unpacked payload costs nothing. `impose` moves the narrow ids to the device once, and widens a
+    layer where it is used, because `torch.uint16` lacks most operations.
 
     Args:
         experts: `[tokens, layers, top_k]`, uint8 for up to 256 experts, else uint16. The dtype
             follows `num_experts`, never the data, so that parts of one sequence always join.
         num_experts: experts in each layer.
-        layer_ids: of each layer in `experts`, its index among all hidden layers.
-        missing: bool `[tokens]`; True where the choice is unknown. Such rows hold zeros, and
-            whoever imposes the routes lets these tokens choose for themselves.
-        padding: bool `[tokens]`; True for tokens that `pad` added, by default none. Their rows
-            load all experts alike; comparisons and score filters leave them out.
+        layer_ids: for each layer in `experts`, its index among all hidden layers.
+        missing: bool `[tokens]`, True if the choice is unknown. Such rows have zeros. When routes
+            are imposed, these tokens choose for themselves.
+        padding: bool `[tokens]`, True for tokens that `pad` added, by default none. Their rows load
+            all experts alike. Comparisons and score filters leave them out.
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. The values are not read: use
@@ -74,16 +74,15 @@ class Routes:
         layer_ids: Sequence[int],
         missing: np.ndarray | None = None,
     ) -> Routes:
-        """Take expert ids from outside, checked.
+        """Take expert ids from outside, and check them. Local. Reads every id.
 
-        The array is not copied where its dtype already fits; do not write to it afterwards.
-        Local; reads every id.
+        The array is not copied if its dtype fits. Do not write to it afterwards.
 
         Raises:
             ShapeError: the array is not `[tokens, layers, top_k]` of integers, or layers or mask do
                 not fit it.
             UsageError: an id is out of range, or one row names an expert twice. No router does
-                the latter; an engine whose capture was compiled away returns rows of zeros.
+                the latter. An engine whose capture was compiled away returns rows of zeros.
         """
         array = codec.host_array(array)
         if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
@@ -104,7 +103,7 @@ class Routes:
 
     @property
     def known(self) -> int:
-        """Tokens that have a row: neither missing nor padding."""
+        """The number of tokens that are neither missing nor padding."""
         return self.tokens - int((self.missing | self.padding).sum())
 
     @property
@@ -146,15 +145,15 @@ class Routes:
     def join(parts: Iterable[Routes], *, pad_to: int | None = None) -> Routes:
         """Join parts along the tokens, in one copy.
 
-        The padding of all parts together visits the experts in turn, starting from its first row,
-        so that a batch loads them alike however its parts were padded.
+        The padding of all parts visits the experts in turn, starting from its first row. So a batch
+        loads all experts alike, however its parts were padded.
 
         Args:
-            pad_to: `pad` each part to so many tokens, for a batch that is a rectangle.
+            pad_to: `pad` each part to this number of tokens, for a batch that is a rectangle.
 
         Raises:
-            ShapeError: the parts come from different models; there is no part at all; or `pad`
-                refuses `pad_to`.
+            ShapeError: the parts come from different models, `parts` is empty, or `pad` refuses
+                `pad_to`.
         """
         parts = list(parts)
         if pad_to is not None:
@@ -175,7 +174,7 @@ class Routes:
         return first._with(experts, np.concatenate([part.missing for part in parts]), padding)
 
     def split(self, lengths: Sequence[int]) -> list[Routes]:
-        """The inverse of `join`: views of consecutive tokens.
+        """Split into views of consecutive tokens. Inverse of `join`.
 
         Raises:
             ShapeError: the lengths do not add up to the tokens.
@@ -189,11 +188,10 @@ class Routes:
         return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
     def extend(self, newer: Routes, *, start: int) -> Routes:
-        """Join our tokens before `start` and all of `newer`: the next turn of a conversation.
+        """Join these tokens before `start` and all of `newer`, the next turn of a conversation.
 
-        An engine that is asked for the rows of new tokens only sends those from
-        `start = previous.tokens - 1` on: the last sampled token of a turn gets its row when the
-        next turn reads it. One copy.
+        An engine that returns only rows of new tokens sends rows from `start = previous.tokens - 1`
+        on. The last sampled token of a turn gets its row when the next turn reads it. One copy.
 
         Raises:
             ShapeError: `start` leaves a gap, or the two come from different models.
@@ -206,10 +204,11 @@ class Routes:
         return Routes.join([self[:start], newer])
 
     def fill(self, other: Routes) -> Routes:
-        """Take our rows and, where we have none, those of `other`: two halves of the same tokens.
+        """Keep known rows, and take missing rows from `other`, for the same tokens.
 
-        With prefill and decode on different engines each knows what it computed. Where both know
-        a row ours is kept, so begin with the engine whose KV the decoding used. One copy.
+        With prefill and decode on different engines, each engine knows the rows that it computed.
+        If both know a row, the row of `self` is kept. So let `self` be the routes of the engine
+        whose KV the decoding used. One copy.
 
         Raises:
             ShapeError: the two are not of the same tokens and model.
@@ -223,7 +222,7 @@ class Routes:
     def with_missing(self, *, before: int = 0, after: int = 0) -> Routes:
         """Add tokens whose choices are unknown.
 
-        The last sampled token has no row (`after=1`); an omitted prompt has none (`before=`).
+        The last sampled token has no row (`after=1`). An omitted prompt has no rows (`before=`).
 
         Raises:
             ShapeError: a count is negative.
@@ -235,26 +234,26 @@ class Routes:
         return self._with(experts, missing, np.pad(self.padding, (before, after)))
 
     def pad(self, tokens: int) -> Routes:
-        """Fill up to `tokens` with rows that visit all experts in turn.
+        """Pad to `tokens` with rows that visit all experts in turn.
 
-        Padding tokens are alike, so left to choose they would all choose the same few experts.
-        Experts that follow in turn are far apart in number, so that even a few rows load all ranks
-        of an expert-parallel group. The rows go to the end of the flattened input: for a batch call
+        Padding tokens are alike, so their own choices would all be the same few experts. Successive
+        experts are far apart in number, so that even a few rows load all ranks of an
+        expert-parallel group. The rows go to the end of the flattened input. For a batch call
         `with_missing` on each sequence, or `join(pad_to=)`.
 
         Raises:
-            ShapeError: there are more tokens already, or `tokens` is no whole number.
+            ShapeError: there are more tokens already, or `tokens` is not a whole number.
         """
         return Routes.join(self._filled_up(tokens))
 
     def take(self, order: np.ndarray | Sequence[int]) -> Routes:
-        """The tokens at `order`, for example one rank's part of a context-parallel sequence.
+        """Return the tokens at `order`, such as a rank's part of a context-parallel sequence.
 
         Args:
-            order: indices; or a bool mask `[tokens]`, which keeps the tokens where it is True.
+            order: indices, or a bool mask `[tokens]` that is True for tokens to keep.
 
         Raises:
-            ShapeError: an index is outside the tokens or no integer; a mask is not of all tokens.
+            ShapeError: an index is out of range or not an integer, or a mask has another length.
         """
         index = np.asarray(order)
         if index.dtype == np.bool_ and index.shape == (self.tokens,):
@@ -273,7 +272,7 @@ class Routes:
         return self._with(self.experts[index], self.missing[index], self.padding[index])
 
     def select_layers(self, layer_ids: Sequence[int]) -> Routes:
-        """These layers, in this order: what one pipeline stage needs.
+        """Return these layers, in this order, such as those of one pipeline stage.
 
         Raises:
             ShapeError: a layer is not recorded.
@@ -286,13 +285,13 @@ class Routes:
         return Routes(experts, self.num_experts, tuple(layer_ids), self.missing, self.padding)
 
     def tensor(self, *, batch: int = 1) -> torch.Tensor:
-        """int16 `[batch, sequence, layers, top_k]`: the argument `routed_experts` of `follow`.
+        """Return int16 `[batch, sequence, layers, top_k]`, for `routed_experts` of `follow`.
 
-        From 2**15 experts on it is int32. A missing row holds -1, and one of padding `-2 - id`.
-        Local; one copy, on the host.
+        From 2**15 experts on it is int32. A missing row is -1, and a row of padding is `-2 - id`.
+        Local. One copy, on the host.
 
         Raises:
-            ShapeError: the tokens are no `batch` rows of one length.
+            ShapeError: the tokens are not `batch` rows of one length.
         """
         whole = isinstance(batch, Integral) and not isinstance(batch, bool)
         if not whole or batch < 1 or self.tokens % batch:
@@ -306,13 +305,13 @@ class Routes:
         return torch.from_numpy(ids).view(batch, self.tokens // batch, *ids.shape[1:])
 
     def pack(self, *, start: int = 0, into: Bytes | None = None) -> memoryview:
-        """Return one self-describing, checksummed buffer; see `codec`. Local; one copy.
+        """Return one self-describing, checksummed buffer. See `codec`. Local. One copy.
 
         The result is a view of memory: pass `bytes(payload)` to code that pickles.
 
         Args:
-            start: send the rows from this token on; `unpack(onto=)` joins them again.
-            into: a writable buffer to use instead of a new one; its beginning is returned.
+            start: pack only the rows from this token on. `unpack(onto=)` joins them again.
+            into: a writable buffer to use instead of a new one. Its beginning is returned.
 
         Raises:
             ShapeError: `start` is outside the tokens, or `into` is too small.
@@ -331,15 +330,15 @@ class Routes:
 
     @classmethod
     def unpack(cls, payload: Bytes, *, onto: Routes | None = None) -> Routes:
-        """The value that was packed. Its experts are a view of `payload`; nothing is copied.
+        """Return the value that was packed. Its experts are a view of `payload`, not a copy.
 
         Args:
-            onto: the tokens before, where the payload starts later; see `extend`.
+            onto: the earlier tokens, if the payload starts later. See `extend`.
 
         Raises:
             CorruptionError: a byte was changed, added or lost.
-            UnsupportedError: another version of the format.
-            UsageError: the payload starts later and there is nothing to put it onto.
+            UnsupportedError: the format has another version.
+            UsageError: the payload starts later, and `onto` is missing.
             ShapeError: it does not continue `onto`.
         """
         values, start = codec.decode(payload)
@@ -360,7 +359,7 @@ class Routes:
         return Routes(experts, self.num_experts, self.layer_ids, missing, padding)
 
     def _filled_up(self, tokens: int) -> list[Routes]:
-        """This value, and the padding up to `tokens`, whose experts `join` deals."""
+        """Return this value, and the padding up to `tokens`. `join` sets its experts."""
         if not isinstance(tokens, Integral) or tokens < self.tokens:
             raise ShapeError(
                 f"cannot pad {self.tokens} tokens to {tokens!r}. Pass a whole number from"
@@ -374,7 +373,7 @@ class Routes:
         return [self, self._with(rows, known, added)]
 
     def _turns(self, rows: int, *, start: int) -> np.ndarray:
-        """`[rows, top_k]`: every expert once before any comes again, from `start` on."""
+        """`[rows, top_k]`: every expert once before any expert repeats, from `start` on."""
         order = _far_apart(self.num_experts)
         first = np.flatnonzero(order == start)[0]
         turns = (first + np.arange(rows * self.top_k)) % self.num_experts
@@ -383,7 +382,7 @@ class Routes:
 
 @lru_cache
 def _far_apart(num_experts: int) -> np.ndarray:
-    """All experts, neighbours far apart: their bits reversed (van der Corput's sequence)."""
+    """All experts, with neighbours far apart, by reversed bits (van der Corput's sequence)."""
     bits = (num_experts - 1).bit_length()
     index = np.arange(1 << bits)
     turned = sum(((index >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)) + 0 * index

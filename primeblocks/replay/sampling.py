@@ -1,8 +1,8 @@
-"""Tokens that sampling could choose from, as a value, and log-probabilities among them.
+"""The tokens that sampling could choose from, and log-probabilities among them.
 
-Temperature, top-k and top-p change what a policy is. A trainer that compares its plain log-softmax
-with an engine's processed log-probabilities measures that change as mismatch, and clips good tokens
-for it; so the trainer renormalises over the very ids that the engine kept.
+Temperature, top-k and top-p change the policy. If a trainer compares its plain log-softmax with an
+engine's processed log-probabilities, it measures that change as mismatch, and clips good tokens.
+Therefore the trainer renormalises over the ids that the engine kept.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _SIZES = struct.Struct("<IBB2xQQ")
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """The vocabulary ids that top-k, top-p and their like left to sample each token from.
+    """The vocabulary ids that top-k, top-p and similar filters left for each token.
 
-    Host-side and read-only, in compressed rows: token `t` has `ids[offsets[t]:offsets[t + 1]]`, in
-    rising order. A token without ids has no mask: it was sampled from the whole vocabulary, is part
-    of a prompt, or is not known, and partial coverage is safe, token by token.
+    A read-only value on the host in compressed rows: token `t` has
+    `ids[offsets[t]:offsets[t + 1]]`, in ascending order. A token without ids has no mask. It was
+    sampled from the whole vocabulary, belongs to a prompt, or is unknown. Partial coverage is safe,
+    token by token.
 
     Args:
         ids: int32 `[kept]`.
@@ -55,10 +56,10 @@ class KeptTokens:
 
     @classmethod
     def from_lists(cls, sets: Iterable[Sequence[int]], *, vocab_size: int) -> KeptTokens:
-        """Take one list a token, in any order: vLLM's `output.sampling_mask.token_ids`.
+        """Take one list per token, in any order: vLLM's `output.sampling_mask.token_ids`.
 
         Raises:
-            UsageError: as `from_arrays`.
+            UsageError: as for `from_arrays`.
         """
         rows = [np.asarray(row, dtype=np.int64) for row in sets]
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
@@ -67,12 +68,12 @@ class KeptTokens:
 
     @classmethod
     def from_arrays(cls, ids: np.ndarray, offsets: np.ndarray, *, vocab_size: int) -> KeptTokens:
-        """Compressed rows from outside, checked and put in rising order.
+        """Take compressed rows from outside. They are checked and sorted.
 
         Raises:
             ShapeError: they are not one-dimensional integers.
-            UsageError: offsets do not rise from 0 to the number of ids; an id is out of range, or
-                twice in one row.
+            UsageError: offsets do not rise from 0 to the number of ids, an id is out of range, or
+                a row repeats an id.
         """
         ids, offsets = np.asarray(ids), np.asarray(offsets)
         for name, array in (("ids", ids), ("offsets", offsets)):
@@ -100,7 +101,7 @@ class KeptTokens:
 
     @property
     def counts(self) -> np.ndarray:
-        """int64 `[tokens]`: how many ids each token keeps; 0 for no mask."""
+        """int64 `[tokens]`: the number of ids that each token keeps, or 0 without a mask."""
         return np.diff(self.offsets)
 
     @property
@@ -129,10 +130,10 @@ class KeptTokens:
         )
 
     def __getitem__(self, tokens: slice) -> KeptTokens:
-        """`kept[a:b]`: these tokens; ids are a view.
+        """`kept[a:b]`: a range of tokens. Ids are a view.
 
         Raises:
-            ShapeError: a step other than 1.
+            ShapeError: the step is not 1.
         """
         first, last, step = tokens.indices(self.tokens)
         if step != 1:
@@ -145,7 +146,7 @@ class KeptTokens:
         """Join parts along the tokens.
 
         Raises:
-            ShapeError: vocabularies differ; or there is no part at all.
+            ShapeError: vocabularies differ, or `parts` is empty.
         """
         parts = list(parts)
         if len({part.vocab_size for part in parts}) != 1:
@@ -157,7 +158,7 @@ class KeptTokens:
         )
 
     def with_unmasked(self, *, before: int = 0, after: int = 0) -> KeptTokens:
-        """Add tokens without a mask: a prompt, padding.
+        """Add tokens without a mask, such as a prompt or padding.
 
         Raises:
             ShapeError: a count is negative.
@@ -170,7 +171,7 @@ class KeptTokens:
     def pack(self) -> memoryview:
         """Return one checksummed buffer. Local.
 
-        The count of a token takes one, two or four bytes, an id two, three or four.
+        A token's count takes one, two or four bytes, and an id two, three or four bytes.
         """
         counts = self.counts
         count_bytes = _bytes_for(int(counts.max(initial=0)) + 1, (1, 2, 4))
@@ -181,11 +182,11 @@ class KeptTokens:
 
     @classmethod
     def unpack(cls, payload: Bytes) -> KeptTokens:
-        """The value that was packed.
+        """Return the value that was packed.
 
         Raises:
             CorruptionError: a byte was changed, added or lost.
-            UnsupportedError: another version of the format.
+            UnsupportedError: the format has another version.
         """
         body = unseal(payload, kind=_KIND, format_version=_FORMAT)
         if len(body) < _SIZES.size:
@@ -216,24 +217,24 @@ def _kind(array: np.ndarray) -> str:
 def kept_logprobs(
     logits: torch.Tensor, targets: torch.Tensor, kept: KeptTokens, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Log-probability of each target among the ids that its token kept.
+    """Return the log-probability of each target among the ids that its token kept.
 
-    Computed in float32 (float64 for float64 logits); no `[tokens, vocab]` mask is made, and
-    gradients reach kept ids only. A token without a mask uses the whole vocabulary. Local;
-    differentiable; waits for the device once.
+    Computed in float32, or float64 for float64 logits. No `[tokens, vocab]` mask is made, and
+    gradients reach only kept ids. A token without a mask uses the whole vocabulary. Local.
+    Differentiable. Waits for the device once.
 
     Args:
         logits: `[tokens, vocab]`, before the temperature.
         targets: `[tokens]`, the sampled ids.
-        kept: one row for each token.
-        temperature: what the engine divided its logits by.
+        kept: one row per token.
+        temperature: the number by which the engine divided its logits.
 
     Returns:
         `[tokens]`.
 
     Raises:
         ShapeError: tokens or vocabulary differ.
-        UsageError: the temperature is not positive; a target is not among the kept ids.
+        UsageError: the temperature is not positive, or a target is not among the kept ids.
 
     Source: DeepSeek-V3.2, "Keep Sampling Mask".
     """
@@ -266,11 +267,11 @@ def kept_logprobs(
 def kept_tokens(
     logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> KeptTokens:
-    """The ids that temperature, then top-k, then top-p leave, for an engine that names none.
+    """Return the ids that temperature, then top-k, then top-p leave. Local. Sorts the vocabulary.
 
-    An id as likely as the last one of top-k is kept too, and the most likely one always (as in
-    vLLM 0.32). A trainer's own logits round differently: near the edge they keep other ids than
-    the engine did, which is why an engine's own rows are better. Local; sorts the vocabulary.
+    Use it for an engine that does not return its ids. An id as likely as the last one of top-k is
+    kept too, and the most likely id always (as in vLLM 0.32). Prefer an engine's own rows: a
+    trainer's logits are rounded differently, so near the edge they keep other ids.
 
     Args:
         logits: `[tokens, vocab]`.
@@ -289,7 +290,7 @@ def kept_tokens(
         keep = scores >= scores[:, -top_k, None]
         scores = scores.masked_fill(~keep, -torch.inf)
     if top_p < 1:
-        # In float32, as engines do: 1 - 0.8 in float64 drops an id that is just at the edge.
+        # In float32, as engines do: 1 - 0.8 in float64 drops an id exactly at the edge.
         dropped = 1 - torch.tensor(top_p, dtype=torch.float32)
         keep = keep & (scores.softmax(-1).cumsum(-1) > dropped)
         keep[:, -1] = True
@@ -321,7 +322,7 @@ def _check_targets(hits: torch.Tensor, lengths: torch.Tensor, at: torch.Tensor) 
 
 
 def _logsumexp(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Compute logsumexp by segments, none of them empty."""
+    """Compute logsumexp by non-empty segments."""
     largest = torch.segment_reduce(scores.detach(), "max", lengths=lengths, unsafe=True)
     powers = (scores - torch.repeat_interleave(largest, lengths)).exp()
     return largest + torch.segment_reduce(powers, "sum", lengths=lengths, unsafe=True).log()

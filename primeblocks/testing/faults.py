@@ -1,4 +1,4 @@
-"""Clocks, transports and files that fail when, and only when, a test says so."""
+"""Clocks, transports and files that fail only when a test says so."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -14,19 +14,19 @@ Fault = BaseException | Callable[[Call], Any] | None
 
 
 class FaultyTransport:
-    """An object that passes calls on to another one, except for those that a script names.
+    """An object that passes calls on to another object, except for those that a script names.
 
-    It serves for transports, stores, engines: anything with methods.
+    Use it for transports, stores, engines, or any other object with methods.
 
         faulty = FaultyTransport(inner, {"send": [None, ConnectionError("cut"), lambda call: None]})
 
     passes on the first `send`, raises in the second, loses the third, and passes on the rest.
 
     Args:
-        inner: the object that really works.
-        script: for each method, what happens at its first, second, ... call. None passes it on;
-            an exception is raised in its place; a callable gets the call, to make it or not, and
-            its result is returned.
+        inner: the object that does the work.
+        script: for each method, what happens at its first, second, ... call. None passes it on. An
+            exception is raised instead. A callable gets the call, may make it, and returns the
+            result.
 
     Raises:
         UsageError: the script names a method that `inner` does not have.
@@ -58,14 +58,14 @@ class FaultyTransport:
 
 
 class ManualClock:
-    """A clock that moves only when it is told to."""
+    """A clock that only `advance` moves."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def now(self) -> float:
-        """Return the time in seconds, which never goes back."""
+        """Return the time in seconds. It never decreases."""
         return self._now_s
 
     async def sleep(self, seconds: float) -> None:
@@ -76,7 +76,7 @@ class ManualClock:
             await woken
 
     def advance(self, seconds: float) -> None:
-        """Move on, and wake sleepers whose time has come, earliest first. Local."""
+        """Move the clock, and wake sleepers whose time has come, earliest first. Local."""
         if seconds < 0:
             raise UsageError(f"time does not go back: advance({seconds})")
         self._now_s += seconds
@@ -88,10 +88,10 @@ class ManualClock:
 
 
 def flip_byte(path: str | Path, offset: int) -> None:
-    """Invert one byte of a file; a negative offset counts from the end. Local.
+    """Invert one byte of a file. A negative offset counts from the end. Local.
 
     Raises:
-        UsageError: the file has no such byte.
+        UsageError: the file has no byte at this offset.
     """
     content = bytearray(Path(path).read_bytes())
     if not -len(content) <= offset < len(content):
@@ -104,7 +104,7 @@ def truncate(path: str | Path, *, size_bytes: int) -> None:
     """Cut a file short, as a crash in the middle of a write does. Local.
 
     Raises:
-        UsageError: the file is not longer than that.
+        UsageError: the file is not longer than `size_bytes`.
     """
     content = Path(path).read_bytes()
     if not 0 <= size_bytes < len(content):

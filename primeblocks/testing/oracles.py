@@ -1,10 +1,10 @@
 """Comparisons with results that are known to be right.
 
-Two questions, two oracles. Is the algorithm right? Run it in float64 and compare with a plain
-reference: `assert_close_float64`, gradients included (`gradients_of`). Is the precision right? The
-error is at most twice that of the naive computation in the same dtype: `assert_as_precise`.
-Tensors that were only moved must have the same bits: `assert_same_bits`. What will run on a GPU
-is held by counts that a CPU can take: `StepCounter`.
+There are two questions and two oracles. Is the algorithm right? Run it in float64 and compare with
+a plain reference: `assert_close_float64`, including gradients (`gradients_of`). Is the precision
+right? The error is at most twice that of the naive computation in the same dtype:
+`assert_as_precise`. Tensors that were only moved must have the same bits: `assert_same_bits`.
+`StepCounter` counts on a CPU what a step would cost on a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ Tensors = Tensor | Sequence["Tensor | None"] | None
 
 
 class Gradients(NamedTuple):
-    """The result of `gradients_of`: the output, and one gradient for each input."""
+    """The result of `gradients_of`: the output, and one gradient per input."""
 
     output: Tensor
     gradients: tuple[Tensor | None, ...]
@@ -44,12 +44,12 @@ def gradients_of(
 
     Args:
         function: returns one tensor.
-        inputs: floating-point ones are differentiated, others passed through.
-        cotangent: shaped like the output; None draws one from a fixed seed. A constant one would
-            hide errors that cancel in a sum.
+        inputs: floating inputs are differentiated, others passed through.
+        cotangent: shaped like the output. None draws one from a fixed seed. A constant cotangent
+            would hide errors that cancel in a sum.
 
     Returns:
-        The detached output and the gradients; None for an input that has none.
+        The detached output and the gradients, with None for an input without a gradient.
     """
     leaves = [_leaf(tensor) for tensor in inputs]
     output = function(*leaves)
@@ -63,8 +63,8 @@ def gradients_of(
 def max_relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, in units of the largest magnitude of `expected`. Local.
 
-    Computed in float64. A NaN or an infinity on one side alone gives infinity; where `expected`
-    is zero throughout, the largest difference itself is returned.
+    Computed in float64. A NaN or an infinity on only one side gives infinity. If `expected` is
+    zero everywhere, the largest difference itself is returned.
 
     Raises:
         UsageError: the shapes differ.
@@ -96,8 +96,8 @@ def assert_close_float64(actual: Tensors, expected: Tensors, *, tolerance: float
     Takes a tensor, or sequences of tensors and None, such as gradients. Local.
 
     Raises:
-        AssertionError: too far apart, another shape, or not float64: an error of 1e-12 cannot be
-            seen in float32.
+        AssertionError: the results are too far apart, of another shape, or not float64. An error of
+            1e-12 cannot be seen in float32.
     """
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         dtypes = {actual.dtype, expected.dtype}
@@ -120,8 +120,8 @@ def assert_close_float64(actual: Tensors, expected: Tensors, *, tolerance: float
 def assert_as_precise(actual: Tensor, *, naive: Tensor, exact: Tensor, factor: float = 2.0) -> None:
     """Demand that `actual` errs at most `factor` times as much as `naive` does. Local.
 
-    Errors are root mean squares: a largest error of many depends on the processor by chance, and
-    may double. What is wrong in one place is for `assert_close_float64` to see.
+    Errors are root mean squares, because the largest of many errors depends on the processor and
+    may double by chance. `assert_close_float64` finds an error in a single place.
 
     Args:
         naive: the straightforward computation in the dtype of `actual`.
@@ -133,22 +133,22 @@ def assert_as_precise(actual: Tensor, *, naive: Tensor, exact: Tensor, factor: f
     assert exact.dtype == torch.float64, f"exact must be float64; got {exact.dtype}"
     ours = _relative_error(actual, exact, of=_root_mean_square)
     theirs = _relative_error(naive, exact, of=_root_mean_square)
-    # Where the naive result is exact by luck, one rounding of the dtype is still no fault.
+    # If the naive result is exact by luck, one rounding of the dtype is still fine.
     rounding = torch.finfo(actual.dtype).eps / 2 if actual.is_floating_point() else 0.0
     bound = factor * max(theirs, rounding)
     assert ours <= bound, f"error {ours:.3g} exceeds {factor:g} x naive error {theirs:.3g}"
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Demand equal dtype, shape and bits, in NaN and minus zero too. Local.
+    """Demand equal dtype, shape and bits, also in NaN and minus zero. Local.
 
     Raises:
-        AssertionError: something differs; the message counts the bytes.
+        AssertionError: something differs. The message counts the bytes.
     """
     assert actual.dtype == expected.dtype, f"{actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"
     sides = (actual.detach(), expected.detach())
-    # Not contiguous(): a single element is so with any stride.
+    # Not contiguous(), which is true for a single element with any stride.
     ours, theirs = (torch.empty(x.shape, dtype=x.dtype).copy_(x).flatten() for x in sides)
     different = (ours.view(torch.uint8) != theirs.view(torch.uint8)).sum().item()
     total = ours.numel() * ours.element_size()

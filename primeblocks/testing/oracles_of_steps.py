@@ -1,4 +1,9 @@
-"""Counts of one step, taken without a GPU: operators, host reads, collectives, live bytes."""
+"""Counts of one step, taken without a GPU: operators, host reads, collectives, live bytes.
+
+A `StepCounter` counts while its `with` block is open. It knows which tensors are of the host: those
+read with `cpu()` or computed only from such tensors. All other CPU tensors stand for device
+tensors. An operator that takes a value of a device tensor counts as a host read.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +33,27 @@ _COPIES = {"_to_copy", "copy_"}
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts what a step asks of a device, within `with StepCounter() as step`.
+    """Counts what a step asks of a device, within `with StepCounter() as step`. Local.
 
-    Each CPU tensor stands for one of the device, unless it was read from there (`cpu()`) or
-    computed of such ones alone. So what a script makes on the host counts as read too, and copies
-    to the device do not. On the meta device steps of any size are counted, and a read of values
-    raises. Under `FakeTensorMode` enter it last: reads need a `ShapeEnv`, and a `tolist` counts
-    once a number. A fake CUDA takes few operators, and no gradients, in a torch that was built
-    without it. The inside of an operator of `torch.library`, of FlexAttention or of a
-    compiled kernel is not seen.
-    Local.
+    Each CPU tensor stands for a device tensor, unless it was read from the device (`cpu()`) or
+    computed only from such tensors. So tensors that a script makes on the host count as read too,
+    and copies to the device do not.
+
+    On the meta device it counts steps of any size, and a read of values raises. Under
+    `FakeTensorMode` enter it last: reads need a `ShapeEnv`, and a `tolist` counts once per number.
+    If torch was built without CUDA, a fake CUDA takes few operators and no gradients. It does not
+    see inside operators of `torch.library`, FlexAttention or compiled kernels.
 
     Args:
         device: the type of the device whose tensors are watched.
 
     Attributes:
-        operators: by name, those that are no view; allocations are among them.
-        host_reads: by name, those for which the host would wait: values that it takes, shapes that
-            are values, and copies between host and device that are not `non_blocking`.
+        operators: by name, operators that are not views. Allocations are among them.
+        host_reads: by name, operators for which the host would wait. They take values, have shapes
+            that depend on values, or copy between host and device without `non_blocking`.
         collectives: calls, by name.
-        received_bytes: of each collective, from other ranks. Of a sum, what a ring would bring.
-        peak_bytes: the most that storages made in the step took at one time.
+        received_bytes: of each collective, from other ranks. A sum counts as a ring would.
+        peak_bytes: the most bytes at one time of storages that the step made.
     """
 
     supports_higher_order_operators = True
@@ -100,9 +105,9 @@ class StepCounter(TorchDispatchMode):
         return out
 
     def read(self, name: str, x: Tensor) -> bool:
-        """Count a read of `x` that no operator shows; say whether there was something to wait for.
+        """Count a read of `x` that no operator shows. Return whether the host would wait.
 
-        Those of a device have operators; a CPU has none for its own.
+        On a device such reads are operators. On a CPU they are not.
         """
         counted = self._device == "cpu" and not self._is_of_host(x)
         if counted:
@@ -110,7 +115,7 @@ class StepCounter(TorchDispatchMode):
         return counted
 
     def to_host(self, x: Tensor) -> None:
-        """Take `x` for a tensor of the host from now on."""
+        """Treat `x` as a tensor of the host from now on."""
         self._remember(self._on_host, x)
 
     def _waits(self, name: str, args: Sequence[Any], named: Mapping[str, Any], out: Any) -> bool:

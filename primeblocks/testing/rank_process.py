@@ -1,4 +1,10 @@
-"""The life of one rank of `ranks`, in the process that a gang has forked."""
+"""The life of one rank of `ranks`, in the process that a gang has forked.
+
+A rank joins the group, calls the body, and sends its result or its traceback to the parent. Then it
+waits until the parent hangs up, because a rank that leaves earlier would break the collectives of
+its peers. Its own watchdog writes the stack and ends the process at the deadline, even during a C
+call or when the parent is gone.
+"""
 
 import faulthandler
 import os
@@ -28,7 +34,7 @@ _outbox: Connection | None = None
 
 
 class Seat(NamedTuple):
-    """A rank's seat in its gang: the facts that it needs about the others."""
+    """The facts that a rank needs about its gang."""
 
     rank: int
     world_size: int
@@ -69,10 +75,10 @@ def main(seat: Seat, task: bytes, outbox: Connection) -> None:
 
 
 def kill(rank: int, signal: signals.Signals = signals.SIGKILL) -> None:
-    """End `rank` by a signal as it comes to this line; do nothing on other ranks.
+    """In a body, end `rank` by a signal when it reaches this line. Local.
 
-    Called in a body. The parent knows that the death is planned: it yields None, not RankError.
-    Local.
+    Other ranks do nothing. The parent knows that the death is planned: it yields None, not
+    RankError.
     """
     if dist.get_rank() == rank:
         _send(KILLED, int(signal))

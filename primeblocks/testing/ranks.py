@@ -1,8 +1,8 @@
 """Run a function on several gloo ranks of this machine, with tracebacks, deadlines and faults.
 
-`run` is for tests in which every rank should live; `gang` hands out the running ranks, so that a
-test can kill one. Ranks are forked from a server that has imported torch already: a case costs
-tenths of a second where `spawn` costs seconds.
+Use `run` for tests in which every rank should live. Use `gang` to get the running ranks, so that a
+test can kill one. Ranks are forked from a server that has imported torch already. A case then costs
+tenths of a second, where `spawn` costs seconds:
 
     def body(x):
         dist.all_reduce(x)
@@ -36,21 +36,21 @@ from .rank_process import kill, tell
 
 __all__ = ["Gang", "gang", "kill", "preload", "run", "tell"]
 
-# A failed rank leaves its peers hanging in a collective. They have this long to report too.
+# A failed rank leaves its peers hanging in a collective. They have this long to report as well.
 _SETTLE_S = 0.5
-# A rank ends itself at the deadline; one that cannot (stopped, say) is ended this much later.
+# A rank ends itself at the deadline. A rank that cannot, such as a stopped one, is ended later.
 _GRACE_S = 5.0
-# One that has returned takes down its group and ends; a busy machine takes seconds.
+# A rank that has returned destroys its group and ends. A busy machine takes seconds for that.
 _LEAVE_S = 60.0
 
 _starting = threading.Lock()
-# Each start polls every process there is, and of two threads that poll one, one gets no exit code.
+# Each start polls every process. If two threads poll one process, one gets no exit code.
 _polling = threading.Lock()
 _preloaded = [
     "torch",
     "torch.distributed",
     "torch.distributed.fsdp",
-    "torch._inductor.config",  # What torch.use_deterministic_algorithms imports, in 0.7 s.
+    "torch._inductor.config",  # torch.use_deterministic_algorithms imports it, in 0.7 s.
     rank_process.__name__,
 ]
 
@@ -61,17 +61,17 @@ def run(
     """Call `body(*args)` on every rank and return the results by rank.
 
     Each rank is a process with one torch thread, uninitialised memory filled with NaN, and the
-    default gloo group initialised with `timeout_s`. Arguments and results travel by pickle.
-    A rank that `kill` ended yields None, and its peers go on.
+    default gloo group initialised with `timeout_s`. Arguments and results travel by pickle. A rank
+    that `kill` ended yields None, and its peers go on.
 
     Args:
         body: a function at the top level of an importable module.
         args: its arguments, equal on all ranks.
 
     Raises:
-        RankError: a rank raised, or died; the message holds every traceback or signal.
-            Its peers are ended.
-        DeadlineError: ranks still ran at the deadline; the message holds their stacks.
+        RankError: a rank raised or died. The message has every traceback or signal. Its peers are
+            ended.
+        DeadlineError: ranks still ran at the deadline. The message has their stacks.
         UsageError: `body` or `args` cannot be pickled.
     """
     with gang(body, *args, world_size=world_size, timeout_s=timeout_s) as members:
@@ -81,9 +81,9 @@ def run(
 def gang(
     body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 300.0
 ) -> "Gang":
-    """Start `body(*args)` on every rank and return at once; for tests that interfere.
+    """Start `body(*args)` on every rank and return at once, for tests that interfere.
 
-    As `run`, in steps:
+    It does the same as `run`, in steps:
 
         with ranks.gang(body, world_size=3) as members:
             members.hear(1)          # The body calls ranks.tell(...).
@@ -91,7 +91,7 @@ def gang(
             survivors = members.wait()
 
     Raises:
-        UsageError: `body` or `args` cannot be pickled, or there are no ranks.
+        UsageError: `body` or `args` cannot be pickled, or `world_size` is below 1.
     """
     if world_size < 1:
         raise UsageError(f"world_size must be at least 1; got {world_size}")
@@ -106,9 +106,9 @@ def gang(
 
 
 def preload(*modules: str) -> None:
-    """Import more modules in the server that ranks are forked from; before the first gang.
+    """Import more modules in the server from which ranks are forked. Call before the first gang.
 
-    Worth it for what the modules of many bodies import. Local.
+    Use it for modules that many bodies import. Local.
     """
     if _started.cache_info().currsize:
         raise UsageError(f"preload {modules} before the first gang: the server is running")
@@ -116,7 +116,7 @@ def preload(*modules: str) -> None:
 
 
 class Gang:
-    """Running ranks and their processes: leaving the `with` block ends those that still run."""
+    """Running ranks and their processes. Leaving the `with` block ends those that still run."""
 
     def __init__(self, task: bytes, *, world_size: int, timeout_s: float) -> None:
         context = _server()
@@ -137,7 +137,7 @@ class Gang:
             self._members.append(_Member(rank, process, inbox, seat.stack_file))
 
     def kill(self, rank: int, signal: signals.Signals = signals.SIGKILL) -> None:
-        """End one rank by a signal. `wait` yields None for it; the others go on. Local."""
+        """End one rank by a signal. `wait` yields None for it, and the others go on. Local."""
         if self._closed:
             raise ClosedError(f"cannot kill rank {rank}: its gang is closed")
         member = self._members[rank]
@@ -151,7 +151,7 @@ class Gang:
 
         Raises:
             RankError: a rank failed, or this one ended without another value.
-            DeadlineError: nothing came before the gang's deadline.
+            DeadlineError: no value came before the gang's deadline.
         """
         member = self._members[rank]
         while not (member.told or member.settled or self._failures()):
@@ -181,12 +181,12 @@ class Gang:
         return [None if isinstance(m.outcome, _Killed) else m.outcome for m in self._members]
 
     def close(self) -> None:
-        """Let finished ranks leave and end the others. Safe to call twice."""
+        """Let finished ranks leave, and end the others. May be called twice."""
         if self._closed:
             return
         self._closed = True
         for member in self._members:
-            # A rank that has reported waits for this before it takes down its group.
+            # A rank that has reported waits for this before it destroys its group.
             member.inbox.close()
             if not member.settled or isinstance(member.outcome, _Killed):
                 member.process.kill()
@@ -303,14 +303,14 @@ class _Member:
 
 
 def _ended(process: ForkServerProcess, timeout_s: float | None) -> int | None:
-    """Wait for a process; return its exit code, None where it goes on."""
+    """Wait for a process. Return its exit code, or None if it still runs."""
     connection.wait([process.sentinel], None if timeout_s is None else max(0.0, timeout_s))
     with _polling:
         return process.exitcode
 
 
 def _server() -> ForkServerContext:
-    """Return the warm process server: a gang's clock must not pay for importing torch."""
+    """Return the warm process server, so that a gang's clock does not pay for importing torch."""
     with _starting:  # Gangs may start in several threads.
         return _started()
 

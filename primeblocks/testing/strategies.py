@@ -1,7 +1,7 @@
-"""Inputs for hypothesis: those that the blocks meet, with the edges that break them.
+"""Inputs for hypothesis like those that blocks meet, with the edge cases that break blocks.
 
-Tensors are drawn by seed and not element by element: shrinking then looks for a smaller shape,
-which explains a failure better.
+Tensors are drawn by seed and not by element. Shrinking then looks for a smaller shape, which
+explains a failure better.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def generators() -> st.SearchStrategy[torch.Generator]:
 def ragged_lengths(
     *, min_items: int = 1, max_items: int = 6, max_length: int = 17
 ) -> st.SearchStrategy[list[int]]:
-    """Draw lengths of documents, or rows per rank: zeros, ones and odd numbers included."""
+    """Draw lengths of documents, or rows per rank, including zeros, ones and odd numbers."""
     lengths = st.integers(0, max_length)
     return st.lists(lengths, min_size=min_items, max_size=max_items)
 
@@ -44,7 +44,8 @@ def expert_ids(
 ) -> Tensor:
     """Draw choices of experts, `[tokens, top_k]`, distinct within a token.
 
-    Even routing, routing that leaves experts without tokens, and all tokens on the same experts.
+    Draws even routing, routing that leaves experts without tokens, and all tokens on the same
+    experts.
     """
     count = draw(st.integers(0, 16) if tokens is None else tokens)
     generator = draw(generators())

@@ -59,7 +59,7 @@ def _deepseek_v3(hidden: int, num_experts: int) -> dict[str, Any]:
         "num_key_value_heads": hidden // 32,
         "routed_scaling_factor": 1.0,
         "q_lora_rank": 64,
-        # Latent attention keeps its real sizes: vLLM's kernels know no others.
+        # Latent attention keeps its real sizes, because vLLM's kernels take no others.
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128,
@@ -145,7 +145,7 @@ def _dense(hidden: int, num_experts: int) -> dict[str, Any]:
 
 
 def _qwen3_vl_moe(hidden: int, num_experts: int) -> dict[str, Any]:
-    """Return the sizes of the text model; the vision model is as small as it gets."""
+    """Return the sizes of the text model. The vision model is as small as possible."""
     rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -189,7 +189,7 @@ def composite(class_name: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
-    """Return the kind of each layer, for families that mix kinds; the last layer always routes."""
+    """Return the kinds of layers, for families that mix kinds. The last layer always routes."""
     if family in ("minimax", "qwen3_5_moe", "qwen3_next"):
         kinds = ["linear_attention", "full_attention"]
         return {"layer_types": [kinds[layer % 2] for layer in range(num_layers)]}

@@ -1,7 +1,7 @@
-"""Random mixture-of-experts models, small enough for a laptop, of the families people train.
+"""Random mixture-of-experts models of common families, small enough for a laptop.
 
-`build` makes one in memory, `save` a checkpoint with a tokenizer that transformers loads, and vLLM
-for the families named there. Equal arguments give equal bytes.
+`build` makes a model in memory. `save` writes a checkpoint with a tokenizer, which transformers
+loads, and vLLM for the families named there. Equal arguments give equal bytes.
 """
 
 import json
@@ -36,9 +36,9 @@ def config(
 
     Args:
         family: one of `FAMILIES`, or of `OTHER_FAMILIES`, which have no experts or have vision.
-        hidden: a multiple of 32; attention has heads of 32, experts are as wide as the model.
+        hidden: a multiple of 32. Attention has heads of 32, and experts are as wide as the model.
         vocab: 4 special tokens and the words `w4`, `w5`, ...
-        init_std: standard deviation of the weights; None keeps the family's own.
+        init_std: standard deviation of the weights. None keeps the family's own.
 
     Raises:
         MissingPackageError: transformers is not installed.
@@ -79,17 +79,17 @@ def build(
     router_std: float | None = None,
     **sizes: Any,
 ) -> Any:  # A PreTrainedModel.
-    """Build a random model in memory, in eval mode. Torch's random state stays as it was. Local.
+    """Build a random model in memory, in eval mode. Torch's random state is unchanged. Local.
 
     Args:
         router_std: standard deviation of the router's weights. A larger one makes routing more
             decided, a smaller one makes ties more frequent.
-        sizes: as in `config`.
+        sizes: as for `config`.
     """
     configuration = config(family, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        # Drawn in float32, so that dtypes of one seed differ by rounding alone.
+        # Drawn in float32, so that dtypes of one seed differ only by rounding.
         model = _model_class(family).from_config(configuration, dtype=torch.float32)
         if router_std is not None:
             for parameter in _router_weights(model):
@@ -106,22 +106,22 @@ def save(
     router_std: float | None = None,
     **sizes: Any,
 ) -> Path:
-    """Write the model of `build`, with a tokenizer, into the folder `path`; return it. Local.
+    """Write the model of `build`, with a tokenizer, into the folder `path`. Return `path`. Local.
 
     The tokenizer splits at white space: `w7 w9` is two tokens, 7 and 9.
 
-    vLLM 0.32 on CPU generates what transformers does from exaone_moe, flex_olmo, glm4_moe,
-    gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe and solar_open. It loads deepseek_v3 and
-    glm4_moe_lite too, but its CPU kernel rotates their queries wrongly; with
+    vLLM 0.32 on CPU generates the same as transformers for exaone_moe, flex_olmo, glm4_moe,
+    gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe and solar_open. It loads qwen3_vl_moe too,
+    including images, if torchvision can be imported. It also loads deepseek_v3 and glm4_moe_lite,
+    but its CPU kernel rotates their queries wrongly. With
     `compilation_config={"custom_ops": ["all", "-rotary_embedding"]}` the latter is right and the
-    former nearly so; qwen3_vl_moe too, images included, where torchvision can be imported. Others
-    it refuses on CPU, or they were not tried.
+    former nearly so. vLLM refuses other families on CPU, or they were not tried.
     """
     path = Path(path)
     model: Any = build(family, seed=seed, dtype=dtype, router_std=router_std, **sizes)
     model.save_pretrained(path)
     if family == "deepseek_v3":
-        # transformers drops this key; vLLM creates the router's correction bias by it.
+        # transformers drops this key. vLLM needs it to create the router's correction bias.
         _amend(path / "config.json", topk_method="noaux_tc")
     vocab = model.config.get_text_config().vocab_size
     _write_tokenizer(path, vocab, _vision_words(vocab) if family == "qwen3_vl_moe" else {})
@@ -149,7 +149,7 @@ def _vision_words(vocab: int) -> dict[int, str]:
 
 
 def _publish(path: Path, vision: Any) -> None:
-    """Turn experts as published checkpoints have them, and describe the processor of images.
+    """Write experts as published checkpoints have them, and describe the processor of images.
 
     transformers reads both orientations and writes its own, which vLLM does not read.
     """

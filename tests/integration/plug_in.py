@@ -45,7 +45,7 @@ def plain_loss(logits, batch):
 
 def naive_losses(model, batch, *, steps, lr):
     """Train with the plain loss, and return the loss of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     found = []
     for _ in range(steps):
         loss = plain_loss(model(batch["input_ids"][:, :-1]).logits, batch)

@@ -62,15 +62,14 @@ def test_the_count_leaves_out_what_is_no_glue():
 @pytest.fixture
 def wanted(monkeypatch):
     tiny = example(monkeypatch, "tiny")
-    found = naive_losses(tiny.model(), tiny.rollouts(), steps=5, lr=3e-3)
+    found = naive_losses(tiny.model(), tiny.rollouts(), steps=5, lr=0.5)
     assert found[-1] < found[0] - 0.05
     return found
 
 
-def assert_near(found, wanted, *, first=1e-6):
-    assert found[0] == pytest.approx(wanted[0], abs=first)
-    # Adam turns the rounding of small gradients into steps of the size of the learning rate.
-    assert found == pytest.approx(wanted, abs=2e-3)
+def near(wanted, *, printed=False):
+    # Sums of a hundred terms in float32, whose errors five steps carry on.
+    return pytest.approx(wanted, abs=6e-5 if printed else 1e-5)
 
 
 def assert_published(name, version, model):
@@ -88,7 +87,7 @@ def test_plain_pytorch_loop(monkeypatch, wanted):
     for loss in loop.train(model, loop.tiny.rollouts(), name=name):
         found.append(loss)
         assert_published(name, len(found), model)
-    assert_near(found, wanted)
+    assert found == near(wanted)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -98,7 +97,7 @@ def test_transformers_trainer(monkeypatch, tmp_path, wanted, micro_batches):
     trainer = host.build(str(tmp_path), micro_batches=micro_batches)
     trainer.train()
     found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert_near(found, wanted)
+    assert found == near(wanted)
     assert_published(host.NAME, 5, trainer.model)
 
 
@@ -112,7 +111,7 @@ def test_accelerate(monkeypatch, wanted):
     for model, loss in loop.train(accelerator, name=name):
         found.append(loss)
         assert_published(name, len(found), model)
-    assert_near(found, wanted)
+    assert found == near(wanted)
 
 
 @pytest.mark.example
@@ -124,7 +123,7 @@ def test_accelerate_on_two_ranks(wanted):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     found = [float(loss) for loss in re.findall(r"^version \d: loss (\S+)", done.stdout, re.M)]
-    assert_near(found, wanted, first=1e-4)
+    assert found == near(wanted, printed=True)
 
 
 @pytest.mark.vllm

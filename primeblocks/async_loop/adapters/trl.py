@@ -6,7 +6,7 @@ worker, the engine and the transfer of weights.
 
 The loop's step hands a batch to TRL and then waits until TRL reports the next version, through
 `update_model_version`. `TrlWorker` is started once. It runs until `stop`, an error, or the end of
-the prompts, and `check_health` reports the last two to TRL.
+the prompts, and `check_health` raises the reason.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ def capture_app(recorder: Recorder) -> Starlette:
     is recorded once the engine has answered, even if the agent does not read the answer. If the
     agent leaves before that, the engine's request is cancelled.
 
-    Errors are OpenAI's JSON. 400 means an unsupported request, 401 a wrong key, 410 the end of the
-    session, and 413 a body that is too long. A bound gives 429 with `Retry-After`, a failure of the
-    engine 503, and a deadline 504.
+    Errors are OpenAI's JSON. An unsupported request gets status 400, a wrong key 401, an ended
+    session 410, and a body that is too long 413. A bound gives 429 with `Retry-After`, a failure of
+    the engine 503, and a deadline 504.
     """
 
     async def models(request: Request) -> Response:

@@ -1,10 +1,10 @@
 """Weights that correct for tokens sampled by another policy than the one that learns.
 
-Each function returns a `Correction`: weights, one a token and without gradient, for the `weights=`
-of any loss, with counts and the effective sample size. Weights of several multiply:
-`a.weights * b.weights`. r is the ratio p_trainer / p_rollout of a token, or p_old / p_rollout
-where the loss itself compares with an old policy. Masked tokens may hold anything. A ratio counts
-as e**20 at most; a NaN of a token that the mask keeps shows in its weight, or masks it.
+Each function returns a `Correction`: weights per token without gradient, for the `weights=` of any
+loss, with counts and the effective sample size. To combine corrections, multiply their weights:
+`a.weights * b.weights`. r is a token's ratio p_trainer / p_rollout, or p_old / p_rollout if the
+loss itself compares with an old policy. Masked tokens may hold any values. A ratio counts as at
+most e**20. A NaN of an unmasked token shows in its weight, or masks it.
 """
 
 from .masks import (

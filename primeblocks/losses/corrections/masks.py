@@ -1,4 +1,4 @@
-"""Weights of 0 and 1: tokens and sequences that are too far off to learn from."""
+"""Weights of 0 and 1, which remove tokens and sequences that are too far off policy."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def sequence_outlier_mask(
     advantages: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> Correction:
-    """Weight 0 for sequences in which engine and trainer disagree, 1 for others. Pure; local.
+    """Weight 0 for sequences in which engine and trainer disagree, 1 for others. Pure. Local.
 
     With x = log r a token's statistic is exp(abs(x)) ("error"), -x ("k1"), x^2 / 2 ("k2") or
-    exp(x) - 1 - x ("k3"); a sequence is an outlier if its mean or maximum is above `bound`.
+    exp(x) - 1 - x ("k3"). A sequence is an outlier if its mean or maximum is above `bound`.
 
     Args:
-        bound: of "error" above 1; of the others, a KL divergence of a token.
-        advantages: with them only sequences whose advantages have a sum below 0 are masked
+        bound: above 1 for "error". For the others, a KL divergence per token.
+        advantages: with them, only sequences with a negative sum of advantages are masked
             (DeepSeek-V3.2's off-policy mask, with "k1").
 
     Raises:
-        ShapeError: as `importance_weights`.
+        ShapeError: as for `importance_weights`.
         UsageError: `statistic` or `over` is unknown, or `bound` is NaN.
 
     Source: arXiv:2512.23075 (maximum of k3), 2512.02556 (DeepSeek-V3.2); NeMo-RL's
@@ -91,17 +91,17 @@ def entropy_scaled_mask(
     max_score: float,
     epsilon: float,
 ) -> Correction:
-    """Weight 1 where (log r)^2 / (entropy + epsilon) <= max_score, or 0. Pure; local.
+    """Weight 1 where (log r)^2 / (entropy + epsilon) <= max_score, or 0. Pure. Local.
 
-    Log-ratios of tokens that the engine was unsure of are larger by nature, and mean exploration;
-    where it was sure, the same log-ratio is noise. Both bounds depend on the engine: tune them.
+    Log-ratios of tokens of which the engine was unsure are larger by nature, and mean exploration.
+    If the engine was sure, the same log-ratio is noise. Tune both bounds for your engine.
 
     Args:
-        entropies: of the engine's distribution at each token, in nats, not below 0.
+        entropies: of the engine's distribution at each token, in nats, not negative.
 
     Raises:
-        ShapeError: as `importance_weights`.
-        UsageError: `max_score` is below 0, or `epsilon` not above 0.
+        ShapeError: as for `importance_weights`.
+        UsageError: `max_score` is below 0, or `epsilon` is not above 0.
 
     Source: arXiv:2607.22186 (ESTR).
     """
@@ -126,16 +126,16 @@ def second_moment_mask(
     mask: Bool[Tensor, "*tokens"],
     max_moment: float = 0.04,
 ) -> Correction:
-    """Weight 0 for the largest log-ratios, until the others' mean square is small. Pure; local.
+    """Weight 0 for the largest log-ratios, until the mean square of the rest is small. Pure. Local.
 
     The mean is over the batch: call it once for all tokens of a step, before they are split into
-    micro-batches. Of equal log-ratios at the bound the first ones are kept.
+    micro-batches. Among equal log-ratios at the bound, the first ones are kept.
 
     Args:
-        max_moment: of (log r)^2, over the tokens that keep weight 1.
+        max_moment: the largest mean of (log r)^2 over the tokens that keep weight 1.
 
     Raises:
-        ShapeError: as `importance_weights`.
+        ShapeError: as for `importance_weights`.
         UsageError: `max_moment` is below 0.
 
     Source: arXiv:2510.01161 (M2PO).
@@ -160,13 +160,13 @@ def advantage_mask(
     mask: Bool[Tensor, "*tokens"],
     max_advantage: float = 3.0,
 ) -> Correction:
-    """Weight 0 for advantages beyond `max_advantage` on either side, or 1. Pure; local.
+    """Weight 0 for advantages beyond `max_advantage` on either side, or 1. Pure. Local.
 
-    Of advantages that are divided by their standard deviation this is the filter of
-    stable-reinforce: three sigma.
+    For advantages that are divided by their standard deviation this is the three-sigma filter of
+    stable-reinforce.
 
     Raises:
-        ShapeError: as `importance_weights`.
+        ShapeError: as for `importance_weights`.
         UsageError: `max_advantage` is not above 0.
 
     Source: arXiv:2505.02835 (StableReinforce). Tinker's loss of that name is not published.
@@ -192,18 +192,19 @@ def clip_cov_mask(
     clip_high: float = 0.2,
     generator: torch.Generator | None = None,
 ) -> Correction:
-    """Weight 0 for a random few of the tokens that lower the entropy most, or 1. Pure; local.
+    """Weight 0 for a random few of the tokens that lower the entropy most, or 1. Pure. Local.
 
-    A token's covariance is (A - mean A) (log p - mean log p), over the batch. Of those between the
-    bounds, and not clipped by `grpo_loss` anyway, a fraction of all tokens is drawn, at least one.
-    Call it once for all tokens of a step, and give `grpo_loss` the same clips.
+    A token's covariance is (A - mean A) (log p - mean log p), over the batch. Candidates have a
+    covariance between the bounds, and are not clipped by `grpo_loss`. A fraction of all tokens is
+    drawn from the candidates, at least one. Call it once for all tokens of a step, and give
+    `grpo_loss` the same clips.
 
     Args:
-        generator: on the tokens' device; torch's own otherwise.
+        generator: on any device. By default torch's own.
 
     Raises:
-        ShapeError: as `importance_weights`.
-        UsageError: `fraction` is not in (0, 1], or a clip out of range.
+        ShapeError: as for `importance_weights`.
+        UsageError: `fraction` is not in (0, 1], or a clip is out of range.
 
     Source: arXiv:2505.22617 (Clip-Cov).
     """
@@ -235,14 +236,14 @@ def kl_cov_tokens(
     mask: Bool[Tensor, "*tokens"],
     fraction: float = 2e-4,
 ) -> Bool[Tensor, "*tokens"]:
-    """Choose the tokens with the largest covariance of advantage and log-probability. Pure; local.
+    """Choose the tokens with the largest covariance of advantage and log-probability. Pure. Local.
 
-    They are the mask of `kl_loss(..., estimator="abs", gradient="estimator")`, to be added to
-    `grpo_loss(clip_low=1, clip_high=math.inf)`: together KL-Cov. A fraction of all tokens, at
-    least one; call it once for all tokens of a step.
+    Pass them as the mask of `kl_loss(..., estimator="abs", gradient="estimator")`, and add that to
+    `grpo_loss(clip_low=1, clip_high=math.inf)`. Together this is KL-Cov. It chooses a fraction of
+    all tokens, at least one. Call it once for all tokens of a step.
 
     Raises:
-        ShapeError: as `importance_weights`.
+        ShapeError: as for `importance_weights`.
         UsageError: `fraction` is not in (0, 1].
 
     Source: arXiv:2505.22617 (KL-Cov).
@@ -257,7 +258,7 @@ def kl_cov_tokens(
 
 
 def _covariances(trainer_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    # float64: the mean of many equal numbers would be another number in float32.
+    # float64: in float32 the mean of many equal numbers would differ from these numbers.
     count = mask.sum().clamp(min=1)
     a, log_p = masked(advantages, mask).double(), masked(trainer_logprobs, mask).double()
     return (a - a.sum() / count) * (log_p - log_p.sum() / count)

@@ -1,4 +1,4 @@
-"""Importance weights, the counts of every correction, and how far off policy a batch is."""
+"""Importance weights, the counts of every correction, and measures of how off-policy a batch is."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class Correction:
-    """Weights of tokens, and how many of them were changed.
+    """Weights of tokens, and counts of changed weights.
 
     Args:
-        weights: no gradient; 0 where a token is masked, by the caller or by the correction.
-        tokens: how many the caller's mask keeps: kept + truncated + masked.
-        kept: how many weights are within the bounds.
-        truncated: how many weights were set to a bound.
-        masked: how many weights were set to 0.
-        ess: the effective sample size of the weights, (sum w)^2 / sum w^2: of tokens, or of
-            sequences where all tokens of one have the same weight.
-        samples: how many weights there are, tokens or sequences: `ess / samples` is 1 where all
+        weights: without gradient. 0 for tokens that the caller or the correction masks.
+        tokens: unmasked tokens of the caller: kept + truncated + masked.
+        kept: weights within the bounds.
+        truncated: weights that were set to a bound.
+        masked: weights that were set to 0.
+        ess: the effective sample size of the weights, (sum w)^2 / sum w^2. It is of tokens, or of
+            sequences if all tokens of a sequence have the same weight.
+        samples: the number of weights, as tokens or sequences. `ess / samples` is 1 if all weights
             are equal.
     """
 
@@ -62,7 +62,7 @@ def importance_weights(
     max_ratio: float = 2.0,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> Correction:
-    """Ratios of tokens or sequences, bounded. Pure; local.
+    """Bounded ratios of tokens or sequences. Pure. Local.
 
     ====================================  =======================================================
     TIS (truncated importance sampling)   `beyond="truncate"`
@@ -74,17 +74,19 @@ def importance_weights(
     ====================================  =======================================================
 
     Args:
-        level: of each token, r; of its sequence, the product of r ("sequence": unbiased, with a
-            variance that grows with the length) or their geometric mean ("geometric").
-        beyond: a ratio outside `[min_ratio, max_ratio]` counts as the bound ("truncate"), not at
-            all ("mask"), or its whole sequence does not count ("reject").
-        max_ratio: at least 1; the smaller, the less variance and the more bias.
-        sequence_ids: an integer a token; one a row of `[rollouts, tokens]` otherwise. A sequence
-            lies whole on this rank. Not needed for tokens that are truncated or masked.
+        level: "token" gives each token its own r. "sequence" gives it the product of r over its
+            sequence, which is unbiased, with a variance that grows with the length. "geometric"
+            gives it the geometric mean.
+        beyond: treats a ratio outside `[min_ratio, max_ratio]`. "truncate" sets it to the bound,
+            "mask" removes the token, "reject" removes its whole sequence.
+        max_ratio: at least 1. A smaller value means less variance and more bias.
+        sequence_ids: an integer per token. By default each row of `[rollouts, tokens]` is one
+            sequence. All tokens of a sequence must be on this rank. Not needed if `level` is
+            "token" and `beyond` is not "reject".
 
     Raises:
-        ShapeError: shapes differ, or a dtype is wrong; sequences are needed and not known.
-        UsageError: the bounds allow no 1, or `level` or `beyond` is unknown.
+        ShapeError: shapes differ, a dtype is wrong, or sequences are needed and unknown.
+        UsageError: the bounds exclude 1, or `level` or `beyond` is unknown.
 
     Source: arXiv:2505.24034 (truncation), 2510.18855 (IcePop); Ionides, 2008 (TIS).
     """
@@ -122,10 +124,10 @@ def importance_weights(
 def effective_sample_size(
     weights: Float[Tensor, "*tokens"], *, mask: Bool[Tensor, "*tokens"]
 ) -> float:
-    """Number of equally weighted tokens of the same variance: (sum w)^2 / sum w^2. Pure; local.
+    """Return the number of equally weighted tokens of the same variance. Pure. Local.
 
-    For a product of corrections; 0 where all weights are 0. The host reads it. Ranks add sums of
-    weights and of squares, not this.
+    It is (sum w)^2 / sum w^2, for instance of a product of corrections, or 0 if all weights are 0.
+    The host reads it. To combine ranks, add sums of weights and of squares instead of this.
 
     Raises:
         ShapeError: the shapes differ, or a dtype is wrong.
@@ -145,15 +147,16 @@ def off_policy_metrics(
 ) -> dict[str, float]:
     """Measure a batch: effective sample size and KL estimates. Collective with `group`, or local.
 
-    "ess" is the effective sample size of the unbounded ratios over the number of tokens: 1 on
-    policy, near 0 where a few tokens carry all the weight. With x = log p_trainer - log p_rollout
-    "k1" is the mean of -x, "k2" of x^2 / 2, "k3" of exp(x) - 1 - x, which estimate KL(rollout ||
-    trainer) in nats a token. For no tokens 1 and zeros. Return it from `train`, as all of the
-    metrics or among them: `Step.postfix` shows them.
+    "ess" is the effective sample size of the unbounded ratios, divided by the number of tokens. It
+    is 1 on policy, and near 0 if a few tokens carry all the weight. With `x = log p_trainer - log
+    p_rollout`, "k1" is the mean of `-x`, "k2" of `x^2 / 2`, and "k3" of `exp(x) - 1 - x`. They
+    estimate KL(rollout || trainer) in nats per token. Without tokens the result is 1 and zeros.
+    Return them from `train`, alone or with other metrics, because `Step.postfix` shows them.
 
     Args:
-        group: ranks that hold parts of the batch; all get the figures of the whole.
+        group: the ranks that hold parts of the batch. Each rank gets the figures of the whole.
 
+    Raises:
     Raises:
         ShapeError: the shapes differ, or a dtype is wrong.
         PlanError: this rank is not in `group`.
@@ -188,10 +191,10 @@ def _ess(first: float, second: float) -> float:
 
 
 def only(inside: Tensor, mask: Tensor, *, lengths: Tensor | None, like: Tensor) -> Correction:
-    """Weights of 1 where `inside`, and 0. Local; one read by the host.
+    """Return weights of 1 where `inside`, and 0 elsewhere. Local. The host reads once.
 
     Args:
-        lengths: of the token's sequence, where all its tokens have the same weight.
+        lengths: of each token's sequence, if all its tokens have the same weight.
         like: gives the dtype.
     """
     return counted(
@@ -206,15 +209,15 @@ def only(inside: Tensor, mask: Tensor, *, lengths: Tensor | None, like: Tensor) 
 def counted(
     weights: Tensor, mask: Tensor, *, truncated: Tensor, dropped: Tensor, lengths: Tensor | None
 ) -> Correction:
-    """Zero and count weights. Local; one read by the host.
+    """Set weights to zero and count them. Local. The host reads once.
 
     Args:
         truncated: weights that were set to a bound.
-        dropped: weights that are set to 0.
-        lengths: of the token's sequence, where all its tokens have the same weight.
+        dropped: weights to set to 0.
+        lengths: of each token's sequence, if all its tokens have the same weight.
     """
     weights = masked(weights, mask & ~dropped)
-    # One over the length a token: each sequence then counts once.
+    # Each token has one over its sequence's length, so that each sequence counts once.
     share = masked(torch.ones_like(weights).double() if lengths is None else 1 / lengths, mask)
     w = share * weights.double()
     figures = [mask.sum(), (truncated & mask).sum(), (dropped & mask).sum()]

@@ -1,6 +1,6 @@
 """Micro-batches of packed rollouts, balanced over ranks by tokens and by cost.
 
-Positions that several rollouts share are computed once, in trees.
+Trees compute positions that several rollouts share only once.
 """
 
 from .pack import Pack, pack, unpack

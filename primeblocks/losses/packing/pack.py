@@ -1,4 +1,4 @@
-"""Rollouts one behind the other, and back."""
+"""Rollouts concatenated into packs, and back."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ _PACKED = {"tokens", "prompt_length", "logprobs", "versions", "loss_mask", "atta
 
 @dataclass(frozen=True, eq=False)
 class Pack:
-    """A micro-batch: rollouts one behind the other.
+    """A micro-batch of concatenated rollouts.
 
-    Arrays of *tokens* have a row for each token, prompts and padding included; those of
-    *completions* have one for each token that was sampled, rollout after rollout. A model is given
-    the former; the head and the loss need the latter alone: `hidden[pack.predictors]` is what
-    predicts `pack.targets`.
+    Arrays of *tokens* have a row per token, including prompts and padding. Arrays of *completions*
+    have a row per completion token, rollout after rollout. Give the model the former. The head and
+    the loss need only the latter: `hidden[pack.predictors]` predicts `pack.targets`.
 
     Attributes:
-        indices: places of the rollouts in the batch.
-        tokens: ids, int64; padding is 0.
+        indices: positions of the rollouts in the batch.
+        tokens: ids, int64. Padding is 0.
         positions: int64, of each token inside its rollout.
-        cu_seqlens: int32, where each sequence starts, and the end; padding is the last sequence.
+        cu_seqlens: int32, the start of each sequence, and the end. Padding is the last sequence.
         prompt_lengths: int64, by rollout.
         padding: tokens after the last rollout.
-        logprobs: float64, of completions: the engine's.
+        logprobs: float64, the engine's, of completions.
         versions: int64, of completions.
         loss_mask: bool, of completions.
-        per_token: attachments with a row for each token; zeros for padding.
-        per_completion: attachments with a row for each token of completions.
-        others: by rollout, what belongs to it as a whole: reward, prompt_id, other attachments.
+        per_token: attachments with a row per token. Padding has zeros.
+        per_completion: attachments with a row per completion token.
+        others: by rollout, values of the whole rollout: reward, prompt_id, other attachments.
     """
 
     indices: tuple[int, ...]
@@ -59,17 +58,17 @@ class Pack:
 
     @property
     def document_lengths(self) -> list[int]:
-        """Tokens of each sequence, padding included: what a plan of the sequence asks for."""
+        """Tokens of each sequence including padding, for a plan of the sequence."""
         return np.diff(self.cu_seqlens).tolist()
 
     @property
     def completion_lengths(self) -> NDArray[np.int64]:
-        """Sampled tokens of each rollout."""
+        """Completion tokens of each rollout."""
         return np.diff(self.cu_seqlens)[: len(self.indices)] - self.prompt_lengths
 
     @property
     def predictors(self) -> NDArray[np.int64]:
-        """Places of the tokens before each token of completions."""
+        """Positions of the tokens before each completion token."""
         starts = self.cu_seqlens[: len(self.indices)].astype(np.int64) + self.prompt_lengths - 1
         lengths = self.completion_lengths
         before = np.cumsum(lengths) - lengths
@@ -77,14 +76,14 @@ class Pack:
 
     @property
     def targets(self) -> NDArray[np.int64]:
-        """Ids of completions."""
+        """Ids of the completion tokens."""
         return self.tokens[self.predictors + 1]
 
     def split(self, values: Any) -> list[Any]:
-        """Views of rows of completions, log-probabilities of the trainer for instance, by rollout.
+        """Split rows of completions by rollout, such as the trainer's log-probabilities. Views.
 
         Raises:
-            ShapeError: `values` does not have a row for each token of completions.
+            ShapeError: `values` does not have a row per completion token.
         """
         self._check_rows(values)
         counts = self.completion_lengths.tolist()
@@ -100,16 +99,16 @@ class Pack:
             )
 
     def aligned(self, name: str) -> list[Aligned]:
-        """Return values that belong to some tokens, images for instance, counted in this pack.
+        """Return values that belong to some tokens, such as images, counted in this pack.
 
-        In the order of their tokens, in which a model takes them; a rollout may have none.
+        They are in the order of their tokens, as models expect them. A rollout may have none.
 
         Raises:
-            UsageError: a value of that name belongs to a rollout as a whole, or has rows that are
-                in `per_token` or `per_completion`.
+            UsageError: a value of that name belongs to a whole rollout, or has rows, which are in
+                `per_token` or `per_completion`.
         """
         found = []
-        # Padding, the last sequence, has none.
+        # Padding, the last sequence, has no values.
         for start, other in zip(self.cu_seqlens.tolist(), self.others, strict=False):
             for each in parts(other["attachments"].get(name, ())):
                 if name in {*self.per_token, *self.per_completion} or not isinstance(each, Aligned):
@@ -121,13 +120,13 @@ class Pack:
         return sorted(found, key=lambda each: each.start)
 
     def at_predictors(self, values: NDArray, *, fill: Any) -> NDArray:
-        """Rows of completions at the tokens that predict them, `fill` at others.
+        """Return rows of completions at the tokens that predict them, and `fill` at other tokens.
 
-        For a sequence that ranks share: labels are `pack.at_predictors(pack.targets, fill=-100)`,
-        and whatever has a row for each token is split alike.
+        Use it for a sequence that ranks share. Labels are `pack.at_predictors(pack.targets,
+        fill=-100)`. Split every array with a row per token the same way.
 
         Raises:
-            ShapeError: `values` does not have a row for each token of completions.
+            ShapeError: `values` does not have a row per completion token.
         """
         self._check_rows(values)
         out = np.full((len(self.tokens), *values.shape[1:]), fill, dtype=values.dtype)
@@ -143,21 +142,21 @@ def pack(
     per_completion: Sequence[str] = (),
     multiple_of: int = 1,
 ) -> Pack:
-    """Put the rollouts of a micro-batch one behind the other. Pure; copies.
+    """Concatenate the rollouts of a micro-batch. Pure, copies.
 
     Args:
         rollouts: the batch.
-        indices: of those to pack: a micro-batch of a plan. None make a micro-batch of padding,
-            so that a rank without work takes part in collectives.
-        per_token: names of attachments that have a row for each token, routes for instance;
-            arrays, tensors or `Aligned.rows`, in which the last token may have none: 0 then.
-        per_completion: names of those that have a row for each sampled token. Attachments not
-            named travel whole.
-        multiple_of: padded to a multiple of so many tokens, and to one at least.
+        indices: of the rollouts to pack: a micro-batch of a plan. Without indices the result has
+            only padding, so that a rank without work takes part in collectives.
+        per_token: names of attachments with a row per token, such as routes. These are arrays,
+            tensors or `Aligned.rows`. The last token may lack its row and then gets 0.
+        per_completion: names of attachments with a row per completion token. Attachments without a
+            name here stay whole.
+        multiple_of: tokens are padded to a multiple of this number, and to at least this number.
 
     Raises:
-        ShapeError: an attachment has another number of rows, or differs in dtype or in trailing
-            dims between rollouts.
+        ShapeError: an attachment has another number of rows, or its dtype or trailing dims differ
+            between rollouts.
         UsageError: an attachment is missing or named twice, or `multiple_of` is below 1.
     """
     if multiple_of < 1:
@@ -188,7 +187,7 @@ def pack(
 
 
 def unpack(packed: Pack) -> list[Rollout]:
-    """Return the rollouts, in the order of `packed.indices`: the inverse of `pack`. Pure."""
+    """Return the rollouts, in the order of `packed.indices`. Inverse of `pack`. Pure."""
     starts = packed.cu_seqlens.tolist()
     logprobs, versions = packed.split(packed.logprobs), packed.split(packed.versions)
     masks = packed.split(packed.loss_mask)
@@ -200,7 +199,7 @@ def unpack(packed: Pack) -> list[Rollout]:
         rows = {name: values[own] for name, values in packed.per_token.items()}
         rows |= {name: parts[i] for name, parts in sampled.items()}
         kept = whole.pop("attachments")
-        # In the order that they had.
+        # In their original order.
         attachments = {
             name: _unrows(rows[name], value) if name in rows else value
             for name, value in kept.items()
@@ -230,7 +229,7 @@ def _place(value: Any) -> tuple[int, int] | None:
 
 
 def _rows(value: Any, count: int, name: str) -> Any:
-    """Return rows for all tokens. The last may have none: an engine never computed it."""
+    """Return rows for all tokens. The last may lack its row: an engine never computed it."""
     if not isinstance(value, Aligned) or not value.by_token:
         return value
     if value.start or value.stop < count - 1:

@@ -1,4 +1,4 @@
-"""Partitions of weights: into parts of equal sums, and into bins of a capacity."""
+"""Partitions of weights into parts of equal sums, and into bins of a capacity."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from numpy.typing import NDArray
 
 __all__ = ["balanced_parts", "first_fit_decreasing", "lower_bound", "within_capacity"]
 
-# Exchanges end where the largest sum is this close to what any partition must have.
+# Exchanges end if the largest sum is this close to the lower bound.
 _CLOSE = 1e-4
-_NEAR = 1e-2  # Annealing begins where it is not even this close.
+_NEAR = 1e-2  # Annealing begins if it is not even this close.
 
 
 def balanced_parts(
     weights: NDArray[np.float64], parts: int, *, annealing_steps: int = 0
 ) -> list[list[int]]:
-    """Indices by part, each ascending: the largest differences first, then exchanges. Pure.
+    """Return ascending indices by part: largest differencing, then exchanges. Pure.
 
-    Differencing joins the two partial partitions whose largest and smallest sums differ most, the
-    largest of one with the smallest of the other. Then an item of the largest part is moved, or
-    exchanged for a smaller one, while that lowers the larger of both sums. Where the result is
-    more than a hundredth above what any partition must have, exchanges that may raise it for a
-    while are tried too (annealing, some microseconds a step, with the same numbers each time).
+    Differencing repeatedly joins the two partial partitions with the largest spread, the largest
+    part of one with the smallest of the other. Then items of the largest part are moved, or
+    exchanged for smaller items, while that lowers the larger of both sums. If the result is more
+    than 1 % above the lower bound, annealing also tries exchanges that raise it for a while. It
+    takes some microseconds per step and is deterministic.
 
     Source: Karmarkar and Karp 1982 (largest differencing); Kirkpatrick et al. 1983 (annealing).
     """
@@ -41,10 +41,10 @@ def balanced_parts(
 
 
 def lower_bound(weights: NDArray[np.float64], parts: int) -> float:
-    """Sum that the largest part has at least. Pure.
+    """Return a lower bound on the sum of the largest part. Pure.
 
-    The mean, the largest weight, and the `k + 1` smallest of the `k * parts + 1` largest, of which
-    some part has that many.
+    It is the largest of three values: the mean, the largest weight, and the sum of the `k + 1`
+    smallest of the `k * parts + 1` largest weights. Some part has `k + 1` of these.
     """
     ordered = np.sort(weights)[::-1]
     totals = np.concatenate([[0.0], np.cumsum(ordered)])
@@ -56,7 +56,7 @@ def lower_bound(weights: NDArray[np.float64], parts: int) -> float:
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices by bin: the largest first, each into the first bin with room for it. Pure.
+    """Return indices by bin: the largest first, each into the first bin with room. Pure.
 
     Source: Johnson 1973 (at most 11/9 of the fewest bins, and one).
     """
@@ -76,13 +76,14 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 def within_capacity(
     weights: NDArray[np.float64], sizes: NDArray[np.int64], parts: int, capacity: int
 ) -> list[list[int]]:
-    """Parts of about equal weight of which none is larger than `capacity`. Pure.
+    """Return parts of about equal weight, none larger than `capacity`. Pure.
 
-    Balanced without regard to sizes if they fit, else dealt, the largest first, to the lightest
-    part with room, else filled by first fit, of which the heaviest are cut in two.
+    If parts that are balanced without regard to sizes fit, they are taken. Otherwise items are
+    assigned, largest first, to the lightest part with room. If that fails, first fit fills the
+    parts, and the heaviest are split.
 
     Args:
-        parts: as many as `first_fit_decreasing` needs, or more.
+        parts: at least as many as `first_fit_decreasing` needs.
     """
     if not parts:
         return []
@@ -139,9 +140,9 @@ def _differenced(weights: NDArray[np.float64], parts: int) -> list[list[int]]:
 def _annealed(
     weights: NDArray[np.float64], parts: list[list[int]], least: float, steps: int
 ) -> list[list[int]]:
-    """Exchange items at random, upwards too at first; what counts is excess over `least`, squared.
+    """Exchange items at random, at first also upwards, to reduce the squared excess over `least`.
 
-    Items so small that all of them fill no gap worth filling stay where they are.
+    The smallest items, which together fill no relevant gap, stay where they are.
     """
     small = np.cumsum(np.sort(weights)) <= least * _NEAR * len(parts) / 2
     items = np.argsort(weights, kind="stable")[np.count_nonzero(small) :].tolist()
@@ -177,11 +178,11 @@ def _excess(total: float) -> float:
 
 
 def _exchange(weights: NDArray[np.float64], parts: list[list[int]], *, enough: float) -> float:
-    """Move or exchange items of the largest part while its sum falls, in place; return that."""
+    """Move or exchange items of the largest part in place while its sum falls. Return the sum."""
     owner = np.empty(len(weights) + len(parts), dtype=np.int64)
     for at, part in enumerate(parts):
         owner[part] = at
-    # The last items weigh nothing, one a part: exchanged for one of them, an item moves.
+    # The last items weigh nothing, one per part: an exchange with one of them is a move.
     owner[len(weights) :] = np.arange(len(parts))
     every = np.concatenate([weights, np.zeros(len(parts))])
     sums = np.bincount(owner, every, len(parts))
@@ -192,7 +193,7 @@ def _exchange(weights: NDArray[np.float64], parts: list[list[int]], *, enough: f
         larger = np.maximum(sums[top] - change, sums[owner[others]][None] + change)
         at = int(larger.argmin())
         i, j = own[at // len(others)], others[at % len(others)]
-        # By more than rounding, or it would go on.
+        # It must fall by more than rounding, or the loop would not end.
         if larger.flat[at] >= sums[top] * (1 - 1e-12):
             break
         owner[[i, j]] = owner[[j, i]]

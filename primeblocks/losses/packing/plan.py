@@ -1,4 +1,4 @@
-"""Plans of which rank trains on which rollouts, and in which micro-batch."""
+"""Plans that assign rollouts to ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 def sequence_flops(
     *, active_parameters: float = 3.3e9, layers: int = 48, attention_width: int = 4096
 ) -> Cost:
-    """Return a cost: FLOPs of training on a sequence, forward and backward, from its length. Pure.
+    """Return a cost function: training FLOPs of a sequence, from its length. Pure.
 
-    `6 * active_parameters * n + 6 * layers * attention_width * n**2`, of which the square is
-    causal softmax attention; in both, the backward is twice the forward. Recomputation in the
-    backward raises both alike. The defaults are Qwen3-30B-A3B's: from 16,800 tokens on, more goes
-    to attention than to all else.
+    It is `6 * active_parameters * n + 6 * layers * attention_width * n**2`. The square is causal
+    softmax attention. The backward costs twice the forward in both terms, and recomputation
+    raises both alike. The defaults are those of Qwen3-30B-A3B. There attention costs more than the
+    rest from 16,800 tokens on.
 
     Args:
-        active_parameters: that a token passes through, the head's included.
-        layers: of softmax attention.
+        active_parameters: parameters that a token passes through, including the head.
+        layers: layers of softmax attention.
         attention_width: query heads x their size.
     """
     each, pair = 6.0 * active_parameters, 6.0 * layers * attention_width
@@ -43,14 +43,14 @@ def sequence_flops(
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Micro-batches by rank, as many on each; equal arguments of `plan_packing`, equal plans.
+    """Micro-batches by rank, the same number on each. Equal arguments give equal plans.
 
     Attributes:
         lengths: tokens of each rollout.
-        micro_batches: by rank and micro-batch, indices of rollouts; some may hold none.
+        micro_batches: by rank and micro-batch, indices of rollouts. Some may be empty.
         costs: by rank and micro-batch, in the unit of `plan_packing`'s `cost`.
-        lower_bound: cost that the busiest rank has at least, whatever the plan.
-        budget_tokens: of a micro-batch.
+        lower_bound: the cost of the busiest rank is at least this, with any plan.
+        budget_tokens: the most tokens of a micro-batch.
     """
 
     lengths: tuple[int, ...]
@@ -71,32 +71,32 @@ class PackingPlan:
 
     @property
     def empty(self) -> int:
-        """Micro-batches without a rollout, of all ranks."""
+        """The number of micro-batches without a rollout, over all ranks."""
         return sum(not own for rank in self.micro_batches for own in rank)
 
     @property
     def waste(self) -> float:
-        """Share of all micro-batches' budgets that holds no token."""
+        """The share of all micro-batches' budgets that has no token."""
         room = self.budget_tokens * sum(map(len, self.micro_batches))
         return 1 - sum(self.lengths) / room if room else 0.0
 
     @property
     def max_over_mean(self) -> float:
-        """The cost of the busiest rank over the mean: 1 is balanced."""
+        """The cost of the busiest rank divided by the mean. 1 is balanced."""
         return self._over_mean(max(map(sum, self.costs)))
 
     @property
     def bound_over_mean(self) -> float:
-        """The least `max_over_mean` that any plan could have: rollouts are not cut."""
+        """The least `max_over_mean` that any plan could have, because rollouts are not cut."""
         return self._over_mean(self.lower_bound)
 
     @property
     def in_step_max_over_mean(self) -> float:
-        """The same where ranks wait for each other in every micro-batch, as FSDP's do."""
+        """As `max_over_mean`, if ranks wait for each other in every micro-batch (FSDP)."""
         return self._over_mean(sum(map(max, zip(*self.costs, strict=True))))
 
     def table(self) -> str:
-        """Return one line a rank: rollouts, tokens, the fullest micro-batch, cost over the mean."""
+        """Return one line per rank: rollouts, tokens, the fullest micro-batch, cost over mean."""
         lines = [f"{'rank':<6}{'rollouts':>9}{'tokens':>10}{'fullest':>9}{'cost/mean':>11}"]
         for rank, own in enumerate(self.micro_batches):
             tokens = [sum(self.lengths[i] for i in part) for part in own]
@@ -119,28 +119,27 @@ def plan_packing(
     balance: str = "ranks",
     annealing_steps: int = 300_000,
 ) -> PackingPlan:
-    """Deal rollouts to data-parallel ranks and micro-batches, by tokens and by cost. Pure.
+    """Assign rollouts to data-parallel ranks and micro-batches, by tokens and by cost. Pure.
 
-    All ranks get the same number of micro-batches: their collectives match. A rank's micro-batches
-    come the most expensive first, so that ranks wait least for each other.
+    All ranks get the same number of micro-batches, so that their collectives match. On each rank
+    the most expensive micro-batches come first, so that ranks wait least for each other.
 
     Args:
         lengths: tokens of each rollout, in one order on all ranks.
-        ranks: data-parallel ones: those that share a sequence count as one.
-        budget_tokens: of a micro-batch.
-        cost: from lengths to costs; default: `sequence_flops()`, for which the ratio of its two
-            terms matters, not their size.
-        balance: "ranks" gives equal sums to ranks, which suits those that meet once an update; as
-            many micro-batches as the neediest rank has by first fit. "steps" fills the fewest
-            micro-batches of all ranks evenly, and gives those of about one cost to one step, which
-            suits ranks that meet in every micro-batch, as FSDP's do where they reshard.
-
-        annealing_steps: of a search that is made where "ranks" comes out a hundredth above the
-            least that any plan could have, rarely but for few rollouts; 0.3 million take a second.
+        ranks: data-parallel ranks. Ranks that share a sequence count as one.
+        budget_tokens: the most tokens of a micro-batch.
+        cost: from lengths to costs. The default is `sequence_flops()`. Only the ratio of its two
+            terms matters.
+        balance: "ranks" gives ranks equal sums, for ranks that meet once per update. Every rank
+            gets as many micro-batches as the neediest rank needs by first fit. "steps" fills the
+            fewest micro-batches of all ranks evenly, and puts micro-batches of similar cost into
+            one step. It suits ranks that meet in every micro-batch, such as FSDP that reshards.
+        annealing_steps: steps of a search that runs if "ranks" ends more than 1 % above
+            `lower_bound`. That is rare, except for few rollouts. 300,000 steps take a second.
 
     Raises:
-        PlanError: no ranks, an unknown balance, a rollout that is empty or above the budget, or
-            costs that are no numbers.
+        PlanError: a number is out of range, `balance` is unknown, a rollout is empty or above the
+            budget, or costs are not finite numbers.
     """
     whole = [*lengths, ranks, budget_tokens]
     if not all(isinstance(n, Integral) for n in whole) or ranks < 1:
@@ -204,7 +203,7 @@ def _by_steps(
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     load = np.zeros(ranks)
     for step in range(0, len(parts), ranks):
-        # The step's heaviest to the rank that has had least.
+        # The step's heaviest goes to the rank with the least so far.
         for rank, part in zip(load.argsort(kind="stable"), parts[step:], strict=False):
             dealt[rank].append(part)
             load[rank] += weights[part].sum()

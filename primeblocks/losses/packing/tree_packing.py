@@ -1,4 +1,4 @@
-"""Micro-batches of rollouts that share positions: a tree is cut only where that balances ranks."""
+"""Micro-batches of rollouts that share positions. Trees are cut only where that balances ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .trees import TreePlan
 
 __all__ = ["plan_tree_packing"]
 
-# Parts of a tree cost at most this share of a rank's mean. The best of these plans is taken.
+# Parts of a tree cost at most this share of a rank's mean. The best resulting plan is taken.
 _SHARES = (1.0, 0.5, 0.25, 0.125)
 
 
@@ -29,26 +29,27 @@ def plan_tree_packing(
     balance: str = "ranks",
     annealing_steps: int = 300_000,
 ) -> PackingPlan:
-    """Deal rollouts to ranks and micro-batches, and count what they share once. Pure.
+    """Assign rollouts to ranks and micro-batches, and count shared positions once. Pure.
 
-    Whole trees are assigned first. A tree that exceeds the budget, or a rank's mean cost, is cut
-    between two neighbouring rollouts, and both parts compute what the two have in common. The plan
-    with the least cost of the busiest rank is returned (of all steps, with `balance="steps"`).
+    Whole trees are assigned first. If a tree exceeds the budget or a rank's mean cost, it is cut
+    between two neighbouring rollouts. Both parts then compute the positions that the two share.
+    The plan with the least cost of the busiest rank is returned. With `balance="steps"` the cost
+    is that of all steps.
 
     Args:
         trees: of the whole batch, without padding.
-        ranks, budget_tokens, balance, annealing_steps: as in `plan_packing`. The budget counts
+        ranks, budget_tokens, balance, annealing_steps: as for `plan_packing`. The budget counts
             rows, which are distinct positions.
-        cost: from lengths of sequences to costs, as in `plan_packing`. A rollout behind another
-            one costs as much as its length, less the cost of what they share.
+        cost: from lengths of sequences to costs, as for `plan_packing`. A rollout after another
+            one costs as much as its length, less the cost of the positions that they share.
 
     Returns:
-        A plan whose `micro_batches` hold indices of rollouts. Its `lengths` and costs count, for
-        each rollout, the positions that no rollout before it in its micro-batch holds. Call
+        A plan whose `micro_batches` contain indices of rollouts. Its `lengths` and costs count, for
+        each rollout, the positions that no earlier rollout in its micro-batch has. Call
         `plan_trees` on the rollouts of a micro-batch for its trees.
 
     Raises:
-        PlanError: as `plan_packing`, or the trees have padding.
+        PlanError: as for `plan_packing`, or the trees have padding.
     """
     if trees.padding:
         raise PlanError(
@@ -89,7 +90,7 @@ def _waits(balance: str, plan: PackingPlan) -> float:
 
 
 class _Leaves:
-    """Rollouts in the order of their last rows, in which those that share most are neighbours."""
+    """Rollouts in the order of their last rows, so that those that share most are neighbours."""
 
     def __init__(self, trees: TreePlan, cost: Cost) -> None:
         starts = np.cumsum([0, *trees.lengths])
@@ -107,14 +108,14 @@ class _Leaves:
         self._costs = np.cumsum([0.0, *(self.paid - self.saved)])
 
     def tokens(self, start: int, stop: int) -> int:
-        """Distinct positions of some neighbours."""
+        """Distinct positions of neighbouring rollouts."""
         return int(self._tokens[stop] - self._tokens[start] + self.shared[start])
 
     def cost(self, start: int, stop: int) -> float:
         return float(self._costs[stop] - self._costs[start] + self.saved[start])
 
     def parts(self, budget_tokens: int, most: float) -> list[tuple[int, int]]:
-        """Cut the rollouts into trees, and trees until none is over the budget and the cost."""
+        """Cut the rollouts into trees, and trees until each fits the budget and the cost."""
         ends = [*np.flatnonzero(self.shared == 0).tolist(), len(self.order)]
         stack = [pair for pair in pairwise(ends) if pair[0] < pair[1]]
         found = []
@@ -128,7 +129,7 @@ class _Leaves:
         return sorted(found)
 
     def _cut(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Cut where the dearer part costs least; what both compute is counted in both."""
+        """Cut where the dearer part costs least. Shared positions count in both parts."""
         at = np.arange(start + 1, stop)
         first = self._costs[at] - self._costs[start] + self.saved[start]
         second = self._costs[stop] - self._costs[at] + self.saved[at]
@@ -136,7 +137,7 @@ class _Leaves:
         return [(start, cut), (cut, stop)]
 
     def unfolded(self, plan: PackingPlan, parts: Sequence[tuple[int, int]]) -> PackingPlan:
-        """Put rollouts in the place of parts, and count what each adds to its micro-batch."""
+        """Replace parts by their rollouts, and count what each adds to its micro-batch."""
         lengths, costs = [0] * len(self.order), []
         batches = []
         for rank in plan.micro_batches:
@@ -156,7 +157,7 @@ class _Leaves:
         )
 
     def _shared_in(self, own: list[int]) -> list[int]:
-        """Positions that each of some rollouts shares with those before it."""
+        """Positions that each rollout shares with those before it."""
         before = pairwise(own)
         return [0, *(int(self.shared[a + 1 : b + 1].min()) for a, b in before)][: len(own)]
 

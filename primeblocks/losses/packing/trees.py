@@ -3,7 +3,7 @@
 Rollouts are inserted one after the other into a trie whose nodes are ranges of one rollout's
 tokens. A rollout follows a node while tokens, values that belong to tokens, and imposed routes
 agree. At the first difference the node is cut in two, and the rollout goes on as a new child. The
-nodes in preorder are the segments of a `TreePlan`: a segment is followed by its whole subtree, so a
+nodes in preorder are the segments of a `TreePlan`. A segment is followed by its whole subtree, so a
 token sees exactly the rows j <= i whose subtree holds row i.
 """
 
@@ -28,12 +28,12 @@ RULES = ("exact", "first", "own")
 
 @dataclass(frozen=True, eq=False)
 class TreePlan:
-    """Segments of a forest in preorder, and the row of each token of the rollouts.
+    """The segments of a forest in preorder, and the row of each token of the rollouts.
 
-    Tokens are counted as `pack` counts them: rollouts one behind the other, then padding. A row is
-    a distinct position. A model reads `values[places]` for anything that has a value a token, and
+    Tokens are counted as in `pack`: concatenated rollouts, then padding. A row is a distinct
+    position. Give the model `values[places]` for every array with a value per token. Then
     `hidden[rows[packed.predictors]]` predicts `packed.targets`. Log-probabilities, versions, masks
-    and advantages stay those of each rollout, so losses and corrections need not know of trees.
+    and advantages stay those of each rollout, so losses and corrections do not know trees.
 
     Attributes:
         segment_lengths: rows of each segment, in preorder.
@@ -68,7 +68,7 @@ class TreePlan:
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """Queries, each with every key that it sees: of separate rollouts, and of the trees."""
+        """Pairs of a query and a key that it sees: of separate rollouts, and of the trees."""
         separate = sum(n * (n + 1) // 2 for n in (*self.lengths, self.padding))
         return separate, int((self.positions + 1).sum())
 
@@ -87,11 +87,11 @@ class TreePlan:
         return separate, shared
 
     def table(self, *, bytes_a_position: int = 48 * 2048 * 2, **sizes: Any) -> str:
-        """Return positions, pairs of attention, FLOPs and bytes: separate, shared, and the ratio.
+        """Return positions, attention pairs, FLOPs and bytes: separate, shared, and the ratio.
 
         Args:
-            bytes_a_position: activations that a position keeps for the backward. Default: one
-                hidden state a layer, as activation checkpointing keeps it, of Qwen3-30B-A3B in
+            bytes_a_position: activations that a position keeps for the backward. The default is
+                one hidden state per layer, as with activation checkpointing, of Qwen3-30B-A3B in
                 bfloat16.
             sizes: keywords of `flops`.
         """
@@ -109,15 +109,15 @@ class TreePlan:
         return "\n".join(lines)
 
     def held(self, rows: NDArray[np.int64], predictors: NDArray[np.int64]) -> tuple[NDArray, ...]:
-        """Return what some of the rows predict: where ranks share the rows. Pure.
+        """Return what some of the rows predict, for ranks that share the rows. Pure.
 
         Args:
-            rows: the rows at hand, ascending: `sequence.indices(rank).numpy()` for instance.
+            rows: the rows of this rank, ascending, such as `sequence.indices(rank).numpy()`.
             predictors: `packed.predictors`.
 
         Returns:
-            Two int64 arrays of one length. The first has the completion tokens that the rows at
-            hand predict. The second has the place of each one's predictor among these rows.
+            Two int64 arrays of one length. The first has the completion tokens that these rows
+            predict. The second has the position of each token's predictor among these rows.
         """
         wanted = self.rows[predictors]
         if not len(rows):
@@ -131,8 +131,8 @@ class TreePlan:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the distinct pairs of a predicting row and a target, and each token's pair. Pure.
 
-        Score the pairs and expand them, `logprobs[pair]`. A pair that several rollouts train then
-        passes the head once, and its gradient is that of the sum of their losses.
+        Score the pairs and expand them, `logprobs[pair]`. The head then computes a pair that
+        several rollouts train once. Its gradient is that of the sum of their losses.
 
         Args:
             predictors: `packed.predictors`.
@@ -151,29 +151,29 @@ def plan_trees(
     per_token: Sequence[str] = (),
     padding: int = 0,
 ) -> TreePlan:
-    """Share the positions that rollouts have in common. Pure; reads each token a few times.
+    """Share the positions that rollouts have in common. Pure. Reads each token a few times.
 
-    A row is shared by rollouts whose tokens agree up to it, whose images and other values that
-    cannot be cut (`Aligned`) begin alike up to it, and whose imposed routes agree up to it. Values
-    that belong to a rollout as a whole are not compared.
+    Rollouts share a row if their tokens and imposed routes agree up to it. Their values that cannot
+    be cut, such as images (`Aligned`), must begin alike up to it too. Values that belong to a whole
+    rollout are not compared.
 
     Args:
-        rollouts: of one micro-batch, or of a batch. All rollouts of a `Conversation` are such.
-        routes: "exact" shares a row only if the routes that are to be imposed agree, there and
-            before. "first" shares it anyway, and its routes are those of the first rollout that has
-            them. "own" shares it too. Leave the routes of `differing` rows out, as missing ones,
-            and the trainer's routers choose there.
-        imposed: for each rollout an array with a row a token, or None for a rollout without routes;
-            the last token may have no row. `replay.Routes` are given as `value.tensor()[0]`.
+        rollouts: of one micro-batch or batch, such as all rollouts of a `Conversation`.
+        routes: "exact" shares a row only if the imposed routes agree there and before. "first"
+            shares it anyway, with the routes of the first rollout that has routes there. "own"
+            shares it too. Mark the routes of `differing` rows as missing, and the trainer's
+            routers choose there.
+        imposed: for each rollout an array with a row per token, or None for a rollout without
+            routes. The last token may lack its row. For `replay.Routes` pass `value.tensor()[0]`.
             Default: the attachment "routes".
-        per_token: names of further attachments with a row a token that the model reads. Their rows
-            must agree whatever `routes` says.
+        per_token: names of further attachments with a row per token that the model reads. Their
+            rows must agree, whatever `routes` is.
         padding: `packed.padding`, if `packed` was made of these rollouts.
 
     Raises:
         UsageError: an unknown rule, a missing attachment, or routes that are bytes.
-        ShapeError: an attachment has another number of rows than its rollout has tokens, or
-            rollouts differ in dtype or in trailing dims.
+        ShapeError: an attachment has another number of rows than its rollout has tokens, or its
+            dtype or trailing dims differ between rollouts.
     """
     if routes not in RULES:
         raise UsageError(f"plan_trees got routes={routes!r}; it takes {', '.join(RULES)}.")
@@ -201,17 +201,17 @@ def plan_trees(
 
 @dataclass(eq=False)
 class _Node:
-    """Tokens `[start, stop)` of a rollout. The last rollouts that end in it are in `ends`."""
+    """Tokens `[start, stop)` of a rollout. `ends` lists the rollouts whose last token is in it."""
 
     rollout: int
     start: int
     stop: int
     parent: _Node | None
-    # By their first token: of children that begin with one token images or routes differ.
+    # By first token. Several children may begin with one token if images or routes differ.
     children: dict[int, list[_Node]] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
     row: int = 0
-    rows_below: int = 0  # Its own included.
+    rows_below: int = 0  # Including its own.
 
 
 class _Trie:
@@ -254,7 +254,7 @@ class _Trie:
         stop = start + _same(one[start:stop], other[start:stop])
         for rows in self.compared:
             stop = _agreed_rows(rows[old], rows[new], start, stop)
-        # What neither has is not compared, so both sides are asked.
+        # Rows that neither side has are not compared, so both sides are asked.
         for held, asked in ((old, new), (new, old)):
             stop = common_tokens(self.attachments[held], self.attachments[asked], stop)
         return max(stop, start)
@@ -334,7 +334,7 @@ def _mark_differing(
 
 
 def _preorder(root: _Node) -> Iterator[_Node]:
-    """Yield nodes, of children that with the largest subtree first: long paths stay neighbours."""
+    """Yield nodes, the child with the largest subtree first, so that long paths stay adjacent."""
     below: list[_Node] = [root]
     for node in below:
         below.extend(child for alike in node.children.values() for child in alike)
@@ -352,7 +352,7 @@ def _preorder(root: _Node) -> Iterator[_Node]:
 
 
 def _same(one: NDArray, other: NDArray) -> int:
-    """Return how many rows both begin with."""
+    """Return the number of equal leading rows."""
     differs = _unequal(one, other)
     return int(differs.argmax()) if differs.any() else len(differs)
 
@@ -363,7 +363,7 @@ def _agreed_rows(one: NDArray | None, other: NDArray | None, start: int, stop: i
         return stop if one is other else start
     known = min(len(one), len(other), stop)
     found = start + _same(one[start:known], other[start:known])
-    # A last token without a row predicts nothing, so any row does.
+    # A last token without a row predicts nothing, so any row is fine.
     return stop if found >= known else found
 
 
@@ -374,7 +374,7 @@ def _unequal(one: NDArray, other: NDArray) -> NDArray[np.bool_]:
 def _same_kind(
     values: Sequence[Any], rollouts: Sequence[Rollout], name: str
 ) -> list[NDArray | None]:
-    """Return a row a token by rollout, as arrays of one kind."""
+    """Return one row per token for each rollout, as arrays of one dtype and shape."""
     found: list[NDArray | None] = []
     for i, value in enumerate(values):
         if isinstance(value, bytes | memoryview | bytearray):

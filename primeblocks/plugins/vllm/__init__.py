@@ -1,13 +1,16 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
-Code without a hook is patched once a configuration asks for it: an engine that uses nothing of
-ours stays as it is. Each patch names its reason and symbols, has a self-test, says so when it is
-applied and is applied to the tested versions only; any other vLLM is left alone with one warning,
-so that installing primeblocks never breaks an engine. A version that was compared and never run
-(0.33, which has no build for CPUs) is patched only for an engine that names a tier of ours, and
-says so. `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off (why that is a variable:
-docs/decisions/vllm_plugin.md).
+Code without a hook is patched once a configuration asks for it. An engine that uses no part of
+primeblocks is not changed.
+
+Each patch names its reason and symbols, has a self-test, and logs that it is applied. It is applied
+only to tested versions of vLLM. Any other vLLM stays unchanged, with one warning, so that
+installing primeblocks never breaks an engine. Version 0.33 was compared and never run, because it
+has no build for CPUs. It is patched only for an engine that names a tier of ours, which is logged.
+
+`PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off. docs/decisions/vllm_plugin.md says
+why that is an environment variable.
 """
 
 import logging
@@ -31,9 +34,9 @@ from .scheduled_blocks import carries_routes, lift_cap, watch_loads
 __all__ = ["COMPARED", "LOGGER", "OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
 
 TESTED = "0.32"
-COMPARED = "0.33"  # signatures, and its Python without an engine
+COMPARED = "0.33"  # Its signatures and its Python were compared, without an engine.
 OFF = "PRIMEBLOCKS_VLLM_PATCHES_OFF"
-LOGGER = "vllm.primeblocks"  # vLLM shows its own loggers only, at VLLM_LOGGING_LEVEL
+LOGGER = "vllm.primeblocks"  # vLLM shows only its own loggers, at VLLM_LOGGING_LEVEL.
 PATCHES = (
     amx.PATCH,
     routed_experts.PATCH,
@@ -53,7 +56,7 @@ def _is(version: str, release: str) -> bool:
 
 
 def refusals(*, release: str, is_cpu: bool, off: str) -> dict[str, str]:
-    """Say, for each patch that is not to be applied, why and what to do. Local; pure."""
+    """Return, for each patch that is not to be applied, the reason and the remedy. Local. Pure."""
     switched_off = {name.strip() for name in off.split(",")}
     refused = {}
     for patch in PATCHES:
@@ -70,7 +73,7 @@ def refusals(*, release: str, is_cpu: bool, off: str) -> dict[str, str]:
 
 
 def _here() -> dict[str, Any]:
-    """Collect the facts about this process that `refusals` asks for."""
+    """Return the facts about this process that `refusals` needs."""
     try:
         import vllm
         from vllm.platforms import current_platform
@@ -94,7 +97,7 @@ def _apply(patch: Patch) -> None:
 
 
 def _apply_asked(patches: Iterable[Patch], config: Any) -> None:
-    """Apply the patches that a configuration asks for; warn of those that it cannot have."""
+    """Apply the patches that a configuration asks for. Warn about those that it cannot have."""
     here = _here()
     refused = refusals(**here)
     if _is(COMPARED, here["release"]) and not carries_routes(config):
@@ -122,11 +125,11 @@ def _looking_config(stock_post_init: Callable[..., None]) -> Callable[..., None]
 
 
 def _looking_front(stock_create: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a configuration, and refuse what captures wrong rows on CPU."""
+    """Make a configuration, and refuse one that captures wrong rows on CPU."""
 
     def create_engine_config(args: Any, *more: Any, **kwargs: Any) -> Any:
         config = stock_create(args, *more, **kwargs)
-        # Not inside VllmConfig: pydantic would turn our error into its own.
+        # Not inside VllmConfig, because pydantic would turn our error into its own.
         if _here()["is_cpu"]:
             routed_experts.check_capture(config)
         return config
@@ -135,7 +138,7 @@ def _looking_front(stock_create: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _looking_worker(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Apply a worker's patches before it starts its device, the first step of a worker."""
+    """Apply a worker's patches before it starts its device, which is its first step."""
 
     def init_device(wrapper: Any) -> None:
         _apply_asked(PATCHES, wrapper.vllm_config)
@@ -145,7 +148,7 @@ def _looking_worker(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _looking_engine(stock_init: Callable[..., None]) -> Callable[..., None]:
-    """Apply the scheduler's part of a patch: its process need not be a worker's."""
+    """Apply the scheduler's part of a patch, because its process may not be a worker's."""
 
     def init(scheduler: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         _apply_asked([routes_with_pages.PATCH], vllm_config)
@@ -158,10 +161,10 @@ def _looking_engine(stock_init: Callable[..., None]) -> Callable[..., None]:
 
 
 def register() -> None:
-    """Register adapters with vLLM, and look at configurations to apply what they ask for.
+    """Register adapters with vLLM, and look at configurations to apply the patches they ask for.
 
-    vLLM calls this in the front end, the engine and every worker. It wraps four functions of
-    vLLM, which do what they did unless a configuration asks for a patch. Idempotent; local.
+    vLLM calls this in the front end, the engine and every worker. It wraps four functions of vLLM.
+    Unless a configuration asks for a patch, these functions behave as in vLLM. Idempotent. Local.
     Warns once instead of raising.
     """
     here = _here()
@@ -196,7 +199,7 @@ def register() -> None:
 
 
 def _register_models() -> None:
-    """Name the model of `primeblocks.exact`; vLLM imports it where a configuration asks for it."""
+    """Name the model of `primeblocks.exact`. vLLM imports it if a configuration asks for it."""
     from vllm import ModelRegistry
 
     name, model = "PrimeblocksExactForCausalLM", "primeblocks.exact.adapters.vllm:ExactForCausalLM"
@@ -206,12 +209,12 @@ def _register_models() -> None:
 def require(name: str) -> None:
     """Demand a patch: apply it in this process, whatever configurations ask for.
 
-    For engines in this process, and those that vLLM forks from it; a spawned process applies what
-    its engine's configuration asks for.
+    Use it for engines in this process, and for those that vLLM forks from this process. A spawned
+    process applies the patches that its engine's configuration asks for.
 
     Raises:
         UsageError: no patch has this name.
-        UnsupportedError: it cannot be applied; the message says why and what to do.
+        UnsupportedError: it cannot be applied. The message says why, and what to do.
         MissingPackageError: vLLM is not installed.
     """
     patches = {patch.name: patch for patch in PATCHES}

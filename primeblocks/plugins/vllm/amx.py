@@ -23,7 +23,7 @@ def _init_device(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _ask_for_amx(worker: Any) -> None:
-    # For the whole process, its threads to come included; asking again is harmless.
+    # Granted to the whole process, including its later threads. Asking again is harmless.
     if not _needs_amx(worker) or torch.cpu._init_amx():
         return
     raise UnsupportedError(
@@ -35,7 +35,7 @@ def _ask_for_amx(worker: Any) -> None:
 
 
 def _needs_amx(config: Any) -> bool:
-    """Whether vLLM chooses a kernel that uses AMX: all that do take bfloat16."""
+    """Whether vLLM chooses a kernel that uses AMX. All such kernels take bfloat16."""
     is_bfloat16 = config.model_config.dtype == torch.bfloat16
     return is_bfloat16 and torch.cpu._is_amx_tile_supported()
 
@@ -55,7 +55,7 @@ class _Probe:
 
 
 def _test_amx() -> SelfTest:
-    """Look whether a worker asks before it starts, and stops if the answer is no."""
+    """Check that a worker asks before it starts, and stops if the answer is no."""
     from unittest import mock
 
     def outcome(init_device: Callable[[Any], None], *, granted: bool) -> str:

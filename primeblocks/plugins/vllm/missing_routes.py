@@ -1,4 +1,4 @@
-"""Captured routes that vLLM has dropped: missing rows in place of a dead engine."""
+"""Captured routes that vLLM has dropped become missing rows. Without this the engine dies."""
 
 from typing import Any
 

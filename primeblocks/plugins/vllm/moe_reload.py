@@ -61,7 +61,7 @@ def _test_moe_reload() -> SelfTest:
 
 
 def _is_in_training(config: Any) -> bool:
-    """Whether an engine uses a block of ours: its weights will change, by whatever way."""
+    """Whether an engine uses a block of primeblocks, so that its weights will change."""
     from ...weightsync.adapters.vllm import BACKEND
 
     transfer, pages = config.weight_transfer_config, config.kv_transfer_config

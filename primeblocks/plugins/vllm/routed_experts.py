@@ -15,7 +15,7 @@ _RUNNER = "vllm.v1.worker.cpu_worker:CPUModelRunner"
 
 
 class _AsModelRunnerV2:
-    """A view of a VllmConfig for the one check that asks which model runner it has."""
+    """A view of a VllmConfig for the one check that asks for the model runner."""
 
     use_v2_model_runner = True
 
@@ -28,7 +28,7 @@ class _AsModelRunnerV2:
 
 def _verify(stock_verify: Callable[[Any], None]) -> Callable[[Any], None]:
     def verify(config: Any) -> None:
-        stock_verify(_AsModelRunnerV2(config))  # every other in-tree refusal stays
+        stock_verify(_AsModelRunnerV2(config))  # Every other refusal of vLLM stays.
 
     return verify
 
@@ -90,7 +90,7 @@ def _runner(base: type) -> type:
                 # A request in the middle of its prefill samples nothing.
                 sampled = np.array([len(ids) for ids in output.sampled_token_ids], dtype=np.int32)
                 drafted = np.array([len(drafts.get(each, ())) for each in pending.request_ids])
-                # The token after the last accepted draft is sampled too. Without drafts nothing
+                # The token after the last accepted draft is sampled too. Without drafts no token
                 # is rejected, whether a token was sampled or not.
                 rejected = np.where(drafted > 0, drafted + 1 - sampled, 0)
                 pending.enqueue_cpu_copy(sampled, rejected)
@@ -110,7 +110,7 @@ def _runner(base: type) -> type:
 
 
 def _batch_of(runner: Any) -> SimpleNamespace:
-    """Copy the fields of V2's input batch that the connector keeps; V1 reuses its arrays."""
+    """Copy the fields of V2's input batch that the connector keeps. V1 reuses its arrays."""
     batch = runner.input_batch
     return SimpleNamespace(
         req_ids=list(batch.req_ids),
@@ -123,7 +123,7 @@ def refusal(
     verify: Callable[[Any], None], *, v2: bool = False, prefix_caching: bool = True,
     transfer: Any = None,
 ) -> str:  # fmt: skip
-    """Return what vLLM's check says of a configuration; no engine starts."""
+    """Return the refusal of vLLM's check for a configuration, without starting an engine."""
     config = SimpleNamespace(
         aux_output_config=SimpleNamespace(enabled=True),
         use_v2_model_runner=v2,

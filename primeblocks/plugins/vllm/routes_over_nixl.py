@@ -1,4 +1,4 @@
-"""Captured routes where prefill and decode are engines of their own, joined by NIXL."""
+"""Captured routes with separate engines for prefill and decode, joined by NIXL."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,15 +1,15 @@
-"""Captured routes that lie beside the KV pages they belong to.
+"""Captured routes, stored next to the KV pages to which they belong.
 
-vLLM keeps captured rows by page hash. One hash can be computed twice, and in bfloat16 the
-second computation picks other experts, so the hash does not say which rows belong to a page that
-hits. The patched connector keeps rows by *block*, the place in the engine's memory where the keys
-and values lie: a request that computes a position writes its row, and one that finds the block
-finds the rows of that computation. An offloading tier takes the rows of a block along and hands
-them in again with the block that it loaded into.
+vLLM keeps captured rows by page hash. One hash can be computed twice, and in bfloat16 the second
+computation picks other experts. So the hash does not identify the rows of a page that hits. The
+patched connector keeps rows by *block*, the place in the engine's memory with the keys and values.
+A request that computes a position writes its row. A request that finds the block finds the rows of
+that computation. An offloading tier takes the rows of a block along, and hands them in again with
+the block that it loaded into.
 
-Rows arrive a step or two after their keys and values, in the order of the steps. So everything that
-happens to a block (it gets an owner, it was loaded, it was computed) is noted when a step begins
-and done when that step's rows arrive.
+Rows arrive a step or two after their keys and values, in the order of the steps. A block gets an
+owner, is loaded, or is computed. The connector notes these events when a step begins, and applies
+them when that step's rows arrive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 
 @dataclass
 class RowsLater:
-    """Rows of blocks as a step leaves them: None until that step's rows have arrived."""
+    """Rows of blocks as a step leaves them. None until that step's rows have arrived."""
 
     blocks: Sequence[int]
     step: int
@@ -49,29 +49,29 @@ class RowsLater:
 
 @dataclass
 class _Life:
-    """A request from its start, or from a resumption, on."""
+    """A request since its start or resumption."""
 
-    places: list[int]  # of its pages, in order
-    cursor: int | None = None  # tokens whose rows arrived
+    places: list[int]  # Of its pages, in order.
+    cursor: int | None = None  # Tokens whose rows have arrived.
 
 
 @dataclass
 class _Notes:
-    """Changes of blocks since the step before."""
+    """Changes of blocks since the last step."""
 
     copied: list[tuple[int, int]] = field(default_factory=list)
     emptied: list[int] = field(default_factory=list)
     loaded: dict[int, bytes | None] = field(default_factory=dict)
-    overwritten: list[int] = field(default_factory=list)  # by a tier that may not carry rows
-    hits: list[tuple[str, list[int]]] = field(default_factory=list)  # pages that requests found
+    overwritten: list[int] = field(default_factory=list)  # By a tier that may not carry rows.
+    hits: list[tuple[str, list[int]]] = field(default_factory=list)  # Pages that requests found.
 
 
-# vLLM's class, which is there when the patch is made.
+# vLLM's class, which exists when the patch is made.
 _Connector: Any = object
 
 
 class RowsBesidePages(_Connector):
-    """Beside vLLM's connector of captured rows: a table of rows by block, and a way in and out."""
+    """vLLM's connector of captured rows, with a table of rows by block, and a way in and out."""
 
     primeblocks_live: ClassVar[WeakValueDictionary[str, Any]] = WeakValueDictionary()
     _table: Any = None
@@ -80,7 +80,7 @@ class RowsBesidePages(_Connector):
         super().__init__(vllm_config=vllm_config, model=model, kv_cache_config=kv_cache_config)
         group = _whole_group(kv_cache_config, self._buffer)
         if group is None:
-            return  # blocks of other layers leave before rows are read: vLLM's own way stays
+            return  # Blocks of other layers leave before rows are read: vLLM's own way stays.
         transfer = vllm_config.kv_transfer_config
         tokens = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
         self._lay_table(group, kv_cache_config.num_blocks, tokens, alone=transfer is None)
@@ -114,7 +114,7 @@ class RowsBesidePages(_Connector):
         self._by_hash = False
 
     def rows_of(self, blocks: Sequence[int]) -> RowsLater:
-        """The rows of blocks as the steps so far leave them, as soon as they are there."""
+        """Return the rows of blocks as the steps so far leave them, once they have arrived."""
         with self._lock:
             later = RowsLater(blocks, self._begun)
             self._wanted.append(later)
@@ -122,7 +122,7 @@ class RowsBesidePages(_Connector):
         return later
 
     def offer(self, rows: Mapping[int, bytes | None]) -> None:
-        """Hand in the rows of blocks that were loaded; None where they did not come along."""
+        """Hand in the rows of blocks that were loaded, or None for rows that did not come along."""
         with self._lock:
             self._offered |= rows
 
@@ -234,7 +234,7 @@ class RowsBesidePages(_Connector):
         return written
 
     def _complete(self, state: Any, life: _Life, start: int) -> list[Any]:
-        """Note whose pages were written, and return those that are whole."""
+        """Note whose pages were written, and return the complete pages."""
         places, tokens = life.places, self._buffer.block_size
         stop = life.cursor or 0
         for page in range(start // tokens, -(-stop // tokens)):
@@ -273,7 +273,7 @@ class RowsBesidePages(_Connector):
         return None
 
     def _read_all(self, pending: Any, written: list[tuple[int, np.ndarray]]) -> dict[str, Any]:
-        """Rows to hand to requests, after all writes: one may use what another computed."""
+        """Return rows for requests after all writes, because a request may use another's rows."""
         from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
         outputs = {}
@@ -304,7 +304,7 @@ def _beside_pages(base: type) -> type:
 
 
 def _whole_group(kv_cache_config: Any, buffer: Any) -> int | None:
-    """The first group of layers whose blocks hold whole pages and stay with a request."""
+    """Return the first group of layers whose blocks are whole pages and stay with a request."""
     for index, group in enumerate(kv_cache_config.kv_cache_groups if buffer is not None else ()):
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec})
         stay = all(type(each).__name__ in _WHOLE for each in specs.values())
@@ -314,7 +314,7 @@ def _whole_group(kv_cache_config: Any, buffer: Any) -> int | None:
 
 
 def _survives_another_computation(connector_type: Any) -> bool:
-    """Look whether a page that is computed twice, with other choices, brings the rows of its block.
+    """Check that a page that is computed twice, with other choices, brings the rows of its block.
 
     Runs on a connector without a model.
     """

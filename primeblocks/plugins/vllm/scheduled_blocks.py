@@ -1,4 +1,4 @@
-"""Blocks of the engine's memory as the scheduler assigns them, told to its workers."""
+"""Blocks of the engine's memory as the scheduler assigns them, reported to its workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["ROUTES", "Assigned", "build_with_blocks", "carries_routes", "lift_cap", "watch_loads"]
 
-ROUTES = "primeblocks_routes_bytes_per_token"  # our tier's setting: rows travel with its pages
+ROUTES = "primeblocks_routes_bytes_per_token"  # Our tier's setting: rows travel with its pages.
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Assigned:
     """Blocks that a step gives to requests, by group of layers.
 
     Args:
-        started: requests that begin or resume: all their blocks, and how many tokens these hold.
+        started: requests that begin or resume, with all their blocks and the tokens in them.
         grown: blocks that running requests get.
         copied: (from, to) in the engine's memory, before the step computes.
         loading: blocks that a tier overwrites from this step on, by group of layers.
@@ -45,7 +45,7 @@ class Assigned:
 
 
 def build_with_blocks(stock_build: Any) -> Any:
-    """Send along what each step does to blocks."""
+    """Send along the changes of blocks in each step."""
 
     def build_connector_meta(control: Any, scheduler_output: Any, requests: Any) -> Any:
         metadata = stock_build(control, scheduler_output, requests)
@@ -58,10 +58,10 @@ def build_with_blocks(stock_build: Any) -> Any:
 
 
 def watch_loads(scheduler: Any) -> None:
-    """Have a scheduler tell its workers into which blocks tiers load. Local.
+    """Make a scheduler tell its workers the blocks into which tiers load. Local.
 
-    A block may last have held the same page of another computation: its hash does not tell that
-    it was loaded again.
+    A block may have contained the same page of another computation before. Its hash then does not
+    show that it was loaded again.
     """
     control, connector = scheduler.aux_output_connector, scheduler.connector
     if control is None or connector is None:
@@ -69,7 +69,7 @@ def watch_loads(scheduler: Any) -> None:
     groups = scheduler.kv_cache_config.kv_cache_groups
     tokens = [group.kv_cache_spec.block_size for group in groups]
     find, allocated = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
-    asked = ("", 0)  # the request that asks tiers, and the tokens that the engine itself has
+    asked = ("", 0)  # The request that asks tiers, and the tokens that the engine itself has.
 
     def get_num_new_matched_tokens(request: Any, num_computed_tokens: int) -> Any:
         nonlocal asked
@@ -99,8 +99,8 @@ def carries_routes(config: Any) -> bool:
 def lift_cap(scheduler: Any, config: Any) -> None:
     """Let all pages of tiers that carry routes count as hits. Local.
 
-    vLLM 0.33 keeps routes by hash, for twice the pages of the engine's memory at most, and takes no
-    page from a tier if it has forgotten the routes of one. Here they come with the pages.
+    vLLM 0.33 keeps routes by hash, for at most twice the pages of the engine's memory. It takes no
+    page from a tier if it has forgotten the routes of one. Here routes come with the pages.
     """
     control = scheduler.aux_output_connector
     if not hasattr(control, "cap_external_hit") or not carries_routes(config):

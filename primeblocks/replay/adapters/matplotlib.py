@@ -1,7 +1,8 @@
 """Pictures of the mismatch and of a run, one function each.
 
-A function draws into an Axes, made if none is given, and returns it. None of them shows or saves
-anything, or touches global settings. Pictures of a run take plain values of other blocks.
+A function draws into an Axes and returns it. It makes an Axes if none is given. The functions show
+and save nothing, and do not touch global settings. Pictures of a run take plain values of other
+blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 
 
 def plot_tokens(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = None) -> Axes:
-    """Plot k3 of each token, the worst first, on a logarithmic scale: few tokens carry most of it.
+    """Plot k3 of each token, the worst first, on a log scale. A few tokens cause most of it.
 
     Args:
         log_ratios: by label, trainer minus rollout log-probabilities of the tokens that count.

@@ -1,9 +1,9 @@
 """Routers of torchtitan 0.3.0.
 
-`TokenChoiceTopKRouter` returns `(gates, ids, scores)`, all `[batch, sequence, ...]`, and the scores
-are those after the sigmoid or softmax, of every expert and before any balancing bias: a forward
-hook can weigh other experts from them, whichever groups and bias chose. `MoE` counts its tokens per
-expert from what the router module returns, so its balancing follows the imposed ids too.
+`TokenChoiceTopKRouter` returns `(gates, ids, scores)`, all `[batch, sequence, ...]`. The scores are
+those of every expert after the sigmoid or softmax, before any balancing bias. So a forward hook can
+weigh other experts from them, whichever groups and bias chose. `MoE` counts its tokens per expert
+from the output of the router module, so its balancing follows the imposed ids too.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class TorchtitanRouter:
     top_k: int
 
     def experts(self, output: Any) -> torch.Tensor:
-        """The ids in a router's output.
+        """Return the ids in a router's output.
 
         Raises:
-            UnsupportedError: the output is a DTensor (tensor parallelism), or not what the tested
-                version returns.
+            UnsupportedError: the output is a DTensor (tensor parallelism), or differs from the
+                output of the tested version.
         """
         if isinstance(output, tuple) and any(isinstance(part, DTensor) for part in output):
             raise UnsupportedError(
@@ -63,7 +63,7 @@ class TorchtitanRouter:
         router: Any = self.module
         gates = output[2].flatten(0, 1).gather(-1, experts)
         if router.route_norm:
-            # The host's guard against a row of zeros.
+            # The host's own guard against a row of zeros.
             gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
         return gates * router.route_scale
 
@@ -73,13 +73,13 @@ class TorchtitanRouter:
 
 
 def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
-    """Every router of `model`, in layer order, for `record`, `impose` and `allow_compile`.
+    """Return every router of `model`, in layer order, for `record`, `impose` and `allow_compile`.
 
     Works before and after torchtitan shards, checkpoints or compiles the model. Local.
 
     Raises:
-        UnsupportedError: no router, one whose class computes otherwise than the tested one, or a
-            version of torchtitan other than 0.3.0.
+        UnsupportedError: the model has no router, or one whose class computes differently from the
+            tested one, or torchtitan is not 0.3.0.
     """
     if _RELEASE != _TESTED:
         raise UnsupportedError(

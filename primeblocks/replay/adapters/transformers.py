@@ -1,8 +1,8 @@
 """Routers of Hugging Face transformers models.
 
-Each router below returns `(logits, gate weights, indices)` and computes the weights from the logits
-alone, so a forward hook can weigh other experts without running the router again. Routers are told
-by the code of their `forward`, of which a dozen families often share one.
+Each router below returns `(logits, gate weights, indices)` and computes the weights only from the
+logits. So a forward hook can weigh other experts without running the router again. The adapter
+recognises a router by the source code of its `forward` method, which many families share.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _afmoe(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Te
     return sigmoid_gates(logits, experts, renormalise=True, scale=router.route_scale)
 
 
-# By the `_fingerprint` of a router's forward: the same code weighs alike, whatever its class is.
-# Named is one class of each; the code of 5.17, 5.18 and 5.19 is the same.
+# By the `_fingerprint` of a router's forward: equal code weighs alike, whatever its class is.
+# One class is named per code. The code of 5.17, 5.18 and 5.19 is the same.
 _FORWARDS: dict[str, tuple[str, Gates]] = {
     "509cfa32c993": ("AfmoeTokenChoiceRouter", _afmoe),
     "6ca6d86fa438": ("AXK2TopkRouter", _sigmoid),
@@ -88,10 +88,10 @@ class TransformersRouter:
     formula: Gates
 
     def experts(self, output: Any) -> torch.Tensor:
-        """The ids in a router's output.
+        """Return the ids in a router's output.
 
         Raises:
-            UnsupportedError: the output is not what the tested versions return.
+            UnsupportedError: the output differs from the output of the tested versions.
         """
         if not isinstance(output, tuple) or len(output) != 3:
             raise UnsupportedError(
@@ -101,7 +101,7 @@ class TransformersRouter:
         return output[2]
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
-        # In the dtype that the host hands on: some routers narrow their weights at the end.
+        # In the dtype that the host passes on: some routers narrow their weights at the end.
         return self.formula(self.module, output[0], experts).to(output[1].dtype)
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
@@ -110,15 +110,15 @@ class TransformersRouter:
 
 
 def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
-    """Every router of `model`, in layer order, for `record` and `impose`.
+    """Return every router of `model`, in layer order, for `record` and `impose`. Local.
 
     Works before and after FSDP2, activation checkpointing and expert parallelism are applied:
-    routers run locally and are looked at from outside only. Where PEFT trains a copy of the router
-    (`modules_to_save=["gate"]`), the module that picks the copy stands for both. Local.
+    routers run locally and are only observed. If PEFT trains a copy of the router
+    (`modules_to_save=["gate"]`), the module that picks the copy stands for both.
 
     Raises:
-        UnsupportedError: no router of a supported family, a router of another family, several in
-            one layer, or a version of transformers outside 5.17 <= version < 6.
+        UnsupportedError: the model has no router of a supported family, a router of another family,
+            or several in one layer. Also raised for transformers outside 5.17 <= version < 6.
     """
     release = tuple(int(part) for part in _RELEASE.split(".")[:2])
     if not (5, 17) <= release < (6, 0):
@@ -156,7 +156,7 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
 
 
 def _trained_apart(module: nn.Module) -> nn.Module:
-    """The original in PEFT's ModulesToSaveWrapper, beside the copy it trains; else the module."""
+    """Return the original in PEFT's ModulesToSaveWrapper, or the module itself."""
     inside = dict(module.named_children())
     return inside.get("original_module", module) if "modules_to_save" in inside else module
 
@@ -170,11 +170,11 @@ def _gates_of(module: nn.Module) -> Gates | None:
 
 @cache
 def _fingerprint(forward: Callable[..., Any]) -> str:
-    """A digest of what a function does: its tokens and blocks, without name and comments."""
+    """A digest of a function's tokens and blocks, without name and comments."""
     try:
         source = textwrap.dedent(inspect.getsource(forward))
         function = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError):  # Made at run time, in C, or a lambda of a line.
+    except (OSError, TypeError, SyntaxError):  # Made at run time, in C, or a lambda in a line.
         return ""
     if not isinstance(function, ast.FunctionDef) or function.decorator_list:
         return ""

@@ -210,9 +210,9 @@ class VllmFleet:
             raise EngineError(f"all {len(self._members)} engines of the fleet are drained")
         if self.version is not None and published.version < self.version:
             raise UsageError(
-                f"version {published.version} is below the fleet's version {self.version}. Salts "
-                "of earlier versions would return, and with them pages of other weights. Publish "
-                "the weights under a higher number."
+                f"version {published.version} after {self.version}: the salts of earlier versions "
+                "would return, and with them pages of other weights. Publish it under a higher "
+                "number."
             )
         self._is_settled = False
         while True:

@@ -1,14 +1,14 @@
 """Routes out of vLLM's HTTP server as bytes, instead of base64 inside JSON.
 
-The server is started with `--middleware primeblocks.replay.adapters.vllm.RoutesMiddleware`, which
-is vLLM's documented way to extend it. A client that accepts `MEDIA_TYPE` then gets a sealed body:
+Start the server with `--middleware primeblocks.replay.adapters.vllm.RoutesMiddleware`, vLLM's
+documented way to extend it. A client that accepts `MEDIA_TYPE` then gets a sealed body:
 
     sizes    length of the JSON, number of arrays, length of each (uint64)
-    JSON     the answer, without `choices[i].routed_experts`, and in its place how many rows are
-             known and how many missing: `choices[i].routed_experts_coverage`
-    arrays   a .npy file for each choice, empty where it had no routes
+    JSON     the answer without `choices[i].routed_experts`. In its place are the numbers of known
+             and missing rows: `choices[i].routed_experts_coverage`
+    arrays   a .npy file for each choice, empty for a choice without routes
 
-Every other client gets what vLLM sends.
+Every other client gets vLLM's own answer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Answer:
-    """The server's answer, the routes apart."""
+    """The server's answer without routes, and the rows of its choices."""
 
     json: dict[str, Any]
     rows: tuple[np.ndarray | None, ...]
@@ -49,10 +49,10 @@ class Answer:
     def routes(
         self, choice: int, shape: RouterShape, *, tokens: int, prompt_start: int = 0
     ) -> Routes:
-        """The routes of one choice; arguments and errors as `routes_from_base64`.
+        """Return the routes of one choice. Arguments and errors as for `routes_from_base64`.
 
         Raises:
-            UsageError: there is no such choice.
+            UsageError: `choice` is out of range.
             CorruptionError: the choice came without rows.
         """
         if not 0 <= choice < len(self.rows):
@@ -64,11 +64,11 @@ class Answer:
 
 
 def read_answer(body: Bytes) -> Answer:
-    """Read a body of `MEDIA_TYPE`; rows are views of it. Local.
+    """Read a body of `MEDIA_TYPE`. Rows are views of it. Local.
 
     Raises:
-        CorruptionError: a byte was changed, added or lost, or this is something else.
-        UnsupportedError: another version of the format.
+        CorruptionError: a byte was changed, added or lost, or the body is of another kind.
+        UnsupportedError: the format has another version.
     """
     inner = unseal(body, kind=_KIND, format_version=_FORMAT)
     count = int.from_bytes(inner[8:16], "little")
@@ -93,7 +93,7 @@ def read_answer(body: Bytes) -> Answer:
 
 
 class RoutesMiddleware:
-    """ASGI middleware of the server; see the module.
+    """ASGI middleware of the server. See the module.
 
     Streams, errors and requests of other clients pass unchanged.
     """
@@ -109,7 +109,7 @@ class RoutesMiddleware:
 
 
 class _Rewriter:
-    """Holds a JSON answer back until it is whole, and sends it as bytes."""
+    """Holds a JSON answer back until it is complete, and sends it as bytes."""
 
     def __init__(self, send: _Send) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""Rows that vLLM captures, kept by the place of a KV page or by its hash."""
+"""Rows that vLLM captures, stored by the position of a KV page or by its hash."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,15 +13,16 @@ __all__ = ["CapturedPages", "RowTable"]
 class CapturedPages:
     """The interface of vLLM 0.32's `BlockObjectStore` over a `KeptPages`.
 
-    vLLM raises for a page that it evicted, or that a tier kept over a reset of the prefix cache,
-    and the engine dies. Here such a page is filled with the largest number in every slot: no
-    router names one expert twice, so `routes_from_output` knows it (with one expert a token out of
-    256 or 65,536, and no dense layer, a row that really chose the last expert in every layer is
-    taken for missing too). The plug-in puts this class in place; the patch is
-    `missing_routes_survive`.
+    vLLM raises an error for a page that it evicted, or that a tier kept over a reset of the prefix
+    cache. The engine then dies. Here such a page is filled with the largest number in every slot.
+    No router names one expert twice, so `routes_from_output` recognises it.
+
+    With one expert per token out of 256 or 65,536, and no dense layer, one real row looks the same.
+    A row that chose the last expert in every layer is then taken for missing. The plug-in's patch
+    `missing_routes_survive` puts this class in place.
 
     Args:
-        max_bytes: room for rows, of `aux_output_config`.
+        max_bytes: room for rows, from `aux_output_config`.
         object_nbytes: bytes of one page's rows.
     """
 
@@ -37,7 +38,7 @@ class CapturedPages:
         retain_keys: Iterable[str] = (),
         release_keys: Iterable[str] = (),
     ) -> None:
-        """Keep pages; those without room are missing later."""
+        """Store pages. Pages without room are missing later."""
         self._pages.retain(retain_keys)
         self._pages.release(release_keys)
         for each in objects:
@@ -58,14 +59,14 @@ class CapturedPages:
 
 
 class RowTable:
-    """Rows by place: one page of rows for each KV page in the engine's memory.
+    """Rows by position: one page of rows for each KV page in the engine's memory.
 
     Not thread-safe. The memory is claimed from the system as it fills.
 
     Args:
         places: pages in the engine's memory.
         page_tokens: tokens of a page.
-        row_shape: of one token, layers and top_k.
+        row_shape: the shape of one token's row, layers and top_k.
     """
 
     def __init__(
@@ -82,24 +83,24 @@ class RowTable:
         return int(self._rows[0].nbytes)
 
     def write(self, places: Sequence[int], start: int, rows: np.ndarray) -> None:
-        """Keep the rows of tokens from `start` on; `places` are those of all pages in order."""
+        """Store the rows of tokens from `start` on. `places` are those of all pages in order."""
         at = self._at(places, start, start + len(rows))
         self._rows[at], self._known[at] = rows, True
 
     def read(self, places: Sequence[int], start: int, stop: int) -> np.ndarray:
-        """A copy of the rows of tokens; those that are not known hold the largest number."""
+        """Return a copy of the rows of tokens. Unknown rows have the largest number."""
         at = self._at(places, start, stop)
         rows = np.array(self._rows[at])
         rows[~self._known[at]] = self._missing
         return rows
 
     def page(self, place: int) -> bytes | None:
-        """The rows of a page, None if not one is known."""
+        """Return the rows of a page, or None if no row is known."""
         is_empty = not self._known[place].any()
         return None if is_empty else self.read([place], 0, self.page_tokens).tobytes()
 
     def put(self, place: int, page: bytes | None) -> None:
-        """Set the rows that `page` returned; None empties the place."""
+        """Set the rows that `page` returned. None makes all rows of the page missing."""
         self.empty([place])
         if page is not None:
             rows = np.frombuffer(page, self._rows.dtype).reshape(self._rows[place].shape)
@@ -107,7 +108,7 @@ class RowTable:
             self._rows[place], self._known[place] = rows, ~missing
 
     def fill(self, place: int, page: bytes | None) -> None:
-        """Set only the rows that are not known, as `put` does."""
+        """Set only the rows that are missing, given a result of `page`."""
         rows, known = self._rows[place].copy(), self._known[place].copy()
         self.put(place, page)
         self._rows[place, known], self._known[place, known] = rows[known], True

@@ -32,7 +32,7 @@ _NPY = re.compile(
 
 @runtime_checkable
 class CompletionOutput(Protocol):
-    """The part of vLLM's `CompletionOutput` that is read."""
+    """The part of vLLM's `CompletionOutput` that this adapter reads."""
 
     token_ids: Any
     routed_experts: np.ndarray | None
@@ -43,10 +43,10 @@ def routes_from_output(
 ) -> Routes:
     """Read the routes of prompt and generated tokens from a finished `CompletionOutput`.
 
-    The last sampled token was never fed to the model: it is missing, and so is the prompt before
-    `prompt_start` (vLLM's `routed_experts_prompt_start`), and every page that the engine had
-    forgotten (see `CapturedPages`). A request aborted before its first token has no rows: all of
-    it is missing. Local; copies the rows.
+    The last sampled token is missing, because the model never read it. The prompt before
+    `prompt_start` (vLLM's `routed_experts_prompt_start`) is missing, and so are pages that the
+    engine had forgotten (see `CapturedPages`). A request aborted before its first token has no
+    rows, so all its tokens are missing. Local. Copies the rows.
 
     Raises:
         UnsupportedError: the engine returned no rows for tokens that it generated.
@@ -77,7 +77,7 @@ def routes_from_base64(
         tokens: prompt and generated tokens together.
 
     Raises:
-        CorruptionError: the text is no such file; otherwise as `routes_from_output`.
+        CorruptionError: the text is not such a file. Other errors as for `routes_from_output`.
     """
     try:
         file = base64.b64decode(text, validate=True)
@@ -96,21 +96,21 @@ def join_prefill(
     versions: tuple[int, int],
     prompt_start: int = 0,
 ) -> Routes:
-    """Join the routes of a prompt, and those of the engine that went on from its keys and values.
+    """Join the routes of a prompt with those of the engine that continued from its KV cache.
 
-    A row that both know is the decoding engine's: its keys and values are those that later tokens
-    saw. It computes the last token of the prompt again. Local; one copy.
+    If both know a row, the decoding engine's row is kept, because later tokens saw its keys and
+    values. That engine computes the last token of the prompt again. Local. One copy.
 
     Args:
-        prefill: of the prompt, and of the token that the first engine sampled for nobody.
-        decode: of prompt and completion; what the engine was sent is missing.
+        prefill: of the prompt, and of the unused token that the first engine sampled.
+        decode: of prompt and completion. Tokens whose pages the engine received are missing.
         versions: of the weights that computed the prompt, and the first token of the completion.
-        prompt_start: rows before it were not asked for, and stay missing.
+        prompt_start: rows before it were not requested, and stay missing.
 
     Raises:
-        UsageError: the prompt was computed by other weights.
-        ShapeError: the two are not of one prompt or one model; or rows from `prompt_start` on,
-            other than the last token's, are known to neither.
+        UsageError: other weights computed the prompt.
+        ShapeError: the two are not of one prompt or one model. Also raised if a row from
+            `prompt_start` on, other than the last token's, is known to neither.
     """
     if versions[0] != versions[1]:
         raise UsageError(
@@ -138,10 +138,10 @@ def join_prefill(
 
 
 def read_npy(file: Bytes) -> np.ndarray:
-    """The array in a .npy file: a view. Local.
+    """Return the array in a .npy file as a view. Local.
 
     Raises:
-        CorruptionError: it is none, or one that vLLM does not write.
+        CorruptionError: the file is not a .npy file, or not in the form that vLLM writes.
     """
     head = bytes(file[: 1 << 10])
     found = _NPY.match(head)
@@ -158,7 +158,7 @@ def read_npy(file: Bytes) -> np.ndarray:
 
 
 def missing_rows(rows: np.ndarray) -> np.ndarray:
-    """Bool `[tokens]`: where the engine had no row, and put the largest number in every slot."""
+    """Bool `[tokens]`: True if the engine had no row, and put the largest number in every slot."""
     forgotten: np.ndarray = (rows == np.iinfo(rows.dtype).max).all(axis=(1, 2))
     return forgotten
 
@@ -166,7 +166,7 @@ def missing_rows(rows: np.ndarray) -> np.ndarray:
 def routes_from_rows(
     rows: np.ndarray, shape: RouterShape, *, tokens: int, prompt_start: int
 ) -> Routes:
-    """Rows as vLLM returns them, checked; otherwise as `routes_from_output`."""
+    """Check rows as vLLM returns them. Otherwise as `routes_from_output`."""
     expected = (tokens - 1 - prompt_start, shape.num_layers, shape.top_k)
     if rows.shape != expected or rows.dtype != shape.dtype:
         raise ShapeError(

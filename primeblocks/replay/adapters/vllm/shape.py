@@ -1,4 +1,4 @@
-"""The shape of a model's rows, the room they take, and what makes a vLLM engine return them."""
+"""The shape of a model's rows, the room they take, and arguments for a vLLM that returns them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....errors import UnsupportedError, UsageError, check_counts, shown
 
 __all__ = ["RouterShape", "engine_args", "plan_capture_bytes", "server_args"]
 
-# A kind of layer for each, and what the ones with experts are called.
+# The name of the list of layer kinds, and the names of kinds with experts.
 _LISTS = {
     "mlp_layer_types": ("sparse",),
     "layers_block_type": ("moe",),
@@ -22,7 +22,7 @@ _LISTS = {
     "moe_layer_freq": (1, True),
 }
 _OFFSET = "expert_layer_offset"
-_MOST_LAYERS = 1 << 16  # Each is looked at.
+_MOST_LAYERS = 1 << 16  # Each layer is looked at.
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class RouterShape:
     """The shape of a model's captured rows.
 
     Args:
-        num_layers: all hidden layers; vLLM returns a row for each, zeros for dense ones.
-        moe_layers: which of them route, in rising order.
-        num_experts: routed experts in each such layer, shared experts not counted.
-        top_k: experts for each token.
+        num_layers: all hidden layers. vLLM returns a row for each, with zeros for dense layers.
+        moe_layers: the layers that route, ascending.
+        num_experts: routed experts in each of these layers, without shared experts.
+        top_k: experts per token.
 
     Raises:
         UsageError: a layer or a count is out of range.
@@ -48,12 +48,12 @@ class RouterShape:
     def from_config(cls, config: Any) -> RouterShape:
         """Read a model's configuration: transformers', or the dict of a `config.json`. Local.
 
-        Of a model of several modalities it is the text model that counts.
+        For a model of several modalities it reads the text model.
 
         Raises:
-            UnsupportedError: the number of experts, of choices or of layers is not in it, or what
-                tells which layers route is none of the forms that are read.
-            UsageError: it is no configuration; or as `RouterShape`.
+            UnsupportedError: the configuration lacks the number of experts, choices or layers, or
+                describes its routing layers in an unknown form.
+            UsageError: it is not a configuration, or as for `RouterShape`.
         """
         values = _text_values(config)
         num_experts = _first(values, "num_experts", "num_local_experts", "n_routed_experts")
@@ -76,7 +76,7 @@ class RouterShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of vLLM's rows and of ours: it follows the number of experts, never the ids."""
+        """The dtype of vLLM's rows and of `Routes`. The number of experts decides it, not ids."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     @property
@@ -92,14 +92,16 @@ def plan_capture_bytes(
     offloaded_pages: int = 0,
     slack: float = 2.0,
 ) -> int:
-    """Return how many bytes of rows the engine must keep so that no cache hit outlives its rows.
+    """Return how many bytes of rows the engine must keep, so that no hit outlives its rows. Pure.
 
-    Rows of the engine's own pages lie beside them, and rows of `kvoffload`'s tiers travel with the
-    pages: neither needs `offloaded_pages`. Pages of other tiers are looked up by hash in a store of
-    this many bytes. A page that it forgot is missing with the plug-in's patch
-    `missing_routes_survive`; without the patch the *engine dies*. Such tiers evict in another order
-    than the store, hence `slack` for their pages. With `offload_prompt_only=True` generated pages
-    take rows but never a tier's room: let `slack` be at least 1 + generated/prompt tokens. Pure.
+    Rows of the engine's own pages are stored next to them, and rows of `kvoffload`'s tiers travel
+    with the pages. Neither needs `offloaded_pages`. Pages of other tiers are looked up by hash in a
+    store of this many bytes. If the store forgot a page, the page is missing with the plug-in's
+    patch `missing_routes_survive`. Without the patch the *engine dies*.
+
+    Other tiers evict in another order than the store. Therefore `slack` multiplies their pages.
+    With `offload_prompt_only=True` generated pages take rows but no room of a tier. Then let
+    `slack` be at least 1 + generated/prompt tokens.
 
     Args:
         page_tokens: tokens in a KV page (vLLM's block size).
@@ -127,7 +129,7 @@ def engine_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> dict[str, 
         max_bytes: room for rows, from `plan_capture_bytes`.
 
     Raises:
-        UsageError: there is no room for a row.
+        UsageError: `max_bytes` is not positive.
     """
     if max_bytes < 1:
         raise UsageError(f"max_bytes must be positive; got {max_bytes}. Use plan_capture_bytes.")
@@ -141,9 +143,9 @@ def engine_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> dict[str, 
 
 
 def server_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> list[str]:
-    """Return the same for the command line of vLLM's server, with `RoutesMiddleware`. Pure.
+    """Return `engine_args` as the command line of vLLM's server, with `RoutesMiddleware`. Pure.
 
-    Arguments and errors as `engine_args`.
+    Arguments and errors as for `engine_args`.
     """
     words = []
     for name, value in engine_args(max_bytes=max_bytes, device=device).items():
@@ -184,7 +186,7 @@ def _first(values: Mapping[str, Any], *names: str) -> int:
 
 
 def _kinds(values: Mapping[str, Any]) -> list[bool] | None:
-    """Whether each layer routes, where a list says so."""
+    """Whether each layer routes, if a list says so."""
     for name, experts in _LISTS.items():
         listed = values.get(name)
         if isinstance(listed, Sequence) and listed:
@@ -206,7 +208,7 @@ def _routes(values: Mapping[str, Any], kinds: list[bool] | None, layer: int) -> 
 
 
 def _count(values: Mapping[str, Any], *names: str) -> int:
-    """Read the first of these that is there; 0 where none is."""
+    """Read the first name that is present, or return 0."""
     for name in names:
         if (found := values.get(name)) and isinstance(found, int) and found is not True:
             return found
