@@ -356,9 +356,7 @@ def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str,
         found = None if said is None else json.loads(said).get(str(version))
         if found is not None:
             return noted(found, "bytes"), dict(found["at"])
-    raise TransferError(
-        f"rank {rank} does not have version {version} any more. Receive the newest."
-    )
+    raise TransferError(f"rank {rank} has not version {version} any more. Receive the newest.")
 
 
 def starts_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:
