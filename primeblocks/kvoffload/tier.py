@@ -53,7 +53,7 @@ class Tier(Protocol):
     def attachment_bytes(self) -> int: ...
     @property
     def capacity_pages(self) -> int:
-        """How many pages fit. The store evicts before it puts more. Ignored if `shared`."""
+        """The pages that fit. The store evicts before it puts more. Ignored if `shared`."""
         ...
 
     @property

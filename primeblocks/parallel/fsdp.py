@@ -157,9 +157,8 @@ def clip_grad_norm_(
             of hanging. The host waits for a GPU to do so.
 
     Returns:
-        The total norm before scaling, in float64, equal on all ranks. The norm is not finite if a
-        gradient is not finite. All gradients are spoilt then, so check the norm before the
-        optimizer step.
+        The total norm before scaling, in float64, equal on all ranks. If a gradient is not finite,
+        neither is the norm. All gradients are spoilt then: check it before the optimizer step.
 
     Raises:
         PlanError: a gradient holds partial sums, ranks pass different norms, or `optimizer` steps
@@ -269,9 +268,7 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
         )
         if not whole or not 0 <= int(local) < 2**63:
             shown = f"{local.dtype} {tuple(local.shape)}" if isinstance(local, Tensor) else local
-            raise ShapeError(
-                f"a count is one whole number from 0 to 2**63 - 1; got {shown}. Sum a mask."
-            )
+            raise ShapeError(f"a count is whole, from 0 to 2**63 - 1; got {shown}. Sum a mask.")
         count.fill_(int(local))
     dist.all_reduce(count, group=group)
     return int(count)

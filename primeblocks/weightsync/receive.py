@@ -1,4 +1,4 @@
-"""Engine side: wait for a version, check every byte, load the version, or keep the old one.
+"""Engine side: wait for a version, check every byte, load the version, or keep the old one:
 
     FETCHED ----------> CHECKED       the new version, whose bytes are in `_next`
        every byte is right |

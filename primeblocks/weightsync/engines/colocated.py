@@ -1,4 +1,4 @@
-"""Trainer and engine on one device. They take turns in its memory, with a sync in between.
+"""Trainer and engine on one device. They take turns in its memory, with a sync in between:
 
     trainer's turn   trainer on the device, engine asleep, its weights may be lost
       to_engine        publish, trainer away, wake weights, update, wake cache
