@@ -224,7 +224,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_version_and_no_lock(tmp_path, 
     published(owner, 1.0, 2.0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(TransferError, match=r"No space left.* Move .*run-"):
+        with pytest.raises(TransferError, match=r"No space left.* removes .*run-"):
             owner.close()
     assert [path.name for path in tmp_path.rglob("*.safetensors")] == ["version-2.safetensors"]
     FileTransport(tmp_path, owner=True).close()
