@@ -16,7 +16,7 @@ test: setup
 	scripts/check $(VENV)
 
 test-examples: setup
-	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python -e ".[reasoning_gym]"
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python -r pyproject.toml --extra reasoning_gym
 	$(VENV)/bin/python -m pytest -m example tests/integration
 
 # Needs a virtual environment of its own.
