@@ -113,7 +113,7 @@ def test_an_engine_that_runs_what_was_sent_is_proved(saw):
     assert saw["start"].is_proved, saw["start"].table()
     assert saw["updated"].is_proved, saw["updated"].table()
     assert saw["healed"].is_proved, saw["healed"].table()
-    assert saw["unattached"] == ("EngineError", "not attached; call attach() first")
+    assert saw["unattached"] == ("EngineError", "this worker is not attached; call attach() first")
     assert saw["proof"].versions == (100, 101, 102)
 
 
