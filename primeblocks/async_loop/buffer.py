@@ -90,7 +90,7 @@ class RolloutBuffer:
         try:
             await within(entered, timeout_s=timeout_s, clock=self._clock, what="room in the buffer")
         except BaseException:
-            if self._held.get(group) is entered:
+            if group in self._held:  # Perhaps with room, which it got while this ended.
                 self._remove(group)
             raise
 

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from primeblocks.async_loop import RolloutBuffer, StalenessPolicy
@@ -53,6 +53,51 @@ def test_it_behaves_as_a_list(commands):
             assert len(buffer) == len(expected)
         assert len(seen) == len(set(seen))
         assert sorted(seen + [prompt for prompt, _ in expected]) == list(range(made))
+
+    asyncio.run(run())
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("cancel"), st.integers(0, 9)),
+            st.tuples(st.just("ticks"), st.integers(1, 4)),
+            st.sampled_from([("take", 0), ("put", 0)]),
+        ),
+        max_size=25,
+    )
+)
+@example([("put", 0), ("put", 0), ("ticks", 3), ("cancel", 1), ("take", 0), ("ticks", 4)])
+def test_a_put_that_was_cancelled_leaves_nothing_in_the_buffer(commands):
+    async def run():
+        buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(BOUND, "drop", "a test"))
+        puts, takes = {}, []
+        for command, number in commands:
+            if command == "put":
+                group = make_group(len(puts), version=0)
+                puts[group] = asyncio.ensure_future(buffer.put(group, timeout_s=HANG_S))
+            elif command == "cancel" and number < len(puts):
+                [*puts.values()][number].cancel()
+            elif command == "take" and all(take.done() for take in takes):
+                takes.append(asyncio.ensure_future(buffer.take(1, version=0, timeout_s=HANG_S)))
+            elif command == "ticks":
+                for _ in range(number):
+                    await asyncio.sleep(0)
+        while not all(take.done() for take in takes):
+            group = make_group(len(puts), version=0)
+            puts[group] = asyncio.ensure_future(buffer.put(group, timeout_s=HANG_S))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        taken = [take.result()[0] for take in takes]
+        for put in puts.values():
+            put.cancel()
+        await asyncio.gather(*puts.values(), return_exceptions=True)
+        left = [group for group, put in puts.items() if not put.cancelled() and group not in taken]
+        assert len(set(taken)) == len(taken)
+        assert len(buffer) == len(left)
+        for group in left:
+            assert await buffer.take(1, version=0, timeout_s=HANG_S) == (group,)
+        await buffer.put(make_group("last", version=0), timeout_s=HANG_S)
 
     asyncio.run(run())
 
