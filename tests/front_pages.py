@@ -7,6 +7,8 @@ from unittest import mock
 import numpy as np
 import torch
 
+from primeblocks import losses
+from primeblocks.async_loop import Rollout
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import SharedMemoryTransport
 
@@ -101,9 +103,42 @@ def alone():
     return nullcontext({})
 
 
+@contextmanager
+def batches():
+    draw = np.random.default_rng(0)
+    rollouts = [
+        Rollout(
+            tokens=draw.integers(4, 512, size),
+            prompt_length=3,
+            logprobs=np.full(size - 3, -6.0),
+            versions=np.zeros(size - 3, int),
+            finish_reason="stop",
+            reward=float(draw.random()),
+            loss_mask=draw.random(size - 3) < 0.8,
+        )
+        for size in (60, 9, 31, 5, 24)
+    ]
+    names = {"rollouts": rollouts}
+    yield names
+    model = tiny_models.build("qwen3_moe", dtype="float32")
+    for one, advantage in zip(rollouts, names["advantages"], strict=True):
+        ids = torch.tensor(one.tokens)
+        logprobs = model(ids[None]).logits[0, 2:-1].log_softmax(-1).gather(-1, ids[3:, None])[:, 0]
+        engine, mask = torch.tensor(one.logprobs).float(), torch.tensor(one.loss_mask)
+        loss = losses.aipo_loss(logprobs, engine, advantage.expand_as(engine), mask=mask)
+        (loss.sum / names["count"]).backward()
+        names["total"] -= loss.sum.detach() / names["count"]
+    assert abs(float(names["total"])) < 1e-5
+    alone = torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None]
+    )
+    assert abs(float(names["norm"]) / float(alone) - 1) < 1e-4
+
+
 FRONT = {
     "README.md": readme,
     "docs/quickstart.md": quickstart,
+    "docs/recipes/batches.md": batches,
     "docs/recipes/black_box.md": black_box,
     "docs/recipes/eviction.md": alone,
     "docs/recipes/float8.md": alone,

@@ -18,7 +18,7 @@ from primeblocks.testing import ranks
 from .pages import PAGES
 
 ROOT = Path(__file__).parent.parent
-SHARED = ("docs/dsa.md", "docs/parallel.md", "docs/recipes/long.md")
+SHARED = ("docs/dsa.md", "docs/parallel.md", "docs/recipes/batches.md", "docs/recipes/long.md")
 VLLM = (
     "docs/async_loop.md",
     "docs/kvoffload.md",
