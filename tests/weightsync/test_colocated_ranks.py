@@ -52,7 +52,7 @@ def _rank_dies(path):
     if dist.get_rank() == 1:
         site.release = lambda: ranks.kill(1)
     with pytest.raises(TransferError):
-        site.colocated.to_engine(2, timeout_s=4)
+        site.colocated.to_engine(2, timeout_s=TIMEOUT_S)
     assert_same_state(site.state(), before)
     site.close()
     return site.colocated.turn

@@ -175,11 +175,11 @@ def plan_body(kind, where):
         # Where readers are waited for, the trainer hears of the first that refuses.
         kinds = PlanError if kind in PULL else (PlanError, TransferError, DeadlineError)
         with pytest.raises(kinds):
-            stranger.receive(timeout_s=2)
+            stranger.receive(timeout_s=HANG_S if kind in PULL else EXPIRES_S)
         assert small.engine.loads == 1
     elif kind not in PULL:
         with pytest.raises(TransferError, match="reader . refused: its plan is"):
-            small.sync(2, timeout_s=2)
+            small.sync(2, timeout_s=EXPIRES_S)
     dist.barrier()
     small.sync(2)
     assert small.holds(2)

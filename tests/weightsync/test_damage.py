@@ -11,6 +11,7 @@ import torch.distributed as dist
 from primeblocks.testing import ranks
 from primeblocks.weightsync.held import Blob, packed_views
 from primeblocks.weightsync.transports import group_wire
+from tests.deadlines import HANG_S
 from tests.weightsync.contents import KINDS, PACKED, as_written
 from tests.weightsync.small_sync import PULL, RANKS, Small
 
@@ -92,7 +93,7 @@ def damage_body(kind, where, fault, full_every):
         pull_damaged(small, where, fault)
     else:
         with damaged_messages(small.plan, fault):
-            said = small.attempt(2, timeout_s=2.0)
+            said = small.attempt(2, timeout_s=HANG_S)
         assert "fails its digest" in said
         assert small.is_refused()
         assert small.holds(1)
@@ -119,7 +120,7 @@ def pull_damaged(small, where, fault):
         damage_file(path, small.transport, small.plan, fault, sizes=sizes)
     dist.barrier()
     if small.is_engine:
-        said = small.attempt(None, timeout_s=2.0)
+        said = small.attempt(None, timeout_s=HANG_S)
         last = small.plan.of_rank(CULPRIT)[-1]
         hit = [last] if fault == "truncated" else pair_of(small.plan)
         reads = any(small.side.reader in small.plan.buckets[index].readers for index in hit)

@@ -24,7 +24,7 @@ from primeblocks.weightsync import describe, fetched, plan_sync
 from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.reference import slice_again
 from primeblocks.weightsync.transports import GroupTransport
-from tests.deadlines import HANG_S
+from tests.deadlines import EXPIRES_S, HANG_S
 from tests.weightsync.contents import Side, same_bytes
 from tests.weightsync.link_layouts import manifest
 from tests.weightsync.small_sync import RANKS, Small
@@ -175,7 +175,7 @@ def impatient_body(where):
     small = Small("group", where)
     if small.rank == 2:
         with pytest.raises(DeadlineError, match="reader 0 waited for the others in vain"):
-            small.sync(1, timeout_s=3)
+            small.sync(1, timeout_s=EXPIRES_S)
     elif small.rank < 2:
         with pytest.raises(TransferError, match="reader 0 waited for the others in vain"):
             small.sync(1, timeout_s=HANG_S)
