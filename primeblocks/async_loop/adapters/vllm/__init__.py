@@ -1,6 +1,6 @@
 """vLLM 0.32's asynchronous engine. It takes tokens and returns tokens, logprobs and versions.
 
-The caller sets the environment variables that vLLM reads. docs/async_loop.md lists those that a CPU
+The caller sets the environment variables that vLLM reads. docs/install.md lists those that a CPU
 needs. The engine is a *spawned* child process, so a script that starts one needs
 `if __name__ == "__main__":`.
 
