@@ -24,7 +24,7 @@ from primeblocks.weightsync.transports import FileTransport
 STEPS, BATCH, GROUP, LR = 60, 8, 4, 2.0
 WORDS, LETTERS, LENGTH = 6, 10, 12
 MAX_OFF_POLICY_STEPS = 2
-TIMEOUT_S = 120.0
+TIMEOUT_S, PUT_S = 120.0, 5.0
 
 TARGET = torch.randint(LETTERS, (WORDS, LENGTH), generator=torch.Generator().manual_seed(0))
 
@@ -78,7 +78,8 @@ async def train(folder: str, address: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     policy = StalenessPolicy(MAX_OFF_POLICY_STEPS, "drop", "truncated importance sampling")
     buffer = RolloutBuffer(capacity=BATCH, staleness=policy)
-    plan, transport = weightsync.announce(FileTransport(folder, owner=True), model)
+    transport = FileTransport(folder, owner=True)
+    plan, _ = weightsync.announce(transport, model)
     trained: set[int] = set()
     with transport, weightsync.Publisher(plan, model, transport) as publisher:
         publisher.publish(0, timeout_s=TIMEOUT_S)
@@ -102,16 +103,20 @@ async def train(folder: str, address: str) -> None:
 
 async def generate(folder: str, address: str) -> None:
     model = Speller()
-    plan, transport = weightsync.find(FileTransport(folder), timeout_s=TIMEOUT_S)
+    transport = FileTransport(folder)
+    plan, _ = weightsync.find(transport, timeout_s=TIMEOUT_S)
     load = weightsync.load_into(model, plan)
     with transport, weightsync.Subscriber(plan, load, transport) as subscriber:
-        version = subscriber.receive(timeout_s=TIMEOUT_S).version
+        version, refused = subscriber.receive(timeout_s=TIMEOUT_S).version, 0
         async with RolloutSender(address, retry_s=0.1) as sender:
             while version < STEPS:
                 try:
-                    await sender.put(sample(model, version), timeout_s=5)
+                    await sender.put(sample(model, version), timeout_s=PUT_S)
+                    refused = 0
                 except DeadlineError:  # The buffer is full. Sample from newer weights instead.
-                    print("no room", flush=True)
+                    refused += 1
+                    if refused * PUT_S > TIMEOUT_S:  # The trainer has died.
+                        raise
                 if transport.markers()[-1].version > version:
                     version = subscriber.receive(timeout_s=TIMEOUT_S).version
 
