@@ -29,7 +29,6 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 # Adapters have pages, and their packages need not be installed for them.
 autodoc_mock_imports = [
-    "attn_gym",
     "cut_cross_entropy",
     "deep_ep",
     "httpx",

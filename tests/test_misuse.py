@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from primeblocks import fp8, kvoffload, losses, parallel, replay, serving
-from primeblocks.contrib import redundant_experts
 from primeblocks.errors import UsageError
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
 from primeblocks.planning import capacity, traffic
@@ -114,10 +113,6 @@ PARALLEL = {
     ),
     "lengths for a plan": lambda: parallel.attention.ulysses_attention(
         X, X, X, sequence=[7], group=dist.group.WORLD
-    ),
-    "no loads": lambda: redundant_experts.plan_placement(None, ranks=2, redundant=0),
-    "text for redundant": lambda: redundant_experts.plan_placement(
-        [1.0, 1.0], ranks=2, redundant="0"
     ),
     "counts in a list": lambda: parallel.experts.grouped_linear(X[0], [2], torch.zeros(1, 4, 4)),
     "counts of other experts": lambda: parallel.experts.grouped_linear(

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from primeblocks.contrib.redundant_experts import plan_placement
 from primeblocks.errors import PlanError, RankError
 from primeblocks.parallel.experts import (
     AllToAllDispatcher,
@@ -140,28 +139,6 @@ def test_no_float32_copy_of_all_rows(eighth, kind, operators, peaks):
         assert not step.host_reads
         assert step.operators.total() <= most
         assert step.peak_bytes <= peak * rows * hidden * 2
-
-
-def _copies():
-    from tests.pretend import Device
-
-    plan = plan_placement([5.0, 1.0, 1.0, 1.0], ranks=2, redundant=2)
-    with Device():
-        ids, own = torch.randint(4, (9, 2)).to("pretend"), torch.randn(2, 3).to("pretend")
-        steps = [StepCounter(device="pretend") for _ in range(2)]
-        for step in steps:
-            with step:
-                physical = plan.assign(ids, rank=dist.get_rank(), check=False)
-                plan.copies(own, group=dist.group.WORLD, check=False)
-        assert torch.equal(physical.cpu(), plan.assign(ids.cpu(), rank=dist.get_rank()))
-        wrong = plan.assign(ids + 3 * (ids == 3), rank=dist.get_rank(), check=False)
-        assert torch.equal(wrong.cpu() == -1, ids.cpu() == 3)
-    return [step.host_reads.total() for step in steps]
-
-
-def test_copies_of_experts_read_nothing():
-    """The tables of a plan are copied to the device with the first call."""
-    assert ranks.run(_copies) == [[3, 0]] * 2
 
 
 def _with_capacity(tokens_by_rank, alignment, check):

@@ -1,7 +1,7 @@
 """One suite for every kernel of sparse attention, where it can run: forward, backward, sinks.
 
-Triton's run in its interpreter (TRITON_INTERPRET=1) or on a CUDA device, attn_gym's reference on a
-CPU and its kernels on Blackwell; what is not here is skipped, with the reason.
+Triton's run in its interpreter (TRITON_INTERPRET=1) or on a CUDA device; what is not here is
+skipped, with the reason.
 """
 
 import pytest
@@ -37,13 +37,7 @@ def triton_deterministic():
     return triton(deterministic=True)
 
 
-def attn_gym():
-    from primeblocks.contrib.adapters.attn_gym import AttnGymKernel
-
-    return AttnGymKernel()
-
-
-MAKERS = (reference, reference_by_query, triton, triton_deterministic, attn_gym)
+MAKERS = (reference, reference_by_query, triton, triton_deterministic)
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -203,8 +197,6 @@ def test_nothing_is_read_beside_the_operands(make, device, name):
 
 @EVERY
 def test_a_value_that_is_no_number_is_seen_where_it_is_read(make, device):
-    if make is attn_gym:
-        pytest.skip("its reference multiplies every row by a weight, and its kernels were not run")
     case = CASES["repeated"]
     drawn = case.draw()
     drawn["kv"][2] = torch.nan

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from primeblocks.contrib.dsa_rules import entries
-from primeblocks.contrib.redundant_experts import plan_placement
 from primeblocks.parallel import (
     MeshPlan,
     SequencePlan,
@@ -52,7 +51,6 @@ CALLS = [
     "conv",
     "scan",
     "join",
-    "copies",
     "clip",
     "count",
     "build",
@@ -105,7 +103,6 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     conv = {"x": _drawn(tokens, 3), "weight": _drawn(3, 4, grad=True), "bias": _drawn(3)}
     slots = {"x": _drawn(3, 8, grad=True), "scores": _drawn(3, 2).abs()}
     slots |= {"expert_ids": torch.arange(6).view(3, 2) % 4, "num_experts": 4}
-    placement = plan_placement([5.0, 1.0, 1.0, 1.0], ranks=2, redundant=2)
     found = {
         "ring": (ring_attention, {**heads, **where, **rules}),
         "ulysses": (ulysses_attention, {**heads, **where, **rules}),
@@ -126,7 +123,6 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
             {"updates": _drawn(runs, 2, 3), "transitions": _drawn(runs, 2), **where},
         ),
         "join": (_join, {"local": _drawn(tokens, 3, grad=True), "dim": 0, **where}),
-        "copies": (_copies, {"own": _drawn(2, 3, 5), "placement": placement, "group": group}),
         "clip": (_clip, {"max_norm": 1.0, "meshes": meshes}),
         "count": (global_token_count, {"local": torch.tensor(3), "meshes": meshes}),
         "build": (_build, {"plan": plan_mesh(world_size=2)}),
@@ -156,10 +152,6 @@ def _loss(q, kv, *, index_q, index_k, weights, indices, **rules):
 
 def _join(local, *, sequence, **where):
     return sequence.join(local, **where)
-
-
-def _copies(own, placement, group):
-    return placement.copies(own, group=group)
 
 
 def _dispatch(by, **slots):

@@ -1,30 +1,16 @@
-"""Indexers of Hugging Face transformers models, and copies of their experts."""
+"""Indexers of Hugging Face transformers models."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from ...errors import MissingPackageError, PlanError, UnsupportedError
-from ...groups import agreed
-from ...layout import local_part
-from ...parallel import Meshes
-from ...parallel.adapters.transformers.experts import experts_of, run_experts
-from ..redundant_experts import Placement
+from ...errors import UnsupportedError
 
-try:
-    from transformers.integrations.moe import ExpertsInterface
-except ImportError as error:
-    raise MissingPackageError("transformers", "transformers") from error
-
-__all__ = ["TransformersIndexer", "indexers", "place_experts"]
-
-_IMPLEMENTATION = "primeblocks_placed"
+__all__ = ["TransformersIndexer", "indexers"]
 
 # Families whose indexer returns places of tokens, `[batch, tokens, k]`.
 _INDEXERS = {
@@ -79,73 +65,3 @@ def indexers(model: nn.Module) -> list[TransformersIndexer]:
     if not found:
         raise UnsupportedError(f"{type(model).__name__} has no indexer: nothing is selected.")
     return found
-
-
-def place_experts(
-    model: nn.Module, placements: Sequence[Placement | None], *, meshes: Meshes
-) -> None:
-    """Give hot experts copies in a model that was parallelized, from its next forward on.
-
-    Collective over the ranks that share the experts. Parameters stay on their ranks. Each forward
-    fetches the copies, and each backward sums their gradients on the owner. Results do not change.
-    Call this function again with newer loads. Pass None for layers without copies.
-
-    Args:
-        model: a model that `parallelize` was called with.
-        placements: one for each layer of experts, in order, made by `plan_placement`.
-        meshes: the meshes of the model.
-
-    Raises:
-        PlanError: a plan has other numbers of layers, ranks or experts, or ranks pass different
-            plans.
-        RankError: another rank refused its plans.
-    """
-    group, experts = meshes.expert.get_group(), experts_of(model)
-    with agreed("place_experts", *model.parameters(), group=group) as call:
-        if len(placements) != len(experts):
-            raise PlanError(
-                f"{len(placements)} placements for {len(experts)} layers of experts. Pass one per "
-                "layer, None for a layer without copies."
-            )
-        for layer, (plan, module) in enumerate(zip(placements, experts, strict=True)):
-            if plan is not None and (plan.ranks, plan.num_experts) != (
-                group.size(),
-                module.num_experts,
-            ):
-                raise PlanError(
-                    f"the placement of layer {layer} is for {plan.num_experts} experts on "
-                    f"{plan.ranks} ranks; it has {module.num_experts} on {group.size()}."
-                )
-        held = [plan and plan.logical_of_physical for plan in placements]
-        call.facts["placements"] = hash(tuple(held))
-    ExpertsInterface.register(_IMPLEMENTATION, _run_placed)
-    for plan, module in zip(placements, experts, strict=True):
-        module.placed = plan and (plan, group)
-        module.config._experts_implementation = _IMPLEMENTATION
-
-
-class _Copies:
-    """A layer's experts, with the weights of this rank's physical experts."""
-
-    def __init__(self, module: Any, placement: Placement, group: dist.ProcessGroup) -> None:
-        if module.grouped_mm is not None:
-            raise UnsupportedError(
-                "copies of experts are multiplied only by torch's product. Leave out the "
-                "placement, or the other product, such as one of fp8."
-            )
-        self._module, self._placement, self._group = module, placement, group
-        self.num_experts = placement.num_physical
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        if not isinstance(found, Tensor):
-            return found
-        return self._placement.copies(local_part(found), group=self._group, check=False)
-
-
-def _run_placed(module: Any, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    if module.placed is None:
-        return run_experts(module, hidden_states, ids, weights)
-    placement, group = module.placed
-    physical = placement.assign(ids, rank=group.rank(), check=False)
-    return run_experts(_Copies(module, placement, group), hidden_states, physical, weights)
