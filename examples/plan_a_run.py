@@ -82,7 +82,7 @@ def run(plan: SplitPlan, lengths: Distribution, bound: int) -> Simulation:
     with tqdm(total=STEPS, desc=f"bound {bound}", unit="step", leave=False) as bar:
         return simulate(
             Workload(lengths, samples=SAMPLES),
-            engines=[EngineModel({n: n / decode_s(n) for n in (1, 8, 32, 128)}, max_running=most)]
+            engines=[EngineModel(lambda n: n / decode_s(n), max_running=most)]
             * plan.engine.replicas,
             train_s=plan.trainer.step_s,
             publish_s=plan.publish_s,

@@ -12,6 +12,7 @@ from primeblocks.planning import (
     Simulation,
     SplitPlan,
     Workload,
+    decode_latency,
     lognormal,
     plan_split,
     simulate,
@@ -44,7 +45,7 @@ def planned(
         max_off_policy_steps=bound, publish_s=1.0,
     )  # fmt: skip
     running = plan.engine.micro_batch
-    model = EngineModel({b: b / (0.008 + 0.00005 * b) for (b, _) in sample_s}, max_running=running)
+    model = EngineModel(decode_latency(step_s=0.008, request_s=0.00005), max_running=running)
     found = simulate(
         Workload(lengths, samples=8),
         engines=[model] * plan.engine.replicas,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from primeblocks.planning.serving import Session
+from benchmarks.serving_parts.simulator import Session
 
 from .sessions import recorded
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.serving_parts.simulator import AgentTurn, ServingModel, Session
 from primeblocks.planning import EngineModel, decode_latency
-from primeblocks.planning.serving import AgentTurn, ServingModel, Session
 from primeblocks.serving import (
     AddedSeconds,
     EngineState,

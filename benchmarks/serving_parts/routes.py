@@ -12,7 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable
 
-from primeblocks.planning.serving import Serving, simulate_serving
+from benchmarks.serving_parts.simulator import Serving, simulate_serving
 
 from .fleets import FLEETS, Shape, routes
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from primeblocks.planning.serving import AgentTurn, Session
+from benchmarks.serving_parts.simulator import AgentTurn, Session
 
 __all__ = ["recorded"]
 

@@ -6,16 +6,17 @@ Every loss is a sum over tokens with counts (`TokenLoss`). It takes the `weights
 """
 
 from . import advantages, corrections, distillation, logprobs, normalisation
-from .kl import kl_loss
+from .distillation import kl_loss
 from .policy_gradient import (
     aipo_loss,
     cispo_loss,
     dppo_loss,
     dro_loss,
+    gmpo_loss,
     grpo_loss,
+    gspo_loss,
     sapo_loss,
 )
-from .sequence_level import gmpo_loss, gspo_loss
 from .tokens import TokenLoss
 
 __all__ = [

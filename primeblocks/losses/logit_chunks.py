@@ -35,7 +35,6 @@ class Head:
     """All properties of a head except its tensors."""
 
     first_word: int
-    softcap: float | None
     dtype: torch.dtype | None
     chunk: tuple[int, int]  # Tokens and words.
     group: dist.ProcessGroup | None
@@ -51,16 +50,9 @@ def check_operands(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    bias: Tensor | None,
     temperature: float | Tensor,
     head: Head,
 ) -> None:
-    """Check the operands of a head. Local.
-
-    Raises:
-        ShapeError: a shape, dtype or device does not fit.
-        UsageError: a temperature, softcap or chunk is not positive.
-    """
     check_tensors(hidden=hidden, weight=weight, ids=ids)
     if hasattr(weight, "device_mesh"):
         raise ShapeError(
@@ -76,16 +68,13 @@ def check_operands(
         )
     if ids.dtype not in {torch.int32, torch.int64}:
         raise ShapeError(f"ids must be int64 or int32; got {ids.dtype}.")
-    operands = [hidden, weight, *([] if bias is None else [bias])]
-    if len(devices := {x.device for x in (*operands, ids)}) > 1:
-        raise ShapeError(f"hidden, weight, bias and ids lie on {len(devices)} devices: {devices}.")
-    dtypes = {x.dtype for x in operands}
+    if len(devices := {x.device for x in (hidden, weight, ids)}) > 1:
+        raise ShapeError(f"hidden, weight and ids lie on {len(devices)} devices: {devices}.")
+    dtypes = {hidden.dtype, weight.dtype}
     if not all(dtype.is_floating_point for dtype in dtypes):
-        raise ShapeError(f"hidden, weight and bias must be floating; got {dtypes}.")
+        raise ShapeError(f"hidden and weight must be floating; got {dtypes}.")
     if len(dtypes) > 1 and head.dtype is None:
-        raise ShapeError(f"hidden, weight and bias differ in dtype: {dtypes}. Pass a head_dtype.")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ShapeError(f"bias must be [{len(weight)}], one a row; got {list(bias.shape)}.")
+        raise ShapeError(f"hidden and weight differ in dtype: {dtypes}. Pass a head_dtype.")
     if isinstance(temperature, Tensor):
         if temperature.shape != hidden.shape[:1] or temperature.requires_grad:
             raise ShapeError(
@@ -94,8 +83,6 @@ def check_operands(
             )
     elif not (isinstance(temperature, Real) and temperature > 0):
         raise UsageError(f"temperature must be above 0; got {temperature!r}.")
-    if head.softcap is not None and not head.softcap > 0:
-        raise UsageError(f"softcap must be above 0; got {head.softcap!r}.")
     if min(head.chunk) < 1:
         raise UsageError(f"a chunk needs a token and a word; got {head.chunk}.")
 
@@ -112,14 +99,13 @@ class LogitChunks:
         self,
         hidden: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         scale: Any,
         head: Head,
         *,
         keep: bool = False,
         like: LogitChunks | None = None,
     ) -> None:
-        self.hidden, self.weight, self.bias, self.head = hidden, weight, bias, head
+        self.hidden, self.weight, self.head = hidden, weight, head
         self.dtype = head.dtype or hidden.dtype
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.scale = scale.to(self.wide)[:, None] if isinstance(scale, Tensor) else scale
@@ -147,12 +133,10 @@ class LogitChunks:
     def other(self, like: Tensor, place: int = 0) -> Tensor:
         return self.memory[1][place, : like.numel()].view(like.shape)
 
-    def scale_of(self, tokens: slice) -> Any:
-        return self.scale[tokens] if isinstance(self.scale, Tensor) else self.scale
-
     def scaled(self, x: Tensor, tokens: slice) -> Tensor:
-        scale = self.scale_of(tokens)
-        return x.mul_(scale) if isinstance(scale, Tensor) or scale != 1 else x
+        if isinstance(self.scale, Tensor):
+            return x.mul_(self.scale[tokens])
+        return x if self.scale == 1 else x.mul_(self.scale)
 
     def logits(self, tokens: slice, x: Tensor, words: slice, w: Tensor) -> Tensor:
         place = (tokens.start, words.start)
@@ -166,10 +150,6 @@ class LogitChunks:
             torch.mm(x, w.T, out=out)
         else:
             out.copy_(x @ w.T)
-        if self.bias is not None:
-            out += self.bias[words]
-        if self.head.softcap is not None:
-            out.div_(self.head.softcap).tanh_().mul_(self.head.softcap)
         return self.scaled(out, tokens)
 
     def place(self, ids: Tensor, words: slice) -> tuple[Tensor, Tensor]:
@@ -226,7 +206,6 @@ class HeadGradients(NamedTuple):
 
     hidden: Tensor | None
     weight: Tensor | None
-    bias: Tensor | None
 
 
 def gradients(
@@ -244,12 +223,9 @@ def gradients(
     for words, w in chunks.words():
         # Summed in full precision over tokens, and rounded once.
         rows = _wide(to.weight, words, chunks.wide)
-        column = _wide(to.bias, words, chunks.wide)
         for tokens, x in chunks.tokens():
             logits = chunks.logits(tokens, x, words, w)
             grad = _of_logits(chunks, logits, tokens, words, ids, seen, of_scores)
-            if column is not None:
-                column += grad.sum(0)
             grad = grad.to(chunks.dtype)
             if to.hidden is not None:
                 # Each chunk's words are summed on their own. Adding them to the total one by one,
@@ -261,9 +237,8 @@ def gradients(
                 rows.addmm_(grad.T, x)
             else:
                 rows += grad.T @ x
-        for whole, part in ((to.weight, rows), (to.bias, column)):
-            if whole is not None and part is not None and part.dtype != whole.dtype:
-                whole[words] = part
+        if to.weight is not None and rows is not None and rows.dtype != to.weight.dtype:
+            to.weight[words] = rows
 
 
 def _of_logits(
@@ -275,11 +250,8 @@ def _of_logits(
     seen: Normalised,
     of_scores: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Return the gradient of a chunk before temperature and softcap, in its memory."""
+    """Return the gradient of a chunk before the temperature, in its memory."""
     of_logprobs, of_entropy = of_scores
-    slope = None
-    if (softcap := chunks.head.softcap) is not None:
-        slope = 1 - (logits / chunks.scale_of(tokens) / softcap).square()
     logits -= seen.log_mass[tokens, None]
     grad = logits
     if of_entropy is not None:
@@ -296,8 +268,7 @@ def _of_logits(
         for choice in range(ids.shape[1]):  # One a row at a time: in a fixed order.
             at = place[:, choice, None]
             grad.scatter_(1, at, grad.gather(1, at) + added[:, choice, None])
-    grad = chunks.scaled(grad, tokens)
-    return grad if slope is None else grad.mul_(slope)
+    return chunks.scaled(grad, tokens)
 
 
 def _runs(size: int, step: int) -> Iterator[slice]:

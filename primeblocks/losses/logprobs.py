@@ -54,7 +54,7 @@ def token_scores(
     Logits are computed one chunk at a time, and again in the backward. That takes four matrix
     products, where the plain computation takes three, but only the memory of a few chunks. Results
     are float32, or float64 if `hidden` is. Local, or collective with a `group`, and so is its
-    backward. Differentiable once, in `hidden`, `weight` and `bias`. Deterministic.
+    backward. Differentiable once, in `hidden` and `weight`. Deterministic.
 
     Args:
         hidden: rows that predict: `hidden[t]` predicts the word `ids[t]`. Leave out rows that the
@@ -63,8 +63,6 @@ def token_scores(
         ids: one word per row, or several (a teacher's candidates). An id outside the vocabulary,
             such as -100, has the log-probability NaN.
         options: keywords, as follows.
-        bias: `[words]`, added to logits.
-        softcap: logits become `softcap * tanh(logits / softcap)`, after the bias.
         temperature: logits are divided by it. A number, or `[tokens]` without gradient.
         head_dtype: operands are cast to it one chunk at a time. Use float32 for a bfloat16 model
             if the engine does so too. Otherwise it changes the mismatch with the engine.
@@ -79,7 +77,7 @@ def token_scores(
 
     Raises:
         ShapeError: a shape, dtype or device does not fit.
-        UsageError: a temperature, softcap or chunk is not positive.
+        UsageError: a temperature or chunk is not positive.
         PlanError: `group` is not a process group, or ranks differ in sizes, dtypes or wanted
             gradients.
         RankError: another rank refused its arguments.
@@ -102,8 +100,8 @@ def chunked_loss(
 
     The loss must be a sum over tokens. Logits are computed once and kept for one chunk. That takes
     three matrix products, as in the plain computation, where `token_scores` takes four. Gradients
-    flow only to `hidden`, `weight` and `bias`. The gradient of the weight is kept in full precision
-    from the forward on. Otherwise as `token_scores`.
+    flow only to `hidden` and `weight`. The gradient of the weight is kept in full precision from
+    the forward on. Otherwise as `token_scores`.
 
     Args:
         loss: takes the scores of a chunk and the slice of its tokens, and returns a scalar tensor.
@@ -117,11 +115,9 @@ def chunked_loss(
 
 
 @outside_graphs
-def _scores(
-    hidden: Tensor, weight: Tensor, ids: Tensor, *, bias: Tensor | None = None, **options: Any
-) -> TokenScores:
-    columns, scale, head = _settled(hidden, weight, ids, bias, **options)
-    logprobs, entropy = _TokenScores.apply(hidden, weight, bias, columns, scale, head)
+def _scores(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> TokenScores:
+    columns, scale, head = _settled(hidden, weight, ids, **options)
+    logprobs, entropy = _TokenScores.apply(hidden, weight, columns, scale, head)
     return TokenScores(logprobs.reshape(ids.shape), entropy)
 
 
@@ -132,10 +128,9 @@ def _chunked(
     ids: Tensor,
     *,
     loss: Callable[[TokenScores, slice], Tensor],
-    bias: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    columns, scale, head = _settled(hidden, weight, ids, bias, entropy=True, **options)
+    columns, scale, head = _settled(hidden, weight, ids, entropy=True, **options)
 
     def of_chunk(seen: Normalised, tokens: slice) -> Tensor:
         part = loss(TokenScores(seen.logprobs.reshape(ids[tokens].shape), seen.entropy), tokens)
@@ -145,17 +140,15 @@ def _chunked(
         return part
 
     learns = torch.is_grad_enabled()
-    return _ChunkedLoss.apply(hidden, weight, bias, columns, scale, head, of_chunk, learns)
+    return _ChunkedLoss.apply(hidden, weight, columns, scale, head, of_chunk, learns)
 
 
 def _settled(
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
-    bias: Tensor | None,
     *,
     entropy: bool,
-    softcap: float | None = None,
     temperature: float | Tensor = 1.0,
     head_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
@@ -164,15 +157,14 @@ def _settled(
     chunk_words: int = 4096,
     check: bool = True,
 ) -> tuple[Tensor, Any, Head]:
-    head = Head(first_word, softcap, head_dtype, (chunk_tokens, chunk_words), group, entropy)
+    head = Head(first_word, head_dtype, (chunk_tokens, chunk_words), group, entropy)
     if group is None:
-        check_operands(hidden, weight, ids, bias, temperature, head)
+        check_operands(hidden, weight, ids, temperature, head)
     else:
         with agreed("token_scores", hidden, group=group, check=check) as call:
-            check_operands(hidden, weight, ids, bias, temperature, head)
+            check_operands(hidden, weight, ids, temperature, head)
             call.facts |= {**facts_of("hidden", hidden), "tokens": len(hidden)}
-            call.facts |= {"ids": list(ids.shape), "head_dtype": head_dtype}
-            call.facts |= {"softcap": softcap, "entropy": entropy}
+            call.facts |= {"ids": list(ids.shape), "head_dtype": head_dtype, "entropy": entropy}
     scale: Any = temperature
     if isinstance(temperature, Tensor):  # Its reciprocal is not rounded to its own dtype.
         scale = temperature.to(torch.promote_types(head_dtype or hidden.dtype, torch.float32))
@@ -182,16 +174,10 @@ def _settled(
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        scale: Any,
-        head: Head,
+        ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, scale: Any, head: Head
     ) -> tuple[Tensor, Tensor]:
-        seen = normalise(LogitChunks(hidden, weight, bias, scale, head), ids)
-        ctx.save_for_backward(hidden, weight, bias, ids, seen.log_mass, seen.entropy)
+        seen = normalise(LogitChunks(hidden, weight, scale, head), ids)
+        ctx.save_for_backward(hidden, weight, ids, seen.log_mass, seen.entropy)
         ctx.scale, ctx.head = scale, head
         ctx.set_materialize_grads(False)
         if not head.entropy:
@@ -201,9 +187,9 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        hidden, weight, bias, ids, log_mass, entropy = ctx.saved_tensors
-        chunks = LogitChunks(hidden, weight, bias, ctx.scale, ctx.head)
-        to = _zeros(hidden, weight, bias, ctx.needs_input_grad)
+        hidden, weight, ids, log_mass, entropy = ctx.saved_tensors
+        chunks = LogitChunks(hidden, weight, ctx.scale, ctx.head)
+        to = _zeros(hidden, weight, ctx.needs_input_grad)
         gradients(chunks, ids, Normalised(entropy, entropy, log_mass), (grads[0], grads[1]), to)
         if to.hidden is not None:
             ctx.head.reduce(to.hidden)
@@ -217,24 +203,21 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
-        bias: Tensor | None,
         ids: Tensor,
         scale: Any,
         head: Head,
         loss: Callable[[Normalised, slice], Tensor],
         learns: bool,
     ) -> Tensor:
-        needs = [learns and need for need in ctx.needs_input_grad[:3]]
+        needs = [learns and need for need in ctx.needs_input_grad[:2]]
         wide = torch.promote_types(head.dtype or hidden.dtype, torch.float32)
-        to = _zeros(hidden, weight, bias, needs, wide=wide)
+        to = _zeros(hidden, weight, needs, wide=wide)
         total = hidden.new_zeros((), dtype=wide)
         chunks = None
         for start in range(0, len(hidden), head.chunk[0]):
             own = slice(start, min(start + head.chunk[0], len(hidden)))
             part = scale[own] if isinstance(scale, Tensor) else scale
-            chunks = LogitChunks(
-                hidden[own], weight, bias, part, head, keep=any(needs), like=chunks
-            )
+            chunks = LogitChunks(hidden[own], weight, part, head, keep=any(needs), like=chunks)
             seen = normalise(chunks, ids[own])
             with torch.set_grad_enabled(any(needs)):
                 leaves = [
@@ -249,7 +232,7 @@ class _ChunkedLoss(torch.autograd.Function):
         if to.hidden is not None:
             head.reduce(to.hidden)
         ctx.save_for_backward(*to)
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.dtypes = [hidden.dtype, weight.dtype]
         return total
 
     @staticmethod
@@ -262,17 +245,11 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _zeros(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    needs: Sequence[bool],
-    *,
-    wide: torch.dtype | None = None,
+    hidden: Tensor, weight: Tensor, needs: Sequence[bool], *, wide: torch.dtype | None = None
 ) -> HeadGradients:
     """Return gradients of zeros. Those of the head are in its own dtype or in `wide`."""
     full = torch.promote_types(hidden.dtype, torch.float32) if wide is None else wide
     return HeadGradients(
         torch.zeros_like(hidden, dtype=full) if needs[0] else None,
         torch.zeros_like(weight, dtype=wide) if needs[1] else None,
-        torch.zeros_like(bias, dtype=wide) if bias is not None and needs[2] else None,
     )

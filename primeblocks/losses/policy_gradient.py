@@ -1,4 +1,4 @@
-"""Policy-gradient losses of single tokens: pure functions of log-probabilities.
+"""Policy-gradient losses: pure functions of log-probabilities.
 
 Each returns a *sum* over tokens with counts. Divide the sums of all ranks and micro-batches by one
 global count (`normalisation`). Gradients then do not depend on how the batch was split or packed.
@@ -6,13 +6,20 @@ global count (`normalisation`). Gradients then do not depend on how the batch wa
 All take `weights`, one per token, which multiply each token's loss. Pass the weights of a
 correction or of `normalisation.length_weights`, or a product of several. Gradients flow only to
 `trainer_logprobs`. Masked tokens may hold any values. A ratio p_trainer / p_rollout counts as at
-most e**20, and has no gradient beyond that. A NaN of an unmasked token shows in the sum.
+most e**20, and has no gradient beyond that. A NaN of an unmasked token shows in the sum. All losses
+raise `ShapeError` if shapes differ (nothing is broadcast), or a dtype is wrong.
+
+In `gspo_loss` and `gmpo_loss` each token's loss has the ratio of its sequence as its value, and its
+own share of the gradient. The loss of the papers is the sum over tokens, each divided by the length
+of its sequence: pass `weights=length_weights(mask, ...)` and divide by the sequences. All tokens of
+a sequence must be on one rank and in one micro-batch. `sequence_ids` is an integer per token. By
+default each row of `[rollouts, tokens]` is one sequence. Rows with several sequences need them.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,14 +31,24 @@ from .tokens import (
     TokenLoss,
     bounded_ratio,
     check_clips,
-    check_policy,
+    check_tokens,
     finite,
     log_ratios,
     masked,
+    sequence_sums,
     total,
 )
 
-__all__ = ["aipo_loss", "cispo_loss", "dppo_loss", "dro_loss", "grpo_loss", "sapo_loss"]
+__all__ = [
+    "aipo_loss",
+    "cispo_loss",
+    "dppo_loss",
+    "dro_loss",
+    "gmpo_loss",
+    "grpo_loss",
+    "gspo_loss",
+    "sapo_loss",
+]
 
 
 def grpo_loss(
@@ -52,15 +69,15 @@ def grpo_loss(
     r is p_trainer / p_rollout. A token stops learning once its ratio has left the band in the
     direction of its advantage. GRPO, DAPO, Dr. GRPO and others are settings of this loss:
 
-    ==================  =========================================================================
+    ==================  ===========================================================================
     GRPO                `weights=length_weights(mask)`, divided by the sequences
     DAPO                `clip_high=0.28`, divided by the tokens; dual clip: `max_ratio=3`
     Dr. GRPO            `group_advantages(normalise=False)`, divided by sequences x longest answer
     M2PO                `clip_low=1, clip_high=math.inf`, weights of `second_moment_mask`
     clip-cov            weights of `clip_cov_mask`
-    stable-reinforce    `min_ratio=1e-3, max_ratio=1e3`, weights of `advantage_mask`
+    stable-reinforce    `min_ratio=1e-3, max_ratio=1e3, weights=(advantages.abs() <= 3).float()`
     importance weights  `clip_low=1, clip_high=math.inf`
-    ==================  =========================================================================
+    ==================  ===========================================================================
 
     Args:
         rollout_logprobs: the engine's, of the tokens that it sampled. For decoupled PPO pass those
@@ -73,21 +90,17 @@ def grpo_loss(
             negative advantages.
 
     Raises:
-        ShapeError: shapes differ (nothing is broadcast), the mask is not bool, or another operand
-            is not floating.
         UsageError: a clip is negative, `clip_low` is above 1, or the ratios exclude 1.
 
     Source: arXiv:1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip).
     """
     operands = trainer_logprobs, rollout_logprobs, advantages
-    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
+    log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
     check_clips(clip_low, clip_high)
     if not 0 <= min_ratio <= 1 <= max_ratio:
         raise UsageError(f"needs 0 <= min_ratio <= 1 <= max_ratio; got {min_ratio}, {max_ratio}")
-    log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask)
     free = bounded_ratio(log_ratio)
     ratio = free.clamp(min_ratio, max_ratio)
-    advantages = masked(advantages.detach(), mask)
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     stopped = (gain != free * advantages) | ((log_ratio > MAX_LOG_RATIO) & (advantages != 0))
     return total(-gain, mask=mask, clipped=stopped, weights=weights, sequence_ids=sequence_ids)
@@ -113,18 +126,17 @@ def cispo_loss(
         clip_low: 1 leaves small ratios unchanged, as in the paper.
 
     Raises:
-        ShapeError: as for `grpo_loss`.
         UsageError: a clip is negative, or `clip_low` is above 1.
 
     Source: arXiv:2506.13585 (CISPO).
     """
     operands = trainer_logprobs, rollout_logprobs, advantages
-    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
+    log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
     check_clips(clip_low, clip_high)
-    log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask).detach()
+    log_ratio = log_ratio.detach()
     ratio = bounded_ratio(log_ratio)
     clipped = (ratio < 1 - clip_low) | (ratio > 1 + clip_high) | (log_ratio > MAX_LOG_RATIO)
-    coefficients = ratio.clamp(1 - clip_low, 1 + clip_high) * masked(advantages.detach(), mask)
+    coefficients = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
     losses = -coefficients * finite(trainer_logprobs, mask)
     return total(losses, mask=mask, clipped=clipped, weights=weights, sequence_ids=sequence_ids)
 
@@ -148,7 +160,6 @@ def aipo_loss(
         max_ratio: at least 1. The paper uses 2 to 10.
 
     Raises:
-        ShapeError: as for `grpo_loss`.
         UsageError: `max_ratio` is below 1.
 
     Source: arXiv:2505.24034 (AIPO).
@@ -185,24 +196,21 @@ def sapo_loss(
     paper averages each sequence: use `weights=length_weights(mask)`, and divide by the sequences.
 
     Raises:
-        ShapeError: as for `grpo_loss`.
         UsageError: a temperature is not above 0.
 
     Source: arXiv:2511.20347 (SAPO).
     """
     operands = trainer_logprobs, rollout_logprobs, advantages
-    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
+    log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
     if not (temperature_positive > 0 and temperature_negative > 0):
         raise UsageError(
             f"temperatures must be above 0; got {temperature_positive}, {temperature_negative}"
         )
-    ratio = bounded_ratio(log_ratios(trainer_logprobs, rollout_logprobs, mask))
-    advantages = masked(advantages.detach(), mask)
+    ratio = bounded_ratio(log_ratio)
     soft, hard = (torch.full_like(ratio, t) for t in (temperature_positive, temperature_negative))
     tau = torch.where(advantages > 0, soft, hard)
     losses = -torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantages
-    clipped = torch.zeros_like(mask)
-    return total(losses, mask=mask, clipped=clipped, weights=weights, sequence_ids=sequence_ids)
+    return total(losses, mask=mask, weights=weights, sequence_ids=sequence_ids)
 
 
 def dppo_loss(
@@ -230,13 +238,12 @@ def dppo_loss(
         max_high: the bound if the advantage is above 0.
 
     Raises:
-        ShapeError: as for `grpo_loss`.
         UsageError: a bound is negative, `max_ratio` is below 1, or `divergence` is unknown.
 
     Source: arXiv:2602.04879 (DPPO, its binary divergences).
     """
     operands = trainer_logprobs, rollout_logprobs, advantages
-    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
+    log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
     if not (max_low >= 0 and max_high >= 0 and max_ratio >= 1):
         got = f"{max_low}, {max_high}, {max_ratio}"
         raise UsageError(f"needs max_low >= 0, max_high >= 0 and max_ratio >= 1; got {got}")
@@ -245,12 +252,10 @@ def dppo_loss(
     log_p, log_q = (finite(x, mask) for x in (trainer_logprobs, rollout_logprobs))
     p, q = log_p.detach().exp(), log_q.detach().exp()
     moved = (p - q).abs() if divergence == "tv" else _binary_kl(log_q.detach(), log_p.detach())
-    advantages = masked(advantages.detach(), mask)
     inside = torch.where(
         advantages > 0, (moved <= max_high) | (p <= q), (moved <= max_low) | (p >= q)
     )
-    log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask).detach()
-    ratio = bounded_ratio(log_ratio).clamp(max=max_ratio)
+    ratio = bounded_ratio(log_ratio.detach()).clamp(max=max_ratio)
     losses = -ratio * advantages * inside * log_p
     return total(losses, mask=mask, clipped=~inside, weights=weights, sequence_ids=sequence_ids)
 
@@ -271,20 +276,109 @@ def dro_loss(
     ratio and clips nothing.
 
     Raises:
-        ShapeError: as for `grpo_loss`.
         UsageError: `beta` is not above 0.
 
     Source: arXiv:2405.19107 (DRO), a token at a time.
     """
     operands = trainer_logprobs, rollout_logprobs, advantages
-    check_policy(*operands, mask=mask, weights=weights, sequence_ids=sequence_ids)
+    log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
     if not beta > 0:
         raise UsageError(f"beta must be above 0; got {beta}")
-    log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask)
-    gain = masked(advantages.detach(), mask) * finite(trainer_logprobs, mask)
+    gain = advantages * finite(trainer_logprobs, mask)
     losses = 0.5 * beta * log_ratio.square() - gain
-    clipped = torch.zeros_like(mask)
-    return total(losses, mask=mask, clipped=clipped, weights=weights, sequence_ids=sequence_ids)
+    return total(losses, mask=mask, weights=weights, sequence_ids=sequence_ids)
+
+
+def gspo_loss(
+    trainer_logprobs: Float[Tensor, "*tokens"],
+    rollout_logprobs: Float[Tensor, "*tokens"],
+    advantages: Float[Tensor, "*tokens"],
+    *,
+    mask: Bool[Tensor, "*tokens"],
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    weights: Float[Tensor, "*tokens"] | None = None,
+    sequence_ids: Int[Tensor, "*tokens"] | None = None,
+) -> TokenLoss:
+    """Clipped surrogate with the geometric mean of a sequence's ratios. Pure. Local.
+
+    -min(s A, clip(s, 1 - low, 1 + high) A). The value of log s is the mean of the sequence's
+    log-ratios, and its gradient is the token's own (GSPO-token). Clips are a thousand times smaller
+    than GRPO's, because s is a mean.
+
+    Raises:
+        ShapeError: packed tokens have no `sequence_ids`.
+        UsageError: a clip is negative, or `clip_low` is above 1.
+
+    Source: arXiv:2507.18071 (GSPO).
+    """
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
+    check_clips(clip_low, clip_high)
+    ratio, mean = _sequence_ratio(log_ratio, mask, sequence_ids)
+    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    stopped = (gain != ratio * advantages) | ((mean > MAX_LOG_RATIO) & (advantages != 0))
+    return total(-gain, mask=mask, clipped=stopped, weights=weights, sequence_ids=sequence_ids)
+
+
+def gmpo_loss(
+    trainer_logprobs: Float[Tensor, "*tokens"],
+    rollout_logprobs: Float[Tensor, "*tokens"],
+    advantages: Float[Tensor, "*tokens"],
+    *,
+    mask: Bool[Tensor, "*tokens"],
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+    weights: Float[Tensor, "*tokens"] | None = None,
+    sequence_ids: Int[Tensor, "*tokens"] | None = None,
+) -> TokenLoss:
+    """Geometric mean of ratios that are clipped one by one: -A exp(mean of c). Pure. Local.
+
+    c is the token's log-ratio, at most `clip_high` if A > 0, and at least `-clip_low` otherwise. An
+    outlier moves the mean by at most its clip, and its sequence still learns.
+
+    Raises:
+        ShapeError: packed tokens have no `sequence_ids`.
+        UsageError: a clip is negative.
+
+    Source: arXiv:2507.20673 (GMPO, geo-mean).
+    """
+    operands = trainer_logprobs, rollout_logprobs, advantages
+    log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
+    if not (clip_low >= 0 and clip_high >= 0):
+        raise UsageError(f"clips must not be negative; got {clip_low}, {clip_high}")
+    bounded = torch.where(
+        advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
+    )
+    ratio, _ = _sequence_ratio(bounded, mask, sequence_ids)
+    return total(
+        -ratio * advantages,
+        mask=mask,
+        clipped=bounded != log_ratio,
+        weights=weights,
+        sequence_ids=sequence_ids,
+    )
+
+
+def _checked(
+    trainer_logprobs: Any,
+    rollout_logprobs: Any,
+    advantages: Any,
+    mask: Any,
+    weights: Any,
+    sequence_ids: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the log-ratios and the advantages, 0 where masked."""
+    check_tokens(
+        mask,
+        sequence_ids=sequence_ids,
+        trainer_logprobs=trainer_logprobs,
+        rollout_logprobs=rollout_logprobs,
+        advantages=advantages,
+        weights=weights,
+    )
+    log_ratio = log_ratios(trainer_logprobs, rollout_logprobs, mask)
+    return log_ratio, masked(advantages.detach(), mask)
 
 
 def _binary_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
@@ -294,3 +388,12 @@ def _binary_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
     rest = (-torch.expm1(log_q)).clamp(min=0)
     rest_logs = torch.log(rest) - torch.log((-torch.expm1(log_p)).clamp(min=0))
     return q * (log_q - log_p) + torch.where(rest > 0, rest * rest_logs, torch.zeros_like(q))
+
+
+def _sequence_ratio(
+    log_ratio: Tensor, mask: Tensor, sequence_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return exp of the sequence's mean with the token's own gradient, and the mean."""
+    lengths = sequence_sums(mask, sequence_ids).clamp(min=1)
+    mean = (sequence_sums(log_ratio, sequence_ids) / lengths).to(log_ratio.dtype)
+    return bounded_ratio(mean + (log_ratio - log_ratio.detach())), mean

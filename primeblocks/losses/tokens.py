@@ -19,7 +19,6 @@ __all__ = [
     "TokenLoss",
     "bounded_ratio",
     "check_clips",
-    "check_policy",
     "check_tokens",
     "finite",
     "log_ratios",
@@ -85,30 +84,6 @@ def check_tokens(*masks: Any, sequence_ids: Any = None, **operands: Any) -> None
             raise ShapeError(f"sequence_ids must be integers; got {x.dtype}")
         if name in operands and not x.is_floating_point():
             raise ShapeError(f"{name} must be floating; got {x.dtype}. Pass {name}.float().")
-
-
-def check_policy(
-    trainer_logprobs: Any,
-    rollout_logprobs: Any,
-    advantages: Any,
-    *,
-    mask: Any,
-    weights: Any,
-    sequence_ids: Any,
-) -> None:
-    """Check that operands of a policy-gradient loss have one value per token. Pure.
-
-    Raises:
-        ShapeError: as for `check_tokens`.
-    """
-    check_tokens(
-        mask,
-        sequence_ids=sequence_ids,
-        trainer_logprobs=trainer_logprobs,
-        rollout_logprobs=rollout_logprobs,
-        advantages=advantages,
-        weights=weights,
-    )
 
 
 def check_clips(clip_low: float, clip_high: float) -> None:
@@ -178,7 +153,7 @@ def total(
     losses: Tensor,
     *,
     mask: Tensor,
-    clipped: Tensor,
+    clipped: Tensor | None = None,
     weights: Tensor | None,
     sequence_ids: Tensor | None,
 ) -> TokenLoss:
@@ -190,7 +165,7 @@ def total(
     """
     if weights is not None:
         losses = masked(weights.detach(), mask).to(losses.dtype) * losses
-    counts = [mask.sum(), (clipped & mask).sum()]
+    counts = [mask.sum(), mask.new_zeros(()) if clipped is None else (clipped & mask).sum()]
     if sequence_ids is not None:
         counts.append((_packed_sums(mask.double(), sequence_ids)[0] > 0).sum())
     elif mask.ndim == 2 and len(mask) != 1:

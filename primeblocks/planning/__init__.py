@@ -1,8 +1,8 @@
 """Plans before a training run: the GPUs of trainer and engine, and a simulation of speed and age.
 
-`split` divides GPUs. `simulation` plays the asynchronous loop, and `serving` plays a fleet, both in
-virtual time. Three modules compute in closed form: `capacity` (KV memory), `traffic` (bytes of a
-step over ranks), and `dsa` (sparse attention).
+`split` divides GPUs. `simulation` plays the asynchronous loop in virtual time. Three modules
+compute in closed form: `capacity` (KV memory), `traffic` (bytes of a step over ranks), and `dsa`
+(sparse attention).
 """
 
 from .distribution import Distribution, constant, empirical, lognormal

@@ -115,7 +115,7 @@ class KvTier:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The cost of recomputing each evicted rollout once."""
+    """The cost of computing evicted rollouts once more."""
 
     rollouts: int
     tokens: int
@@ -136,7 +136,6 @@ class CapacityPlan:
         peak_bytes: the most that pages need on a GPU of the fullest replica.
         pages: pages of each group at that peak.
         tiers: GPU, host and disk with their loads.
-        one_eviction: cost of recomputing the longest rollout, while its shared prompt is kept.
         left_over: cost of recomputing once every rollout without room in any tier.
     """
 
@@ -149,7 +148,6 @@ class CapacityPlan:
     peak_bytes: int
     pages: tuple[int, ...]
     tiers: tuple[KvTier, ...]
-    one_eviction: Recompute
     left_over: Recompute
 
     def __repr__(self) -> str:
@@ -170,7 +168,7 @@ class CapacityPlan:
         return sum(each.token_bytes for each in self.groups)
 
     def table(self) -> str:
-        """Return bytes by layer group, by GPU and by tier, then the cost of evictions."""
+        """Return bytes by layer group, by GPU and by tier, then the cost of what is left over."""
         lines = [
             f"{'group':<20}{'layers':>7}{'bytes/token':>13}{'page bytes/GPU':>16}{'pages':>10}"
         ]
@@ -188,12 +186,9 @@ class CapacityPlan:
             lines.append(
                 f"{tier.name:<20}{used:>12.2f} of {limit:.2f} GiB, {tier.rollouts} rollouts"
             )
-        again = {"evicting one": self.one_eviction, "left over": self.left_over}
-        lines += [
-            f"{name:<20}{cost.rollouts:>12} rollouts, {cost.tokens} tokens, {cost.flops:.3g} FLOPs"
-            for name, cost in again.items()
-        ]
-        return "\n".join(lines)
+        left = self.left_over
+        cost = f"{left.rollouts:>12} rollouts, {left.tokens} tokens, {left.flops:.3g} FLOPs"
+        return "\n".join([*lines, f"{'left over':<20}{cost}"])
 
 
 def plan_capacity(
@@ -250,9 +245,6 @@ def plan_capacity(
             "Raise tensor, gpus or memory_fraction, or spread experts."
         )
     tiers, left = _place(groups, load, data, page_tokens=page_tokens, limits=limits)
-    longest = max(rollouts, key=lambda kind: kind.tokens)
-    priced = [(1, longest, longest.samples > 1)]
-    one = _price(groups, priced, page_tokens, weights.active_parameters)
     priced = [(prompts, kind, False) for kind, prompts in left]
     priced += [(prompts * (kind.samples - 1), kind, True) for kind, prompts in left]
     return CapacityPlan(
@@ -265,7 +257,6 @@ def plan_capacity(
         peak_bytes=peak.total_bytes,
         pages=peak.pages,
         tiers=tiers,
-        one_eviction=one,
         left_over=_price(groups, priced, page_tokens, weights.active_parameters),
     )
 

@@ -11,15 +11,13 @@ import asyncio
 import heapq
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 
 from ..errors import UsageError
 
 __all__ = ["EngineModel", "SimulatedEngine", "decode_latency"]
-
-Throughput = Callable[[int], float] | Mapping[int, float]
 
 
 def decode_latency(*, step_s: float, request_s: float = 0.0) -> Callable[[int], float]:
@@ -38,42 +36,26 @@ class EngineModel:
     """One engine, as it was measured.
 
     Args:
-        tokens_per_s: throughput by the number of running requests. Pass a callable, or
-            measurements. Between measurements the time of a decode step is interpolated.
+        tokens_per_s: throughput of all running requests together, by their number.
         max_running: the most requests that run at once. More requests wait in a queue.
 
     Raises:
-        UsageError: there are 0 measurements, a throughput is not positive, or `max_running` is
-            below 1.
+        UsageError: `tokens_per_s` cannot be called, or `max_running` is below 1.
     """
 
-    tokens_per_s: Throughput
+    tokens_per_s: Callable[[int], float]
     max_running: int = 1 << 30
-    _points: tuple[tuple[int, float], ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
-        if self.max_running < 1:
-            raise UsageError(f"max_running must be at least 1; got {self.max_running}.")
-        if callable(self.tokens_per_s):
-            return
-        table = sorted(self.tokens_per_s.items())
-        if not table or table[0][0] < 1 or not all(rate > 0 for _, rate in table):
-            raise UsageError(f"tokens_per_s needs positive measurements; got {table!r:.80}.")
-        object.__setattr__(self, "_points", tuple((n, n / rate) for n, rate in table))
+        if not callable(self.tokens_per_s) or self.max_running < 1:
+            raise UsageError(
+                "tokens_per_s must be a function, such as decode_latency(...) or one that "
+                f"interpolates measurements, and max_running at least 1; got {self!r:.80}."
+            )
 
     def token_s(self, running: int) -> float:
         """Return the seconds between two tokens of a request when `running` are running. Pure."""
-        if callable(self.tokens_per_s):
-            return running / self.tokens_per_s(running)
-        points = self._points
-        place = bisect_right(points, (running, float("inf")))
-        if place == 0:
-            return points[0][1]  # a decode step is never faster than with the fewest measured
-        (left, left_s) = points[place - 1]
-        if place == len(points):  # beyond the last one the throughput stays
-            return left_s * running / left
-        right, right_s = points[place]
-        return left_s + (right_s - left_s) * (running - left) / (right - left)
+        return running / self.tokens_per_s(running)
 
 
 @dataclass(eq=False)
@@ -94,7 +76,7 @@ class SimulatedEngine:
 
     def __init__(self, model: EngineModel, *, version: int = 0) -> None:
         self.model = model
-        self._busy_s = self._made = 0.0
+        self._busy_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._each = 0.0  # tokens made for a request that has been running from the start
         self._since = self._loop.time()
@@ -111,12 +93,6 @@ class SimulatedEngine:
         """Seconds until now in which at least one request was running."""
         self._advance()
         return self._busy_s
-
-    @property
-    def made(self) -> float:
-        """Tokens made until now by all requests together."""
-        self._advance()
-        return self._made
 
     async def generate(self, tokens: float) -> list[tuple[int, float]]:
         """Return, after `tokens` are made, how many of them each policy made."""
@@ -152,9 +128,7 @@ class SimulatedEngine:
         now = self._loop.time()
         if self._running_count and not self._paused:
             passed = now - self._since
-            made = passed / self.model.token_s(self._running_count)
-            self._each += made
-            self._made += made * self._running_count
+            self._each += passed / self.model.token_s(self._running_count)
             self._busy_s += passed
         self._since = now
 

@@ -67,13 +67,11 @@ class Simulation:
         steps: one record per step.
         settle: the number of steps that averages exclude.
         sampled_tokens: lengths, in order, of all samples that began and did not fail.
-        made_tokens: tokens that the engines made.
     """
 
     steps: tuple[StepRecord, ...]
     settle: int
     sampled_tokens: NDArray[np.float64]
-    made_tokens: float
 
     def __repr__(self) -> str:
         return f"<Simulation of {len(self.steps)} steps: {self.step_s:.4g} s a step>"
@@ -92,11 +90,6 @@ class Simulation:
     def step_s(self) -> float:
         """Mean seconds of a step."""
         return self.settled_s / len(self.settled)
-
-    @property
-    def groups_per_s(self) -> float:
-        """Groups trained on per second."""
-        return sum(len(step.lags) for step in self.settled) / self.settled_s
 
     @property
     def trainer_idle(self) -> float:
@@ -159,7 +152,6 @@ class Simulation:
         rows = {
             "steps": f"{len(self.settled)} of {len(self.steps)}",
             "seconds a step": f"{self.step_s:.4g}",
-            "groups a second": f"{self.groups_per_s:.4g}",
             "trainer idle": f"{self.trainer_idle:.1%}",
             "engines idle": f"{self.engine_idle:.1%}",
             "lag of a group": f"{self.lag:.2f}  ({shares})",
@@ -187,9 +179,7 @@ def simulate(
     max_in_flight: int,
     publish_s: float = 0.0,
     pause_s: float = 0.0,
-    send_s: float = 0.0,
     by_sample: bool = False,
-    capacity: int | None = None,
     retries: Retries | None = None,
     steps: int = 100,
     settle: int = 0,
@@ -206,15 +196,13 @@ def simulate(
     Args:
         workload: the prompts and the lengths of their answers.
         engines: each request goes to the engine with the fewest (`serving.least_loaded`).
-        train_s: seconds of a step, a distribution of them, or a callable of the batch's tokens.
+        train_s: seconds of a step, or a callable of the batch's tokens.
         staleness: the policy of the loop.
         batch_size: groups in a step.
         max_in_flight: requests at a time. A request is a group, or a sample with `by_sample`.
         publish_s: seconds after a step until engines have the new weights. The trainer waits.
         pause_s: the last part of `publish_s`, in which engines pause.
-        send_s: additional seconds until engines have the weights, while the next step trains.
         by_sample: request single samples (`group_size`) instead of whole groups.
-        capacity: groups that the buffer holds. Default: the groups that may wait within the bound.
         retries: retries of samples that fail.
         steps: steps to simulate.
         settle: the number of first steps that averages exclude.
@@ -224,17 +212,16 @@ def simulate(
     Raises:
         UsageError: there are 0 engines or steps, or `pause_s` is longer than `publish_s`.
     """
-    if not engines or not 0 <= settle < steps or not 0 <= pause_s <= publish_s or send_s < 0:
+    if not engines or not 0 <= settle < steps or not 0 <= pause_s <= publish_s:
         raise UsageError(
-            f"needs an engine, settle < steps, pause_s <= publish_s and send_s >= 0; got "
-            f"{len(engines)} engines, {settle} and {steps}, {pause_s}, {publish_s} and {send_s} s."
+            f"needs an engine, settle < steps and pause_s <= publish_s; got {len(engines)} "
+            f"engines, {settle} and {steps}, {pause_s} and {publish_s} s."
         )
     clock = VirtualClock()
-    if capacity is None:
-        capacity = (staleness.max_off_policy_steps + 1) * batch_size
+    capacity = (staleness.max_off_policy_steps + 1) * batch_size
 
     async def main() -> Simulation:
-        world = World(workload, engines, train_s, (publish_s - pause_s, pause_s, send_s), seed)
+        world = World(workload, engines, train_s, (publish_s - pause_s, pause_s), seed)
         loop = AsyncLoop(
             prompts=world.prompts(),
             generate=world.generate,
@@ -254,8 +241,7 @@ def simulate(
                 records.append(_record(step, world))
                 if progress is not None:
                     progress(len(records), steps)
-        made = sum(engine.made for engine in world.engines)
-        return Simulation(tuple(records), settle, np.array(world.sampled), made)
+        return Simulation(tuple(records), settle, np.array(world.sampled))
 
     return run_in_virtual_time(main())
 

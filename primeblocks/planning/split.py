@@ -53,14 +53,11 @@ class CostTable:
             )
 
     def gpu_bytes(self, micro_batch: int, degree: int) -> float:
-        """Return the memory that a GPU of a replica needs. Pure."""
+        """Return the memory that a GPU of a replica needs."""
         return (self.weight_bytes + micro_batch * self.sample_bytes) / degree
 
     def batch_s(self, micro_batch: float, degree: int) -> float:
-        """Return the seconds of a micro-batch, interpolated between measured ones. Pure.
-
-        A micro-batch below the smallest measured one takes as long as that one.
-        """
+        """Return the seconds of a micro-batch, interpolated, and at least the smallest one's."""
         table = sorted((b, b * s) for (b, m), s in self.sample_s.items() if m == degree)
         sizes, seconds = zip(*table, strict=True)
         return float(np.interp(micro_batch, sizes, seconds))
@@ -68,14 +65,9 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a loop.
+    """One side of a loop: replicas of `degree` GPUs that take `micro_batch` samples at a time.
 
-    Args:
-        degree: GPUs of a replica.
-        replicas: number of replicas.
-        micro_batch: samples that a replica takes at a time.
-        step_s: seconds for a batch of the loop, without waiting.
-        gpu_bytes: memory needed on a GPU.
+    `step_s` are the seconds for a batch without waiting, `gpu_bytes` the memory needed on a GPU.
     """
 
     degree: int
@@ -95,18 +87,14 @@ class SplitPlan:
     """GPUs for the trainer and for the engine, and the resulting step times.
 
     Args:
-        gpus: the number of all GPUs.
-        trainer: the side of the trainer.
-        engine: the side of the engine.
         publish_s: seconds that the trainer waits for the engine. Part of every step time except
             `bound_s`.
-        together_s: seconds of a synchronous step, in which both sides use all GPUs in turn. The
-            value is infinite if both sides do not fit.
+        together_s: seconds of a synchronous step, in which both sides use all GPUs in turn.
+            Infinite if both sides do not fit.
         bound_s: a lower bound of asynchronous steps, with fractions of GPUs and each side at its
             best.
     """
 
-    gpus: int
     trainer: Side
     engine: Side
     publish_s: float
@@ -165,8 +153,6 @@ def plan_split(
     and one memory constraint.
 
     Args:
-        trainer: measured costs of the trainer.
-        engine: measured costs of the engine.
         gpus: the number of all GPUs.
         batch_size: samples in a step.
         memory_bytes: memory of a GPU.
@@ -194,7 +180,7 @@ def plan_split(
         return step_s + trainer.batch_s(rest, degree) if rest else step_s
 
     def generate_s(most: int, micro_batch: int, degree: int, replicas: int) -> float:
-        """Return the seconds of a batch if there are `most` samples at a time."""
+        # There are `most` samples at a time.
         used, each = min(replicas, most), min(micro_batch, max(1.0, most / replicas))
         return batch_size / used * engine.batch_s(each, degree) / each
 
@@ -242,4 +228,4 @@ def plan_split(
         min(m * s for (b, m), s in table.sample_s.items() if table.gpu_bytes(b, m) <= memory_bytes)
         for table in (trainer, engine)
     )
-    return SplitPlan(gpus, train, generate, publish_s, together_s, batch_size / gpus * sample_s)
+    return SplitPlan(train, generate, publish_s, together_s, batch_size / gpus * sample_s)

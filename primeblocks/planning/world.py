@@ -19,7 +19,7 @@ from .engine import EngineModel, SimulatedEngine
 
 __all__ = ["Seconds", "Workload", "World"]
 
-Seconds = float | Distribution | Callable[[float], float]
+Seconds = float | Callable[[float], float]
 _CHUNK = 1024  # prompts
 Spans = list[tuple[int, float]]  # of a sample: tokens by the policy that made them, in order
 
@@ -76,8 +76,7 @@ class World:
         sampled: lengths, in order, of all samples that began and did not fail.
 
     Args:
-        publish_s: three spans in order: the trainer waits, then engines pause, then the trainer
-            continues until engines have the weights.
+        publish_s: two spans in order: the trainer waits, then engines pause, too.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class World:
         workload: Workload,
         engines: Sequence[EngineModel],
         train_s: Seconds,
-        publish_s: tuple[float, float, float],
+        publish_s: tuple[float, float],
         seed: int,
     ) -> None:
         self.engines = [SimulatedEngine(model) for model in engines]
@@ -96,7 +95,6 @@ class World:
         self._seed = seed
         self._rollouts: dict[tuple[int, ...], Rollout] = {}
         self._drawn: dict[tuple[int, int], tuple[NDArray[np.float64], ...]] = {}
-        self._steps = np.random.default_rng([seed, 1 << 30])
 
     def prompts(self) -> Iterator[_Prompt]:
         """Yield prompts without end."""
@@ -122,15 +120,13 @@ class World:
     async def train(self, groups: Sequence[Group], *, version: int) -> None:
         """Sleep for the time of a training step."""
         seconds = self._train_s
-        if isinstance(seconds, Distribution):
-            seconds = float(seconds.draw(self._steps, 1)[0])
-        elif callable(seconds):
+        if callable(seconds):
             seconds = seconds(sum(size for group in groups for size in group.prompt.sizes()))
         await asyncio.sleep(seconds)
 
-    async def publish(self, version: int) -> asyncio.Task[None] | None:
-        """Sleep for the time of a publish. Return the task of its last part, if there is one."""
-        before_s, pause_s, send_s = self._publish_s
+    async def publish(self, version: int) -> None:
+        """Sleep for the time of a publish, and give the engines the new version."""
+        before_s, pause_s = self._publish_s
         await asyncio.sleep(before_s)
         if pause_s:
             for engine in self.engines:
@@ -138,10 +134,8 @@ class World:
             await asyncio.sleep(pause_s)
             for engine in self.engines:
                 engine.resume()
-        if send_s:
-            return asyncio.create_task(self._send(version, send_s))
-        self._swap(version)
-        return None
+        for engine in self.engines:
+            engine.swap(version)
 
     async def _sample(self, prompt: _Prompt, sample: int) -> Rollout:
         attempt = prompt.attempts[sample]
@@ -200,11 +194,3 @@ class World:
                 finish_reason="stop",
             )
         return self._rollouts[policies]
-
-    async def _send(self, version: int, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        self._swap(version)
-
-    def _swap(self, version: int) -> None:
-        for engine in self.engines:
-            engine.swap(version)

@@ -18,31 +18,21 @@ BUILDERS = {
         dist.ProcessGroup(0, 2), **{"hidden": 8} | changed
     ),
 }
-each_builder = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 
 
-@each_builder
+@pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_an_absent_deep_ep_is_named(build, monkeypatch):
     monkeypatch.setitem(sys.modules, "deep_ep", None)
     with pytest.raises(MissingPackageError, match="deep_ep is not installed. Build it as https"):
         build()
 
 
-@each_builder
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("assert False, 'Invalid NCCL versions'", "AssertionError: Invalid NCCL versions"),
-        ("import deep_ep_cpp_is_not_there", "ModuleNotFoundError: No module named 'deep_ep_cpp_"),
-        ("raise OSError('libnvshmem_host.so.3')", "OSError: libnvshmem_host.so.3"),
-    ],
-)
-def test_a_deep_ep_that_fails_to_import_says_why(build, line, said, monkeypatch, tmp_path):
-    (tmp_path / "deep_ep.py").write_text(line)
+def test_a_deep_ep_that_fails_to_import_says_why(monkeypatch, tmp_path):
+    (tmp_path / "deep_ep.py").write_text("raise OSError('libnvshmem_host.so.3')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "deep_ep", raising=False)
-    with pytest.raises(UnsupportedError, match=f"installed but its import fails with {said}"):
-        build()
+    with pytest.raises(UnsupportedError, match="its import fails with OSError: libnvshmem_host"):
+        BUILDERS["elastic"]()
     assert "deep_ep" not in sys.modules
 
 
@@ -64,10 +54,7 @@ def _rename_num_sms(package):
 @pytest.mark.parametrize(
     ("kind", "change", "said"),
     [
-        ("elastic", lambda p: delattr(p, "ElasticBuffer"), "deep_ep 9.9 lacks ElasticBuffer, "),
         ("elastic", _rename_num_sms, r"lacks ElasticBuffer.dispatch\(num_sms=\)\. This"),
-        ("elastic", lambda p: delattr(p, "EPHandle"), "lacks EPHandle. .* written for DeepEP 2.1"),
-        ("buffer", lambda p: delattr(p, "Config"), "lacks Config.get_nvl_buffer_size_hint, "),
         ("buffer", lambda p: delattr(p, "Buffer"), "lacks Buffer, .* written for DeepEP 1.2"),
     ],
 )
@@ -81,10 +68,8 @@ def test_a_fake_deep_ep_of_another_version_is_refused_by_name(kind, change, said
     ("kind", "size", "error", "said"),
     [
         ("elastic", {"hidden": 12}, ShapeError, "multiple of 8; got 12"),
-        ("buffer", {"hidden": 0}, ShapeError, "multiple of 8; got 0"),
         ("buffer", {"alignment": 0}, PlanError, "must be at least 1; got 0"),
         ("elastic", {"max_tokens": 0}, PlanError, "got 0 and 2"),
-        ("elastic", {"top_k": 33}, PlanError, "got 9 and 33"),
     ],
 )
 def test_sizes_are_refused_before_deep_ep_is_imported(kind, size, error, said):

@@ -34,6 +34,7 @@ def _windows(lengths, ratio):
     return found
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(
     lengths=strategies.ragged_lengths(max_length=30),
     ratio=st.integers(1, 7),
@@ -99,28 +100,13 @@ def _assert_equal_loops(found, lengths, ratio, overlap):
             assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "order"), [(1, "zigzag"), (3, "balanced"), (4, "contiguous")]
+)
 def test_windows_equal_loops(world_size, order):
     for ratio, overlap in ((4, 0), (4, 4), (13, 3)):  # The last over three ranks and more.
         found = ranks.run(_split, PACKING, order, ratio, overlap, 3, world_size=world_size)
         _assert_equal_loops(found, PACKING, ratio, overlap)
-
-
-@settings(max_examples=15)
-@given(
-    world_size=st.integers(1, 4),
-    lengths=strategies.ragged_lengths(max_items=5),
-    order=st.sampled_from(ORDERS),
-    ratio=st.integers(1, 7),
-    overlap=st.integers(0, 9),
-    chunk_tokens=st.integers(1, 5),
-)
-def test_windows_of_any_packing_equal_loops(
-    world_size, lengths, order, ratio, overlap, chunk_tokens
-):
-    found = ranks.run(_split, lengths, order, ratio, overlap, chunk_tokens, world_size=world_size)
-    _assert_equal_loops(found, lengths, ratio, overlap)
 
 
 def _gathered(tokens):
@@ -157,9 +143,8 @@ def _received(lengths, order, ratio, overlap):
     return forward, received[len(forward) :]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_only_the_tokens_that_a_rank_lacks_are_sent(order):
-    world_size, ratio = 3, 4
+def test_only_the_tokens_that_a_rank_lacks_are_sent():
+    world_size, ratio, order = 3, 4, "zigzag"
     plan = plan_sequence(PACKING, ranks=world_size, order=order, chunk_tokens=3)
     entries = plan_entries(plan, ratio)
     for overlap in (0, ratio):

@@ -6,13 +6,12 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeblocks.contrib.dsa_rules.entries import plan_entries
 from primeblocks.contrib.dsa_rules.selectors import (
     TopEntries,
-    TopK,
     TopPools,
     TopTiles,
     all_entries,
@@ -124,16 +123,17 @@ def _assert_equal_one_rank(found, lengths, order):
                 assert_same_bits(keys, found[0][case][1])
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "order"), [(1, "zigzag"), (3, "balanced"), (4, "contiguous")]
+)
 def test_equal_to_transformers(world_size, order):
     """Lists in every row; in float64 the output and gradients too."""
     found = ranks.run(_split, PACKING, order, 300, world_size=world_size)
     _assert_equal_one_rank(found, PACKING, order)
 
 
-@pytest.mark.parametrize("lengths", [(2,), (1, 1, 1), (8, 40)], ids=str)
-def test_ranks_without_tokens_and_without_entries(lengths):
+def test_ranks_without_tokens_and_without_entries():
+    lengths = (1, 1, 1)
     found = ranks.run(_split, lengths, "contiguous", 64 << 20, world_size=4)
     _assert_equal_one_rank(found, lengths, "contiguous")
 
@@ -241,6 +241,7 @@ SMALL, SEEDS = st.integers(1, 5), st.integers(0, 99)
 CHUNKS = st.sampled_from([1, 300, 1 << 20])
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(plan=PLANS, k=SMALL, pool=SMALL, tail=st.booleans(), chunk_bytes=CHUNKS, seed=SEEDS)
 def test_pools_equal_loops(plan, k, pool, tail, chunk_bytes, seed):
     selector = TopPools(k * pool, pool, tail, chunk_bytes)
@@ -248,19 +249,7 @@ def test_pools_equal_loops(plan, k, pool, tail, chunk_bytes, seed):
     _assert_equal_loops(plan, selector, _Pools(k * pool, pool, tail), candidates, 2, seed)
 
 
-@given(plan=PLANS, k=SMALL, chunk_bytes=CHUNKS, seed=SEEDS)
-def test_pools_of_one_token_are_tokens(plan, k, chunk_bytes, seed):
-    q, keys, weights = _drawn(plan.tokens, plan.tokens, 2, seed)
-    for rank in range(plan.ranks):
-        own = plan.indices(rank)
-        indexer = IndexerInputs(q[own], keys[own], weights[own])
-        pools, tokens = (
-            select(indexer, keys, selector=selector, sequence=plan, rank=rank)
-            for selector in (TopPools(k, 1, chunk_bytes=chunk_bytes), TopK(k))
-        )
-        assert torch.equal(pools, tokens)
-
-
+@settings(max_examples=settings().max_examples // 3)
 @given(plan=PLANS, budget=SMALL, size=SMALL, data=st.data(), chunk_bytes=CHUNKS, seed=SEEDS)
 def test_tiles_equal_loops(plan, budget, size, data, chunk_bytes, seed):
     local = data.draw(st.integers(0, budget))
@@ -268,6 +257,7 @@ def test_tiles_equal_loops(plan, budget, size, data, chunk_bytes, seed):
     _assert_equal_loops(plan, selector, _Tiles(budget, size, local), plan.tokens, 2, seed)
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(plan=PLANS, k=SMALL, ratio=SMALL, window=st.integers(0, 9), chunk_bytes=CHUNKS, seed=SEEDS)
 def test_entries_equal_loops(plan, k, ratio, window, chunk_bytes, seed):
     selector = TopEntries(k, ratio, window, chunk_bytes)
@@ -275,6 +265,7 @@ def test_entries_equal_loops(plan, k, ratio, window, chunk_bytes, seed):
     _assert_equal_loops(plan, selector, _Entries(k, ratio, window), candidates, 2, seed)
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(plan=PLANS, ratio=SMALL, window=st.integers(0, 9), chunk_bytes=CHUNKS)
 def test_all_entries_equal_loops(plan, ratio, window, chunk_bytes):
     q, keys, weights = _drawn(plan.tokens, plan_entries(plan, ratio).tokens, 1, 0)

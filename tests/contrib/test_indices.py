@@ -35,7 +35,7 @@ def drawn(seed, lengths, layers, top_k, *, keep, missing=0.0):
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=settings().max_examples // 3)
 @given(
     seed=st.integers(0, 2**32),
     lengths=st.lists(st.integers(1, 40), max_size=4),
@@ -50,7 +50,7 @@ def test_unpack_after_pack_is_the_identity(seed, lengths, layers, top_k, keep, m
     assert Indices.unpack(bytes(indices.pack())) == indices
 
 
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 3)
 @given(seed=st.integers(0, 2**32), data=st.data())
 def test_a_flipped_byte_is_refused(seed, data):
     payload = bytearray(drawn(seed, [30, 5], 2, 4, keep=0.7, missing=0.1).pack())

@@ -16,9 +16,8 @@ from tests.fp8.launches import Launches
 TOKENS, WORDS, WIDTH = 11, 23, 5
 CHUNKS = {"chunk_tokens": 4, "chunk_words": 7}  # Divide neither.
 OPTIONS = (
-    {},
-    {"softcap": 1.5, "temperature": 0.7, "bias": True},
-    {"temperature": "each", "bias": True, "choices": 3},
+    {"temperature": 0.7},
+    {"temperature": "each", "choices": 3},
 )
 
 
@@ -31,8 +30,6 @@ def operands(options=None, *, dtype=torch.float64):
         return x.to(dtype).requires_grad_()
 
     leaves = [draw(TOKENS, WIDTH), draw(WORDS, WIDTH)]
-    if options.pop("bias", False):
-        leaves.append(draw(WORDS))
     choices = [options.pop("choices")] if "choices" in options else []
     ids = torch.randint(WORDS, (TOKENS, *choices), generator=generator)
     if options.get("temperature") == "each":
@@ -46,10 +43,8 @@ def operands(options=None, *, dtype=torch.float64):
 
 def plain(leaves, ids, options):
     """The definition, with all logits."""
-    hidden, weight, *bias = leaves
-    logits = hidden @ weight.T + (bias[0] if bias else 0)
-    if cap := options.get("softcap"):
-        logits = cap * torch.tanh(logits / cap)
+    hidden, weight = leaves
+    logits = hidden @ weight.T
     scale = options.get("temperature", 1.0)
     logits = logits / (scale[:, None] if isinstance(scale, torch.Tensor) else scale)
     every = torch.log_softmax(logits, -1)
@@ -58,8 +53,7 @@ def plain(leaves, ids, options):
 
 
 def scores(leaves, ids, options, **more):
-    bias = {"bias": leaves[2]} if len(leaves) > 2 else {}
-    return token_scores(leaves[0], leaves[1], ids, **bias, **options, **CHUNKS, **more)
+    return token_scores(*leaves, ids, **options, **CHUNKS, **more)
 
 
 def loss_of(seen, weights, own=slice(None)):
@@ -67,13 +61,11 @@ def loss_of(seen, weights, own=slice(None)):
 
 
 def chunked(leaves, ids, options, weights, **more):
-    bias = {"bias": leaves[2]} if len(leaves) > 2 else {}
     total = chunked_loss(
-        *leaves[:2],
+        *leaves,
         ids,
         loss=lambda seen, own: loss_of(seen, weights, own),
         **CHUNKS,
-        **bias,
         **options,
         **more,
     )
@@ -93,7 +85,7 @@ def test_equal_to_the_plain_ones_with_gradients(given):
         torch.testing.assert_close(
             torch.autograd.grad(loss_of(seen, weights), leaves), grads, **close
         )
-    alone = token_logprobs(*leaves[:2], ids, **options, bias=(*leaves, None)[2], **CHUNKS)
+    alone = token_logprobs(*leaves, ids, **options, **CHUNKS)
     torch.testing.assert_close(alone, expected[0], **close)
     # One output alone has a path of its own.
     for own, seen in ((0, alone), (1, scores(leaves, ids, options)[1])):
@@ -111,7 +103,7 @@ def test_equal_to_the_plain_ones_with_gradients(given):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errs_no_more_than_the_plain_ones_in_low_precision(dtype):
     """Of bfloat16 operands in float32: there the plain computation has float32 operands too."""
-    given, ids, options, weights = operands(OPTIONS[1], dtype=dtype)
+    given, ids, options, weights = operands(OPTIONS[0], dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in given]
     naive = [x.detach().float().requires_grad_() for x in given]
 
@@ -194,7 +186,7 @@ def test_words_outside_and_tokens_without_weight():
 
 
 def test_temperatures_may_be_of_another_dtype():
-    leaves, ids, options, _ = operands(OPTIONS[2])
+    leaves, ids, options, _ = operands(OPTIONS[1])
     options["temperature"] = options["temperature"].bfloat16()
     expected = plain(leaves, ids, dict(options, temperature=options["temperature"].double()))
     seen = scores(leaves, ids, options)
@@ -211,8 +203,8 @@ def _over_ranks(given, cuts):
     rank, group = dist.get_rank(), dist.group.WORLD
     rows = slice(cuts[rank], cuts[rank + 1])
     grads = torch.autograd.grad(loss_of(expected, weights), leaves)
-    grads = (grads[0], *(x[rows] for x in grads[1:]))
-    own = [leaves[0], *(x.detach()[rows].clone().requires_grad_() for x in leaves[1:])]
+    grads = grads[0], grads[1][rows]
+    own = [leaves[0], leaves[1].detach()[rows].clone().requires_grad_()]
     sharded = {"group": group, "first_word": rows.start}
     close = {"rtol": 1e-12, "atol": 1e-12}
     seen = scores(own, ids, options, **sharded)
@@ -224,7 +216,7 @@ def _over_ranks(given, cuts):
     shifted = scores(own, ids, options, group=group, first_word=rows.start + WORDS * (not rank))
     assert shifted.logprobs.isnan().any()
     try:
-        scores(own if rank else [own[0][:-1], *own[1:]], ids, options, **sharded)
+        scores(own if rank else [own[0][:-1], own[1]], ids, options, **sharded)
     except ShapeError:
         return rank == 0, seen
     except RankError:
@@ -248,9 +240,7 @@ def test_refusals_say_what_to_pass():
         (ShapeError, "flatten", lambda: unchecked(hidden[None], weight, ids)),
         (ShapeError, "int64", lambda: unchecked(hidden, weight, ids.double())),
         (ShapeError, "head_dtype", lambda: unchecked(hidden, weight.float(), ids)),
-        (ShapeError, "one a row", lambda: unchecked(hidden, weight, ids, bias=hidden[0])),
         (UsageError, "temperature", lambda: unchecked(hidden, weight, ids, temperature=0)),
-        (UsageError, "softcap", lambda: unchecked(hidden, weight, ids, softcap=-1.0)),
         (
             ShapeError,
             "one number",

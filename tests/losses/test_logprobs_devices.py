@@ -20,8 +20,7 @@ def test_equal_to_the_plain_ones(given, device):
     close = {"rtol": 1e-12, "atol": 1e-12, "check_device": False}
     torch.testing.assert_close(tuple(seen), expected, **close)
     torch.testing.assert_close(found, grads, **close)
-    bias = {"bias": there[2]} if len(there) > 2 else {}
-    alone = token_logprobs(*there[:2], ids.to(device), **bias, **options, **CHUNKS)
+    alone = token_logprobs(*there, ids.to(device), **options, **CHUNKS)
     torch.testing.assert_close(alone, expected[0], **close)
 
 

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.async_loop_parts.packing import draws
@@ -24,7 +24,6 @@ from primeblocks.parallel import plan_sequence
 BUDGET = 64
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, BUDGET), max_size=40),
     ranks=st.integers(1, 5),
@@ -55,7 +54,6 @@ def test_a_plan_holds_each_rollout_once_within_the_budget(lengths, ranks, balanc
     assert len(plan.table().splitlines()) == 1 + ranks
 
 
-@settings(max_examples=60, deadline=None)
 @given(weights=st.lists(st.integers(1, 30), min_size=1, max_size=7), parts=st.integers(1, 3))
 def test_parts_are_close_to_the_best_and_the_bound_holds(weights, parts):
     best = min(
@@ -110,7 +108,6 @@ def batches(draw):
     return batch
 
 
-@settings(max_examples=50, deadline=None)
 @given(batch=batches(), multiple_of=st.integers(1, 7), ranks=st.integers(1, 3))
 def test_unpack_is_the_inverse_and_rows_stay_aligned(batch, multiple_of, ranks):
     lengths = [len(rollout.tokens) for rollout in batch]

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.async_loop import Rollout
@@ -104,7 +104,6 @@ def _naive(batch, *, routes):
     return paths
 
 
-@settings(max_examples=300, deadline=None)
 @given(batch=batches(), routes=st.sampled_from(["exact", "first", "own"]))
 def test_positions_are_shared_exactly_where_a_naive_trie_shares_them(batch, routes):
     plan = plan_trees(batch, routes=routes)
@@ -153,7 +152,6 @@ def _assert_sound(plan, batch):
     assert plan.pairs == (sum(n * (n + 1) // 2 for n in plan.lengths), sum(seen))
 
 
-@settings(max_examples=150, deadline=None)
 @given(batch=batches(), routes=st.sampled_from(["exact", "first", "own"]))
 def test_imposed_routes_are_each_rollouts_own_or_by_the_rule(batch, routes):
     plan = plan_trees(batch, routes=routes)
@@ -214,7 +212,6 @@ def test_one_slot_of_one_layer_parts_rollouts_or_not_by_the_rule():
     assert named.segment_lengths == (2, 4, 4)
 
 
-@settings(max_examples=100, deadline=None)
 @given(batch=batches(), padding=st.integers(0, 3))
 def test_what_rows_predict_is_found_on_whichever_rank_holds_them(batch, padding):
     if not batch:
@@ -247,7 +244,6 @@ def test_padding_is_a_root_and_no_rollouts_are_a_plan():
     assert plan.positions.tolist() == [0, 1, 1, 0, 1]
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     batch=batches(with_routes=False),
     ranks=st.integers(1, 3),

@@ -40,8 +40,7 @@ def test_a_lognormal_has_the_mean_that_was_asked_for():
         lambda: planning.lognormal(mean=1, sigma=-1),
         lambda: planning.empirical([]),
         lambda: planning.empirical([1.0, math.inf]),
-        lambda: planning.EngineModel({}),
-        lambda: planning.EngineModel({1: 0.0}),
+        lambda: planning.EngineModel(len, max_running=0),
         lambda: planning.decode_latency(step_s=0),
         lambda: planning.Workload(planning.constant(1), samples=0),
         lambda: planning.Workload(planning.constant(1), turns=2),
@@ -122,7 +121,7 @@ def random_tables(generator, *, weights=4.0):
     ]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_best_division_is_found(seed):
     generator = np.random.default_rng(seed)
     trainer, engine = random_tables(generator)

@@ -64,30 +64,34 @@ def serve(body, model):
             ends[name] = round(loop.time(), 6), [(v, round(size, 6)) for v, size in spans]
 
         await body(engine, ask)
-        return ends, engine.busy_s, engine.made
+        return ends, engine.busy_s
 
     return run_in_virtual_time(main())
 
 
-SHARED = planning.EngineModel({1: 10.0})  # 10 tokens a second, shared by all that run
+def shared(rate):
+    """An engine of so many tokens a second, however many requests share it."""
+    return planning.EngineModel(lambda running: rate)
+
+
+SHARED = shared(10.0)
 
 
 def test_requests_share_an_engine():
     async def body(engine, ask):
         await asyncio.gather(ask("a", 0, 30), ask("b", 1, 10), ask("c", 9, 10))
 
-    ends, busy_s, made = serve(body, SHARED)
+    ends, busy_s = serve(body, SHARED)
     # a alone for 1 s; both for 2 s, until b has its 10; a has 20 and goes on alone for 1 s.
     assert ends == {"b": (3.0, [(3, 10)]), "a": (4.0, [(3, 30)]), "c": (10.0, [(3, 10)])}
     assert busy_s == pytest.approx(5.0)
-    assert made == pytest.approx(50)
 
 
 def test_requests_beyond_the_most_wait_their_turn():
     async def body(engine, ask):
         await asyncio.gather(ask("a", 0, 10), ask("b", 0, 10), ask("c", 0, 20))
 
-    ends, _, _ = serve(body, planning.EngineModel({1: 10.0, 2: 20.0}, max_running=2))
+    ends, _ = serve(body, planning.EngineModel(lambda running: 10.0 * running, max_running=2))
     assert {name: end for name, (end, _) in ends.items()} == {"a": 1.0, "b": 1.0, "c": 3.0}
 
 
@@ -104,7 +108,7 @@ def test_weights_change_under_a_request_and_a_pause_takes_its_time():
 
         await asyncio.gather(ask("a", 0, 30), update())
 
-    ends, busy_s, _ = serve(body, SHARED)
+    ends, busy_s = serve(body, SHARED)
     assert ends == {"a": (8.0, [(3, 10), (4, 5), (5, 15)])}
     assert busy_s == pytest.approx(3.0)
 
@@ -119,16 +123,9 @@ def test_a_cancelled_request_leaves_its_place():
         waiting.cancel()
         await last
 
-    ends, _, made = serve(body, planning.EngineModel({1: 10.0}, max_running=1))
+    ends, busy_s = serve(body, planning.EngineModel(lambda running: 10.0, max_running=1))
     assert ends == {"c": (2.0, [(3, 10)])}
-    assert made == pytest.approx(20)
-
-
-def test_throughput_is_interpolated_in_the_time_of_a_decode_step():
-    model = planning.EngineModel({2: 100.0, 4: 160.0})
-    # Steps of 20 and 25 ms: 22.5 between them; no faster below, and no more throughput above.
-    found = [round(model.token_s(running), 9) for running in (1, 2, 3, 4, 8)]
-    assert found == [0.02, 0.02, 0.0225, 0.025, 0.05]
+    assert busy_s == pytest.approx(2.0)
 
 
 def loop(spread=None, *, on_stale="pace", bound=2, **changes):
@@ -175,9 +172,8 @@ def test_on_policy_nothing_overlaps():
 def test_every_step_trains_a_batch_and_no_token_is_lost():
     found = loop(samples=2)
     assert all(len(step.lags) == 32 and len(step.tokens) == 64 for step in found.steps)
-    assert found.trained_tokens.sum() <= found.made_tokens <= found.sampled_tokens.sum()
+    assert found.trained_tokens.sum() <= found.sampled_tokens.sum()
     assert "lag of a group" in found.table()
-    assert found.groups_per_s == pytest.approx(32 / found.step_s)
 
 
 @pytest.mark.stress
@@ -227,7 +223,6 @@ def test_tools_take_time_and_leave_the_engine_to_others():
         for more in ({}, {"turns": 3, "tool_s": planning.constant(7.0)})
     )
     assert tools.step_s == pytest.approx(plain.step_s + 2 * 7.0, rel=1e-6)
-    assert tools.made_tokens == pytest.approx(plain.made_tokens)
 
 
 @pytest.mark.stress
@@ -242,7 +237,7 @@ def test_failures_are_tried_again_and_counted():
 
 @pytest.mark.stress
 def test_the_slower_engine_gets_fewer_requests():
-    fast, slow = planning.EngineModel({1: 400.0}), planning.EngineModel({1: 100.0})
+    fast, slow = shared(400.0), shared(100.0)
     one = loop(engines=[fast, fast], train_s=1.0, steps=20)
     mixed = loop(engines=[fast, slow], train_s=1.0, steps=20)
     # Least loaded: 500 tokens a second in place of 800, and not 200, as halves would give.
@@ -250,20 +245,9 @@ def test_the_slower_engine_gets_fewer_requests():
 
 
 @pytest.mark.stress
-def test_weights_that_travel_during_the_next_step_do_not_hold_it_up():
-    waits, travels = (
-        loop(train_s=20.0, settle=10, publish_s=a, send_s=b) for a, b in ((5.0, 0.0), (1.0, 4.0))
-    )
-    assert waits.step_s == pytest.approx(25.0)
-    assert travels.step_s == pytest.approx(21.0)
-
-
-@pytest.mark.stress
 def test_a_step_may_depend_on_its_tokens():
     found = loop(planning.constant(1000), train_s=lambda tokens: tokens / 1000, bound=0, steps=3)
     assert found.step_s == pytest.approx(13.2 + 32 + 1)
-    varied = loop(train_s=planning.lognormal(mean=60, sigma=0.3), settle=10)
-    assert varied.step_s == pytest.approx(61, rel=0.2)
 
 
 def test_it_runs_where_an_event_loop_runs_already():
@@ -277,7 +261,7 @@ def test_it_runs_where_an_event_loop_runs_already():
 
 
 @pytest.mark.parametrize(
-    "broken", [{"engines": []}, {"settle": 40}, {"pause_s": 2.0}, {"steps": 0}, {"send_s": -1.0}]
+    "broken", [{"engines": []}, {"settle": 40}, {"pause_s": 2.0}, {"steps": 0}]
 )
 def test_nonsense_is_refused(broken):
     with pytest.raises(UsageError, match="needs an engine"):
@@ -285,13 +269,13 @@ def test_nonsense_is_refused(broken):
 
 
 @functools.cache
-def marins(bound, on_stale="drop"):
-    return marin.run(marin.BRANCH[bound], on_stale=on_stale)
+def marins(bound):
+    return marin.run(marin.BRANCH[bound])
 
 
-# The other five rows are in the benchmark.
+# The other rows are in the benchmark.
 @pytest.mark.stress
-@pytest.mark.parametrize("row", marin.BRANCH, ids=str)
+@pytest.mark.parametrize("row", [marin.BRANCH[bound] for bound in (0, 2, 4)], ids=str)
 def test_marins_rows(row):
     """Two numbers are fitted to 0, 1 and 4. The others are foretold, and the discards of all."""
     found = marins(row.bound)
@@ -302,9 +286,8 @@ def test_marins_rows(row):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("on_stale", ["drop", "pace"])
-def test_speed_up_on_marins_shape(on_stale):
-    assert marins(0).total_s / marins(4, on_stale).total_s >= 2.12
+def test_speed_up_on_marins_shape():
+    assert marins(0).total_s / marins(4).total_s >= 2.12
 
 
 @pytest.mark.stress

@@ -74,8 +74,6 @@ def _mean(by_rank):
 @pytest.mark.parametrize(
     ("world_size", "degrees", "dispatch", "attention", "recompute"),
     [
-        (2, {"expert": 2}, "once_per_choice", "ring", False),
-        (2, {"context": 2}, "once_per_choice", "ring", False),
         (4, {"expert": 2, "context": 2}, "once_per_rank", "ulysses", True),
         (4, {"expert": 4, "context": 4}, "once_per_choice", "ring", True),
         (4, {"expert": 2, "replicate": 2}, "once_per_rank", "ring", False),

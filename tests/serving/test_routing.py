@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.serving_parts.simulator import AgentTurn, ServingModel, Session, simulate_serving
 from primeblocks.errors import EngineError, UsageError
 from primeblocks.planning import EngineModel, decode_latency
-from primeblocks.planning.serving import AgentTurn, ServingModel, Session, simulate_serving
 from primeblocks.serving import (
     AddedSeconds,
     EngineState,

@@ -32,7 +32,7 @@ _DTYPES = {
     "cuda": (torch.bfloat16, torch.float16),
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
 }
-_NEUTRAL = {"bias": None, "temperature": 1.0, "head_dtype": None, "group": None, "first_word": 0}
+_NEUTRAL = {"temperature": 1.0, "head_dtype": None, "group": None, "first_word": 0}
 _OTHER = "Use primeblocks.losses.logprobs.token_logprobs, which does."
 
 
@@ -41,7 +41,6 @@ def token_logprobs(
     weight: Float[Tensor, "words hidden"],
     ids: Int[Tensor, " tokens"],
     *,
-    softcap: float | None = None,
     filter_eps: float | None = None,
     **options: Any,
 ) -> Float[Tensor, " tokens"]:
@@ -57,7 +56,6 @@ def token_logprobs(
         hidden: the hidden states.
         weight: the weight of the head.
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
-        softcap: as in `losses.logprobs.token_logprobs`.
         filter_eps: skip blocks of the backward in which all values are below it. A value is the
             probability, minus one for the chosen word. A token's own gradient does not count. The
             package's own default is the dtype's epsilon / 32. None skips no block.
@@ -70,7 +68,7 @@ def token_logprobs(
 
     Source: arXiv:2411.09009; github.com/apple/ml-cross-entropy.
     """
-    check_operands(hidden, weight, ids, None, 1.0, Head(0, softcap, None, (1, 1), None, False))
+    check_operands(hidden, weight, ids, 1.0, Head(0, None, (1, 1), None, False))
     _check(hidden, ids, options)
     if not len(ids):  # No grid of programs has no side.
         return (hidden @ weight[:1].mT)[:, 0].float()
@@ -80,7 +78,6 @@ def token_logprobs(
         weight.contiguous(),
         # The package reads rows by unchecked ids, and gives -100 a loss of 0.
         ids.long().clamp(0, len(weight) - 1),
-        softcap=softcap,
         reduction="none",
         filter_eps=filter_eps,
         impl="cce" if hidden.device.type == "cuda" else "torch_compile",

@@ -211,7 +211,7 @@ def test_a_table_names_groups_and_tiers():
     table = plan.table()
     for word in ("sliding_attention", "full_attention", "nothing is evicted", "host", "disk"):
         assert word in table
-    assert len(table.splitlines()) == 1 + 2 + 1 + 3 + 3 + 2
+    assert len(table.splitlines()) == 1 + 2 + 1 + 3 + 3 + 1
 
 
 @pytest.mark.parametrize("bad", [{"layers": 0}, {"heads": 0}, {"window": 0}, {"max_keys": 0}])

@@ -12,10 +12,11 @@ from operator import attrgetter
 
 import numpy as np
 
-from ..errors import UsageError
-from ..serving import Fleet, Request, Route
-from .engine import EngineModel, SimulatedEngine
-from .virtual import run_in_virtual_time
+from primeblocks.errors import UsageError
+from primeblocks.planning import EngineModel
+from primeblocks.planning.engine import SimulatedEngine
+from primeblocks.planning.virtual import run_in_virtual_time
+from primeblocks.serving import Fleet, Request, Route
 
 Pages = tuple[Hashable, ...]
 
