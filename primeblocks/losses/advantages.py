@@ -4,6 +4,9 @@ Rewards are `[groups, members]`. Members may be missing: if `mask` is False, the
 value, and its advantage is 0. Differences are computed in float64. Members with equal rewards get
 exactly 0. For one advantage per token use `advantages.flatten()[sequence_ids]` for packs, or
 `advantages.view(-1, 1).expand_as(mask)` for rows.
+
+All functions raise `ShapeError` if the rewards have other dims, are not floating or have no
+members, or if the mask has another shape.
 """
 
 from __future__ import annotations
@@ -39,9 +42,6 @@ def group_advantages(
         normalise: divide by the group's standard deviation, as GRPO does. Without it, groups with
             larger differences count more (Dr. GRPO).
 
-    Raises:
-        ShapeError: the rewards are not floating `[groups, members]`, with at least one member.
-
     Source: arXiv:2402.03300 (GRPO), arXiv:2503.20783 (Dr. GRPO).
     """
     rewards, mask = _checked(rewards, mask, dims=2)
@@ -56,9 +56,6 @@ def leave_one_out_advantages(
     """Return how much better each rollout is than the mean of the other rollouts. Pure. Local.
 
     n / (n - 1) (r - mean), with an unbiased baseline. A group of one member gets 0.
-
-    Raises:
-        ShapeError: as for `group_advantages`.
 
     Source: arXiv:2402.14740 (RLOO).
     """
@@ -78,9 +75,6 @@ def max_rl_advantages(
 
     Args:
         rewards: not negative.
-
-    Raises:
-        ShapeError: as for `group_advantages`.
 
     Source: arXiv:2602.02710 (MaxRL).
     """
@@ -109,7 +103,6 @@ def turn_advantages(
         mask: the turns that each member has. A missing turn between others counts 0.
 
     Raises:
-        ShapeError: the rewards are not floating `[groups, members, turns]`, or the mask differs.
         UsageError: `discount` is not within [0, 1].
 
     Source: arXiv:2505.11821 (turns have advantages of their own).

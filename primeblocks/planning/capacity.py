@@ -162,11 +162,6 @@ class CapacityPlan:
         """Whether no rollout is evicted from a GPU before it ends, for every order of growth."""
         return self.peak_bytes <= self.kv_bytes
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one more token in all layers, with each head counted once and no states."""
-        return sum(each.token_bytes for each in self.groups)
-
     def table(self) -> str:
         """Return bytes by layer group, by GPU and by tier, then the cost of what is left over."""
         lines = [
@@ -217,8 +212,6 @@ def plan_capacity(
     Args:
         groups: layers with equal caches, from `kv_groups` or written by hand.
         rollouts: one entry for each shape.
-        gpu: the memory of each GPU.
-        weights: the sizes of the weights.
         tensor: ranks of one replica.
         gpus: number of GPUs. None finds the fewest that hold everything.
         page_tokens: tokens of a page, which is the engine's block size.
@@ -270,8 +263,7 @@ class _Load:
     weights: Weights
     tensor: int
 
-    def room(self, data: int) -> int:
-        """Return the bytes for pages on each GPU."""
+    def room(self, data: int) -> int:  # Bytes for pages on each GPU.
         return self.gpu.usable_bytes - self.weights.rank_bytes(tensor=self.tensor, data=data)
 
     def peak(self, data: int) -> Footprint:

@@ -118,7 +118,6 @@ class DsaPlan:
 
     @property
     def score_fraction(self) -> float:
-        """Memory of scores over the memory of the full matrix."""
         return self.score_bytes / self.full_score_bytes if self.full_score_bytes else 0.0
 
     def table(self) -> str:
@@ -142,10 +141,7 @@ class DsaPlan:
 def plan_dsa(sequence: SequencePlan, sizes: DsaSizes, *, chunk_bytes: int = 64 << 20) -> DsaPlan:
     """Compute what sparse attention over a plan sends, computes and stores. Pure.
 
-    Args:
-        sequence: the plan of the sequence.
-        sizes: the sizes of the model.
-        chunk_bytes: as for `TopK`.
+    `chunk_bytes` is that of `TopK`.
     """
     others, most = sequence.ranks - 1, max(sequence.counts)
     cost = dsa_cost(sizes)

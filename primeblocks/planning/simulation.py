@@ -35,8 +35,6 @@ class StepRecord:
     """One step of a simulated loop.
 
     Args:
-        end_s: the time at which it ended.
-        trainer_idle_s: seconds that the trainer waited for its batch.
         engine_busy_s: mean seconds until then in which an engine had a request.
         lags: for each group, the version that trained on it minus the version at its submission.
         token_lag: the mean of the same difference over tokens.
@@ -83,12 +81,10 @@ class Simulation:
 
     @property
     def total_s(self) -> float:
-        """Seconds of all steps, also of the first ones."""
         return self.steps[-1].end_s
 
     @property
     def step_s(self) -> float:
-        """Mean seconds of a step."""
         return self.settled_s / len(self.settled)
 
     @property
@@ -125,7 +121,6 @@ class Simulation:
 
     @property
     def failed(self) -> int:
-        """Attempts that raised."""
         return sum(step.failed for step in self.settled)
 
     @property

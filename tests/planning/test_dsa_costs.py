@@ -63,21 +63,22 @@ def test_bytes_are_those_of_the_plan(dtype, shared):
             }
 
 
-def test_scores_take_the_memory_that_is_planned():
+def test_scores_take_the_memory_that_is_planned(full):
     """16,384 tokens on eight ranks: at most a hundredth of the matrix of scores."""
-    tokens, k = 16_384, 64
+    (tokens, chunk_bytes), k = (16_384, 1 << 20) if full else (8_192, 1 << 18), 64
     sizes = DsaSizes(heads=2, index_heads=2, layers=1, index_layers=1, top_k=k, index_dim=8)
     plan = plan_sequence([tokens], ranks=8, order="contiguous", cost=dsa_cost(sizes))
-    planned = plan_dsa(plan, sizes, chunk_bytes=1 << 20)
-    assert planned.full_score_bytes == 2048 * tokens * 4
+    planned = plan_dsa(plan, sizes, chunk_bytes=chunk_bytes)
+    rows = tokens // 8
+    assert planned.full_score_bytes == rows * tokens * 4
     assert planned.score_fraction <= 0.01
     generator = torch.Generator().manual_seed(0)
     q, keys, weights = (
-        torch.randn(*s, generator=generator) for s in ((2048, 2, 8), (tokens, 8), (2048, 2))
+        torch.randn(*s, generator=generator) for s in ((rows, 2, 8), (tokens, 8), (rows, 2))
     )
     # Not by `select`, whose operator shows nothing of its inside.
     with StepCounter() as step, torch.no_grad():
-        indices = dsa.TopK(k, chunk_bytes=1 << 20).select(
+        indices = dsa.TopK(k, chunk_bytes=chunk_bytes).select(
             q, weights, keys, sequence=plan, rank=7, scores=dsa.index_scores
         )
     most = step.peak_bytes - indices.nbytes

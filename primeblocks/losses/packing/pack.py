@@ -25,19 +25,16 @@ class Pack:
     """A micro-batch of concatenated rollouts.
 
     Arrays of *tokens* have a row per token, including prompts and padding. Arrays of *completions*
-    have a row per completion token, rollout after rollout. Give the model the former. The head and
-    the loss need only the latter: `hidden[pack.predictors]` predicts `pack.targets`.
+    (`logprobs`, `versions`, `loss_mask`) have a row per completion token, rollout after rollout.
+    Give the model the former. The head and the loss need only the latter:
+    `hidden[pack.predictors]` predicts `pack.targets`.
 
     Attributes:
         indices: positions of the rollouts in the batch.
-        tokens: ids, int64. Padding is 0.
-        positions: int64, of each token inside its rollout.
-        cu_seqlens: int32, the start of each sequence, and the end. Padding is the last sequence.
-        prompt_lengths: int64, by rollout.
+        tokens: ids. Padding is 0.
+        positions: of each token inside its rollout.
+        cu_seqlens: the start of each sequence, and the end. Padding is the last sequence.
         padding: tokens after the last rollout.
-        logprobs: float64, the engine's, of completions.
-        versions: int64, of completions.
-        loss_mask: bool, of completions.
         per_token: attachments with a row per token. Padding has zeros.
         per_completion: attachments with a row per completion token.
         others: by rollout, values of the whole rollout: reward, prompt_id, other attachments.
@@ -122,8 +119,7 @@ class Pack:
     def at_predictors(self, values: NDArray, *, fill: Any) -> NDArray:
         """Return rows of completions at the tokens that predict them, and `fill` at other tokens.
 
-        Use it for a sequence that ranks share. Labels are `pack.at_predictors(pack.targets,
-        fill=-100)`. Split every array with a row per token the same way.
+        Use it for a sequence that ranks share: `pack.at_predictors(pack.targets, fill=-100)`.
 
         Raises:
             ShapeError: `values` does not have a row per completion token.

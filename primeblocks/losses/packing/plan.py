@@ -23,14 +23,9 @@ def sequence_flops(
     """Return a cost function: training FLOPs of a sequence, from its length. Pure.
 
     It is `6 * active_parameters * n + 6 * layers * attention_width * n**2`. The square is causal
-    softmax attention. The backward costs twice the forward in both terms, and recomputation
-    raises both alike. The defaults are those of Qwen3-30B-A3B. There attention costs more than the
-    rest from 16,800 tokens on.
-
-    Args:
-        active_parameters: parameters that a token passes through, including the head.
-        layers: layers of softmax attention.
-        attention_width: query heads x their size.
+    softmax attention, over query heads x their size. Active parameters include the head. The
+    defaults are those of Qwen3-30B-A3B, where attention costs more than the rest from 16,800
+    tokens on.
     """
     each, pair = 6.0 * active_parameters, 6.0 * layers * attention_width
 

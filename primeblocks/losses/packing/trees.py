@@ -75,10 +75,7 @@ class TreePlan:
     def flops(
         self, *, active_parameters: float = 3.3e9, layers: int = 48, attention_width: int = 4096
     ) -> tuple[float, float]:
-        """FLOPs of training on separate rollouts, and on the trees. Pure.
-
-        Forward and backward, counted as `sequence_flops` counts them, with the same defaults.
-        """
+        """FLOPs of training on separate rollouts and on trees, counted as in `sequence_flops`."""
         each, pair = 6.0 * active_parameters, 12.0 * layers * attention_width
         positions = len(self.rows), len(self.places)
         separate, shared = (
@@ -90,9 +87,8 @@ class TreePlan:
         """Return positions, attention pairs, FLOPs and bytes: separate, shared, and the ratio.
 
         Args:
-            bytes_a_position: activations that a position keeps for the backward. The default is
-                one hidden state per layer, as with activation checkpointing, of Qwen3-30B-A3B in
-                bfloat16.
+            bytes_a_position: activations that a position keeps for the backward, by default one
+                hidden state per layer of Qwen3-30B-A3B in bfloat16.
             sizes: keywords of `flops`.
         """
         positions = len(self.rows), len(self.places)
