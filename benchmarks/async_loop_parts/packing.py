@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,7 +130,12 @@ def _check(plan: PackingPlan, lengths: NDArray[np.int64]) -> None:
         assert all(lengths[list(part)].sum() <= LONGEST for part in own), "above the budget"
 
 
-def _measured(costs: list[list[float]]) -> tuple[float, float]:
+def _waste(plan: PackingPlan) -> float:
+    """The share of all micro-batches' budgets that has no token."""
+    return 1 - sum(plan.lengths) / (LONGEST * sum(map(len, plan.micro_batches)))
+
+
+def _measured(costs: Sequence[Sequence[float]]) -> tuple[float, float]:
     """The busiest rank, and the sum over steps of the busiest, over the mean."""
     mean = sum(map(sum, costs)) / len(costs)
     steps = zip(*costs, strict=True)
@@ -148,15 +153,13 @@ def figures() -> dict[str, tuple[float, str, str]]:
             rules: dict[str, Any] = {"ranks": ranks, "budget_tokens": LONGEST}
             plan = plan_packing(lengths.tolist(), **rules)
             _check(plan, lengths)
-            busiest, waits = _measured(
-                [[float(paid[list(part)].sum()) for part in own] for own in plan.micro_batches]
-            )
+            busiest, waits = _measured(plan.costs)
             by_least = busiest * mean / least
-            row = [by_least, busiest / plan.bound_over_mean, busiest, waits, plan.waste]
+            row = [by_least, busiest / plan.bound_over_mean, busiest, waits, _waste(plan)]
             if seed < PEER_BATCHES:
                 steps = plan_packing(lengths.tolist(), **rules, balance="steps")
                 _check(steps, lengths)
-                row += [steps.in_step_max_over_mean, steps.waste]
+                row += [_measured(steps.costs)[1], _waste(steps)]
             ours.append(row)
             if verl is None or seed >= PEER_BATCHES:
                 continue

@@ -141,9 +141,7 @@ class Footprint(NamedTuple):
     total_bytes: int
 
 
-def kv_groups(
-    config: Any, *, kv_dtype: str = "bfloat16", state_dtype: str = "float32"
-) -> tuple[KvGroup, ...]:
+def kv_groups(config: Any, *, kv_dtype: str = "bfloat16") -> tuple[KvGroup, ...]:
     """Read the groups of layers from a configuration of transformers. Pure.
 
     Reads multi-head and grouped-query attention, latents (`kv_lora_rank`), index keys of sparse
@@ -154,8 +152,8 @@ def kv_groups(
         config: an object or a mapping, such as the content of config.json.
         kv_dtype: float32, bfloat16, float16, fp8, or fp8_ds_mla. The last is for latents only: per
             token 512 bytes, four float32 scales and 64 unquantized bfloat16 values.
-        state_dtype: dtype of the recurrent state of linear attention. The convolution's state has
-            `kv_dtype`, or bfloat16 if `kv_dtype` is quantized.
+            Recurrent states of linear attention are float32, and those of their convolutions have
+            `kv_dtype`, or bfloat16 if it is quantized.
 
     Raises:
         PlanError: a needed size is absent or not a count.
@@ -167,10 +165,9 @@ def kv_groups(
     layers = _need(config, "num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise PlanError(f"num_hidden_layers is {layers}; at most {_MOST_LAYERS} are planned.")
-    if kv_dtype not in (*_SIZES, _DS_MLA) or state_dtype not in ("float32", "bfloat16", "float16"):
+    if kv_dtype not in (*_SIZES, _DS_MLA):
         raise UnsupportedError(
-            f"kv_dtype is one of {', '.join(_SIZES)}, {_DS_MLA}, and state_dtype is not quantized; "
-            f"got {kv_dtype!r} and {state_dtype!r}."
+            f"kv_dtype is one of {', '.join(_SIZES)} and {_DS_MLA}; got {kv_dtype!r}."
         )
     latent = _may(config, "kv_lora_rank") is not None
     if kv_dtype == _DS_MLA and not latent:
@@ -179,7 +176,7 @@ def kv_groups(
     groups: list[KvGroup] = []
     for kind, count in Counter(kinds).items():
         if kind == _LINEAR:
-            groups.append(_delta_net(config, count, kv_dtype, state_dtype))
+            groups.append(_delta_net(config, count, kv_dtype))
         elif latent:
             groups += _latents(config, [each == kind for each in kinds], kv_dtype)
         else:
@@ -229,7 +226,7 @@ def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...
     return latents, index
 
 
-def _delta_net(config: Any, layers: int, kv_dtype: str, state_dtype: str) -> KvGroup:
+def _delta_net(config: Any, layers: int, kv_dtype: str) -> KvGroup:
     if _may(config, "linear_num_heads"):  # Kimi's: as many keys as values, all of one width
         keys = values = _need(config, "linear_num_heads")
         key = value = _need(config, "linear_head_dim")
@@ -240,7 +237,7 @@ def _delta_net(config: Any, layers: int, kv_dtype: str, state_dtype: str) -> KvG
         raise PlanError(f"{values} heads of values share no {keys} heads of keys equally.")
     each = values // keys
     kept = (2 * key + each * value) * (_need(config, "linear_conv_kernel_dim") - 1)
-    recurrent = each * value * key * _SIZES[state_dtype]
+    recurrent = each * value * key * 4
     state = kept * max(2, _SIZES.get(kv_dtype, 1)) + recurrent
     return KvGroup(_LINEAR, layers, 0, heads=keys, state_head_bytes=state)
 

@@ -95,17 +95,13 @@ def test_slices_joins_and_turns():
     indices = drawn(3, [20, 9], 2, 4, keep=0.5)
     first, second = indices.split([20, 9])
     assert Indices.join([first, second]) == indices
-    assert first[:12].extend(first[10:]) == first
     padded = second.with_missing(after=3)
     assert len(padded) == 12
     assert padded.missing[9:].all()
     assert padded[:9] == second
-    assert padded.fill(padded) == padded
     part = indices.take([0, 25])
     assert part.positions.tolist() == [0, 5]
     assert indices.select_layers([4]).ids.shape == (29, 1, 4)
-    with pytest.raises(ShapeError, match="do not continue"):
-        first[:5].extend(first[9:])
 
 
 def test_agreement_counts_rows_with_a_choice():

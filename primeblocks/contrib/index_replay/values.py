@@ -194,40 +194,6 @@ class Indices:
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
         return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
-    def extend(self, newer: Indices) -> Indices:
-        """Join our tokens before the first of `newer`, and all of `newer`: a document's next turn.
-
-        Raises:
-            ShapeError: the two come from different models, or one of them is not one document.
-            ShapeError: `newer` leaves a gap, or begins before our first token.
-        """
-        self._check_model(newer)
-        if not len(newer):
-            return self
-        for part in (self, newer):
-            if (np.diff(part.positions) != 1).any():
-                raise ShapeError(f"{part} is not one document: extend each, then join them.")
-        first = int(self.positions[0]) if len(self) else int(newer.positions[0])
-        kept = int(newer.positions[0]) - first
-        if not 0 <= kept <= self.tokens:
-            raise ShapeError(
-                f"tokens from position {newer.positions[0]} on do not continue those from {first}"
-                f" to {first + self.tokens - 1}. Add the tokens between with with_missing(after=)."
-            )
-        return Indices.join([self[:kept], newer])
-
-    def fill(self, other: Indices) -> Indices:
-        """Return our rows, and rows of `other` for those that we miss.
-
-        Raises:
-            ShapeError: the two have different tokens or come from different models.
-        """
-        self._check_model(other)
-        if not np.array_equal(self.positions, other.positions):
-            raise ShapeError(f"{other} is not of the same tokens as {self}.")
-        ids = np.where(self.missing[:, :, None], other.ids, self.ids)
-        return self._with(ids, self.positions, self.missing & other.missing)
-
     def with_missing(self, *, before: int = 0, after: int = 0) -> Indices:
         """Add tokens with unknown rows, at the positions before and after ours.
 

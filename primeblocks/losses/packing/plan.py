@@ -45,35 +45,22 @@ class PackingPlan:
         micro_batches: by rank and micro-batch, indices of rollouts. Some may be empty.
         costs: by rank and micro-batch, in the unit of `plan_packing`'s `cost`.
         lower_bound: the cost of the busiest rank is at least this, with any plan.
-        budget_tokens: the most tokens of a micro-batch.
     """
 
     lengths: tuple[int, ...]
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
     costs: tuple[tuple[float, ...], ...] = field(compare=False)
     lower_bound: float = field(compare=False)
-    budget_tokens: int
 
     def __repr__(self) -> str:
         return (
             f"<PackingPlan of {len(self.lengths)} rollouts, {self.ranks} ranks x "
-            f"{len(self.micro_batches[0])} micro-batches, {self.empty} of them empty>"
+            f"{len(self.micro_batches[0])} micro-batches>"
         )
 
     @property
     def ranks(self) -> int:
         return len(self.micro_batches)
-
-    @property
-    def empty(self) -> int:
-        """The number of micro-batches without a rollout, over all ranks."""
-        return sum(not own for rank in self.micro_batches for own in rank)
-
-    @property
-    def waste(self) -> float:
-        """The share of all micro-batches' budgets that has no token."""
-        room = self.budget_tokens * sum(map(len, self.micro_batches))
-        return 1 - sum(self.lengths) / room if room else 0.0
 
     @property
     def max_over_mean(self) -> float:
@@ -84,11 +71,6 @@ class PackingPlan:
     def bound_over_mean(self) -> float:
         """The least `max_over_mean` that any plan could have, because rollouts are not cut."""
         return self._over_mean(self.lower_bound)
-
-    @property
-    def in_step_max_over_mean(self) -> float:
-        """As `max_over_mean`, if ranks wait for each other in every micro-batch (FSDP)."""
-        return self._over_mean(sum(map(max, zip(*self.costs, strict=True))))
 
     def table(self) -> str:
         """Return one line per rank: rollouts, tokens, the fullest micro-batch, cost over mean."""
@@ -167,7 +149,6 @@ def plan_packing(
         micro_batches=tuple(tuple(map(tuple, own)) for own in dealt),
         costs=tuple(tuple(float(weights[part].sum()) for part in own) for own in dealt),
         lower_bound=lower_bound(weights, ranks),
-        budget_tokens=budget_tokens,
     )
 
 
