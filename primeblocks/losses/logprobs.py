@@ -33,6 +33,7 @@ class TokenScores(NamedTuple):
     entropy: Tensor
 
 
+@outside_graphs
 def token_logprobs(
     hidden: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "words hidden"],
@@ -43,6 +44,7 @@ def token_logprobs(
     return _scores(hidden, weight, ids, entropy=False, **options).logprobs
 
 
+@outside_graphs
 def token_scores(
     hidden: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "words hidden"],
@@ -87,6 +89,7 @@ def token_scores(
     return _scores(hidden, weight, ids, entropy=True, **options)
 
 
+@outside_graphs
 def chunked_loss(
     hidden: Float[Tensor, "tokens hidden"],
     weight: Float[Tensor, "words hidden"],
@@ -111,26 +114,9 @@ def chunked_loss(
     Raises:
         ShapeError: the loss is not a scalar tensor. All other errors are those of `token_scores`.
     """
-    return _chunked(hidden, weight, ids, loss=loss, chunk_tokens=chunk_tokens, **options)
-
-
-@outside_graphs
-def _scores(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> TokenScores:
-    columns, scale, head = _settled(hidden, weight, ids, **options)
-    logprobs, entropy = _TokenScores.apply(hidden, weight, columns, scale, head)
-    return TokenScores(logprobs.reshape(ids.shape), entropy)
-
-
-@outside_graphs
-def _chunked(
-    hidden: Tensor,
-    weight: Tensor,
-    ids: Tensor,
-    *,
-    loss: Callable[[TokenScores, slice], Tensor],
-    **options: Any,
-) -> Tensor:
-    columns, scale, head = _settled(hidden, weight, ids, entropy=True, **options)
+    columns, scale, head = _settled(
+        hidden, weight, ids, entropy=True, chunk_tokens=chunk_tokens, **options
+    )
 
     def of_chunk(seen: Normalised, tokens: slice) -> Tensor:
         part = loss(TokenScores(seen.logprobs.reshape(ids[tokens].shape), seen.entropy), tokens)
@@ -141,6 +127,12 @@ def _chunked(
 
     learns = torch.is_grad_enabled()
     return _ChunkedLoss.apply(hidden, weight, columns, scale, head, of_chunk, learns)
+
+
+def _scores(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> TokenScores:
+    columns, scale, head = _settled(hidden, weight, ids, **options)
+    logprobs, entropy = _TokenScores.apply(hidden, weight, columns, scale, head)
+    return TokenScores(logprobs.reshape(ids.shape), entropy)
 
 
 def _settled(
