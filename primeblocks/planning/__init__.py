@@ -5,11 +5,10 @@ compute in closed form: `capacity` (KV memory), `traffic` (bytes of a step over 
 (sparse attention).
 """
 
-from .distribution import Distribution, constant, empirical, lognormal
 from .engine import EngineModel, decode_latency
 from .simulation import Simulation, simulate
 from .split import CostTable, SplitPlan, plan_split
-from .world import Workload
+from .world import Distribution, Workload, constant, empirical, lognormal
 
 __all__ = [
     "CostTable",

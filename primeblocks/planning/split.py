@@ -26,13 +26,12 @@ class CostTable:
 
     Args:
         sample_s: measured seconds per sample of one replica of `degree` GPUs, by
-            `(micro_batch, degree)`. An engine's micro-batch is the number of samples that run at a
-            time.
+            `(micro_batch, degree)`. An engine's micro-batch is the samples that run at a time.
         weight_bytes: weights of one replica. For a trainer include gradients and optimizer state.
         sample_bytes: memory of one sample of a micro-batch on one replica: activations or KV cache.
 
     Raises:
-        PlanError: `sample_s` is empty, or a number is not positive and finite.
+        PlanError: `sample_s` is empty, or a number is out of range.
     """
 
     sample_s: Mapping[tuple[int, int], float]
@@ -41,15 +40,12 @@ class CostTable:
 
     def __post_init__(self) -> None:
         choices = self.sample_s.items()
-        if not choices or not all(min(b, m) >= 1 and 0 < s < math.inf for (b, m), s in choices):
+        sound = all(min(b, m) >= 1 and 0 < s < math.inf for (b, m), s in choices)
+        sizes = self.weight_bytes, self.sample_bytes
+        if not choices or not sound or not all(0 <= size < math.inf for size in sizes):
             raise PlanError(
-                "sample_s needs positive seconds by (micro_batch, degree), both at least 1; got "
-                f"{dict(self.sample_s)!r:.80}."
-            )
-        if not (0 <= self.weight_bytes < math.inf and 0 <= self.sample_bytes < math.inf):
-            raise PlanError(
-                "bytes must be 0 or more, and finite; got "
-                f"{self.weight_bytes}, {self.sample_bytes}."
+                "sample_s needs positive, finite seconds by (micro_batch, degree), both at least "
+                f"1, and bytes of 0 or more; got {dict(self.sample_s)!r:.80} and {sizes}."
             )
 
     def gpu_bytes(self, micro_batch: int, degree: int) -> float:
@@ -163,14 +159,12 @@ def plan_split(
         PlanError: a number is out of range, or no choice fits. The message then gives the least
             memory that would fit.
     """
-    if min(batch_size, max_off_policy_steps) < 1 or gpus < 2:
+    sizes = memory_bytes > 0 and publish_s >= 0 and math.isfinite(memory_bytes + publish_s)
+    if not sizes or min(batch_size, max_off_policy_steps) < 1 or gpus < 2:
         raise PlanError(
-            "batch_size and max_off_policy_steps must be at least 1, and trainer and engine need a "
-            f"GPU each; got {batch_size}, {max_off_policy_steps} and gpus={gpus}."
-        )
-    if not (0 < memory_bytes < math.inf and 0 <= publish_s < math.inf):
-        raise PlanError(
-            f"memory_bytes must be positive, publish_s 0 or more; got {memory_bytes}, {publish_s}."
+            "batch_size and max_off_policy_steps must be at least 1, gpus at least 2, memory_bytes "
+            f"positive and publish_s 0 or more; got {batch_size}, {max_off_policy_steps}, {gpus}, "
+            f"{memory_bytes} and {publish_s}."
         )
 
     def train_s(micro_batch: int, degree: int, replicas: int) -> float:

@@ -1,4 +1,7 @@
-"""The callables of a simulated loop: prompts, engines, a trainer, and publishing between them."""
+"""The callables of a simulated loop: prompts, engines, a trainer, and publishing between them.
+
+Lengths and durations are drawn from a `Distribution`, which is given by its quantile function.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,100 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ..errors import EngineError, UsageError
 from ..rollout import Group, Rollout
 from ..serving import Fleet
-from .distribution import Distribution
 from .engine import EngineModel, SimulatedEngine
 
-__all__ = ["Seconds", "Workload", "World"]
+__all__ = [
+    "Distribution",
+    "Seconds",
+    "Workload",
+    "World",
+    "constant",
+    "empirical",
+    "lognormal",
+]
 
 Seconds = float | Callable[[float], float]
 _CHUNK = 1024  # prompts
 Spans = list[tuple[int, float]]  # of a sample: tokens by the policy that made them, in order
+
+
+# Midpoints of [0, 1] in v, where u = 1 - v**3. Half of them are in the upper eighth, and the last
+# is 2e-12 from the end, so that the mean of a heavy tail is right.
+_V = (np.arange(4096) + 0.5) / 4096
+_LEVELS = 1 - _V**3
+_WEIGHTS = 3 * _V**2 / np.sum(3 * _V**2)
+
+
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """A distribution of positive numbers: tokens, or seconds.
+
+    Args:
+        name: the name in tables.
+        quantile: maps levels in (0, 1) to values, both float64 arrays. It must not decrease.
+    """
+
+    name: str
+    quantile: Callable[[NDArray[np.float64]], NDArray[np.float64]]
+
+    def __repr__(self) -> str:
+        return f"<Distribution {self.name}: mean {self.mean:.4g}>"
+
+    def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
+        """Return `count` independent values. Local."""
+        return self.quantile(generator.random(count))
+
+    @cached_property
+    def mean(self) -> float:
+        return float(self.quantile(_LEVELS) @ _WEIGHTS)
+
+
+def constant(value: float) -> Distribution:
+    """Return the distribution of one value. Pure."""
+    _positive(value=value)
+    return Distribution(f"constant {value:.4g}", lambda u: np.full(np.shape(u), float(value)))
+
+
+def lognormal(*, mean: float, sigma: float, maximum: float | None = None) -> Distribution:
+    """Return a lognormal distribution, cut off at `maximum` as answers are. Pure.
+
+    Args:
+        mean: the mean before the cut. The result has a smaller mean.
+        sigma: standard deviation of the logarithm. Lengths of answers usually have 0.9 to 1.2.
+        maximum: larger values become this value.
+    """
+    _positive(mean=mean, maximum=maximum)
+    if sigma < 0:
+        raise UsageError(f"sigma must not be negative; got {sigma}.")
+    centre, most = np.log(mean) - sigma**2 / 2, np.inf if maximum is None else maximum
+
+    def quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
+        values = np.exp(centre + sigma * torch.special.ndtri(torch.as_tensor(u)).numpy())
+        return np.minimum(values, most)
+
+    return Distribution(f"lognormal sigma {sigma:g}", quantile)
+
+
+def empirical(values: Sequence[float]) -> Distribution:
+    """Return the distribution of measured values, all equally likely. Pure."""
+    ordered = np.sort(np.asarray(values, np.float64))
+    if ordered.ndim != 1 or not ordered.size or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
+        raise UsageError(f"values must be positive, finite and at least one; got {values!r:.60}.")
+
+    def quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
+        return ordered[np.minimum((np.asarray(u) * len(ordered)).astype(int), len(ordered) - 1)]
+
+    return Distribution(f"{len(ordered)} measured values", quantile)
 
 
 @dataclass(frozen=True)
@@ -194,3 +275,9 @@ class World:
                 finish_reason="stop",
             )
         return self._rollouts[policies]
+
+
+def _positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise UsageError(f"{name} must be positive and finite; got {value}.")

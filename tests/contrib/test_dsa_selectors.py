@@ -1,4 +1,4 @@
-"""Selectors against the modules of transformers on one rank, and against plain loops."""
+"""Selectors over ranks against the modules of transformers on one rank."""
 
 from functools import cache
 from itertools import accumulate
@@ -6,10 +6,7 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from primeblocks.contrib.dsa_rules.entries import plan_entries
 from primeblocks.contrib.dsa_rules.selectors import (
     TopEntries,
     TopPools,
@@ -19,11 +16,10 @@ from primeblocks.contrib.dsa_rules.selectors import (
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention.dsa import IndexerInputs, index_scores, select
-from primeblocks.testing import ranks, strategies
+from primeblocks.testing import ranks
 from primeblocks.testing.oracles import StepCounter, assert_close_float64, assert_same_bits
 from tests.contrib.dsa_models import HIDDEN, MODELS, Place, StableTopK, as_computed
 
-ORDERS = ["balanced", "contiguous", "zigzag"]
 # Of one token, shorter than a window and than k, cut by every order, empty; as long as a window.
 PACKING = (11, 1, 3, 26, 0, 4, 9)
 # In whole numbers and quarters of them every score is exact, and many are equal.
@@ -154,125 +150,6 @@ def _drawn(tokens, candidates, heads, seed):
     generator = torch.Generator().manual_seed(seed)
     shapes = (tokens, heads, 3), (candidates, 3), (tokens, heads)
     return [torch.randint(-2, 3, shape, generator=generator).double() for shape in shapes]
-
-
-def _best(scores, k):
-    return sorted(sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:k])
-
-
-def _score(q, weights, key):
-    return float((q @ key).relu() @ weights)
-
-
-def _loops(lengths, rule, q, weights, keys):
-    """The lists of all queries, by the rule's words."""
-    lists, first, start = [], 0, 0
-    for length in lengths:
-        for p in range(length):
-            t = start + p
-            lists.append(rule(q[t], weights[t], keys, start, first, p, sum(lengths)))
-        start, first = start + length, first + length // rule.ratio
-    return lists
-
-
-class _Pools:
-    def __init__(self, k, pool, tail):
-        self.k, self.ratio, self.tail = k, pool, tail
-
-    def __call__(self, q, weights, keys, start, first, p, tokens):
-        complete = (p + 1) // self.ratio
-        scores = [_score(q, weights, keys[first + i]) for i in range(complete)]
-        pools = _best(scores, self.k // self.ratio)
-        ids = [i * self.ratio + j for i in pools for j in range(self.ratio)]
-        ids += range(complete * self.ratio, p + 1) if self.tail else []
-        return [[start + i for i in ids]]
-
-
-class _Tiles:
-    def __init__(self, budget, size, local):
-        self.budget, self.ratio, self.local = budget, size, local
-
-    def __call__(self, q, weights, keys, start, first, p, tokens):
-        own, lists = p // self.ratio, []
-        for group in range(len(q)):
-            dots = [float(q[group] @ keys[start + s] * weights[group]) for s in range(p + 1)]
-            scores = [
-                float("inf")
-                if tile > own - self.local
-                else max(dots[tile * self.ratio : (tile + 1) * self.ratio])
-                for tile in range(own + 1)
-            ]
-            tiles = _best(scores, self.budget)
-            ids = [i * self.ratio + j for i in tiles for j in range(self.ratio)]
-            lists.append([start + i for i in ids if i <= p])
-        return lists
-
-
-class _Entries:
-    def __init__(self, k, ratio, window):
-        self.k, self.ratio, self.window = k, ratio, window
-
-    def __call__(self, q, weights, keys, start, first, p, tokens):
-        complete = (p + 1) // self.ratio
-        scores = [_score(q, weights, keys[first + i]) for i in range(complete)]
-        chosen = range(complete) if self.k is None else _best(scores, self.k)
-        window = range(max(0, p - self.window + 1), p + 1)
-        return [[start + i for i in window] + [tokens + first + i for i in chosen]]
-
-
-def _assert_equal_loops(plan, selector, rule, candidates, heads, seed):
-    q, keys, weights = _drawn(plan.tokens, candidates, heads, seed)
-    wanted = _loops(plan.document_lengths, rule, q, weights, keys)
-    for rank in range(plan.ranks):
-        own = plan.indices(rank)
-        indexer = IndexerInputs(q[own], keys[:0], weights[own])
-        found = select(indexer, keys, selector=selector, sequence=plan, rank=rank)
-        assert _listed(found) == [wanted[t] for t in own.tolist()]
-
-
-PLANS = st.builds(
-    plan_sequence,
-    strategies.ragged_lengths(max_length=30),
-    ranks=st.integers(1, 3),
-    order=st.sampled_from(ORDERS),
-    chunk_tokens=st.integers(1, 9),
-)
-SMALL, SEEDS = st.integers(1, 5), st.integers(0, 99)
-CHUNKS = st.sampled_from([1, 300, 1 << 20])
-
-
-@settings(max_examples=settings().max_examples // 3)
-@given(plan=PLANS, k=SMALL, pool=SMALL, tail=st.booleans(), chunk_bytes=CHUNKS, seed=SEEDS)
-def test_pools_equal_loops(plan, k, pool, tail, chunk_bytes, seed):
-    selector = TopPools(k * pool, pool, tail, chunk_bytes)
-    candidates = plan_entries(plan, pool).tokens
-    _assert_equal_loops(plan, selector, _Pools(k * pool, pool, tail), candidates, 2, seed)
-
-
-@settings(max_examples=settings().max_examples // 3)
-@given(plan=PLANS, budget=SMALL, size=SMALL, data=st.data(), chunk_bytes=CHUNKS, seed=SEEDS)
-def test_tiles_equal_loops(plan, budget, size, data, chunk_bytes, seed):
-    local = data.draw(st.integers(0, budget))
-    selector = TopTiles(budget, size, local, chunk_bytes)
-    _assert_equal_loops(plan, selector, _Tiles(budget, size, local), plan.tokens, 2, seed)
-
-
-@settings(max_examples=settings().max_examples // 3)
-@given(plan=PLANS, k=SMALL, ratio=SMALL, window=st.integers(0, 9), chunk_bytes=CHUNKS, seed=SEEDS)
-def test_entries_equal_loops(plan, k, ratio, window, chunk_bytes, seed):
-    selector = TopEntries(k, ratio, window, chunk_bytes)
-    candidates = plan_entries(plan, ratio).tokens
-    _assert_equal_loops(plan, selector, _Entries(k, ratio, window), candidates, 2, seed)
-
-
-@settings(max_examples=settings().max_examples // 3)
-@given(plan=PLANS, ratio=SMALL, window=st.integers(0, 9), chunk_bytes=CHUNKS)
-def test_all_entries_equal_loops(plan, ratio, window, chunk_bytes):
-    q, keys, weights = _drawn(plan.tokens, plan_entries(plan, ratio).tokens, 1, 0)
-    wanted = _loops(plan.document_lengths, _Entries(None, ratio, window), q, weights, keys)
-    for rank in range(plan.ranks):
-        found = all_entries(plan, rank, ratio=ratio, window=window, chunk_bytes=chunk_bytes)
-        assert _listed(found) == [wanted[t] for t in plan.indices(rank).tolist()]
 
 
 SELECTORS = {
