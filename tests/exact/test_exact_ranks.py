@@ -31,16 +31,22 @@ def _split(family, dtype, expert):
     return torch.equal(found[0], torch.cat(want)), trained
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sharded_weights_and_experts_on_other_ranks_change_no_bit(family, dtype):
-    expert = 1 if family == "qwen3" else 2
-    assert ranks.run(_split, family, dtype, expert, world_size=4) == [(True, True)] * 4
+def _every(cases):
+    return {case: _split(*case) for case in cases}
 
 
-@pytest.mark.parametrize("family", ["mixtral", "glm4_moe", "deepseek_v3", "minimax_m2"])
-def test_routers_in_float32_beside_a_model_in_float32(family):
-    assert ranks.run(_split, family, "float32", 2) == [(True, True)] * 2
+def test_sharded_weights_and_experts_on_other_ranks_change_no_bit():
+    cases = [
+        (family, dtype, expert)
+        for family, expert in (("qwen3_moe", 2), ("qwen3", 1))
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert ranks.run(_every, cases, world_size=4) == [dict.fromkeys(cases, (True, True))] * 4
+
+
+def test_routers_in_float32_beside_a_model_in_float32():
+    cases = [(name, "float32", 2) for name in ("mixtral", "glm4_moe", "deepseek_v3", "minimax_m2")]
+    assert ranks.run(_every, cases) == [dict.fromkeys(cases, (True, True))] * 2
 
 
 def _refused(dispatcher, family, dtype):
