@@ -40,12 +40,19 @@ def _traffic(lengths, dtype, shared):
     return forward.received_bytes, backward.received_bytes, forward.collectives
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["indexer", "shared"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_bytes_are_those_of_the_plan(dtype, shared):
+CASES = [(dtype, shared) for dtype in (torch.bfloat16, torch.float32) for shared in (False, True)]
+
+
+def _every_traffic():
+    return [_traffic(PACKING, dtype, shared) for dtype, shared in CASES]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_are_those_of_the_plan(world_size):
     """One collective forward, two backward, and as many bytes as `plan_dsa` says."""
-    for world_size in (2, 3):
-        plan = plan_sequence(PACKING, ranks=world_size, chunk_tokens=3)
+    plan = plan_sequence(PACKING, ranks=world_size, chunk_tokens=3)
+    by_rank = ranks.run(_every_traffic, world_size=world_size)
+    for (dtype, shared), found in zip(CASES, zip(*by_rank, strict=True), strict=True):
         sizes = DsaSizes(
             heads=HEADS, index_heads=INDEX_HEADS, layers=2, index_layers=1, top_k=4,
             key_dim=LATENT + ROPE, value_dim=LATENT, index_dim=INDEX_DIM,
@@ -53,9 +60,7 @@ def test_bytes_are_those_of_the_plan(dtype, shared):
         )  # fmt: skip
         planned = plan_dsa(plan, sizes)
         forward = planned.gather_bytes + (0 if shared else planned.index_gather_bytes)
-        for there, back, calls in ranks.run(
-            _traffic, PACKING, dtype, shared, world_size=world_size
-        ):
+        for there, back, calls in found:
             assert (dict(there), calls.total()) == ({"_allgather_base_": forward}, 1)
             assert back == {
                 "_allgather_base_": planned.gather_bytes,
