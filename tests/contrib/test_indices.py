@@ -101,7 +101,6 @@ def test_slices_joins_and_turns():
     assert padded[:9] == second
     part = indices.take([0, 25])
     assert part.positions.tolist() == [0, 5]
-    assert indices.select_layers([4]).ids.shape == (29, 1, 4)
 
 
 def test_agreement_counts_rows_with_a_choice():

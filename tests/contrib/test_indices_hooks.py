@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused():
     with selections.record(indexers(trainer)) as tape, torch.no_grad():
         _logits(trainer, tokens)
     good = tape.indices
-    with pytest.raises(PlanError, match="select_layers"):
+    with pytest.raises(PlanError, match="recorded layers"):
         selections.impose(indexers(trainer)[:1], good).__enter__()
     with (
         pytest.raises(ShapeError, match=r"runs on 48 tokens, the indices hold 40"),

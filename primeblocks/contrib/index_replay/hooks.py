@@ -191,8 +191,8 @@ def impose(
     layer_ids = tuple(indexer.layer_id for indexer in ordered)
     if set(layer_ids) != set(indices.layer_ids):
         raise PlanError(
-            f"the model selects in layers {layer_ids}, the indices are of {indices.layer_ids}. A "
-            "part of a model takes indices.select_layers(layer_ids)."
+            f"the model selects in layers {layer_ids}, the indices are of {indices.layer_ids}. "
+            "Pass the indexers of the recorded layers."
         )
     layers = [_Imposed(indexer, indices, where) for indexer in ordered]
     for layer in layers:

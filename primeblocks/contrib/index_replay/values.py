@@ -123,20 +123,6 @@ class Indices:
     def top_k(self) -> int:
         return self.ids.shape[2]
 
-    @property
-    def counts(self) -> np.ndarray:
-        """`[tokens, layers]`: the number of positions in each row."""
-        return (self.ids >= 0).sum(axis=-1)
-
-    @property
-    def known(self) -> int:
-        """Rows that are not missing, over all layers."""
-        return self.missing.size - int(self.missing.sum())
-
-    @property
-    def nbytes(self) -> int:
-        return self.ids.nbytes + self.positions.nbytes + self.missing.nbytes
-
     def __len__(self) -> int:
         return self.tokens
 
@@ -235,19 +221,6 @@ class Indices:
                 f" [{self.tokens}]; got {_kind(index)}."
             )
         return self._with(self.ids[index], self.positions[index], self.missing[index])
-
-    def select_layers(self, layer_ids: Sequence[int]) -> Indices:
-        """Return these layers, in this order, such as the layers of one pipeline stage.
-
-        Raises:
-            ShapeError: a layer is not recorded.
-        """
-        unknown = [i for i in layer_ids if i not in self.layer_ids]
-        if unknown:
-            raise ShapeError(f"layers {unknown} are not among the recorded {self.layer_ids}.")
-        columns = [self.layer_ids.index(i) for i in layer_ids]
-        ids, missing = self.ids[:, columns], self.missing[:, columns]
-        return Indices(ids, self.positions, tuple(layer_ids), missing)
 
     def pack(self) -> memoryview:
         """Return one self-describing, checksummed buffer, coded without loss. See `code`. Local.
