@@ -53,18 +53,17 @@ class TopPools:
     GLM-5.3-Flash selects this way.
 
     `select` takes keys `[entries, index_dim]`. It returns places of tokens, `[local_tokens, 1, k]`,
-    with `k` rounded down to whole pools, and `pool - 1` more columns with the tail.
+    with `k` rounded down to whole pools, and `pool - 1` more columns with the tail: the tokens of
+    the query's own incomplete pool, up to the query.
 
     Attributes:
         k: the most tokens of pools that a query selects.
         pool: tokens of a pool.
-        tail: also select the tokens of the query's own incomplete pool, up to the query.
         chunk_bytes: as in `TopK`.
     """
 
     k: int
     pool: int
-    tail: bool = True
     chunk_bytes: int = 64 << 20
 
     def __post_init__(self) -> None:
@@ -83,15 +82,13 @@ class TopPools:
     ) -> Tensor:
         pools = _top_entries(q, weights, keys, self.k // self.pool, self.pool, sequence, rank,
                              scores, self.chunk_bytes)  # fmt: skip
-        most = pools.shape[1] * self.pool + (self.pool - 1 if self.tail else 0)
+        most = pools.shape[1] * self.pool + self.pool - 1
         found = torch.empty(q.shape[0], 1, most, dtype=torch.int32, device=q.device)
         own = queries_of(sequence, rank, self.pool, q.device)
         for rows, some in own.chunks(most, self.chunk_bytes):
             tokens = spread(pools[rows], some.first_entry, some.document, self.pool)
-            if self.tail:
-                tail = stretch(some, some.begun(self.pool), self.pool - 1)
-                tokens = join_ids(tokens, tail)
-            found[rows, 0] = tokens
+            tail = stretch(some, some.begun(self.pool), self.pool - 1)
+            found[rows, 0] = join_ids(tokens, tail)
         return found
 
 
