@@ -28,9 +28,7 @@ from primeblocks.parallel.attention import (
 from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher
 from primeblocks.parallel.linear import (
     causal_conv1d,
-    cut_runs,
     gated_delta_rule,
-    scan_states,
     state_space,
 )
 from primeblocks.testing import ranks
@@ -50,7 +48,6 @@ CALLS = [
     "delta",
     "space",
     "conv",
-    "scan",
     "join",
     "copies",
     "clip",
@@ -86,7 +83,7 @@ def _drawn(*shape: int, grad: bool = False) -> Tensor:
 def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """By name: a collective call and what this rank passes to it. Tensors lead."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    tokens, runs = PLAN.counts[rank], len(cut_runs(PLAN, rank))
+    tokens = PLAN.counts[rank]
     meshes = plan_mesh(world_size=2).build("cpu")
     where = {"sequence": PLAN, "group": group}
     heads = {"q": _drawn(tokens, 4, 8, grad=True), "k": _drawn(tokens, 2, 8, grad=True)}
@@ -121,10 +118,6 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "delta": (gated_delta_rule, {**delta, **where}),
         "space": (state_space, {**space, "D": _drawn(2), **where}),
         "conv": (causal_conv1d, {**conv, **where}),
-        "scan": (
-            scan_states,
-            {"updates": _drawn(runs, 2, 3), "transitions": _drawn(runs, 2), **where},
-        ),
         "join": (_join, {"local": _drawn(tokens, 3, grad=True), "dim": 0, **where}),
         "copies": (_copies, {"own": _drawn(2, 3, 5), "placement": placement, "group": group}),
         "clip": (_clip, {"max_norm": 1.0, "meshes": meshes}),
