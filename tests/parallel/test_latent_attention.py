@@ -90,7 +90,7 @@ def test_equal_to_one_rank(world_size):
     jobs = [
         (name, lengths, order, causal)
         for name in ATTENTIONS for lengths in PACKINGS for order in ORDERS
-        for causal in (True, False)
+        for causal in (True, False) if lengths != [0] or order == "zigzag"
     ]  # fmt: skip
     _assert_equal_one_rank(jobs, world_size)
 

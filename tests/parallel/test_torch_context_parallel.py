@@ -113,7 +113,7 @@ def _all_rings():
         _compare_rings(causal, order)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_equal_to_torchs_ring(world_size):
     ranks.run(_all_rings, world_size=world_size)
 
@@ -191,7 +191,7 @@ def _compare_flex(key_heads):
             assert_close_float64(got, want)
 
 
-@pytest.mark.parametrize(("world_size", "key_heads"), [(2, HEADS), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "key_heads"), [(2, HEADS), (3, 1)])
 def test_equal_to_torchs_flex_attention(world_size, key_heads):
     ranks.run(_compare_flex, key_heads, world_size=world_size)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from ...errors import PlanError, UnsupportedError
-from .kernel import AttentionSpec, Hop
-from .tiles import TileLists, check_lists, tile_lists
+from .kernel import Hop
+from .tiles import tile_lists
 
 __all__ = ["FlexKernel"]
 
@@ -43,8 +43,8 @@ class FlexKernel:
     That is meant for tests.
 
     Args:
-        tile_tokens: queries and keys of a tile, a multiple of 128 on a GPU.
-        list_bytes: the most bytes that the lists of one plan, query rank and window may take.
+        tile_tokens: queries and keys of a tile, a multiple of 128 on a GPU. Lists of tiles of 128
+            take 1 MiB per 32,768 queries and 32,768 keys.
         recompute: in backward, run the forward of a hop again and differentiate it, also with
             respect to its `lse`. Otherwise FlexAttention's own backward gets the `lse` of all hops.
             The sum is the same, for seven matrix products instead of five. None: recompute if torch
@@ -53,9 +53,6 @@ class FlexKernel:
         compile: the function that compiles. None: `torch.compile`, or no compilation on a CPU.
         options: `kernel_options` of FlexAttention.
 
-    Raises:
-        PlanError: `tile_tokens` or `list_bytes` is below 1.
-
     Source: arXiv:2412.05496.
     """
 
@@ -63,28 +60,17 @@ class FlexKernel:
         self,
         *,
         tile_tokens: int = 128,
-        list_bytes: int = 256 << 20,
         recompute: bool | None = None,
         compile: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        if min(tile_tokens, list_bytes) < 1:
-            raise PlanError(
-                f"tile_tokens and list_bytes must be at least 1; got {tile_tokens}, {list_bytes}."
-            )
+        if tile_tokens < 1:
+            raise PlanError(f"tile_tokens must be at least 1; got {tile_tokens}.")
         older = TorchVersion(torch.__version__) < TorchVersion(_BACKWARD_ALONE)
-        self.tile_tokens, self.list_bytes = tile_tokens, list_bytes
+        self.tile_tokens = tile_tokens
         self.recompute = older if recompute is None else recompute
         self.options = dict(options or {})
         self._compile = compile
-
-    def check(self, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-        """Refuse a call, on all ranks alike. Local.
-
-        Raises:
-            CapacityError: the lists of tiles of the largest rank take more than `list_bytes`.
-        """
-        check_lists(spec.plan, self.tile_tokens, self.list_bytes)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
         run: Callable[..., Any] = self._compiled_forward if self._compiles(q) else _dense_forward
@@ -119,16 +105,15 @@ class FlexKernel:
         return dq, dk, dv
 
     def _rules(self, hop: Hop, device: torch.device) -> tuple[Any, ...]:
-        """Return mask, scale, softcap and options of one hop."""
         from torch.nn.attention.flex_attention import BlockMask
 
         counts = hop.spec.plan.counts
-        lists = tile_lists(hop, device, self.tile_tokens, self.list_bytes)
+        lists = tile_lists(hop, device, self.tile_tokens)
         named: dict[str, Any] = dict(zip(_NAMES, lists, strict=False))
         mask = BlockMask(
             seq_lengths=(counts[hop.query_rank], counts[hop.key_rank]),
             BLOCK_SIZE=(self.tile_tokens, self.tile_tokens),
-            mask_mod=(_seen if isinstance(lists, TileLists) else _seen_in_tree)(*lists[8:]),
+            mask_mod=(_seen if len(lists.mask) == 2 else _seen_in_tree)(*lists.mask),
             **named,
         )
         return mask, hop.spec.scale, hop.spec.softcap, self.options
@@ -199,7 +184,6 @@ def _forward(
     softcap: float | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, ...]:
-    """Call FlexAttention as torch documents it, to be compiled."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
     q, k, v = _heads_first(q, k, v)

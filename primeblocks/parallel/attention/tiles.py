@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import CapacityError
 from ..sequence import SequencePlan, kept_on_plan
 from .kernel import Hop, seen_rows
 
-__all__ = ["TileLists", "TreeLists", "check_lists", "tile_lists"]
+__all__ = ["TileLists", "tile_lists"]
 
 
 class TileLists(NamedTuple):
-    """The tiles of one hop, int32, `[1, 1, rows of tiles, ...]` except the last two.
+    """The tiles of one hop, int32, `[1, 1, rows of tiles, ...]`, and the mask inside of tiles.
 
     In "full" tiles every query sees every key. In the other tiles some queries see some keys. Each
     row of tiles has a count and its ascending columns, followed by columns that do not count. Each
-    column of tiles has the same. The last two, `[queries]`, are the rows of keys that a query sees.
+    column of tiles has the same.
+
+    The mask is two `[queries]`: the first row of keys that a query sees, and the row after the last
+    one. If documents fork, the mask is the places and the least depths of queries, then the places,
+    the ends and the depths of keys. A query sees a key exactly if `key_place <= place < key_end`
+    and the key's depth is at least the query's least depth. Some listed tiles may hold no such
+    pair.
     """
 
     key_counts: Tensor
@@ -31,67 +36,18 @@ class TileLists(NamedTuple):
     query_tiles: Tensor
     full_query_counts: Tensor
     full_query_tiles: Tensor
-    first: Tensor
-    last: Tensor
+    mask: tuple[Tensor, ...]
 
 
-class TreeLists(NamedTuple):
-    """The tiles of one hop if documents fork. Like `TileLists`, except the last five.
-
-    A query sees a key exactly if `key_place <= place < key_end`, and the key's depth is at least
-    the query's `least`. Some listed tiles may hold no such pair.
-    """
-
-    key_counts: Tensor
-    key_tiles: Tensor
-    full_key_counts: Tensor
-    full_key_tiles: Tensor
-    query_counts: Tensor
-    query_tiles: Tensor
-    full_query_counts: Tensor
-    full_query_tiles: Tensor
-    place: Tensor
-    least: Tensor
-    key_place: Tensor
-    key_end: Tensor
-    key_depth: Tensor
-
-
-def tile_lists(
-    hop: Hop, device: torch.device, tile_tokens: int, limit_bytes: int
-) -> TileLists | TreeLists:
+def tile_lists(hop: Hop, device: torch.device, tile_tokens: int) -> TileLists:
     """Return the lists of one hop, on the device. Local. Planned once for all hops of a rank.
 
-    The lists live as long as the plan, and take at most `limit_bytes` per query rank, window and
-    `causal`.
-
-    Raises:
-        CapacityError: the lists of some rank would take more.
+    The lists live as long as the plan. They take about 16 bytes per tile of the attention matrix of
+    this rank's queries, and 8 bytes per query and hop, or 20 bytes if documents fork.
     """
     spec = hop.spec
-    check_lists(spec.plan, tile_tokens, limit_bytes)
     every = _of_rank(spec.plan, hop.query_rank, spec.causal, spec.window, tile_tokens, device)
     return every[hop.key_rank]
-
-
-def check_lists(plan: SequencePlan, tile_tokens: int, limit_bytes: int) -> None:
-    """Refuse lists of tiles that take too many bytes on the rank with the most queries. Pure.
-
-    Raises:
-        CapacityError: the lists take more than `limit_bytes`.
-    """
-    queries = max(plan.counts)
-    rows, need = -(-queries // tile_tokens), 0
-    for keys in plan.counts:
-        columns = -(-keys // tile_tokens)
-        need += 4 * 2 * (rows + columns + 2 * rows * columns + queries)
-        need += 0 if plan.parents is None else 4 * 3 * keys
-    if need > limit_bytes:
-        raise CapacityError(
-            f"lists of tiles of {tile_tokens} tokens take {need} bytes for {plan.tokens} "
-            f"tokens on {plan.ranks} ranks, over {limit_bytes}. Use "
-            f"FlexKernel(tile_tokens={2 * tile_tokens}) or a larger list_bytes."
-        )
 
 
 @kept_on_plan
@@ -102,10 +58,8 @@ def _of_rank(
     window: int | None,
     tile_tokens: int,
     device: torch.device,
-) -> tuple[TileLists | TreeLists, ...]:
-    """Return the lists by rank of keys. One copy to the device moves all of them."""
+) -> tuple[TileLists, ...]:
     by_rank = []
-    kind: Any = TileLists if plan.parents is None else TreeLists
     for rank in range(plan.ranks):
         if plan.parents is not None:
             by_rank.append(_plan_tree_lists(plan, query_rank, rank, window, tile_tokens))
@@ -114,18 +68,18 @@ def _of_rank(
         by_rank.append(_plan_lists(first, last, plan.counts[rank], tile_tokens))
     arrays = [x.ravel() for lists in by_rank for x in lists]
     there = torch.from_numpy(np.concatenate(arrays)).to(device)
-    parts = iter(there.split([x.size for x in arrays]))
-    return tuple(
+    parts, found = iter(there.split([x.size for x in arrays])), []
+    for lists in by_rank:
         # Separate tensors: torch compiles anew for a view that begins at another offset.
-        kind(*(next(parts).view(x.shape).clone() for x in lists))
-        for lists in by_rank
-    )
+        moved = [next(parts).view(x.shape).clone() for x in lists]
+        found.append(TileLists(*moved[:8], tuple(moved[8:])))
+    return tuple(found)
 
 
 def _plan_lists(
     first: np.ndarray, last: np.ndarray, keys: int, tile_tokens: int
 ) -> list[np.ndarray]:
-    """Return arrays in the order of `TileLists`, from the rows of keys that each query sees. Pure.
+    """Return eight lists and the mask, from the rows of keys that each query sees. Pure.
 
     Each query adds one to the tiles of its interval, by differences along the row of tiles.
     """
@@ -148,7 +102,7 @@ def _plan_lists(
 def _plan_tree_lists(
     plan: SequencePlan, query_rank: int, key_rank: int, window: int | None, tile_tokens: int
 ) -> list[np.ndarray]:
-    """Return arrays in the order of `TreeLists`. Pure.
+    """Return eight lists and the mask if documents fork. Pure.
 
     A tile's first and last query, and the least and greatest end of its keys, show whether all
     pairs see each other and whether some may.
@@ -173,7 +127,6 @@ def _plan_tree_lists(
 
 
 def _extremes(x: np.ndarray, tile_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the least and the greatest value of each tile."""
     starts = np.arange(0, len(x), tile_tokens)
     if not len(x):
         return x, x

@@ -145,8 +145,6 @@ def sparse_attention(
 
 
 class _Settings(NamedTuple):
-    """Arguments of one call that are not tensors."""
-
     entries: SequencePlan
     group: dist.ProcessGroup
     rows: Rows
