@@ -2,14 +2,15 @@
 
 import pytest
 
+from primeblocks.contrib.dsa_rules import indexer_loss
 from primeblocks.contrib.dsa_rules.entries import plan_entries, windows
 from primeblocks.contrib.dsa_rules.selectors import TopEntries, TopPools, TopTiles
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa, dsa_attention
 from primeblocks.parallel.attention.dsa import IndexerInputs, TopK, select
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
-from tests.contrib import test_dsa_entries
-from tests.parallel import test_dsa, test_dsa_loss
+from tests.contrib import test_dsa_entries, test_dsa_loss
+from tests.parallel import test_dsa
 
 # One token, fewer than k, empty.
 LENGTHS = [11, 1, 3, 26, 0, 6]
@@ -67,7 +68,7 @@ def test_the_loss_of_an_indexer(group, device):
     part = inputs(device)
     indexer = IndexerInputs(part["index_q"], part["index_k"], part["weights"])
     indices = select(indexer, part["index_k"], selector=TopK(4), sequence=PLAN, rank=0)
-    loss = dsa.indexer_loss(
+    loss = indexer_loss(
         part["q"], part["kv"], indexer, indices,
         sequence=PLAN, group=group, rows=test_dsa_loss.ROWS, scale=test_dsa_loss.SCALE,
         sinks=part["sinks"], chunk_bytes=300,

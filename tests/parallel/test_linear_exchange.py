@@ -1,9 +1,7 @@
 """What convolutions and recurrences over a split sequence send, and what they refuse."""
 
-import gc
 import itertools
 import re
-import weakref
 
 import pytest
 import torch
@@ -87,28 +85,6 @@ def test_only_what_is_used_is_sent(order):
 def test_documents_that_are_whole_send_nothing():
     by_rank = ranks.run(_elements_sent, [6, 6, 6], "contiguous", world_size=3)
     assert by_rank == [{name: ([], []) for name in CASES}] * 3
-
-
-def _outlive_their_plans():
-    """Whether what a call plans keeps the plan, and so itself, when nothing else does."""
-    group, found = dist.group.WORLD, []
-    for name in CASES:
-        plan = plan_sequence([5, 14, 1, 12], ranks=group.size(), chunk_tokens=4)
-        own = plan.indices(group.rank())
-        inputs, by_token = drawn(name, plan.tokens)
-        parts = [x[own] if i < by_token else x for i, x in enumerate(inputs)]
-        CASES[name][2](*parts, sequence=plan, group=group)
-        kept = weakref.ref(plan)
-        gc.collect()
-        gc.disable()
-        del plan
-        found.append(kept() is not None)
-        gc.enable()
-    return found
-
-
-def test_what_is_planned_lives_as_long_as_the_plan():
-    assert ranks.run(_outlive_their_plans) == [[False] * 3] * 2
 
 
 def _refusals():

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primeblocks.contrib import dsa_rules
 from primeblocks.contrib.dsa_rules import entries
 from primeblocks.contrib.redundant_experts import plan_placement
 from primeblocks.parallel import (
@@ -144,7 +145,7 @@ def _sparse(q, kv, *, indices, **rules):
 
 def _loss(q, kv, *, index_q, index_k, weights, indices, **rules):
     indexer = dsa.IndexerInputs(index_q, index_k, weights)
-    return dsa.indexer_loss(q, kv, indexer, indices, rows=ROWS, **rules)
+    return dsa_rules.indexer_loss(q, kv, indexer, indices, rows=ROWS, **rules)
 
 
 def _join(local, *, sequence, **where):

@@ -110,13 +110,6 @@ def test_the_given_cost_is_what_is_balanced():
     assert early.max_over_mean == 4.0
 
 
-def test_equal_arguments_make_equal_plans():
-    one, same = (plan_sequence([300, 5, 77], ranks=3, chunk_tokens=16) for _ in range(2))
-    assert one == same
-    assert one.fingerprint == same.fingerprint
-    assert 0 <= one.fingerprint < 2**63
-
-
 def test_copies_leave_behind_what_was_kept():
     plan = plan_sequence([30_000], ranks=4)
     size = len(pickle.dumps(plan))
@@ -138,6 +131,10 @@ def test_other_plans_have_other_fingerprints():
         plan_sequence([4, 8], ranks=3, order="contiguous"),
     ]
     assert len({plan.fingerprint for plan in others}) == len(others)
+    same = plan_sequence([4, 8], ranks=2, order="contiguous")
+    assert same == others[0]
+    assert same.fingerprint == others[0].fingerprint
+    assert 0 <= same.fingerprint < 2**63
 
 
 def test_a_plan_without_tokens_is_balanced():
@@ -151,15 +148,6 @@ def test_a_long_plan_shows_itself_in_one_line():
     assert (
         repr(plan) == "<SequencePlan of 1000 documents, 256000 tokens, 8 ranks, order='balanced'>"
     )
-
-
-def test_the_table_names_every_rank():
-    lines = plan_sequence([256, 256], ranks=2, order="contiguous").table().splitlines()
-    assert lines[0].split() == ["rank", "tokens", "runs", "cost/mean"]
-    assert [line.split() for line in lines[1:]] == [
-        ["0", "256", "1", "1.0000"],
-        ["1", "256", "1", "1.0000"],
-    ]
 
 
 @pytest.mark.parametrize(

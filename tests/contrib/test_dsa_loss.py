@@ -6,6 +6,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primeblocks.contrib.dsa_rules import indexer_loss
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import dsa
@@ -36,7 +37,7 @@ def _split(lengths, order, k, with_sinks, options, chunk_bytes):
     indices = dsa.select(
         _indexer(part), keys, selector=dsa.TopK(k), sequence=plan, rank=group.rank()
     )
-    loss = dsa.indexer_loss(
+    loss = indexer_loss(
         part["q"], part["kv"], _indexer(part), indices, chunk_bytes=chunk_bytes, **rules
     )
     (loss * (group.rank() + 1)).backward()
@@ -134,7 +135,7 @@ def _alone():
     indices = torch.arange(3, dtype=torch.int32).expand(6, 1, 3).contiguous()
     indices[:2] = -1
     found = [
-        dsa.indexer_loss(
+        indexer_loss(
             part["q"], part["kv"], _indexer(part), ids, sequence=plan, group=dist.group.WORLD,
             rows=ROWS, sinks=sinks,
         )
@@ -164,7 +165,7 @@ def _traffic():
         part[name].requires_grad_()
     indices = torch.zeros(len(part["q"]), 1, 2, dtype=torch.int32)
     with StepCounter() as forward:
-        loss = dsa.indexer_loss(
+        loss = indexer_loss(
             part["q"], part["kv"], _indexer(part), indices, sequence=plan, group=group, rows=ROWS,
             check=False,
         )  # fmt: skip
@@ -192,7 +193,7 @@ def _memory(chunk_bytes):
         part[name].requires_grad_()
     indices = torch.arange(k, dtype=torch.int32).expand(tokens, 1, k).contiguous()
     with StepCounter() as forward:
-        loss = dsa.indexer_loss(
+        loss = indexer_loss(
             part["q"], part["kv"], _indexer(part), indices, sequence=plan, group=group, rows=ROWS,
             chunk_bytes=chunk_bytes,
         )  # fmt: skip
@@ -235,7 +236,7 @@ def _refusals():
         (PlanError, "index_k requires_grad must be equal", {"indexer": _asks(part, group.rank())}),
     ]:
         with pytest.raises(error, match=said):
-            dsa.indexer_loss(**(good | wrong))
+            indexer_loss(**(good | wrong))
 
 
 def _asks(part, rank):

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ....errors import UnsupportedError
-from ....groups import agreed, check_tensors, facts_of, outside_graphs
-from ...sequence import SequencePlan
-from ..inputs import autocast
-from ..kernel import accumulator_dtype
-from .attention import checked_facts
-from .gather import gather_tokens, scatter_gradients
-from .indexer import IndexerInputs, check_indexer
-from .kernel import Rows, row_scores, selected_rows
+from ...errors import UnsupportedError
+from ...groups import agreed, check_tensors, facts_of, outside_graphs
+from ...parallel.attention.dsa.attention import checked_facts
+from ...parallel.attention.dsa.gather import gather_tokens, scatter_gradients
+from ...parallel.attention.dsa.indexer import IndexerInputs, check_indexer
+from ...parallel.attention.dsa.kernel import Rows, row_scores, selected_rows
+from ...parallel.attention.inputs import autocast
+from ...parallel.attention.kernel import accumulator_dtype
+from ...parallel.sequence import SequencePlan
 
 __all__ = ["indexer_loss"]
 
