@@ -72,7 +72,7 @@ def _of_rank(
     for lists in by_rank:
         # Separate tensors: torch compiles anew for a view that begins at another offset.
         moved = [next(parts).view(x.shape).clone() for x in lists]
-        found.append(TileLists(*moved[:8], tuple(moved[8:])))
+        found.append(TileLists._make([*moved[:8], tuple(moved[8:])]))
     return tuple(found)
 
 
