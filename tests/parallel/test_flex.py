@@ -16,8 +16,7 @@ from benchmarks.parallel_parts import launches
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import AttentionSpec, FlexKernel, RectangleKernel
-from primeblocks.parallel.attention.flex import _NAMES
-from primeblocks.parallel.attention.tiles import tile_lists
+from primeblocks.parallel.attention.flex import _NAMES, tile_lists
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_close_float64
 from tests.parallel.test_attention import HEADS, ORDERS, _cotangent, _inputs

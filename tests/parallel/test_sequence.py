@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from primeblocks.errors import PlanError, ShapeError
 from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import AttentionSpec
-from primeblocks.parallel.attention.tiles import tile_lists
+from primeblocks.parallel.attention.flex import tile_lists
 from primeblocks.testing import ranks, strategies
 
 ORDERS = ["balanced", "contiguous", "zigzag"]

@@ -22,7 +22,7 @@ from primeblocks.parallel.attention import (
     ring_attention,
     ulysses_attention,
 )
-from primeblocks.parallel.attention.tiles import tile_lists
+from primeblocks.parallel.attention.flex import tile_lists
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_close_float64
 
