@@ -108,8 +108,7 @@ def engines_of(device: str) -> Iterator[Engine]:
     yield Engine("reference", ReferenceKernel(), few=True)
     triton = _import("primeblocks.parallel.adapters.triton") if device == "cuda" else None
     if triton is not None:
-        yield Engine("triton", triton.TritonSparseKernel(deterministic=False))
-        yield Engine("triton_deterministic", triton.TritonSparseKernel(deterministic=True))
+        yield Engine("triton", triton.TritonSparseKernel())
 
 
 def scorers_of(device: str, heads: int) -> Iterator[tuple[str, IndexScores, float]]:

@@ -33,11 +33,7 @@ class Ancestry:
 
     @classmethod
     def of(cls, lengths: Sequence[int], parents: Sequence[int] | None) -> Ancestry:
-        """Check parents. Pure.
-
-        Raises:
-            PlanError: the number of parents is wrong, or the documents are not in preorder.
-        """
+        """Raise PlanError if parents are too few or many, or not in preorder. Pure."""
         starts = np.cumsum([0, *lengths], dtype=np.int64)
         if parents is None:
             return cls(None, starts)
@@ -80,10 +76,8 @@ class Ancestry:
         return np.repeat(ends, np.diff(self.starts))
 
     def before(self, place: int, *, least: int = 0) -> list[tuple[int, int]]:
-        """Return the earlier tokens that a token sees, as ascending ranges of places. Pure.
-
-        Args:
-            least: the smallest depth that the token sees.
+        """Return the earlier tokens of at least that depth that a token sees, as ascending ranges
+        of places. Pure.
         """
         found: list[tuple[int, int]] = []
         # If several documents begin at one place, all but the last are empty.

@@ -17,11 +17,7 @@ ORDERS = ("balanced", "contiguous", "zigzag")
 def costs_before(
     positions: np.ndarray, cost: Callable[[np.ndarray], np.ndarray] | None
 ) -> np.ndarray:
-    """Return the summed cost of all tokens before each place. Pure.
-
-    Raises:
-        PlanError: `cost` does not return one finite number >= 0 per position.
-    """
+    """Return the summed cost of all tokens before each place. Pure."""
     each = positions + 1.0 if cost is None else np.asarray(cost(positions), dtype=np.float64)
     if each.shape != positions.shape or not np.isfinite(each).all() or (each < 0).any():
         lowest, highest = each.min(initial=0) + 0.0, each.max(initial=0) + 0.0  # -0.0 becomes 0.0.
@@ -35,11 +31,7 @@ def costs_before(
 def pieces_in_order(
     order: str, paid: np.ndarray, ranks: int, chunk_tokens: int
 ) -> list[list[tuple[int, int]]]:
-    """Return the pieces of each rank, from the result of `costs_before`. Pure.
-
-    Raises:
-        PlanError: the order is unknown.
-    """
+    """Return the pieces of each rank, from the result of `costs_before`. Pure."""
     tokens = len(paid) - 1
     if order == "balanced":
         return _balanced(paid, tokens, ranks, chunk_tokens)

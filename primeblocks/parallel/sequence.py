@@ -232,12 +232,7 @@ class SequencePlan:
         return self.token_of_row.argsort()
 
     def check_group(self, group: dist.ProcessGroup) -> None:
-        """Refuse a group that does not fit this plan. Local.
-
-        Raises:
-            PlanError: `group` is not a process group of this rank, or has another number of ranks
-                than the plan.
-        """
+        """Raise PlanError if `group` is not a group of this rank with the plan's ranks. Local."""
         check_group(group)
         if group.size() != self.ranks:
             raise PlanError(
@@ -246,11 +241,7 @@ class SequencePlan:
             )
 
     def check_tokens(self, group: dist.ProcessGroup, **operands: Tensor) -> None:
-        """Refuse tensors that do not hold this rank's tokens. Local.
-
-        Raises:
-            ShapeError: the first dim of a tensor is not this rank's number of tokens.
-        """
+        """Raise ShapeError if a tensor's first dim is not this rank's number of tokens. Local."""
         tokens = self.counts[group.rank()]
         if any(x.shape[:1] != (tokens,) for x in operands.values()):
             shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in operands.items())
@@ -307,15 +298,7 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
 
 
 def check_plan(sequence: object, group: dist.ProcessGroup, *, trees: bool = False) -> None:
-    """Refuse anything but a plan for this group. Local.
-
-    Args:
-        trees: the caller supports documents that continue others.
-
-    Raises:
-        PlanError: `sequence` is not a plan, or does not fit the group.
-        UnsupportedError: documents continue others, and the caller does not support that.
-    """
+    """Refuse anything but a plan for this group, and forks except if `trees`. Local."""
     if not isinstance(sequence, SequencePlan):
         raise PlanError(
             f"sequence must be a SequencePlan; got a {type(sequence).__name__}. Make it with "
@@ -361,9 +344,8 @@ def plan_sequence(
         chunk_tokens: tokens of a chunk of `balanced`.
 
     Raises:
-        PlanError: the order is unknown, a number is out of range, or `cost` returns something else
-            than finite numbers.
-        PlanError: `parents` are not in preorder.
+        PlanError: the order is unknown, a number is out of range, `cost` returns something else
+            than finite numbers, or `parents` are not in preorder.
 
     Source: arXiv:2407.21783 (zigzag); Graham 1969 (longest processing time first).
     """

@@ -48,15 +48,17 @@ class Case:
         }
 
 
-# Heads that fill no tile, lists longer than one, empty and full ones; groups; two blocks of heads;
-# key and value that overlap among columns that are neither; rows that many queries share; one row.
+# Heads that fill no tile, lists longer than one, empty and full ones; groups; keys beside values;
+# two blocks of heads; a value that ends among the key's columns, in rows wider than both; rows
+# that many queries share; one row.
 CASES = {
     "latents": Case(5, 200, Rows.latent(512, 64), (131, 0, 64, 7), 131),
-    "grouped": Case(6, 50, Rows.heads(32, 16), (20, 0, 1, 17, 9), 20, groups=2),
+    "grouped": Case(6, 50, Rows.latent(32, 16), (20, 0, 1, 17, 9), 20, groups=2),
+    "heads": Case(6, 50, Rows.heads(32, 16), (20, 0, 1, 17, 9), 20, groups=2),
     "shared": Case(70, 20, Rows((0, 20), (0, 20)), (9, 3), 9),
-    "overlapping": Case(3, 40, Rows((3, 100), (40, 120)), (33, 40, 5), 40, width=130),
+    "wider": Case(3, 40, Rows((0, 100), (0, 80)), (33, 40, 5), 40, width=130),
     "repeated": Case(2, 6, Rows.latent(16), (6, 5, 4, 0) * 8, 6),
-    "one": Case(1, 1, Rows.heads(3, 5), (1,), 1),
+    "one": Case(1, 1, Rows.latent(3, 5), (1,), 1),
 }
 
 

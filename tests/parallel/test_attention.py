@@ -1,5 +1,7 @@
-"""Ring and Ulysses attention against plain masked attention on one rank."""
+"""Ring and Ulysses attention, by every kernel, against plain masked attention on one rank."""
 
+from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.parallel_parts import plain_flash
+from primeblocks.errors import UnsupportedError
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import (
     FlexKernel,
     RectangleKernel,
+    VarlenKernel,
     ring_attention,
     ulysses_attention,
 )
@@ -21,10 +26,34 @@ from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
+KERNELS = {
+    "rectangles": RectangleKernel(),
+    "flex": FlexKernel(tile_tokens=4, recompute=False),
+    "recompute": FlexKernel(tile_tokens=4, recompute=True),
+    # Plain torch, not flash attention.
+    "varlen": VarlenKernel(operators=(plain_flash.forward, plain_flash.backward)),
+}
 ORDERS = ["balanced", "contiguous", "zigzag"]
 PACKINGS = [[19], [7, 1, 0, 9, 4], [2]]
 # heads, key heads, head_dim, value_dim: plain, grouped, one key head, other widths, odd numbers.
 HEADS = [(4, 4, 8, 8), (4, 2, 8, 8), (6, 1, 8, 4), (3, 3, 4, 6), (12, 4, 2, 2)]
+# Of one width, as flash attention needs it. The last are uneven in Ulysses attention.
+FLASH_HEADS = [(4, 4, 8, 8), (4, 2, 8, 8), (6, 1, 4, 4), (12, 4, 2, 2)]
+
+
+@dataclass(frozen=True)
+class Job:
+    lengths: list[int]
+    order: str
+    heads: tuple[int, int, int, int]
+    rules: dict[str, Any] = field(default_factory=dict)
+    sinks: bool = False
+    kernel: str = "rectangles"
+    names: tuple[str, ...] = tuple(ATTENTIONS)
+    dtype: torch.dtype = torch.float64
+
+    def plan(self, ranks):
+        return plan_sequence(self.lengths, ranks=ranks, order=self.order, chunk_tokens=3)
 
 
 def _inputs(tokens, heads, *, dtype=torch.float64):
@@ -41,134 +70,193 @@ def _cotangent(tokens, heads):
     return torch.randn(tokens, heads[0], heads[3], generator=generator, dtype=torch.float64)
 
 
-def _split_attention(*arguments):
-    return _split_in(dist.group.WORLD, *arguments)
-
-
-def _split_in(
-    group, names, lengths, order, heads, rules, with_sinks, dtype=torch.float64, *, strided=False
-):
-    """By name: this rank's output and gradients; sinks last, where there are any."""
-    lie = _columns if strided else torch.Tensor.contiguous
-    plan = plan_sequence(lengths, ranks=group.size(), order=order, chunk_tokens=3)
-    own = plan.indices(group.rank())
-    results = {}
-    for name in names:
-        *qkv, sinks = _inputs(plan.tokens, heads, dtype=dtype)
-        leaves = [lie(x[own]).requires_grad_() for x in qkv]
-        sinks = sinks.requires_grad_() if with_sinks else None
-        out = ATTENTIONS[name](*leaves, sequence=plan, group=group, sinks=sinks, **rules)
-        out.backward(lie(_cotangent(plan.tokens, heads)[own].to(dtype)))
-        grads = [leaf.grad for leaf in leaves]
-        if with_sinks:
-            dist.all_reduce(sinks.grad, group=group)
-            grads.append(sinks.grad)
-        results[name] = [out.detach(), *grads]
-    return results
-
-
 def _columns(x):
-    """The same numbers, those of a head far apart."""
     return x.transpose(0, 2).contiguous().transpose(0, 2)
 
 
-def _whole(lengths, heads, rules, with_sinks):
-    *qkv, sinks = (x.requires_grad_() for x in _inputs(sum(lengths), heads))
-    out = reference.attention(*qkv, lengths, sinks=sinks if with_sinks else None, **rules)
-    out.backward(_cotangent(sum(lengths), heads))
-    leaves = [*qkv, sinks] if with_sinks else qkv
+def _split(jobs, group=None, lie=torch.Tensor.contiguous):
+    """By job and name: this rank's output and gradients, of sinks last, or why it is refused."""
+    group = dist.group.WORLD if group is None else group
+    return [{name: _one(job, name, group, lie) for name in job.names} for job in jobs]
+
+
+def _one(job, name, group, lie):
+    plan = job.plan(group.size())
+    own = plan.indices(group.rank())
+    *qkv, sinks = _inputs(plan.tokens, job.heads, dtype=job.dtype)
+    leaves = [lie(x[own]).requires_grad_() for x in qkv]
+    sinks = sinks.requires_grad_() if job.sinks else None
+    rules = {"sequence": plan, "group": group, "sinks": sinks, "kernel": KERNELS[job.kernel]}
+    try:
+        out = ATTENTIONS[name](*leaves, **rules, **job.rules)
+    except UnsupportedError as error:
+        return str(error)
+    out.backward(lie(_cotangent(plan.tokens, job.heads)[own].to(job.dtype)))
+    grads = [leaf.grad for leaf in leaves]
+    if job.sinks:
+        dist.all_reduce(sinks.grad, group=group)
+        grads.append(sinks.grad)
+    return [out.detach(), *grads]
+
+
+def _whole(job):
+    *qkv, sinks = (x.requires_grad_() for x in _inputs(sum(job.lengths), job.heads))
+    out = reference.attention(*qkv, job.lengths, sinks=sinks if job.sinks else None, **job.rules)
+    out.backward(_cotangent(sum(job.lengths), job.heads))
+    leaves = [*qkv, sinks] if job.sinks else qkv
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def _assert_equal_one_rank(world_size, lengths, order, heads, rules, with_sinks):
-    found = ranks.run(
-        _split_attention, list(ATTENTIONS), lengths, order, heads, rules, with_sinks,
-        world_size=world_size,
-    )  # fmt: skip
-    _assert_equal_whole(found, lengths, order, heads, rules, with_sinks)
+def _assert_equal_one_rank(world_size, jobs):
+    found = ranks.run(_split, jobs, world_size=world_size)
+    for at, job in enumerate(jobs):
+        _assert_equal_whole([by_job[at] for by_job in found], job)
 
 
-def _assert_equal_whole(found, lengths, order, heads, rules, with_sinks):
-    expected = _whole(lengths, heads, rules, with_sinks)
-    plan = plan_sequence(lengths, ranks=len(found), order=order, chunk_tokens=3)
+def _assert_equal_whole(found, job):
+    expected, plan = _whole(job), job.plan(len(found))
     for rank, by_name in enumerate(found):
         own = plan.indices(rank)
         for results in by_name.values():
+            assert not isinstance(results, str), (job, results)
             assert_close_float64(results[:4], [x[own] for x in expected[:4]])
             assert_close_float64(results[4:], expected[4:])
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size, order):
-    for lengths, heads in zip(PACKINGS, HEADS, strict=False):
-        _assert_equal_one_rank(world_size, lengths, order, heads, {}, False)
+def test_equal_to_one_rank(world_size):
+    jobs = [Job(*pair, heads) for pair, heads in _pairs(PACKINGS, ORDERS, HEADS)]
+    of_flex = zip(PACKINGS, ORDERS, HEADS[1:], strict=False)
+    jobs += [Job(*case, kernel="flex") for case in of_flex]
+    cases = _pairs([*PACKINGS, [5, 5, 30, 2, 8]], ORDERS[1:], FLASH_HEADS)
+    jobs += [Job(*pair, heads, sinks=True, kernel="varlen") for pair, heads in cases]
+    _assert_equal_one_rank(world_size, jobs)
 
 
-@pytest.mark.parametrize(
-    ("heads", "rules"),
-    [
+def _pairs(packings, orders, heads):
+    """Each packing, which has heads of its own, in each order."""
+    paired = zip(packings, heads, strict=False)
+    return [((lengths, order), own) for lengths, own in paired for order in orders]
+
+
+def test_rules():
+    rules = [
         ((12, 4, 2, 2), {"causal": False}),  # Ranks whose query heads share key heads unevenly.
         ((10, 5, 4, 4), {"window": 5}),  # And one with an odd number of them for two.
-        ((2, 2, 4, 6), {"scale": 0.3}),  # More ranks than heads.
-    ],
-    ids=str,
-)
-def test_rules(heads, rules):
-    _assert_equal_one_rank(3, PACKINGS[1], "balanced", heads, rules, True)
+        ((4, 2, 4, 6), {"window": 5, "softcap": 2.0}),
+        ((2, 2, 4, 6), {"scale": 0.3, "softcap": 1.5}),  # More ranks than heads.
+    ]
+    jobs = [
+        Job(PACKINGS[1], "balanced", *case, True, kernel)
+        for case in rules
+        for kernel in ("rectangles", "flex")
+    ]
+    jobs.append(Job(PACKINGS[1], "balanced", *rules[1], True, "recompute"))
+    long = [{"window": 7}, {"window": 200}, {}]
+    jobs += [Job([300, 41, 500], "zigzag", (2, 1, 8, 8), each, True) for each in long]
+    _assert_equal_one_rank(3, jobs)
 
 
-@settings(max_examples=12)
+# Inside a rank, across one cut and across several, and longer than any document.
+@pytest.mark.parametrize(("world_size", "windows"), [(2, [5]), (3, [1, 2, 14, 40]), (4, [14])])
+def test_flash_attention_takes_windows_of_a_contiguous_order(world_size, windows):
+    jobs = [
+        Job(lengths, "contiguous", FLASH_HEADS[1], {"window": window}, True, "varlen")
+        for window in windows
+        for lengths in ([41], [7, 1, 0, 9, 24])
+    ]
+    _assert_equal_one_rank(world_size, jobs)
+
+
+def test_flash_attention_takes_every_order_in_part():
+    """Windows in zigzag up to a rank's tokens, whole documents, and all of Ulysses attention."""
+    of = {"kernel": "varlen", "sinks": True}
+    jobs = [
+        Job([60], "zigzag", FLASH_HEADS[1], {"window": window}, names=("ring",), **of)
+        for window in (6, 20)
+    ]
+    jobs += [
+        Job([19, 1, 7], "balanced", FLASH_HEADS[1], rules, names=("ulysses",), **of)
+        for rules in ({}, {"window": 5})
+    ]
+    # In the second packing rows that take part have others between them, in zigzag.
+    jobs += [
+        Job(lengths, order, FLASH_HEADS[3], {"causal": False}, **of)
+        for lengths in ([7, 1, 0, 9, 4], [12, 4, 29, 3, 12])
+        for order in ORDERS
+    ]
+    _assert_equal_one_rank(3, jobs)
+    wide = Job([60], "zigzag", FLASH_HEADS[1], {"window": 25}, kernel="varlen", names=("ring",))
+    ((first,), *others) = ranks.run(_split, [wide], world_size=3)
+    assert "order='contiguous'" in first["ring"]
+    assert others == [[first]] * 2
+
+
+@settings(max_examples=10)
 @given(
     world_size=st.integers(2, 4),
     lengths=strategies.ragged_lengths(max_items=5),
     order=st.sampled_from(ORDERS),
-    heads=st.sampled_from(HEADS),
+    heads=st.sampled_from(FLASH_HEADS),
     rules=st.sampled_from([{}, {"causal": False}, {"window": 1}, {"window": 5}, {"scale": 0.3}]),
-    with_sinks=st.booleans(),
+    sinks=st.booleans(),
 )
-def test_any_packing_equals_one_rank(world_size, lengths, order, heads, rules, with_sinks):
-    _assert_equal_one_rank(world_size, lengths, order, heads, rules, with_sinks)
+def test_any_packing_equals_one_rank(world_size, lengths, order, heads, rules, sinks):
+    """Flash attention is equal, or refused on all ranks alike."""
+    jobs = [Job(lengths, order, heads, rules, sinks, kernel) for kernel in ("rectangles", "varlen")]
+    found = ranks.run(_split, jobs, world_size=world_size)
+    for at, job in enumerate(jobs):
+        results = [by_job[at] for by_job in found]
+        said = results[0]["ring"]
+        if job.kernel == "varlen" and isinstance(said, str):
+            assert {by_name.pop("ring") for by_name in results} == {said}
+            short = rules.get("window", 0) <= sum(lengths) // world_size
+            assert order == "balanced" or (order == "zigzag" and not short)
+        _assert_equal_whole(results, job)
 
 
-def test_long_documents_and_windows():
-    lengths = [300, 41, 500]
-    for rules in ({"window": 7}, {"window": 200}, {}):
-        _assert_equal_one_rank(3, lengths, "zigzag", (2, 1, 8, 8), rules, True)
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-@pytest.mark.parametrize(("rules", "with_sinks"), [({}, False), ({"window": 60}, True)], ids=str)
-def test_bfloat16_is_as_precise_as_plain_attention(name, rules, with_sinks):
+def test_bfloat16_is_as_precise_as_plain_attention():
     """Many runs a rank, so that what is added up in bfloat16 by mistake is added up often."""
-    lengths, heads = [150, 33, 73], (4, 2, 16, 16)
-    arguments = (lengths, "balanced", heads, rules, with_sinks, torch.bfloat16)
-    found = ranks.run(_split_attention, [name], *arguments, world_size=3)
-    plan = plan_sequence(lengths, ranks=3, chunk_tokens=3)
-    parts = zip(*(by_name[name][:4] for by_name in found), strict=True)
-    ours = [torch.cat(part)[plan.row_of_token] for part in parts] + found[0][name][4:]
-    naive = _step(_naive, lengths, heads, rules, with_sinks, torch.bfloat16)
-    exact = _step(reference.attention, lengths, heads, rules, with_sinks, torch.float64)
-    for got, theirs, right in zip(ours, naive, exact, strict=True):
-        assert_as_precise(got, naive=theirs, exact=right)
+    windowed = {"window": 60}
+    plain = [{}, {"softcap": 2.0}]
+    cases = [("balanced", rules, False, "rectangles") for rules in plain]
+    cases += [("contiguous", windowed, True, "varlen")]
+    cases += [("balanced", windowed, True, kernel) for kernel in list(KERNELS)[:3]]
+    jobs = [
+        Job([150, 33, 73], order, (4, 2, 16, 16), *more, dtype=torch.bfloat16)
+        for order, *more in cases
+    ]
+    found = ranks.run(_split, jobs, world_size=3)
+    for at, job in enumerate(jobs):
+        naive = _step(_naive, job, torch.bfloat16)
+        exact = _step(reference.attention, job, torch.float64)
+        for name in ATTENTIONS:
+            of_ranks = [by_job[at][name] for by_job in found]
+            parts = zip(*(results[:4] for results in of_ranks), strict=True)
+            ours = [torch.cat(part)[job.plan(3).row_of_token] for part in parts]
+            for got, theirs, right in zip(ours + of_ranks[0][4:], naive, exact, strict=True):
+                assert_as_precise(got, naive=theirs, exact=right)
 
 
-def _step(attention, lengths, heads, rules, with_sinks, dtype):
+def _step(attention, job, dtype):
     """Output and gradients of one rank, for numbers that bfloat16 has."""
-    leaves = [x.to(dtype).requires_grad_() for x in _inputs(256, heads, dtype=torch.bfloat16)]
-    leaves = leaves if with_sinks else leaves[:3]
-    out = attention(*leaves[:3], lengths, sinks=leaves[3] if with_sinks else None, **rules)
-    out.backward(_cotangent(256, heads).bfloat16().to(dtype))
+    leaves = [x.to(dtype).requires_grad_() for x in _inputs(256, job.heads, dtype=torch.bfloat16)]
+    leaves = leaves if job.sinks else leaves[:3]
+    sinks = leaves[3] if job.sinks else None
+    out = attention(*leaves[:3], job.lengths, sinks=sinks, **job.rules)
+    out.backward(_cotangent(256, job.heads).bfloat16().to(dtype))
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def _naive(q, k, v, lengths, *, window=10**6, sinks=None):
+def _naive(q, k, v, lengths, *, window=10**6, softcap=None, sinks=None):
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     out = []
     for document in parts:
         one_q, one_k, one_v = (x.transpose(0, 1) for x in document)
         every_k, every_v = (x.repeat_interleave(2, 0) for x in (one_k, one_v))
         scores = one_q @ every_k.transpose(1, 2) * q.shape[2] ** -0.5
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril().triu(1 - window)
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is not None:
@@ -181,21 +269,26 @@ def _naive(q, k, v, lengths, *, window=10**6, sinks=None):
 
 def _by_group():
     """Ranks 0 and 2, 1 and 3: not the whole world, and not neighbours."""
-    rank = dist.get_rank()
     groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
-    lengths, heads = PACKINGS[rank % 2], HEADS[rank % 2]
-    return _split_in(groups[rank % 2], list(ATTENTIONS), lengths, "zigzag", heads, {}, True)
+    which = dist.get_rank() % 2
+    return _split([_of_group(which)], groups[which])
+
+
+def _of_group(which):
+    return Job(PACKINGS[which], "zigzag", HEADS[which], sinks=True)
 
 
 def test_groups_inside_the_world():
     found = ranks.run(_by_group, world_size=4)
     for which in (0, 1):
-        _assert_equal_whole(found[which::2], PACKINGS[which], "zigzag", HEADS[which], {}, True)
+        _assert_equal_whole([results[0] for results in found[which::2]], _of_group(which))
 
 
-def _strided(lengths, order):
-    """Numbers of a head that do not lie side by side, in queries, keys, values and gradients."""
-    arguments = (list(ATTENTIONS), lengths, order, HEADS[1], {}, False)
+STRIDED = Job(PACKINGS[1], "zigzag", HEADS[1])
+
+
+def _strided():
+    """Numbers of a head that are far apart, in queries, keys, values and gradients."""
     lie, inner = [], FusedRectangle.backward
 
     def backward(kernel, grad, *more):
@@ -203,36 +296,32 @@ def _strided(lengths, order):
         return inner(kernel, grad, *more)
 
     with mock.patch.object(FusedRectangle, "backward", backward):
-        found = _split_in(dist.group.WORLD, *arguments, strided=True)
+        found = _split([STRIDED], lie=_columns)
     assert all(lie)
-    return found
+    return found[0]
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])  # One run a rank, and several.
-def test_any_strides(order):
-    lengths = PACKINGS[order == "zigzag"]
-    found = ranks.run(_strided, lengths, order)
-    _assert_equal_whole(found, lengths, order, HEADS[1], {}, False)
+def test_any_strides():
+    _assert_equal_whole(ranks.run(_strided), STRIDED)
 
 
-def _strided_in_turn(kernel):
+def _strided_in_turn():
     """On one rank, where nothing is copied in order to travel."""
-    plan = plan_sequence(PACKINGS[1], ranks=1)
-    qkv, found = _inputs(plan.tokens, HEADS[1])[:3], []
-    for strided in range(3):
-        leaves = [(_columns(x) if at == strided else x).detach() for at, x in enumerate(qkv)]
-        leaves = [x.requires_grad_() for x in leaves]
-        out = ring_attention(*leaves, sequence=plan, group=dist.group.WORLD, kernel=kernel)
-        out.backward(_cotangent(plan.tokens, HEADS[1]))
-        found.append([out.detach(), *(x.grad for x in leaves)])
+    plan, found = STRIDED.plan(1), []
+    qkv = _inputs(plan.tokens, STRIDED.heads)[:3]
+    for kernel in KERNELS.values():
+        for strided in range(3):
+            leaves = [(_columns(x) if at == strided else x).detach() for at, x in enumerate(qkv)]
+            leaves = [x.requires_grad_() for x in leaves]
+            out = ring_attention(*leaves, sequence=plan, group=dist.group.WORLD, kernel=kernel)
+            out.backward(_columns(_cotangent(plan.tokens, STRIDED.heads)))
+            found.append([out.detach(), *(x.grad for x in leaves)])
     return found
 
 
-@pytest.mark.parametrize("kernel", [RectangleKernel(), FlexKernel(tile_tokens=4)], ids=["", "flex"])
-def test_strides_of_each_on_one_rank(kernel):
-    expected = _whole(PACKINGS[1], HEADS[1], {}, False)
-    for results in ranks.run(_strided_in_turn, kernel, world_size=1)[0]:
-        assert_close_float64(results, expected)
+def test_strides_of_each_on_one_rank():
+    for results in ranks.run(_strided_in_turn, world_size=1)[0]:
+        assert_close_float64(results, _whole(STRIDED))
 
 
 def _frozen(names):
@@ -254,7 +343,7 @@ def _frozen(names):
 def test_inputs_without_gradients():
     for rank, found in enumerate(ranks.run(_frozen, ["q", "k", "v", "kv"])):
         own = plan_sequence(PACKINGS[1], ranks=2, order="zigzag").indices(rank)
-        expected = [x[own] for x in _whole(PACKINGS[1], HEADS[1], {}, False)[1:]]
+        expected = [x[own] for x in _whole(STRIDED)[1:]]
         for (_, wanted), grads in found.items():
             named = zip("qkv", expected, strict=True)
             assert_close_float64(grads, [x if which in wanted else None for which, x in named])
@@ -309,16 +398,3 @@ def test_several_attentions_in_one_graph():
         own = plan.indices(rank)
         for results in found:
             assert_close_float64(results, [y.detach()[own], x.grad[own]])
-
-
-def _twice():
-    plan = plan_sequence([5], ranks=1)
-    q, k, v, _ = _inputs(5, HEADS[0])
-    out = ring_attention(q.requires_grad_(), k, v, sequence=plan, group=dist.group.WORLD)
-    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
-
-
-def test_a_second_derivative_is_refused():
-    ranks.run(_twice, world_size=1)

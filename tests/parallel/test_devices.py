@@ -49,8 +49,9 @@ def _draw(*shape, seed):
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("attention", [ring_attention, ulysses_attention])
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(
+    ("attention", "window"), [(ring_attention, None), (ring_attention, 9), (ulysses_attention, 9)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_attention(group, device, attention, window, dtype, kernel):

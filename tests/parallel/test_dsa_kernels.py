@@ -24,20 +24,16 @@ def reference_by_query():
     return ReferenceKernel(chunk_bytes=1)
 
 
-def triton(deterministic=False):
+def triton():
     from primeblocks.parallel.adapters.triton import TritonSparseKernel
     from primeblocks.parallel.adapters.triton.rows import INTERPRETED
 
     if not (INTERPRETED or torch.cuda.is_available()):
         pytest.skip("Triton needs TRITON_INTERPRET=1 or a CUDA device")
-    return TritonSparseKernel(deterministic)
+    return TritonSparseKernel()
 
 
-def triton_deterministic():
-    return triton(deterministic=True)
-
-
-MAKERS = (reference, reference_by_query, triton, triton_deterministic)
+MAKERS = (reference, reference_by_query, triton)
 GPU = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -135,9 +131,9 @@ def test_half_precision_errs_at_most_twice_as_much_as_the_naive(make, device, na
 
 @EVERY
 def test_columns_that_are_neither_key_nor_value_have_no_part(make, device):
-    case = CASES["overlapping"]
+    case = CASES["wider"]
     drawn = case.draw()
-    drawn["kv"][..., :3] = drawn["kv"][..., 120:] = torch.nan
+    drawn["kv"][..., 100:] = torch.nan
     clean = dict(drawn, kv=drawn["kv"].nan_to_num())
     engine = Engine(make, device)
     found = engine(case, drawn, torch.float32)
@@ -146,8 +142,7 @@ def test_columns_that_are_neither_key_nor_value_have_no_part(make, device):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
         else:
             assert torch.equal(one, other)
-    assert (found[3][..., :3] == 0).all()
-    assert (found[3][..., 120:] == 0).all()
+    assert (found[3][..., 100:] == 0).all()
 
 
 @EVERY
@@ -155,7 +150,7 @@ def test_columns_that_are_neither_key_nor_value_have_no_part(make, device):
 def test_nothing_selected_is_an_output_of_zero(make, device, queries, k):
     case = Case(4, 5, CASES["grouped"].rows, (0,) * queries, k, groups=2)
     out, lse, dq, dkv = Engine(make, device)(case, case.draw(), torch.float32)
-    assert out.shape == (queries, 4, 16)
+    assert out.shape == (queries, 4, 32)
     assert (out == 0).all()
     assert (lse == -torch.inf).all()
     assert (dq == 0).all()

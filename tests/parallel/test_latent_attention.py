@@ -90,7 +90,7 @@ def test_equal_to_one_rank(world_size):
     jobs = [
         (name, lengths, order, causal)
         for name in ATTENTIONS for lengths in PACKINGS for order in ORDERS
-        for causal in (True, False)
+        for causal in (True, False) if lengths != [0] or order == "zigzag"
     ]  # fmt: skip
     _assert_equal_one_rank(jobs, world_size)
 
@@ -107,10 +107,9 @@ def test_any_packing_equals_one_rank(world_size, heads, lengths, order):
     _assert_equal_one_rank(jobs, world_size, heads)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_bfloat16_errs_like_heads_that_travel(name):
+def test_bfloat16_errs_like_heads_that_travel():
     lengths = [40, 24]
-    jobs = [(kind, lengths, "zigzag", True) for kind in (name, f"{name} of heads")]
+    jobs = [(kind, lengths, "zigzag", True) for kind in SPLIT]
     found = ranks.run(_split, jobs, HEADS, torch.bfloat16)
     leaves = [x.double().requires_grad_() for x in _operands(64, torch.bfloat16)]
     exact = reference.attention(*_expanded(*leaves), lengths)
@@ -118,13 +117,14 @@ def test_bfloat16_errs_like_heads_that_travel(name):
     plan = plan_sequence(lengths, ranks=2, order="zigzag", chunk_tokens=4)
     order = torch.cat([plan.indices(rank) for rank in range(2)])
     want = [x[order] for x in (exact.detach(), leaves[0].grad, leaves[1].grad)]
-    ours, naive = (
+    by_kind = [
         [torch.cat([found[rank][job][at] for rank in range(2)]) for at in range(3)]
         + [found[0][job][3]]
-        for job in range(2)
-    )
-    for got, theirs, wanted in zip(ours, naive, [*want, leaves[2].grad], strict=True):
-        assert_as_precise(got, naive=theirs, exact=wanted)
+        for job in range(4)
+    ]
+    for ours, naive in zip(by_kind[:2], by_kind[2:], strict=True):
+        for got, theirs, wanted in zip(ours, naive, [*want, leaves[2].grad], strict=True):
+            assert_as_precise(got, naive=theirs, exact=wanted)
 
 
 def _bytes(name):

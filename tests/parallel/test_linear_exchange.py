@@ -1,9 +1,7 @@
 """What convolutions and recurrences over a split sequence send, and what they refuse."""
 
-import gc
 import itertools
 import re
-import weakref
 
 import pytest
 import torch
@@ -11,7 +9,6 @@ import torch.distributed as dist
 
 from primeblocks.errors import PlanError, RankError, ShapeError
 from primeblocks.parallel import plan_sequence
-from primeblocks.parallel.linear import scan_states
 from primeblocks.testing import ranks
 from tests.parallel.linear_cases import CASES, DELTA_HEADS, KEY, SPACE_HEADS, TAPS, VALUE, drawn
 
@@ -90,147 +87,62 @@ def test_documents_that_are_whole_send_nothing():
     assert by_rank == [{name: ([], []) for name in CASES}] * 3
 
 
-def _outlives_its_plan(name):
-    """Whether what a call plans keeps the plan, and so itself, when nothing else does."""
-    group = dist.group.WORLD
-    plan = plan_sequence([5, 14, 1, 12], ranks=group.size(), chunk_tokens=4)
-    own = plan.indices(group.rank())
-    inputs, by_token = drawn(name, plan.tokens)
-    parts = [x[own] if i < by_token else x for i, x in enumerate(inputs)]
-    CASES[name][2](*parts, sequence=plan, group=group)
-    kept = weakref.ref(plan)
-    gc.collect()
-    gc.disable()
-    del plan
-    found = kept() is not None
-    gc.enable()
+def _refusals():
+    """Rank 1 makes mistakes; what each rank is told. The group goes on after each."""
+    group, found = dist.group.WORLD, []
+    plan = plan_sequence([8], ranks=2, order="contiguous")
+    for name, change, *_ in MISTAKES:
+        inputs, by_token = drawn(name, 8)
+        operands = [x[:4] if i < by_token else x for i, x in enumerate(inputs)]
+        if group.rank() == 1:
+            change(operands)
+        with pytest.raises((PlanError, RankError, ShapeError)) as error:
+            CASES[name][2](*operands, sequence=plan, group=group)
+        found.append(f"{type(error.value).__name__}: {error.value}")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == 2
     return found
 
 
-@pytest.mark.parametrize("name", list(CASES))
-def test_what_is_planned_lives_as_long_as_the_plan(name):
-    assert ranks.run(_outlives_its_plan, name) == [False, False]
-
-
-def _bad_arguments(change, name):
-    """Rank 1 makes a mistake; what each rank says, and that the group goes on."""
-    group = dist.group.WORLD
-    plan = plan_sequence([8], ranks=2, order="contiguous")
-    inputs, by_token = drawn(name, 8)
-    operands = [x[:4] if i < by_token else x for i, x in enumerate(inputs)]
-    where = {"sequence": plan, "group": group}
-    if group.rank() == 1:
-        change(operands, where)
-    said = ""
-    try:
-        CASES[name][2](*operands, **where)
-    except (PlanError, RankError, ShapeError) as error:
-        said = f"{type(error).__name__}: {error}"
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return said, total.item()
-
-
-def _fewer_tokens(operands, _):
+def _fewer_tokens(operands):
     operands[:] = [x[:3] if len(x) == 4 else x for x in operands]
 
 
-def _one_more_dim(operands, _):
+def _one_more_dim(operands):
     operands[0] = operands[0].unsqueeze(0)
 
 
-def _wider(operands, _):
+def _wider(operands):
     operands[1] = torch.cat([operands[1]] * 2, dim=1)
 
 
-def _no_groups(operands, _):
+def _no_groups(operands):
     operands[2:4] = [x[:, :0] for x in operands[2:4]]
 
 
-def _float32(operands, _):
+def _float32(operands):
     operands[:] = [x.float() for x in operands]
 
 
-def _other_plan(_, where):
-    where["sequence"] = plan_sequence([4, 4], ranks=2, order="contiguous")
+# The call, the mistake, and what ranks 1 and 0 are told. `test_one_rank_wrong.py` has more.
+MISTAKES = [
+    ("conv", _fewer_tokens, r"this rank 4 tokens; got x \(3,", "rank 1 .* refused"),
+    ("delta", _fewer_tokens, r"this rank 4 tokens; got v \(3,", "rank 1 .* refused"),
+    ("space", _fewer_tokens, r"this rank 4 tokens; got x \(3,", "rank 1 .* refused"),
+    ("conv", _one_more_dim, r"got \(1, 4, 6\), \(6, 4\)", "rank 1 .* ShapeError"),
+    ("delta", _one_more_dim, r"got \(1, 4, 3, 3\)", "rank 1 .* ShapeError"),
+    ("space", _one_more_dim, r"got \(1, 4, 6, 5\)", "rank 1 .* ShapeError"),
+    ("conv", _wider, r"weight dim 1 must be equal .*\[4, 8\]", "4, 8"),
+    ("delta", _wider, "needs q, k", "rank 1 .* ShapeError"),
+    ("space", _wider, "needs x .* dt", "rank 1 .* ShapeError"),
+    ("space", _no_groups, "groups that divide heads", "rank 1 .* ShapeError"),
+    ("delta", _float32, "q dtype must be equal", "torch.float64, torch.float32"),
+]
 
 
-def _gradient(operands, _):
-    operands[0].requires_grad_()
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "there", "here"),
-    [
-        (
-            "conv",
-            _fewer_tokens,
-            r"the plan gives this rank 4 tokens; got x \(3,",
-            "rank 1 .* refused",
-        ),
-        (
-            "delta",
-            _fewer_tokens,
-            r"the plan gives this rank 4 tokens; got v \(3,",
-            "rank 1 .* refused",
-        ),
-        (
-            "space",
-            _fewer_tokens,
-            r"the plan gives this rank 4 tokens; got x \(3,",
-            "rank 1 .* refused",
-        ),
-        ("conv", _one_more_dim, r"got \(1, 4, 6\), \(6, 4\)", "rank 1 .* ShapeError"),
-        ("delta", _one_more_dim, r"got \(1, 4, 3, 3\)", "rank 1 .* ShapeError"),
-        ("space", _one_more_dim, r"got \(1, 4, 6, 5\)", "rank 1 .* ShapeError"),
-        (
-            "conv",
-            _wider,
-            r"weight dim 1 must be equal on all ranks; by rank it is \[4, 8\]",
-            "4, 8",
-        ),
-        ("delta", _wider, "needs q, k", "rank 1 .* ShapeError"),
-        ("space", _wider, "needs x .* dt", "rank 1 .* ShapeError"),
-        ("space", _no_groups, "groups that divide heads", "rank 1 .* ShapeError"),
-        ("delta", _float32, "q dtype must be equal", "torch.float64, torch.float32"),
-        ("space", _other_plan, "PlanError: plan must be equal", "PlanError: plan must be equal"),
-        ("conv", _gradient, r"requires_grad .*\[0, 1\]", r"requires_grad .*\[0, 1\]"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_one_ranks_mistake_is_an_error_on_all(name, change, there, here):
-    (said_here, sum_here), (said_there, sum_there) = ranks.run(_bad_arguments, change, name)
-    assert re.search(there, said_there), said_there
-    assert re.search(here, said_here), said_here
-    assert sum_here == sum_there == 2.0
-
-
-def _wrong_group(name):
-    plan = plan_sequence([9], ranks=2)
-    inputs, _ = drawn(name, 3)
-    with pytest.raises(PlanError, match="planned for 2 ranks; the group has 3"):
-        CASES[name][2](*inputs, sequence=plan, group=dist.group.WORLD)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_group_of_another_size_is_refused(name):
-    ranks.run(_wrong_group, name, world_size=3)
-
-
-def _wrong_summaries():
-    group = dist.group.WORLD
-    plan = plan_sequence([9], ranks=2, order="contiguous")
-    for updates, transitions in (
-        ((1, 2, 3, 4), (1, 2, 4, 4)),
-        ((2, 2, 3, 4), (2, 2)),
-        ((1, 2), (2,)),
-    ):
-        with pytest.raises(ShapeError, match=r"needs updates \[1, heads, d, ...\]"):
-            scan_states(
-                torch.zeros(updates), torch.zeros(transitions), sequence=plan, group=group,
-                check=False,
-            )  # fmt: skip
-
-
-def test_summaries_that_do_not_fit_are_refused():
-    ranks.run(_wrong_summaries, world_size=2)
+def test_one_ranks_mistake_is_an_error_on_all():
+    here, there = ranks.run(_refusals)
+    for (*_, told, telling), said, heard in zip(MISTAKES, there, here, strict=True):
+        assert re.search(told, said), said
+        assert re.search(telling, heard), heard

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from primeblocks.contrib import dsa_rules
 from primeblocks.contrib.dsa_rules import entries
 from primeblocks.parallel import (
     MeshPlan,
@@ -27,9 +28,7 @@ from primeblocks.parallel.attention import (
 from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher
 from primeblocks.parallel.linear import (
     causal_conv1d,
-    cut_runs,
     gated_delta_rule,
-    scan_states,
     state_space,
 )
 from primeblocks.testing import ranks
@@ -49,7 +48,6 @@ CALLS = [
     "delta",
     "space",
     "conv",
-    "scan",
     "join",
     "clip",
     "count",
@@ -84,7 +82,7 @@ def _drawn(*shape: int, grad: bool = False) -> Tensor:
 def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """By name: a collective call and what this rank passes to it. Tensors lead."""
     group, rank = dist.group.WORLD, dist.get_rank()
-    tokens, runs = PLAN.counts[rank], len(cut_runs(PLAN, rank))
+    tokens = PLAN.counts[rank]
     meshes = plan_mesh(world_size=2).build("cpu")
     where = {"sequence": PLAN, "group": group}
     heads = {"q": _drawn(tokens, 4, 8, grad=True), "k": _drawn(tokens, 2, 8, grad=True)}
@@ -118,10 +116,6 @@ def _calls() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "delta": (gated_delta_rule, {**delta, **where}),
         "space": (state_space, {**space, "D": _drawn(2), **where}),
         "conv": (causal_conv1d, {**conv, **where}),
-        "scan": (
-            scan_states,
-            {"updates": _drawn(runs, 2, 3), "transitions": _drawn(runs, 2), **where},
-        ),
         "join": (_join, {"local": _drawn(tokens, 3, grad=True), "dim": 0, **where}),
         "clip": (_clip, {"max_norm": 1.0, "meshes": meshes}),
         "count": (global_token_count, {"local": torch.tensor(3), "meshes": meshes}),
@@ -147,7 +141,7 @@ def _sparse(q, kv, *, indices, **rules):
 
 def _loss(q, kv, *, index_q, index_k, weights, indices, **rules):
     indexer = dsa.IndexerInputs(index_q, index_k, weights)
-    return dsa.indexer_loss(q, kv, indexer, indices, rows=ROWS, **rules)
+    return dsa_rules.indexer_loss(q, kv, indexer, indices, rows=ROWS, **rules)
 
 
 def _join(local, *, sequence, **where):

@@ -68,7 +68,7 @@ def _gradients(function, inputs, again=None, seed=0):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def _ours(kind, halves, tokens_by_rank, again):
+def _ours(kind, halves, tokens_by_rank):
     make, rules = KINDS[kind]
     rank, size = dist.get_rank(), dist.get_world_size()
     x, scores, ids = _tokens(tokens_by_rank[rank], rank)
@@ -79,7 +79,8 @@ def _ours(kind, halves, tokens_by_rank, again):
     def layer(*operands):
         return _layer(dispatcher, ids, halves, *operands)
 
-    return _gradients(layer, (x, scores, *mine, *shared), again, seed=90 + rank)
+    inputs = (x, scores, *mine, *shared)
+    return [_gradients(layer, inputs, again, seed=90 + rank) for again in (None, False, True)]
 
 
 def _alone(rank, tokens, halves):
@@ -96,7 +97,6 @@ def _alone(rank, tokens, halves):
     return _gradients(layer, (x, scores, *_weights()), seed=90 + rank)
 
 
-@pytest.mark.parametrize("again", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
 @pytest.mark.parametrize(
     ("kind", "halves", "tokens_by_rank"),
     [
@@ -109,17 +109,19 @@ def _alone(rank, tokens, halves):
     ],
     ids=str,
 )
-def test_results_are_those_of_one_rank(kind, halves, tokens_by_rank, again):
-    size = len(tokens_by_rank)
-    got = ranks.run(_ours, kind, halves, tokens_by_rank, again, world_size=size)
+def test_results_are_those_of_one_rank(kind, halves, tokens_by_rank):
+    """Plain, and with both of torch's checkpoints."""
+    found = ranks.run(_ours, kind, halves, tokens_by_rank, world_size=len(tokens_by_rank))
     each = [_alone(rank, tokens, halves) for rank, tokens in enumerate(tokens_by_rank)]
-    for mine, want in zip(got, each, strict=True):
-        assert_close_float64(mine[:3], want[:3])
-    for i in (3, 4):
-        assert_close_float64(torch.cat([mine[i] for mine in got]), sum(grads[i] for grads in each))
-    for i, half in ((5, "t"), (6, "b")):
-        if half in halves:
-            assert_close_float64(sum(mine[i] for mine in got), sum(grads[i] for grads in each))
+    for got in zip(*found, strict=True):
+        for mine, want in zip(got, each, strict=True):
+            assert_close_float64(mine[:3], want[:3])
+        for i in (3, 4):
+            want = sum(grads[i] for grads in each)
+            assert_close_float64(torch.cat([mine[i] for mine in got]), want)
+        for i, half in ((5, "t"), (6, "b")):
+            if half in halves:
+                assert_close_float64(sum(mine[i] for mine in got), sum(grads[i] for grads in each))
 
 
 class _Events(TorchDispatchMode):
@@ -157,6 +159,10 @@ class _Events(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def _orders_of_events():
+    return {(kind, halves): _order(kind, halves) for kind in KINDS for halves in ("t", "tb", "b")}
+
+
 def _order(kind, halves):
     make, rules = KINDS[kind]
     x, scores, ids = _tokens(8, dist.get_rank())
@@ -174,14 +180,13 @@ def _order(kind, halves):
 THERE, PLAIN = ["leave", "shared", "land"], ["exchange"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("halves", ["t", "tb", "b"])
-def test_shared_experts_are_computed_while_rows_travel(kind, halves):
+def test_shared_experts_are_computed_while_rows_travel():
     """In backward too, where the shared experts are differentiated while gradients travel."""
-    parts = [THERE if half in halves else PLAIN for half in "tb"]
-    for forward, backward in ranks.run(_order, kind, halves):
-        assert forward == [*parts[0], "experts", *parts[1]]
-        assert backward == [*parts[1], "experts", *parts[0]]
+    for found in ranks.run(_orders_of_events):
+        for (_, halves), (forward, backward) in found.items():
+            parts = [THERE if half in halves else PLAIN for half in "tb"]
+            assert forward == [*parts[0], "experts", *parts[1]]
+            assert backward == [*parts[1], "experts", *parts[0]]
 
 
 def _counted():
@@ -288,13 +293,17 @@ def _of_model(family, checkpointing):
     return len(blocks), forward, backward
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("family", ["deepseek_v3", "nemotron_h"])
-def test_a_model_computes_them_once_and_keeps_nothing(family, checkpointing):
-    for blocks, forward, backward in ranks.run(_of_model, family, checkpointing):
-        assert blocks
-        assert forward == THERE * blocks
-        assert backward == THERE * blocks * (1 + checkpointing)
+def _of_models():
+    families = ("deepseek_v3", "nemotron_h")
+    return [(each, _of_model(family, each)) for family in families for each in (False, True)]
+
+
+def test_a_model_computes_them_once_and_keeps_nothing():
+    for found in ranks.run(_of_models):
+        for checkpointing, (blocks, forward, backward) in found:
+            assert blocks
+            assert forward == THERE * blocks
+            assert backward == THERE * blocks * (1 + checkpointing)
 
 
 def _orders(families):

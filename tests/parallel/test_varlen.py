@@ -1,4 +1,6 @@
-"""Attention by flash attention on packed sequences, which plain torch stands in for, exactly."""
+"""Flash attention on packed sequences: segments of hops against dense masks, torch's operators
+on fake tensors, launches, and refusals. `test_attention.py` compares its results.
+"""
 
 import re
 from functools import partial
@@ -8,11 +10,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._pytree import tree_map_only
 
-from benchmarks.parallel_parts import plain_flash
+from benchmarks.parallel_parts import launches, plain_flash
 from primeblocks.errors import RankError, UnsupportedError
-from primeblocks.parallel import plan_sequence, reference
+from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import (
     AttentionSpec,
     VarlenKernel,
@@ -20,135 +24,160 @@ from primeblocks.parallel.attention import (
     latent_ulysses_attention,
     ring_attention,
 )
-from primeblocks.parallel.attention.varlen import segments_of
+from primeblocks.parallel.attention.varlen import check_segments, segments_of
 from primeblocks.testing import ranks, strategies
-from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
-from tests.parallel.test_attention import (
-    ATTENTIONS,
-    PACKINGS,
-    _assert_equal_whole,
-    _columns,
-    _cotangent,
-    _inputs,
-    _naive,
-    _split_in,
-    _step,
-    _whole,
-)
+from primeblocks.testing.oracles import assert_close_float64
+from tests.parallel.test_attention import ATTENTIONS, KERNELS, ORDERS
+from tests.parallel.test_flex import _dense, _hops
 
-# Plain torch, not flash attention.
-PLAIN = VarlenKernel(operators=(plain_flash.forward, plain_flash.backward))
-ORDERS = ["contiguous", "zigzag"]
-# heads, key heads, head_dim, value_dim: plain, grouped, one key head, uneven in Ulysses.
-HEADS = [(4, 4, 8, 8), (4, 2, 8, 8), (6, 1, 4, 4), (12, 4, 2, 2)]
+ATEN = torch.ops.aten
+CPU = torch.device("cpu")
 
 
-def _with_varlen(names, lengths, order, heads, rules, with_sinks, dtype=torch.float64):
-    """What `_split_in` returns, or what was said when it was refused."""
-    rules = rules | {"kernel": PLAIN}
-    try:
-        return _split_in(dist.group.WORLD, names, lengths, order, heads, rules, with_sinks, dtype)
-    except UnsupportedError as error:
-        return str(error)
+def _seen_by(found, queries, keys):
+    """`[queries, keys]`: what flash attention lets see what, one pair after the other."""
+    seen = torch.zeros(queries, keys, dtype=torch.bool)
+    q_rows, k_rows = (
+        torch.arange(n)[rows].tolist() for n, rows in ((queries, found.queries), (keys, found.keys))
+    )
+    q, k = found.query_starts.tolist(), found.key_starts.tolist()
+    assert (q[0], q[-1], k[0], k[-1]) == (0, len(q_rows), 0, len(k_rows))
+    assert sorted(set(k_rows)) == k_rows
+    left, right = (found.most_keys if side < 0 else side for side in (found.left, found.right))
+    limited = found.left >= 0 or found.right >= 0
+    for a, b, c, d in zip(q, q[1:], k, k[1:], strict=False):
+        assert 0 < b - a <= found.most_queries
+        assert 0 < d - c <= found.most_keys
+        for i in range(a, b):
+            for j in range(c, d):
+                behind = (i - a) + (d - c) - (b - a) - (j - c)
+                seen[q_rows[i], k_rows[j]] = not limited or -right <= behind <= left
+    return seen
 
 
-def _assert_equal_one_rank(
-    world_size, lengths, order, heads, rules, with_sinks, names=tuple(ATTENTIONS)
-):
-    arguments = (lengths, order, heads, rules, with_sinks)
-    found = ranks.run(_with_varlen, names, *arguments, world_size=world_size)
-    _assert_equal_whole(found, *arguments)
+def _always_has_segments(order, tokens, world_size, rules):
+    if rules.get("causal", True) is False or world_size == 1 or order == "contiguous":
+        return True
+    return order == "zigzag" and rules.get("window", 0) <= tokens // world_size
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size, order):
-    for lengths, heads in zip([*PACKINGS, [5, 5, 30, 2, 8]], HEADS, strict=True):
-        _assert_equal_one_rank(world_size, lengths, order, heads, {}, True)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "window"), [(2, 5), (3, 1), (3, 2), (3, 14), (3, 40), (4, 14)]
-)
-def test_windows_of_a_contiguous_order(world_size, window):
-    """Inside a rank, across one cut and across several, and longer than any document."""
-    for lengths in ([41], [7, 1, 0, 9, 24]):
-        rules = {"window": window}
-        _assert_equal_one_rank(world_size, lengths, "contiguous", HEADS[1], rules, True)
-
-
-def test_windows_of_a_zigzag_order_up_to_a_ranks_tokens():
-    for window in (6, 20):
-        _assert_equal_one_rank(3, [60], "zigzag", HEADS[1], {"window": window}, True, ["ring"])
-    arguments = ([60], "zigzag", HEADS[1], {"window": 25}, False)
-    said = ranks.run(_with_varlen, ["ring"], *arguments, world_size=3)
-    assert len(set(said)) == 1
-    assert "order='contiguous'" in said[0]
-
-
-def test_ulysses_attention_takes_every_order():
-    for rules in ({}, {"window": 5}):
-        arguments = ([19, 1, 7], "balanced", HEADS[1], rules, True, ["ulysses"])
-        _assert_equal_one_rank(3, *arguments)
-
-
-@pytest.mark.parametrize("order", [*ORDERS, "balanced"])
-def test_whole_documents(order):
-    """In the second packing rows that take part have others between them, in zigzag."""
-    for lengths in ([7, 1, 0, 9, 4], [12, 4, 29, 3, 12]):
-        _assert_equal_one_rank(3, lengths, order, HEADS[3], {"causal": False}, True)
-
-
-@settings(max_examples=8)
+@settings(max_examples=60)
 @given(
-    world_size=st.integers(2, 4),
-    lengths=strategies.ragged_lengths(max_items=5),
-    order=st.sampled_from([*ORDERS, "balanced"]),
-    heads=st.sampled_from(HEADS),
-    rules=st.sampled_from([{}, {"causal": False}, {"window": 1}, {"window": 5}, {"scale": 0.3}]),
-    with_sinks=st.booleans(),
+    lengths=strategies.ragged_lengths(max_items=5, max_length=30),
+    world_size=st.integers(1, 4),
+    order=st.sampled_from(ORDERS),
+    rules=st.sampled_from(
+        [{}, {"causal": False}, {"window": 1}, {"window": 2}, {"window": 6}, {"window": 23}]
+    ),
+    chunk_tokens=st.sampled_from([3, 30]),
 )
-def test_any_packing_equals_one_rank_or_is_refused_on_all(
-    world_size, lengths, order, heads, rules, with_sinks
-):
-    arguments = (lengths, order, heads, rules, with_sinks)
-    for name in ATTENTIONS:
-        found = ranks.run(_with_varlen, [name], *arguments, world_size=world_size)
-        if isinstance(found[0], str):
-            assert set(found) == {found[0]}
-            assert name == "ring"
-            short = rules.get("window", 0) <= sum(lengths) // world_size
-            assert order == "balanced" or (order == "zigzag" and not short)
-        else:
-            _assert_equal_whole(found, *arguments)
+def test_segments_see_what_hops_do(lengths, world_size, order, rules, chunk_tokens):
+    refused = False
+    for hop in _hops(lengths, world_size, order, chunk_tokens=chunk_tokens, **rules):
+        if not hop.pairs:
+            continue
+        seen = _dense(hop)
+        try:
+            found = segments_of(hop, CPU)
+        except UnsupportedError:
+            refused = True
+            continue
+        assert torch.equal(_seen_by(found, *seen.shape), seen)
+        assert found.causal == (found.left == -1 and found.right == 0)
+    assert not (refused and _always_has_segments(order, sum(lengths), world_size, rules))
+    plan = plan_sequence(lengths, ranks=world_size, order=order, chunk_tokens=chunk_tokens)
+    spec = AttentionSpec(plan, **{"causal": True, "scale": 1.0} | rules)
+    if refused:
+        with pytest.raises(UnsupportedError, match=r"Use kernel=FlexKernel\(\)"):
+            check_segments(spec)
+    else:
+        check_segments(spec)
 
 
-def test_bfloat16_is_as_precise_as_plain_attention():
-    lengths, heads, rules = [150, 33, 73], (4, 2, 16, 16), {"window": 60}
-    arguments = (lengths, "contiguous", heads, rules, True)
-    found = ranks.run(_with_varlen, list(ATTENTIONS), *arguments, torch.bfloat16, world_size=3)
-    plan = plan_sequence(lengths, ranks=3, order="contiguous")
-    naive = _step(_naive, lengths, heads, rules, True, torch.bfloat16)
-    exact = _step(reference.attention, lengths, heads, rules, True, torch.float64)
-    for name in ATTENTIONS:
-        parts = zip(*(by_name[name][:4] for by_name in found), strict=True)
-        ours = [torch.cat(part)[plan.row_of_token] for part in parts] + found[0][name][4:]
-        for got, theirs, right in zip(ours, naive, exact, strict=True):
-            assert_as_precise(got, naive=theirs, exact=right)
+def test_few_segments_are_found():
+    """One a document, and one where a window crosses to another rank's keys."""
+    lengths = [50, 1, 1, 1, 47]
+    for window, counts in ((None, 5), (20, 5), (1, 1)):
+        (hop,) = _hops(lengths, 1, "contiguous", window=window)
+        assert len(segments_of(hop, CPU).query_starts) - 1 == counts
+    hops = _hops([100], 4, "contiguous", window=60)
+    for hop in hops:
+        if hop.pairs:
+            assert len(segments_of(hop, CPU).query_starts) == 2
 
 
-def _strided():
-    """On one rank, where nothing is copied in order to travel: numbers of a head far apart."""
-    plan, rules = plan_sequence(PACKINGS[1], ranks=1), {"kernel": PLAIN}
-    leaves = [_columns(x).detach().requires_grad_() for x in _inputs(plan.tokens, HEADS[1])[:3]]
-    out = ring_attention(*leaves, sequence=plan, group=dist.group.WORLD, **rules)
-    out.backward(_columns(_cotangent(plan.tokens, HEADS[1])))
-    return [out.detach(), *(x.grad for x in leaves)]
+def test_a_window_that_leaves_short_documents_behind():
+    """More queries than keys: the limit to the right, which is none, must not cut any off."""
+    plan = plan_sequence([97, 103], ranks=2, order="contiguous")
+    found = segments_of(AttentionSpec(plan, causal=True, scale=1.0, window=95).hop(1, 0), CPU)
+    assert plan.counts == (100, 100)
+    assert found.query_starts.tolist() == [0, 94]
+    assert found.key_starts.tolist() == [0, 3]
+    assert (found.most_keys, found.left, found.right) == (94, 0, -1)
 
 
-def test_any_strides():
-    (found,) = ranks.run(_strided, world_size=1)
-    assert_close_float64(found, _whole(PACKINGS[1], HEADS[1], {}, False))
+class _Recorded:
+    """Plain torch, and what it was called with."""
+
+    def __init__(self):
+        self.calls = []
+
+    def forward(self, *args, **named):
+        self.calls.append(("forward", args, named))
+        return plain_flash.forward(*args, **named)
+
+    def backward(self, *args, **named):
+        self.calls.append(("backward", args, named))
+        return plain_flash.backward(*args, **named)
+
+
+def _calls():
+    """Calls of hops of all kinds: rows taken by slice and by index, windows, grouped heads."""
+    found = _Recorded()
+    kernel = VarlenKernel(operators=(found.forward, found.backward))
+    for order, rules in (("zigzag", {}), ("contiguous", {"window": 9}), ("zigzag", {"window": 4})):
+        for hop in _hops([17, 3, 44], 3, order, **rules):
+            plan = hop.spec.plan
+            q = torch.randn(plan.counts[hop.query_rank], 4, 16).bfloat16()
+            k = torch.randn(plan.counts[hop.key_rank], 2, 16).bfloat16()
+            if hop.pairs:
+                out, lse = kernel.forward(q, k, k, hop=hop)
+                kernel.backward(out, q, k, k, out, lse, hop=hop)
+    return found.calls
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_torchs_operators_take_the_calls(device):
+    """Fake tensors get the shapes and dtypes of plain torch; nothing is computed."""
+    calls = _calls()
+    assert {bool(named["window_size_left"] + 1) for _, _, named in calls} == {False, True}
+    for which, args, named in calls:
+        expected = getattr(plain_flash, which)(*args, **named)
+        operator = getattr(ATEN, f"_flash_attention_{which}")
+        with FakeTensorMode(allow_non_fake_inputs=False):
+            there = tree_map_only(
+                torch.Tensor,
+                lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device),
+                args,
+            )
+            found = operator(*there, **named)
+        shown = 2 if which == "forward" else 3
+        for ours, theirs in zip(found[:shown], expected[:shown], strict=True):
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            assert ours.device.type == device
+
+
+@pytest.mark.parametrize(("order", "rank"), [("zigzag", 7), ("contiguous", 7)])
+def test_one_call_a_hop(order, rank):
+    """131,072 tokens on 8 ranks, on meta tensors, by torch's operators themselves."""
+    plan = plan_sequence([131_072], ranks=8, order=order)
+    forward, backward = launches.count(plan, rank, VarlenKernel())
+    assert forward.operators["_flash_attention_forward"] == 8
+    assert backward.operators["_flash_attention_backward"] == 8
+    steps = (forward, backward)
+    assert sum(launches.launches_of(step.operators) for step in steps) <= 200
+    assert not forward.host_reads
+    assert not backward.host_reads
 
 
 HALF = torch.bfloat16
@@ -204,7 +233,7 @@ def _latents():
     plan = plan_sequence([9], ranks=2, order="contiguous")
     tokens = plan.counts[dist.get_rank()]
     q, latents, up = torch.zeros(tokens, 1, 6), torch.zeros(tokens, 7), torch.zeros(1, 8, 5)
-    where = {"sequence": plan, "group": dist.group.WORLD, "kernel": PLAIN}
+    where = {"sequence": plan, "group": dist.group.WORLD, "kernel": KERNELS["varlen"]}
     for attention in (latent_ring_attention, latent_ulysses_attention):
         with pytest.raises(UnsupportedError, match="got 4 and 6"):
             attention(q, latents, up, **where)
@@ -247,21 +276,3 @@ def test_plain_torch_aligns_as_torch_says(queries, keys):
     assert_close_float64(lse, scores.logsumexp(-1).masked_fill(~seen.any(1), torch.inf))
     weights = scores.softmax(-1).nan_to_num()
     assert_close_float64(out, torch.einsum("hqk,khd->qhd", weights, v))
-
-
-def test_kinds_of_hops():
-    """One causal segment a document on a rank's own keys, whole ones on those of others."""
-    spec = AttentionSpec(plan_sequence([10, 90], ranks=2, order="zigzag"), causal=True, scale=1.0)
-    own, far = (segments_of(spec.hop(0, rank), torch.device("cpu")) for rank in (0, 1))
-    assert own.query_starts.tolist() == own.key_starts.tolist() == [0, 10, 50]
-    assert own.causal
-    # Rank 0 has 0-24 and 75-99, rank 1 25-74: the late queries see all keys, early ones none.
-    assert (far.queries, far.keys) == (slice(25, 50), slice(0, 50))
-    assert (far.query_starts.tolist(), far.key_starts.tolist()) == ([0, 25], [0, 50])
-    assert (far.left, far.right, far.causal) == (-1, -1, False)
-    # Rank 1 has 10-19 and 40-49, rank 0 0-9 and 50-59.
-    whole = plan_sequence([12, 4, 29, 3, 12], ranks=3, order="zigzag")
-    spec = AttentionSpec(whole, causal=False, scale=1.0)
-    there, back = (segments_of(spec.hop(*pair), torch.device("cpu")) for pair in ((1, 0), (0, 1)))
-    assert there.queries.tolist() == back.keys.tolist() == [0, 1, 18, 19]
-    assert there.keys == back.queries == slice(0, 20)

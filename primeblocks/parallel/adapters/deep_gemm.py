@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,9 +18,7 @@ from torch import Tensor
 
 from ...errors import MissingPackageError, ShapeError, UnsupportedError
 
-__all__ = ["DeepGemmIndexScores", "Quantize", "check_device", "quantize_vectors"]
-
-Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
+__all__ = ["DeepGemmIndexScores", "check_device", "quantize_vectors"]
 
 # sgl-deep-gemm on PyPI also installs the first of these names.
 _MODULES = ("deep_gemm", "vllm.third_party.deep_gemm", "sgl_deep_gemm")
@@ -68,14 +65,8 @@ class DeepGemmIndexScores:
     The scale of a query vector is multiplied into its head's weight, because a ReLU commutes with
     positive factors. Keys are quantized at each call, and there is one call per chunk of queries.
 
-    Args:
-        quantize: a function from vectors `[..., columns]` to float8_e4m3fn codes and positive
-            float32 scales.
-
     Source: github.com/deepseek-ai/DeepGEMM.
     """
-
-    quantize: Quantize = quantize_vectors
 
     def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         """Score queries against keys. Local. The host does not wait.
@@ -90,8 +81,8 @@ class DeepGemmIndexScores:
         if not rows * candidates:
             return q.new_empty(rows, candidates, dtype=torch.float32)
         library = _library()
-        queries, scales = self.quantize(q)
-        keys, of_keys = self.quantize(k)
+        queries, scales = quantize_vectors(q)
+        keys, of_keys = quantize_vectors(k)
         starts = torch.zeros(rows, dtype=torch.int32, device=q.device)
         # Every key is scored, because the selector knows which keys are in the future.
         scores = getattr(library, _SYMBOL)(
@@ -138,11 +129,7 @@ def _check(q: Tensor, k: Tensor, weights: Tensor) -> None:
 
 @functools.cache
 def _library() -> Any:
-    """Import the first module that has the function. The version is not read.
-
-    Raises:
-        MissingPackageError: the message says why each module was passed over.
-    """
+    """Import the first module that has the function. The version is not read."""
     passed_over = []
     for name in _MODULES:
         try:

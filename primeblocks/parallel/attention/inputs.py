@@ -14,7 +14,6 @@ from torch import Tensor
 from ...errors import PlanError, ShapeError, UnsupportedError
 from ...groups import agreed, check_alike, check_tensors, facts_of
 from ..sequence import SequencePlan, check_plan
-from .flex import FlexKernel
 from .kernel import AttentionKernel, AttentionSpec
 from .rectangles import RectangleKernel
 from .varlen import VarlenKernel
@@ -23,24 +22,20 @@ __all__ = ["Inputs", "autocast", "check_kernel", "check_sinks", "checked"]
 
 
 class Inputs(NamedTuple):
-    """Tensors and rules of one call. Batch rows are folded into heads, and autocast is applied.
-
-    Attributes:
-        q: `[local_tokens, batch * heads, head_dim]`. k and v likewise.
-        sinks: `[batch * heads]`.
-        batch: rows of the batch, or None if the input has no batch dim.
-    """
+    """Tensors and rules of one call. Batch rows are folded into heads, and autocast is applied."""
 
     q: Tensor
+    """`[local_tokens, batch * heads, head_dim]`. k and v likewise."""
     k: Tensor
     v: Tensor
     sinks: Tensor | None
+    """`[batch * heads]`"""
     spec: AttentionSpec
     kernel: AttentionKernel
     batch: int | None
+    """None if the input has no batch dim"""
 
     def unfold(self, out: Tensor) -> Tensor:
-        """Give the output the dims of the input."""
         if self.batch is None:
             return out
         return out.unflatten(1, (self.batch, -1)).transpose(0, 1)
@@ -65,11 +60,7 @@ def checked(
 ) -> Inputs:
     """Check the arguments, then cast and fold tensors. Collective if `check`.
 
-    Args:
-        whole: kernels see the whole sequence at once, and not one hop.
-
-    Raises:
-        ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as for `ring_attention`.
+    If `whole`, kernels see the whole sequence at once, and not one hop.
     """
     with agreed(name, q, k, v, group=group, check=check) as call:
         check_plan(sequence, group, trees=causal)
@@ -108,18 +99,13 @@ def checked(
 
 
 def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-    """Refuse anything but a kernel that can compute the call on every rank. Local.
-
-    Raises:
-        PlanError, CapacityError, UnsupportedError: on all ranks alike, also on ranks without tokens
-            or heads.
-    """
+    """Refuse a kernel that cannot compute the call on every rank, on all ranks alike. Local."""
     if isinstance(kernel, type) or not isinstance(kernel, AttentionKernel | None):
         raise PlanError(
             f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
             "RectangleKernel() or None."
         )
-    if isinstance(kernel, FlexKernel | VarlenKernel):
+    if isinstance(kernel, VarlenKernel):
         kernel.check(spec, q, value_dim)
 
 
@@ -134,7 +120,6 @@ def _default(spec: AttentionSpec, q: Tensor, value_dim: int) -> AttentionKernel:
 
 
 def _fold(x: Tensor) -> Tensor:
-    """Turn the rows of a batch, which share one plan, into heads."""
     return x.transpose(0, 1).flatten(1, 2) if x.ndim == 4 else x
 
 
@@ -168,11 +153,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Refuse sinks that are not one number per head. Local.
-
-    Raises:
-        ShapeError: the shape or the dtype does not fit.
-    """
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
         raise ShapeError(
             f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."

@@ -124,7 +124,6 @@ class AttentionKernel(Protocol):
 def _pairs(
     plan: SequencePlan, query_rank: int, causal: bool, window: int | None
 ) -> tuple[int, ...]:
-    """Count pairs of a query of `query_rank` and a key that it sees, by rank of keys."""
     if plan.parents is not None:
         return _pairs_of_tree(plan, query_rank, window)
     seen = (seen_rows(plan, query_rank, rank, causal, window) for rank in range(plan.ranks))

@@ -56,7 +56,7 @@ def latent_ring_attention(
         `[local_tokens, heads, value_dim]`.
 
     Raises:
-        ShapeError, PlanError, CapacityError, UnsupportedError, RankError: as for `ring_attention`.
+        ShapeError, PlanError, UnsupportedError, RankError: as for `ring_attention`.
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2310.01889 (the ring).
     """
@@ -105,10 +105,7 @@ def latent_ulysses_attention(
 
 
 class _Expanded:
-    """A kernel of latents, made of a kernel of keys and values.
-
-    Calls take q and `up`, which stay, then latents, which travel.
-    """
+    """A kernel of latents, which travel. Queries and `up` stay."""
 
     def __init__(self, inner: AttentionKernel, nope_dim: int) -> None:
         self.inner, self.nope_dim = inner, nope_dim
@@ -142,8 +139,6 @@ class _Expanded:
 
 
 class _Gathered(torch.autograd.Function):
-    """The latents of all ranks, in the order of the sequence."""
-
     @staticmethod
     def forward(
         ctx: Any, latents: Tensor, sequence: SequencePlan, group: dist.ProcessGroup

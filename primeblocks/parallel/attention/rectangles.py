@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..sequence import SequencePlan, kept_on_plan
-from .kernel import Hop, accumulator_dtype, chains, seen_ranges
+from .kernel import Hop, accumulator_dtype, chains, rows_before, seen_ranges
 
 __all__ = ["FusedRectangle", "OnlineSoftmax", "RectangleKernel", "rectangles_of"]
 
@@ -97,8 +97,7 @@ def rectangles_of(hop: Hop, device: torch.device) -> Iterator[tuple[slice, Range
     positions = None
     if spec.window is not None:
         positions = plan.positions(hop.query_rank), plan.positions(hop.key_rank)
-    find = _rectangles if plan.parents is None else _rectangles_of_tree
-    for found in find(plan, hop.query_rank, hop.key_rank, spec.causal, spec.window):
+    for found in _rectangles(plan, hop.query_rank, hop.key_rank, spec.causal, spec.window):
         mask = None
         if positions is not None and spec.window is not None:
             mask = _mask_of(found, *positions, spec.window)
@@ -108,10 +107,10 @@ def rectangles_of(hop: Hop, device: torch.device) -> Iterator[tuple[slice, Range
 
 
 class _Rectangle(NamedTuple):
-    """A rectangle of the attention matrix: rows of the query rank, rows of the key rank.
+    """A rectangle of the attention matrix. Keys of several ranges are concatenated.
 
     `kind` is "full" (every query sees every key), "causal" (a square, query i sees keys up to i)
-    or "masked" (see `_mask_of`). Keys of several ranges are concatenated.
+    or "masked" (see `_mask_of`).
     """
 
     queries: slice
@@ -126,53 +125,30 @@ def _rectangles(
 ) -> tuple[_Rectangle, ...]:
     """Return the rectangles in which a rank's queries meet another rank's keys. Pure.
 
-    A document's keys are contiguous on each rank, and the keys before a run are a prefix of them.
-    A run of queries therefore needs one rectangle, and a second one for its own keys.
+    The keys before a run of queries are one range of rows, or several if documents fork. A run
+    therefore needs one rectangle, and a second one for its own keys.
     """
-    places = plan.indices(key_rank).numpy()
-    starts = np.cumsum([0, *plan.document_lengths])
-
-    def rectangle(start: int, stop: int, offset: int, low: int, high: int, kind: str) -> _Rectangle:
-        """Turn places in the sequence into rows."""
-        first, last = np.searchsorted(places, [low, high]).tolist()
-        return _Rectangle(slice(offset, offset + stop - start), ((first, last),), kind)
-
     found = []
-    for start, stop, document, offset in plan.runs(query_rank):
-        if window is not None:
-            step = max(window, _WINDOW_ROWS)
-            for low in range(start, stop, step):
-                high, first = min(low + step, stop), max(document, low - window + 1)
-                # One rectangle may hold keys before, inside and after the window.
-                found.append(rectangle(low, high, offset + low - start, first, high, "masked"))
-        elif causal:
-            found.append(rectangle(start, stop, offset, document, start, "full"))
-            if key_rank == query_rank:
-                found.append(rectangle(start, stop, offset, start, stop, "causal"))
-        else:
-            end = int(starts[np.searchsorted(starts, document, side="right")])
-            found.append(rectangle(start, stop, offset, document, end, "full"))
-    return tuple(t for t in found if t.keys[0][1] > t.keys[0][0])
-
-
-@kept_on_plan
-def _rectangles_of_tree(
-    plan: SequencePlan, query_rank: int, key_rank: int, causal: bool, window: int | None
-) -> tuple[_Rectangle, ...]:
-    """Return the rectangles if documents fork. The keys of a path are concatenated. Pure."""
-    found = []
+    if not causal:
+        for start, stop, document, offset in plan.runs(query_rank):
+            places = np.array([document, plan.ancestry.ends[start]])
+            first, last = rows_before(plan, key_rank, places).tolist()
+            if first < last:
+                queries = slice(offset, offset + stop - start)
+                found.append(_Rectangle(queries, ((first, last),), "full"))
+        return tuple(found)
     for start, stop, offset in chains(plan, query_rank):
         step = stop - start if window is None else max(window, _WINDOW_ROWS)
         for low in range(start, stop, step):
             high = min(low + step, stop)
             queries = slice(offset + low - start, offset + high - start)
             if window is not None:
+                # One rectangle may hold keys before, inside and after the window.
                 keys = seen_ranges(plan, key_rank, low, high, window)
                 found.append(_Rectangle(queries, tuple(keys), "masked"))
                 continue
-            found.append(
-                _Rectangle(queries, tuple(seen_ranges(plan, key_rank, low, low, None)), "full")
-            )
+            keys = seen_ranges(plan, key_rank, low, low, None)
+            found.append(_Rectangle(queries, tuple(keys), "full"))
             if key_rank == query_rank:
                 found.append(_Rectangle(queries, ((queries.start, queries.stop),), "causal"))
     return tuple(t for t in found if t.keys)
@@ -193,8 +169,6 @@ class FusedRectangle:
     Args:
         causal: queries and keys are the same tokens, and each query sees keys up to itself.
         mask: bool `[queries, keys]`, the keys that each query sees. None means all.
-        scale: factor of the scores.
-        softcap: scores become `softcap * tanh(score / softcap)`. None leaves them unchanged.
     """
 
     def __init__(
@@ -203,7 +177,6 @@ class FusedRectangle:
         self.causal, self.mask, self.scale, self.softcap = causal, mask, scale, softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output, and the logarithm of the sum of exponentials, `[tokens, heads]`."""
         q_, k_, v_ = (x.transpose(0, 1).unsqueeze(0) for x in _same_width(q, k, v))
         if q.device.type == "cpu" and self.softcap is None:
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -271,7 +244,6 @@ class FusedRectangle:
         return dq, _summed(dk, groups), _summed(dv, groups)
 
     def _scores(self, q: Tensor, k: Tensor, groups: int) -> Tensor:
-        """Return scores in the dtype of sums, -inf for keys that a query does not see."""
         dtype = accumulator_dtype(q)
         scores = q.to(dtype) @ _repeated(k, k, groups)[0].to(dtype).transpose(2, 3) * self.scale
         if self.softcap is not None:
@@ -316,12 +288,10 @@ def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def _repeated(k: Tensor, v: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Repeat key heads, so that each query head has its own."""
     if groups == 1:
         return k, v
     return k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
 
 
 def _summed(x: Tensor, groups: int) -> Tensor:
-    """The backward of `_repeated`."""
     return x if groups == 1 else x.unflatten(1, (-1, groups)).sum(2)

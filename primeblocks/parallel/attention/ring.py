@@ -61,7 +61,6 @@ def ring_attention(
     Raises:
         ShapeError: shapes, dtypes or heads do not fit each other or the plan.
         PlanError: the group does not fit the plan, or ranks hold different plans.
-        CapacityError: a limit of the kernel is too small for some rank.
         UnsupportedError: the kernel does not take the plan, the rules, the dtype or the device.
         RankError: another rank refused its arguments.
 

@@ -109,7 +109,6 @@ class Heads:
 
 
 def _key_heads(queries: range, per_key: int) -> range:
-    """Return the key heads that these query heads read."""
     if not queries:
         return range(0)
     return range(queries.start // per_key, (queries.stop - 1) // per_key + 1)

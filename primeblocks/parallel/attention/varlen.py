@@ -42,16 +42,14 @@ class VarlenKernel:
     in each hop.
 
     Args:
-        operators: a forward and a backward to call instead, with the arguments and results of
+        operators: for tests without a GPU, a forward and a backward to call instead of
             `torch.ops.aten._flash_attention_forward` and `_backward`. Devices, dtypes and widths
-            are not checked then. For tests without a GPU.
+            are not checked then.
 
     Raises:
-        UnsupportedError: in a call, a hop without segments, a plan with forks, a softcap, or values
-            of another width than keys.
-        UnsupportedError: in a call of torch's operators, a device other than CUDA, or a dtype other
-            than bfloat16 and float16.
-        UnsupportedError: in such a call, a head_dim over 256 or not a multiple of 8.
+        UnsupportedError: in a call, a hop without segments, a plan with forks, a softcap, values of
+            another width than keys, a device other than CUDA, a dtype other than bfloat16 and
+            float16, or a head_dim over 256 or not a multiple of 8.
 
     Source: arXiv:2307.08691.
     """
@@ -62,11 +60,7 @@ class VarlenKernel:
         self.operators = operators
 
     def check(self, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-        """Refuse a call, on all ranks alike. Local.
-
-        Raises:
-            UnsupportedError: as the class says.
-        """
+        """Raise UnsupportedError if some rank's hop does not fit, on all ranks alike. Local."""
         if spec.plan.parents is not None:
             raise UnsupportedError(
                 "torch's flash attention has no mask for documents that fork. Use "
@@ -152,7 +146,6 @@ def _check_operators(q: Tensor) -> None:
 
 
 def _sizes(found: Segments) -> tuple[Any, ...]:
-    """Return starts of segments, the longest ones, no dropout, and whether the mask is causal."""
     most = found.most_queries, found.most_keys
     return found.query_starts, found.key_starts, *most, 0.0, found.causal
 
@@ -166,13 +159,11 @@ def _mask(found: Segments, hop: Hop) -> dict[str, Any]:
 
 
 def _taken(x: Tensor, rows: slice | Tensor) -> Tensor:
-    """Return the rows that take part, with the numbers of a head contiguous."""
     part = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
     return part if part.ndim < 3 or part.stride(2) == 1 else part.contiguous()
 
 
 def _placed(part: Tensor, rows: slice | Tensor, total: int, others: float = 0.0) -> Tensor:
-    """Put rows back to the places that they were taken from."""
     if len(part) == total:
         return part
     whole = part.new_full((total, *part.shape[1:]), others)
@@ -214,9 +205,7 @@ class Segments(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """`Segments` on the host: for each segment its first query among `rows`, its first key, and
-    the key after its last one.
-    """
+    """`Segments` on the host. `starts` are the first queries of segments, among `rows`."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -227,10 +216,7 @@ class _Cut(NamedTuple):
 
 
 def segments_of(hop: Hop, device: torch.device) -> Segments:
-    """Return the segments of one hop that sees some key, on the device. Local.
-
-    Planned once, and kept as long as the plan. Takes 8 bytes per segment. If the rows that take
-    part are not consecutive, each of these queries and keys takes 8 bytes more.
+    """Return the segments of one hop that sees some key, on the device. Kept on the plan. Local.
 
     Raises:
         UnsupportedError: the hop cannot be cut into segments.
@@ -243,12 +229,9 @@ def segments_of(hop: Hop, device: torch.device) -> Segments:
 
 
 def check_segments(spec: AttentionSpec) -> None:
-    """Refuse a call in which some hop has no segments, on all ranks alike. Local.
+    """Raise UnsupportedError if some hop of some rank has no segments. Local.
 
     Looks at the hops of all ranks once per plan: ranks x tokens rows.
-
-    Raises:
-        UnsupportedError: the message names the first such hop.
     """
     bad = _first_without(spec.plan, spec.causal, spec.window)
     if bad is not None:
@@ -356,7 +339,6 @@ def _of_hop(
 
 
 def _neighbours(rows: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Return rows as a slice if they are consecutive."""
     start, stop = int(rows[0]), int(rows[-1]) + 1
     if stop - start == len(rows):
         return slice(start, stop)

@@ -74,19 +74,13 @@ def causal_conv1d(
 
 @dataclass(frozen=True)
 class _Table:
-    """One rank's part of the exchange, and of the convolution after it.
-
-    Attributes:
-        padded: rows of the exchange's result: each run after its context.
-        kept: outputs of the convolution of those rows that belong to own tokens.
-    """
-
     halo: Halo
     padded: Tensor
+    """Rows of the exchange's result: each run after its context"""
     kept: Tensor
+    """Outputs of the convolution of `padded` that belong to own tokens"""
 
 
-# Cached, because every layer of a step needs the same table.
 @kept_on_plan
 def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) -> _Table:
     halo = find_halo(
@@ -189,7 +183,6 @@ def find_halo(
 def _wanted(
     sequence: SequencePlan, rank: int, first: Callable[[Run], int], bounds: Tensor
 ) -> Tensor:
-    """Return the ascending rows of other ranks' tokens before the runs of `rank`, each once."""
     before = [sequence.row_of_token[first(run) : run.start] for run in sequence.runs(rank)]
     rows = torch.cat([torch.zeros(0, dtype=torch.int64), *before]).unique()
     return rows[(rows < bounds[rank]) | (rows >= bounds[rank + 1])]

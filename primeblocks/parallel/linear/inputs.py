@@ -23,13 +23,7 @@ R = TypeVar("R")
 def checked_facts(
     sequence: SequencePlan, group: dist.ProcessGroup, **operands: Tensor
 ) -> dict[str, object]:
-    """Check this rank's arguments, and return the facts that must be equal on all ranks. Local.
-
-    These facts are everything except the number of tokens.
-
-    Args:
-        operands: all operands except optional ones that were left out.
-    """
+    """Check this rank's arguments, and return the facts that must be equal on all ranks. Local."""
     check_plan(sequence, group)
     check_tensors(**operands)
     odd = {name: x.dtype for name, x in operands.items() if not x.is_floating_point()}
@@ -54,5 +48,4 @@ def as_they_are(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def shapes(*tensors: Tensor) -> str:
-    """Show shapes in a message. Pure."""
     return ", ".join(str(tuple(x.shape)) for x in tensors)

@@ -42,9 +42,8 @@ def gated_delta_rule(
     """`S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)` on each document.
 
     No rank waits for another. A run that is a part of a document starts from zero. `key_dim` extra
-    columns of values let `kernel` show how the run would read and change an unknown first state.
-    `scan_states` then finds that state. Runs of equal length share one call of `kernel`.
-    Differentiable.
+    columns of values show how the run reads and changes its first state, which an exchange then
+    finds. Runs of equal length share one call of `kernel`. Differentiable.
 
     Collective, and so is its backward: two exchanges each, or none if no document is cut. The
     exchanges move at most `heads x (key_dim^2 + 2 key_dim value_dim)` elements for each run of a
@@ -112,9 +111,9 @@ def state_space(
 ) -> Tensor:
     """`S = exp(dt A) S + (dt x) B^T; y = S C + D x` on each document: Mamba-2.
 
-    No rank waits for another. Every run starts from zero. If a run is a part of a document,
-    `scan_states` finds its true first state, and the decayed reading of that state is added. Runs
-    of equal length share one call of `kernel`. Differentiable.
+    No rank waits for another. Every run starts from zero. If a run is a part of a document, an
+    exchange finds its true first state, and the decayed reading of that state is added. Runs of
+    equal length share one call of `kernel`. Differentiable.
 
     Collective, and so is its backward: two exchanges each, or none if no document is cut. The
     exchanges move at most `heads x (2 head_dim state_dim + 1)` elements for each run of a cut
@@ -173,19 +172,16 @@ def state_space(
 
 
 class _Probe(NamedTuple):
-    """Results of runs that started from zero, and the effect of a first state on them.
-
-    Attributes:
-        out: outputs from zero, `[runs, tokens, heads, value_dim]`.
-        reads: by token, the factor that reads the first state, `[runs, tokens, heads, key_dim]`.
-        update: the last state from zero.
-        transition: the map from the first state to the last state.
-    """
+    """Results of runs that started from zero, and the effect of a first state on them."""
 
     out: Tensor
+    """`[runs, tokens, heads, value_dim]`"""
     reads: Tensor
+    """By token, the factor that reads the first state, `[runs, tokens, heads, key_dim]`"""
     update: Tensor
+    """The last state"""
     transition: Tensor
+    """The map from the first state to the last state"""
 
 
 def _probe_delta(
@@ -247,7 +243,7 @@ def _carry(
     # One dtype on all ranks, also on ranks without a run, whatever the kernel returned.
     update = torch.cat([probe.update for probe in probes]).to(dtype).index_select(0, places)
     fade = torch.cat([probe.transition for probe in probes]).to(dtype).index_select(0, places)
-    states = scan_states(update, fade, sequence=sequence, group=group, check=False)
+    states = scan_states(update, fade, sequence=sequence, group=group)
     states = torch.zeros_like(states).index_copy(0, places, states)
     by_batch = states.split([len(probe.update) for probe in probes])
     return [
@@ -281,7 +277,7 @@ class RunBatches:
     cut_places: Tensor
 
     def split(self, operands: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return the operands of each batch as `[runs, tokens, ...]`. Local."""
+        """Return the operands of each batch as `[runs, tokens, ...]`."""
         sizes = [runs * tokens for runs, tokens in self.shapes]
         parts = [x.index_select(0, self.order.to(x.device)).split(sizes) for x in operands]
         return [
@@ -290,15 +286,13 @@ class RunBatches:
         ]
 
     def join(self, outs: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split`, for one result of each batch. Local."""
+        """The inverse of `split`, for one result of each batch."""
         rows = torch.cat([out.flatten(0, 1) for out in outs])
         return rows.index_select(0, self.inverse.to(rows.device))
 
 
-# Cached, because every layer of a step needs the same batches.
 @kept_on_plan
 def run_batches(sequence: SequencePlan, rank: int) -> RunBatches:
-    """Return the batches of one rank. Local."""
     cut = cut_runs(sequence, rank)
     parts = _by_length(cut)
     known = set(cut)

@@ -8,29 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import ShapeError
-from ...groups import agreed, all_to_all_rows, outside_graphs
+from ...groups import all_to_all_rows
 from ..sequence import Run, SequencePlan, kept_on_plan
-from .inputs import as_they_are, checked_facts, shapes
 
 __all__ = ["cut_runs", "scan_states"]
 
 
 def cut_runs(sequence: SequencePlan, rank: int) -> tuple[Run, ...]:
-    """Return the runs of `rank` that hold only a part of a document, in order. Local."""
+    """Return the runs of `rank` that hold only a part of a document, in order."""
     runs = sequence.runs(rank)
     return tuple(runs[index] for index in _chains(sequence).links[rank])
 
 
-@outside_graphs
-@as_they_are
 def scan_states(
-    updates: Tensor,
-    transitions: Tensor,
-    *,
-    sequence: SequencePlan,
-    group: dist.ProcessGroup,
-    check: bool = True,
+    updates: Tensor, transitions: Tensor, *, sequence: SequencePlan, group: dist.ProcessGroup
 ) -> Tensor:
     """Return the state that each of this rank's runs starts from.
 
@@ -48,30 +39,12 @@ def scan_states(
             after the run, had it started from zero.
         transitions: `[runs, heads]` for a scalar decay, or `[runs, heads, d, d]` for a matrix
             that multiplies states `[d, ...]` from the left.
-        check: as in `causal_conv1d`. A rank without runs must need gradients if the others do.
 
     Returns:
         `[runs, heads, ...]` like `updates`. A run that begins a document has zeros.
 
-    Raises:
-        ShapeError: the shapes do not fit each other or the plan.
-        PlanError, RankError: as for `causal_conv1d`.
-
     Source: Blelloch 1990 (scans of affine maps); arXiv:2405.21060, section 8 (SSD over devices).
     """
-    with agreed("scan_states", updates, transitions, group=group, check=check) as call:
-        given = {"updates": updates, "transitions": transitions}
-        call.facts |= checked_facts(sequence, group, **given)
-        runs, first = len(cut_runs(sequence, group.rank())), updates.shape[:2]
-        fits = transitions.shape == first or (
-            updates.ndim > 2 and transitions.shape == (*first, *updates.shape[2:3] * 2)
-        )
-        if updates.ndim < 2 or updates.shape[0] != runs or not fits:
-            raise ShapeError(
-                f"needs updates [{runs}, heads, d, ...], one for each run that is a part of a "
-                f"document, and transitions [{runs}, heads] or [{runs}, heads, d, d]; "
-                f"got {shapes(updates, transitions)}."
-            )
     chains, rank = _chains(sequence), group.rank()
     if not chains.receivers_by_step:
         return torch.zeros_like(updates)
@@ -108,7 +81,6 @@ class _Chains:
     returned: tuple[Tensor, ...]
 
 
-# Cached, because every layer of a step needs the same chains.
 @kept_on_plan
 def _chains(sequence: SequencePlan) -> _Chains:
     ranks = range(sequence.ranks)

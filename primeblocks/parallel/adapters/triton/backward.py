@@ -13,7 +13,6 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from .fixed_point import add_columns, unit_of
 from .rows import (
     choose_rows,
     count_ids,
@@ -38,10 +37,8 @@ def _load_stack(
     column,
     q_head,
     grad_head,
-    KEY: tl.constexpr,
-    KEY_END: tl.constexpr,
+    WIDTH: tl.constexpr,
     VALUE: tl.constexpr,
-    VALUE_END: tl.constexpr,
     HEADS: tl.constexpr,
     TURN: tl.constexpr,
 ):
@@ -49,11 +46,9 @@ def _load_stack(
     line = tl.arange(0, 2 * HEADS)
     head = (first + line // (2 * TURN) * TURN + line % TURN)[:, None]
     of_q = (line // TURN % 2 == 1)[:, None]
-    in_key = (column >= KEY) & (column < KEY_END)
-    in_value = (column >= VALUE) & (column < VALUE_END)
-    queries = q + head * q_head + (column - KEY)[None, :]
-    gradients = grad + head * grad_head + (column - VALUE)[None, :]
-    inside = (head < heads) & tl.where(of_q, in_key[None, :], in_value[None, :])
+    queries = q + head * q_head + column[None, :]
+    gradients = grad + head * grad_head + column[None, :]
+    inside = (head < heads) & tl.where(of_q, (column < WIDTH)[None, :], (column < VALUE)[None, :])
     return tl.load(tl.where(of_q, queries, gradients), inside, other=0.0)
 
 
@@ -70,43 +65,16 @@ def _unstack(x, TURN: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _largest(x):
-    """Return the largest magnitude of each line. A NaN is larger than any number."""
-    bits = x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(bits, 1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-@no_type_check
-def _look_at_heads(
-    out,
-    grad,
-    q,
-    own,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    KEY: tl.constexpr,
-    KEY_END: tl.constexpr,
-    VALUE: tl.constexpr,
-    VALUE_END: tl.constexpr,
-    FIXED: tl.constexpr,
-):
-    """Multiply outputs and their gradients. FIXED: also find the largest gradient and query."""
+def _multiply_by_gradients(out, grad, own, A: tl.constexpr, B: tl.constexpr, VALUE: tl.constexpr):
+    """Multiply outputs and their gradients."""
     product = tl.zeros(own.shape, tl.float32)
-    of_grad = product
-    of_q = product
     for part in tl.static_range(2 if B else 1):
         column = tl.arange(0, A) if part == 0 else A + tl.arange(0, B)
-        if part == 0 or VALUE_END > A:
-            slopes = load_columns(grad, column, own, VALUE, VALUE_END).to(tl.float32)
-            result = load_columns(out, column, own, VALUE, VALUE_END).to(tl.float32)
+        if part == 0 or VALUE > A:
+            slopes = load_columns(grad, column, own, VALUE).to(tl.float32)
+            result = load_columns(out, column, own, VALUE).to(tl.float32)
             product += tl.sum(slopes * result, 1)
-            if FIXED:
-                of_grad = tl.maximum(of_grad, _largest(slopes))
-        if FIXED:
-            queries = load_columns(q, column, own, KEY, KEY_END)
-            of_q = tl.maximum(of_q, _largest(queries))
-    return product, of_grad, of_q
+    return product
 
 
 @triton.jit
@@ -127,7 +95,6 @@ def find_slopes(
     lse,
     dq,
     delta,
-    largest,
     heads,
     groups,
     entries,
@@ -139,24 +106,16 @@ def find_slopes(
     q_head,
     kv_row,
     kv_group,
-    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
-    KEY: tl.constexpr,
-    KEY_END: tl.constexpr,
     VALUE: tl.constexpr,
-    VALUE_END: tl.constexpr,
-    FIXED: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Compute a query's gradient, and `delta`, the product of its output and its gradient.
-
-    FIXED: also find a bound of the numbers in its contribution to a row.
-    """
+    """Compute a query's gradient, and `delta`, the product of its output and its gradient."""
     across = tl.cdiv(heads, HEADS)
     program = tl.program_id(0)
     block = program % across * HEADS
@@ -164,42 +123,25 @@ def find_slopes(
     token = (program // (across * groups)).to(tl.int64)
     indices += (token * groups + group) * k
     length = count_ids(indices, k, SPAN)
-    kv += group.to(tl.int64) * kv_group + FIRST
+    kv += group.to(tl.int64) * kv_group
     q += token * q_token + group * heads * q_head
     grad += token * grad_token + group * heads * grad_head
     head = block + tl.arange(0, HEADS)
     own = head < heads
     of_head = (token * groups + group) * heads + head
-    out += of_head[:, None] * (VALUE_END - VALUE)
-    product, of_grad, of_q = _look_at_heads(
-        out,
-        grad + head[:, None] * grad_head,
-        q + head[:, None] * q_head,
-        own,
-        A,
-        B,
-        KEY,
-        KEY_END,
-        VALUE,
-        VALUE_END,
-        FIXED,
-    )
+    out += of_head[:, None] * VALUE
+    product = _multiply_by_gradients(out, grad + head[:, None] * grad_head, own, A, B, VALUE)
     tl.store(delta + of_head, product, own)
     total = _to_base_2(tl.load(lse + of_head, own, other=0.0))
 
     a = tl.arange(0, A)
-    stack_a = _load_stack(
-        q, grad, block, heads, a, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 8
-    )
+    stack_a = _load_stack(q, grad, block, heads, a, q_head, grad_head, WIDTH, VALUE, HEADS, 8)
     stack_b = stack_a
     dq_a = tl.zeros((HEADS, A), tl.float32)
     if B:
         b = A + tl.arange(0, B)
-        stack_b = _load_stack(
-            q, grad, block, heads, b, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 8
-        )
+        stack_b = _load_stack(q, grad, block, heads, b, q_head, grad_head, WIDTH, VALUE, HEADS, 8)
         dq_b = tl.zeros((HEADS, B), tl.float32)
-    most = tl.zeros((TILE,), tl.int32)
     for start in tl.range(0, length, TILE, num_stages=STAGES):
         rows, seen, valid = choose_rows(kv, indices, start, length, entries, kv_row, TILE)
         both, row_a, row_b = multiply_rows(stack_a, stack_b, rows, seen, WIDTH, A, B)
@@ -208,20 +150,14 @@ def find_slopes(
         scores = tl.where(valid[None, :], scores, float("nan"))
         weights = tl.exp2(scores - total[:, None])
         slope = weights * (slope - product[:, None])
-        if FIXED:
-            size = weights * of_grad[:, None] + tl.abs(slope * scale) * of_q[:, None]
-            size = tl.sum(size, 0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            most = tl.maximum(most, size)
         slope = round_to(slope, row_a.dtype)
         dq_a = multiply(slope, row_a, dq_a)
         if B:
             dq_b = multiply(slope, row_b, dq_b)
-    dq += of_head[:, None] * (KEY_END - KEY)
-    store_columns(dq, a, dq_a * scale, own, KEY, KEY_END)
+    dq += of_head[:, None] * WIDTH
+    store_columns(dq, a, dq_a * scale, own, WIDTH)
     if B:
-        store_columns(dq, b, dq_b * scale, own, KEY, KEY_END)
-    if FIXED:
-        tl.atomic_max(largest, tl.max(most, 0), sem="relaxed")
+        store_columns(dq, b, dq_b * scale, own, WIDTH)
 
 
 @triton.jit
@@ -234,7 +170,6 @@ def add_to_rows(
     lse,
     delta,
     dkv,
-    largest,
     heads,
     groups,
     entries,
@@ -247,16 +182,10 @@ def add_to_rows(
     q_head,
     kv_row,
     kv_group,
-    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
-    KEY: tl.constexpr,
-    KEY_END: tl.constexpr,
     VALUE: tl.constexpr,
-    VALUE_END: tl.constexpr,
-    FIXED: tl.constexpr,
-    ROOM: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -272,7 +201,7 @@ def add_to_rows(
         return
     seen = (ids >= 0) & (ids < entries)
     place = tl.where(seen, ids, 0).to(tl.int64)
-    rows = kv + group.to(tl.int64) * kv_group + place[:, None] * kv_row + FIRST
+    rows = kv + group.to(tl.int64) * kv_group + place[:, None] * kv_row
     a = tl.arange(0, A)
     row_a = read_rows(rows, a, seen, WIDTH, A)
     sum_a = tl.zeros((TILE, A), tl.float32)
@@ -288,26 +217,12 @@ def add_to_rows(
         # Heads that do not exist have weights of 0.
         total = tl.load(lse + of_heads + head, head < heads, other=float("inf"))
         product = tl.load(delta + of_heads + head, head < heads, other=0.0)
-        stack_a = _load_stack(
-            q, grad, first, heads, a, q_head, grad_head, KEY, KEY_END, VALUE, VALUE_END, HEADS, 1
-        )
+        stack_a = _load_stack(q, grad, first, heads, a, q_head, grad_head, WIDTH, VALUE, HEADS, 1)
         both = tl.zeros((TILE, 2 * HEADS), tl.float32)
         both = multiply(row_a, tl.trans(stack_a), both)
         if B:
             stack_b = _load_stack(
-                q,
-                grad,
-                first,
-                heads,
-                b,
-                q_head,
-                grad_head,
-                KEY,
-                KEY_END,
-                VALUE,
-                VALUE_END,
-                HEADS,
-                1,
+                q, grad, first, heads, b, q_head, grad_head, WIDTH, VALUE, HEADS, 1
             )
             both = multiply(row_b, tl.trans(stack_b), both)
         slope, scores = tl.split(tl.reshape(both, (TILE, HEADS, 2)))
@@ -319,10 +234,9 @@ def add_to_rows(
         sum_a = multiply(stacked, stack_a, sum_a)
         if B:
             sum_b = multiply(stacked, stack_b, sum_b)
-    target = dkv + (place * groups + group)[:, None] * row_width + FIRST
-    exponent, finite = 0, True
-    if FIXED:
-        exponent, finite = unit_of(largest, ROOM)
-    add_columns(target, seen, 0, sum_a, exponent, finite, WIDTH, FIXED)
+    target = dkv + (place * groups + group)[:, None] * row_width
+    inside = seen[:, None] & (a < WIDTH)[None, :]
+    tl.atomic_add(target + a[None, :], sum_a, inside, sem="relaxed")
     if B:
-        add_columns(target, seen, A, sum_b, exponent, finite, WIDTH, FIXED)
+        inside = seen[:, None] & (b < WIDTH)[None, :]
+        tl.atomic_add(target + b[None, :], sum_b, inside, sem="relaxed")

@@ -41,14 +41,10 @@ def attend(
     q_head,
     kv_row,
     kv_group,
-    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     A: tl.constexpr,
     B: tl.constexpr,
-    KEY: tl.constexpr,
-    KEY_END: tl.constexpr,
     VALUE: tl.constexpr,
-    VALUE_END: tl.constexpr,
     HEADS: tl.constexpr,
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -66,16 +62,16 @@ def attend(
     token = (program // (across * groups)).to(tl.int64)
     indices += (token * groups + group) * k
     length = count_ids(indices, k, SPAN)
-    kv += group.to(tl.int64) * kv_group + FIRST
+    kv += group.to(tl.int64) * kv_group
     q += token * q_token + (group * heads + head)[:, None] * q_head
     a = tl.arange(0, A)
-    q_a = load_columns(q, a, own, KEY, KEY_END)
+    q_a = load_columns(q, a, own, WIDTH)
     q_b = q_a
     sum_a = tl.zeros((HEADS, A), tl.float32)
     if B:
         b = A + tl.arange(0, B)
-        q_b = load_columns(q, b, own, KEY, KEY_END)
-        if VALUE_END > A:
+        q_b = load_columns(q, b, own, WIDTH)
+        if VALUE > A:
             sum_b = tl.zeros((HEADS, B), tl.float32)
     most = tl.full((HEADS,), float("-inf"), tl.float32)
     mass = tl.zeros((HEADS,), tl.float32)
@@ -91,14 +87,14 @@ def attend(
         mass = mass * shrink + tl.sum(weights, 1)
         weights = round_to(weights, row_a.dtype)
         sum_a = multiply(weights, row_a, sum_a * shrink[:, None])
-        if B and VALUE_END > A:
+        if B and VALUE > A:
             sum_b = multiply(weights, row_b, sum_b * shrink[:, None])
         most = higher
     # Without any id the output is 0, and lse is the logarithm of 0.
     mass = tl.where(mass == 0, 1.0, mass)
     where = (token * groups + group) * heads + head
     tl.store(lse + where, most * 0.6931471805599453 + tl.log(mass), own)
-    out += where[:, None] * (VALUE_END - VALUE)
-    store_columns(out, a, sum_a / mass[:, None], own, VALUE, VALUE_END)
-    if B and VALUE_END > A:
-        store_columns(out, b, sum_b / mass[:, None], own, VALUE, VALUE_END)
+    out += where[:, None] * VALUE
+    store_columns(out, a, sum_a / mass[:, None], own, VALUE)
+    if B and VALUE > A:
+        store_columns(out, b, sum_b / mass[:, None], own, VALUE)

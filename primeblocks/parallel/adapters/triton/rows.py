@@ -1,14 +1,12 @@
 """Rows of a table as kernels read them: columns in two parts, a query's ids, and rounding.
 
-Sides of matrices are powers of two. So 576 columns are read as 512 and 64, and not as 1024. A query
-reads all columns from the first of key and value to the last of both. A query is zero outside of
-the key, and outputs are kept only inside of the value. With latents, whose value is a part of the
-key, no column is read or multiplied twice.
+Sides of matrices are powers of two. So 576 columns are read as 512 and 64, and not as 1024. All
+columns are the key, and the first ones are also the value, so no column is read or multiplied
+twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import no_type_check
 
 import triton
@@ -20,7 +18,6 @@ from ...attention.dsa.kernel import Rows
 
 __all__ = [
     "INTERPRETED",
-    "Columns",
     "check_device",
     "choose_rows",
     "columns_of",
@@ -39,59 +36,28 @@ _EMULATED = tl.constexpr(INTERPRETED)
 WIDEST = 576
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of a row from `first` on: a part of `A` columns, then a part of `B` columns.
+def columns_of(rows: Rows) -> dict[str, int]:
+    """Return the columns that a query reads, under the names that kernels use. Local.
 
-    `B` may be 0. Key and value are counted from `first`.
-    """
-
-    first: int
-    width: int
-    key: tuple[int, int]
-    value: tuple[int, int]
-
-    @property
-    def A(self) -> int:
-        return max(16, 1 << (self.width.bit_length() - 1))
-
-    @property
-    def B(self) -> int:
-        rest = self.width - self.A
-        return max(16, triton.next_power_of_2(rest)) if rest > 0 else 0
-
-    def constants(self) -> dict[str, int]:
-        """Return the columns under the names that kernels use."""
-        return {
-            **{"FIRST": self.first, "WIDTH": self.width, "A": self.A, "B": self.B},
-            **{"KEY": self.key[0], "KEY_END": self.key[1]},
-            **{"VALUE": self.value[0], "VALUE_END": self.value[1]},
-        }
-
-
-def columns_of(rows: Rows) -> Columns:
-    """Arrange the columns that a query reads. Local.
+    `A` and `B` are the two parts, of which `B` may be 0.
 
     Raises:
-        UnsupportedError: the rows span more columns than a GPU's shared memory holds.
+        UnsupportedError: the value is not a part of the key, or the rows span more columns than a
+            GPU's shared memory holds.
     """
-    first = min(rows.key[0], rows.value[0])
-    width = max(rows.key[1], rows.value[1]) - first
-    if width > WIDEST:
+    width, value = rows.key_dim, rows.value_dim
+    if rows.key[0] or rows.value[0] or value > width or width > WIDEST:
         raise UnsupportedError(
-            f"the kernel reads rows of up to {WIDEST} columns; {rows} spans {width}. Use "
+            f"the kernel reads keys of up to {WIDEST} columns from the first on, whose first "
+            f"columns are the value, such as Rows.latent(512, 64); got {rows}. Use "
             "ReferenceKernel()."
         )
-    key, value = ((start - first, stop - first) for start, stop in (rows.key, rows.value))
-    return Columns(first, width, key, value)
+    part = max(16, 1 << (width.bit_length() - 1))
+    rest = max(16, triton.next_power_of_2(width - part)) if width > part else 0
+    return {"WIDTH": width, "A": part, "B": rest, "VALUE": value}
 
 
 def check_device(*tensors: Tensor) -> None:
-    """Refuse tensors that Triton cannot use. Local.
-
-    Raises:
-        UnsupportedError: a tensor is on a CPU, outside of Triton's interpreter.
-    """
     for x in tensors:
         if not (x.is_cuda or INTERPRETED):
             raise UnsupportedError(
@@ -150,18 +116,18 @@ def multiply_rows(x_a, x_b, rows, seen, WIDTH: tl.constexpr, A: tl.constexpr, B:
 
 @triton.jit
 @no_type_check
-def load_columns(x, column, own, START: tl.constexpr, END: tl.constexpr):
-    """Load columns START ... END - 1 of vectors that begin there. The others are zeros."""
-    inside = own[:, None] & ((column >= START) & (column < END))[None, :]
-    return tl.load(x + (column - START)[None, :], inside, other=0.0)
+def load_columns(x, column, own, END: tl.constexpr):
+    """Load columns up to END - 1 of vectors. The others are zeros."""
+    inside = own[:, None] & (column < END)[None, :]
+    return tl.load(x + column[None, :], inside, other=0.0)
 
 
 @triton.jit
 @no_type_check
-def store_columns(x, column, values, own, START: tl.constexpr, END: tl.constexpr):
-    """Store columns START ... END - 1 of vectors that begin there, rounded to their dtype."""
-    inside = own[:, None] & ((column >= START) & (column < END))[None, :]
-    tl.store(x + (column - START)[None, :], round_to(values, x.dtype.element_ty), inside)
+def store_columns(x, column, values, own, END: tl.constexpr):
+    """Store columns up to END - 1 of vectors, rounded to their dtype."""
+    inside = own[:, None] & (column < END)[None, :]
+    tl.store(x + column[None, :], round_to(values, x.dtype.element_ty), inside)
 
 
 @triton.jit

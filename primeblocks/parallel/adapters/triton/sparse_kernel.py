@@ -13,36 +13,26 @@ from torch import Tensor
 from ....errors import ShapeError, UnsupportedError
 from ...attention.dsa.kernel import Rows
 from .backward import add_to_rows, find_slopes
-from .fixed_point import scale_back
 from .forward import attend
-from .rows import INTERPRETED, Columns, check_device, columns_of
+from .rows import INTERPRETED, check_device, columns_of
 
 __all__ = ["TritonSparseKernel", "launch_of"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_BACK = 4096
 
 
 @dataclass(frozen=True)
 class TritonSparseKernel:
     """A `SparseKernel` in Triton, for float16, bfloat16 and float32.
 
-    Forward is one launch. Backward sets dkv to zero and launches two kernels, or three if the
-    result must be equal bit for bit. The host does not wait. Rows span at most 576 columns. An id
-    beyond the rows makes its query's output NaN. Tiles are chosen for Hopper. Other GPUs, and
+    Forward is one launch. Backward sets dkv to zero and launches two kernels. The host does not
+    wait. Serves latent attention: keys of at most 576 columns, whose first columns are the value.
+    An id beyond the rows makes its query's output NaN. Tiles are chosen for Hopper. Other GPUs, and
     float32, which does not use tensor cores, work but are not tuned.
 
-    By default the programs of backward add to the same rows in any order, so results differ by
-    rounding between runs. If `deterministic`, sums are made of 64-bit integers and do not differ.
-    That doubles the traffic of these additions and needs 8 more bytes per number of dkv. A NaN or
-    an infinity then makes all of dkv NaN.
-
-    Args:
-        deterministic: make dkv equal bit for bit. None: follow
-            `torch.use_deterministic_algorithms`.
+    The programs of backward add to the same rows in any order, so gradients of rows differ by
+    rounding between runs. Under `torch.use_deterministic_algorithms` backward is refused.
     """
-
-    deterministic: bool | None = None
 
     def forward(
         self, q: Tensor, kv: Tensor, indices: Tensor, *, rows: Rows, scale: float
@@ -51,7 +41,7 @@ class TritonSparseKernel:
 
         Raises:
             ShapeError: shapes, dtypes or devices do not fit.
-            UnsupportedError: the dtype is float64, rows are wider, or tensors are on a CPU.
+            UnsupportedError: the dtype is float64, `rows` are other rows, or tensors are on a CPU.
         """
         columns, heads = _check(q, kv, indices, rows), q.shape[1] // kv.shape[1]
         out = q.new_empty(*q.shape[:2], rows.value_dim)
@@ -75,7 +65,7 @@ class TritonSparseKernel:
                     *q.stride()[:2],
                     *kv.stride()[:2],
                     SPAN=_span(indices),
-                    **columns.constants(),
+                    **columns,
                     **launch,
                 )
         return out, lse
@@ -92,115 +82,72 @@ class TritonSparseKernel:
         rows: Rows,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of q, and of kv in float32. Local. Raises as `forward` does."""
+        """Return the gradients of q, and of kv in float32. Local.
+
+        Raises:
+            ShapeError, UnsupportedError: as `forward`.
+            UnsupportedError: torch demands deterministic algorithms.
+        """
         columns = _check(q, kv, indices, rows)
+        _check_order_is_free()
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        dkv = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
         if not q.numel():
-            return dq, torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
-        fixed = self.deterministic
-        if fixed is None:
-            fixed = torch.are_deterministic_algorithms_enabled()
+            return dq, dkv
+        queries, groups, k = indices.shape
+        heads = q.shape[1] // groups
         grad, q, kv = (_by_row(x) for x in (grad, q, kv))
         indices, out, lse = indices.contiguous(), out.contiguous(), lse.contiguous()
-        call = _Backward(grad, q, kv, indices, lse, torch.empty_like(lse), columns, scale, fixed)
-        if fixed:  # The number behind the sums is the largest contribution.
-            sums = torch.zeros(kv.numel() + 1, dtype=torch.int64, device=kv.device)
-            largest = sums[-1:].view(torch.int32)
-        else:
-            sums = largest = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)
-        with torch.cuda.device_of(q):
-            call.find_slopes(out, dq, largest)
-            call.add_to_rows(sums, largest)
-            return dq, call.scale_back(sums, largest) if fixed else sums
-
-
-@dataclass(frozen=True)
-class _Backward:
-    """The kernels of one backward, which share their operands."""
-
-    grad: Tensor
-    q: Tensor
-    kv: Tensor
-    indices: Tensor
-    lse: Tensor
-    delta: Tensor
-    columns: Columns
-    scale: float
-    fixed: bool
-
-    @property
-    def _sizes(self) -> tuple[float, ...]:
-        entries, groups, _ = self.kv.shape
-        return self.q.shape[1] // groups, groups, entries, self.indices.shape[2], self.scale
-
-    @property
-    def _strides(self) -> tuple[int, ...]:
-        return tuple(n for x in (self.grad, self.q, self.kv) for n in x.stride()[:2])
-
-    def _launch(self, kernel: Literal["queries", "rows"]) -> dict[str, int]:
-        heads = self.q.shape[1] // self.kv.shape[1]
-        return launch_of(kernel, self.q.dtype, heads, hopper=_on_hopper(self.q))
-
-    @property
-    def _programs(self) -> int:
-        """The number of programs of `find_slopes`, which bounds the contributions to one row."""
-        queries, groups, _ = self.indices.shape
-        heads = self.q.shape[1] // groups
-        return queries * groups * triton.cdiv(heads, self._launch("queries")["HEADS"])
-
-    @property
-    def _room(self) -> int:
-        # Twice the bound, to allow for the rounding of weights and slopes.
-        return math.ceil(math.log2(2 * self._programs))
-
-    def find_slopes(self, out: Tensor, dq: Tensor, largest: Tensor) -> None:
-        find_slopes[(self._programs,)](
-            self.grad,
-            self.q,
-            self.kv,
-            self.indices,
-            out,
-            self.lse,
-            dq,
-            self.delta,
-            largest,
-            *self._sizes,
-            *self._strides,
-            FIXED=self.fixed,
-            SPAN=_span(self.indices),
-            **self.columns.constants(),
-            **self._launch("queries"),
+        delta = torch.empty_like(lse)
+        sizes = heads, groups, kv.shape[0], k, scale
+        strides = [n for x in (grad, q, kv) for n in x.stride()[:2]]
+        hopper = _on_hopper(q)
+        by_query, by_row = (
+            launch_of(kernel, q.dtype, heads, hopper=hopper) for kernel in ("queries", "rows")
         )
-
-    def add_to_rows(self, sums: Tensor, largest: Tensor) -> None:
-        queries, groups, k = self.indices.shape
-        launch = self._launch("rows")
-        if tiles := triton.cdiv(k, launch["TILE"]):
-            add_to_rows[(queries * groups * tiles,)](
-                self.grad,
-                self.q,
-                self.kv,
-                self.indices,
-                self.lse,
-                self.delta,
-                sums,
-                largest,
-                *self._sizes,
-                self.kv.shape[2],
-                *self._strides,
-                FIXED=self.fixed,
-                ROOM=self._room,
-                **self.columns.constants(),
-                **launch,
+        programs = queries * groups * triton.cdiv(heads, by_query["HEADS"])
+        tiles = queries * groups * triton.cdiv(k, by_row["TILE"])
+        with torch.cuda.device_of(q):
+            find_slopes[(programs,)](
+                grad,
+                q,
+                kv,
+                indices,
+                out,
+                lse,
+                dq,
+                delta,
+                *sizes,
+                *strides,
+                SPAN=_span(indices),
+                **columns,
+                **by_query,
             )
+            if tiles:
+                add_to_rows[(tiles,)](
+                    grad,
+                    q,
+                    kv,
+                    indices,
+                    lse,
+                    delta,
+                    dkv,
+                    *sizes,
+                    kv.shape[2],
+                    *strides,
+                    **columns,
+                    **by_row,
+                )
+        return dq, dkv
 
-    def scale_back(self, sums: Tensor, largest: Tensor) -> Tensor:
-        dkv = torch.empty(self.kv.shape, dtype=torch.float32, device=self.kv.device)
-        if dkv.numel():
-            scale_back[(triton.cdiv(dkv.numel(), _BACK),)](
-                sums, largest, dkv, dkv.numel(), ROOM=self._room, SIZE=_BACK, num_warps=4
-            )
-        return dkv
+
+def _check_order_is_free() -> None:
+    wanted = torch.are_deterministic_algorithms_enabled()
+    if wanted and not torch.is_deterministic_algorithms_warn_only_enabled() and not INTERPRETED:
+        raise UnsupportedError(
+            "TritonSparseKernel adds gradients of rows in any order, and torch demands "
+            "deterministic algorithms. Use ReferenceKernel()."
+        )
 
 
 def launch_of(
@@ -244,7 +191,7 @@ def _by_row(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check(q: Tensor, kv: Tensor, indices: Tensor, rows: Rows) -> Columns:
+def _check(q: Tensor, kv: Tensor, indices: Tensor, rows: Rows) -> dict[str, int]:
     check_device(q, kv, indices)
     shapes = f"q {tuple(q.shape)}, kv {tuple(kv.shape)}, indices {tuple(indices.shape)}"
     if not q.ndim == kv.ndim == indices.ndim == 3:

@@ -9,7 +9,6 @@ from .attention import dsa_attention, sparse_attention
 from .gather import gather_tokens
 from .indexer import IndexerInputs, TopK, index_scores, keep_indices, select
 from .kernel import ReferenceKernel, Rows, SparseKernel
-from .loss import indexer_loss
 
 __all__ = [
     "IndexerInputs",
@@ -20,7 +19,6 @@ __all__ = [
     "dsa_attention",
     "gather_tokens",
     "index_scores",
-    "indexer_loss",
     "keep_indices",
     "select",
     "sparse_attention",

@@ -47,7 +47,7 @@ def dsa_attention(
     never exists. The kernel reads only the selected rows. Takes any order of tokens and any mix of
     documents. Ranks may have different numbers of tokens, also zero.
 
-    Differentiable in q, kv and sinks. The indexer learns only through `indexer_loss`.
+    Differentiable in q, kv and sinks. The indexer gets no gradient.
 
     Collective. Forward receives `(ranks - 1) * max(sequence.counts)` rows of kv and of indexer.k.
     Backward receives the rows of kv again, and reduces as many rows of gradients in float32.
@@ -145,8 +145,6 @@ def sparse_attention(
 
 
 class _Settings(NamedTuple):
-    """Arguments of one call that are not tensors."""
-
     entries: SequencePlan
     group: dist.ProcessGroup
     rows: Rows

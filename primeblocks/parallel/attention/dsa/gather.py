@@ -62,7 +62,6 @@ def scatter_gradients(whole: Tensor, *, sequence: SequencePlan, group: dist.Proc
     return reduce_scatter_rows(padded, group=group)[:own]
 
 
-# Cached, because every layer of a step needs the same rows.
 @kept_on_plan
 def _row_of_token(sequence: SequencePlan, device: torch.device) -> Tensor:
     """Return `[tokens]`: each token's row if every rank is padded to the largest rank."""

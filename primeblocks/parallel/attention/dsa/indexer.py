@@ -217,11 +217,7 @@ def top_candidates(
     scores: IndexScores,
     chunk_bytes: int,
 ) -> Tensor:
-    """Select the `k` best candidates of each query, or all if there are at most `k`. Local.
-
-    Returns:
-        Int32 `[queries, k]`, ascending, followed by -1.
-    """
+    """Select the `k` best candidates of each query: int32 `[queries, k]`, as `select` does."""
 
     def table(rows: slice, run: Candidates) -> Tensor:
         return scores(q[rows], keys[run.first : run.first + run.most], weights[rows])
@@ -237,12 +233,12 @@ def best_candidates(
     like: Tensor,
     chunk_bytes: int,
 ) -> Tensor:
-    """Select as `top_candidates` does, with any scores. Local.
+    """Select as `top_candidates` does, with any scores.
 
     Args:
         table: a function from rows and their candidates to scores `[queries, run.most]`. Scores of
             candidates that a query does not see may have any value. The result is overwritten.
-        like: a tensor with one row per query, on the device of the queries.
+        like: a tensor with one row per query, on their device.
     """
     found = torch.full((like.shape[0], k), -1, dtype=torch.int32, device=like.device)
     for rows, run in _chunks(runs, k, chunk_bytes):
@@ -290,17 +286,11 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 
 def top_ids(scores: Tensor, k: int) -> Tensor:
-    """Return the columns of each row's `k` highest scores, ascending, followed by -1. Local.
+    """Return the columns of each row's `k` highest scores, ascending, followed by -1: `[rows, k]`.
 
     Ties go to the first column. A score of -inf is never selected, and NaN counts as infinite. The
     host does not wait. `torch.topk` alone may select any of equal scores, which are common in an
-    indexer because its ReLU makes exact zeros.
-
-    Args:
-        scores: `[rows, columns]`, overwritten.
-
-    Returns:
-        Int32 `[rows, k]`.
+    indexer because its ReLU makes exact zeros. `scores` are overwritten.
     """
     rows, columns = scores.shape
     taken = min(k, columns)
@@ -318,11 +308,7 @@ def top_ids(scores: Tensor, k: int) -> Tensor:
 
 
 def check_indexer(indexer: IndexerInputs, tokens: int) -> None:
-    """Refuse operands that do not fit each other, or are not this rank's part. Local.
-
-    Raises:
-        ShapeError: a shape, dtype or device does not fit.
-    """
+    """Refuse operands that do not fit each other, or are not this rank's part. Local."""
     q, k, weights = indexer
     check_tensors(index_q=q, index_k=k, index_weights=weights)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, weights {tuple(weights.shape)}"

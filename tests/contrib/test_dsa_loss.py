@@ -6,11 +6,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primeblocks.contrib.dsa_rules import indexer_loss
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import dsa
 from primeblocks.testing import ranks, strategies
-from primeblocks.testing.oracles import StepCounter, assert_close_float64, assert_same_bits
+from primeblocks.testing.oracles import StepCounter, assert_close_float64
 from tests.parallel.test_dsa import ORDERS, PACKING, _inputs
 
 HEADS, LATENT, ROPE = 3, 5, 3
@@ -32,25 +33,16 @@ def _split(lengths, order, k, with_sinks, options, chunk_bytes):
     part = {name: x if name == "sinks" else x[own].requires_grad_() for name, x in drawn.items()}
     rules = {"sequence": plan, "group": group, "rows": ROWS, "scale": SCALE}
     rules["sinks"] = part["sinks"] if with_sinks else None
-    whole = dsa.gather_tokens(part["kv"], part["index_k"], sequence=plan, group=group)
+    (keys,) = dsa.gather_tokens(part["index_k"], sequence=plan, group=group)
     indices = dsa.select(
-        _indexer(part), whole[1], selector=dsa.TopK(k), sequence=plan, rank=group.rank()
+        _indexer(part), keys, selector=dsa.TopK(k), sequence=plan, rank=group.rank()
     )
-    losses, grads = [], []
-    for at_hand in (None, whole):
-        for x in part.values():
-            x.grad = None
-        loss = dsa.indexer_loss(
-            part["q"], part["kv"], _indexer(part), indices, whole=at_hand,
-            chunk_bytes=chunk_bytes, **rules,
-        )  # fmt: skip
-        (loss * (group.rank() + 1)).backward()
-        losses.append(loss.detach())
-        grads.append([part[name].grad for name in LEARNS])
-        assert part["q"].grad is part["kv"].grad is part["sinks"].grad is None
-    for a, b in zip([losses[0], *grads[0]], [losses[1], *grads[1]], strict=True):
-        assert_same_bits(a, b)
-    return losses[0], grads[0]
+    loss = indexer_loss(
+        part["q"], part["kv"], _indexer(part), indices, chunk_bytes=chunk_bytes, **rules
+    )
+    (loss * (group.rank() + 1)).backward()
+    assert part["q"].grad is part["kv"].grad is part["sinks"].grad is None
+    return loss.detach(), [part[name].grad for name in LEARNS]
 
 
 def _whole(plan, k, with_sinks, options):
@@ -89,27 +81,38 @@ def _assert_equal_one_rank(found, lengths, order, k, with_sinks, options):
         assert_close_float64(ours, [x[plan.indices(rank)] for x in grads], tolerance=1e-11)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+def _split_all(cases):
+    return [_split(*case) for case in cases]
+
+
+def _assert_all_equal_one_rank(cases, world_size):
+    found = ranks.run(_split_all, cases, world_size=world_size)
+    for at, (*case, _) in enumerate(cases):
+        _assert_equal_one_rank([results[at] for results in found], *case)
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size, order):
-    for k, with_sinks, chunk_bytes in ((4, True, 300), (7, False, 64 << 20), (64, True, 2000)):
-        arguments = (PACKING, order, k, with_sinks, {})
-        found = ranks.run(_split, *arguments, chunk_bytes, world_size=world_size)
-        _assert_equal_one_rank(found, *arguments)
+def test_equal_to_one_rank(world_size):
+    rules = ((4, True, 300), (7, False, 64 << 20), (64, True, 2000))
+    cases = [
+        (PACKING, order, k, with_sinks, {}, chunk_bytes)
+        for order in ORDERS
+        for k, with_sinks, chunk_bytes in rules
+    ]
+    _assert_all_equal_one_rank(cases, world_size)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     world_size=st.integers(1, 4),
-    lengths=strategies.ragged_lengths(max_items=5),
+    packings=st.lists(strategies.ragged_lengths(max_items=5), min_size=2, max_size=2),
     order=st.sampled_from(ORDERS),
     k=st.integers(1, 9),
     integers=st.booleans(),
 )
-def test_any_packing_equals_one_rank(world_size, lengths, order, k, integers):
-    arguments = (lengths, order, k, True, {"integers": integers})
-    found = ranks.run(_split, *arguments, 500, world_size=world_size)
-    _assert_equal_one_rank(found, *arguments)
+def test_any_packing_equals_one_rank(world_size, packings, order, k, integers):
+    cases = [(lengths, order, k, True, {"integers": integers}, 500) for lengths in packings]
+    _assert_all_equal_one_rank(cases, world_size)
 
 
 def test_float32_errs_by_rounding_alone():
@@ -132,7 +135,7 @@ def _alone():
     indices = torch.arange(3, dtype=torch.int32).expand(6, 1, 3).contiguous()
     indices[:2] = -1
     found = [
-        dsa.indexer_loss(
+        indexer_loss(
             part["q"], part["kv"], _indexer(part), ids, sequence=plan, group=dist.group.WORLD,
             rows=ROWS, sinks=sinks,
         )
@@ -162,7 +165,7 @@ def _traffic():
         part[name].requires_grad_()
     indices = torch.zeros(len(part["q"]), 1, 2, dtype=torch.int32)
     with StepCounter() as forward:
-        loss = dsa.indexer_loss(
+        loss = indexer_loss(
             part["q"], part["kv"], _indexer(part), indices, sequence=plan, group=group, rows=ROWS,
             check=False,
         )  # fmt: skip
@@ -173,14 +176,13 @@ def _traffic():
 
 def test_bytes_are_those_of_the_docstring():
     """One collective forward; backward those of the index keys alone, there and back."""
-    for world_size in (2, 3):
-        plan = plan_sequence(PACKING, ranks=world_size, chunk_tokens=3)
-        index_dim = _inputs(1)["index_k"].shape[1]
-        rows = (world_size - 1) * max(plan.counts)
-        for there, back in ranks.run(_traffic, world_size=world_size):
-            assert there == {"_allgather_base_": rows * (LATENT + ROPE + index_dim) * 4}
-            keys = rows * index_dim * 4
-            assert back == {"_allgather_base_": keys, "_reduce_scatter_base_": keys}
+    plan = plan_sequence(PACKING, ranks=3, chunk_tokens=3)
+    index_dim = _inputs(1)["index_k"].shape[1]
+    rows = 2 * max(plan.counts)
+    for there, back in ranks.run(_traffic, world_size=3):
+        assert there == {"_allgather_base_": rows * (LATENT + ROPE + index_dim) * 4}
+        keys = rows * index_dim * 4
+        assert back == {"_allgather_base_": keys, "_reduce_scatter_base_": keys}
 
 
 def _memory(chunk_bytes):
@@ -191,7 +193,7 @@ def _memory(chunk_bytes):
         part[name].requires_grad_()
     indices = torch.arange(k, dtype=torch.int32).expand(tokens, 1, k).contiguous()
     with StepCounter() as forward:
-        loss = dsa.indexer_loss(
+        loss = indexer_loss(
             part["q"], part["kv"], _indexer(part), indices, sequence=plan, group=group, rows=ROWS,
             chunk_bytes=chunk_bytes,
         )  # fmt: skip
@@ -230,12 +232,11 @@ def _refusals():
             {"indexer": _indexer(part | {"weights": part["q"][0]})},
         ),
         (ShapeError, "of torch.int32", {"indices": good["indices"].long()}),
-        (ShapeError, "whole needs kv and index keys", {"whole": (part["kv"], part["index_k"])}),
         (PlanError, "scale must be a number", {"scale": "1"}),
         (PlanError, "index_k requires_grad must be equal", {"indexer": _asks(part, group.rank())}),
     ]:
         with pytest.raises(error, match=said):
-            dsa.indexer_loss(**(good | wrong))
+            indexer_loss(**(good | wrong))
 
 
 def _asks(part, rank):

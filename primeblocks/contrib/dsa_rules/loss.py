@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ....errors import ShapeError, UnsupportedError
-from ....groups import agreed, check_tensors, facts_of, outside_graphs
-from ...sequence import SequencePlan
-from ..inputs import autocast
-from ..kernel import accumulator_dtype
-from .attention import checked_facts
-from .gather import gather_tokens, scatter_gradients
-from .indexer import IndexerInputs, check_indexer
-from .kernel import Rows, row_scores, selected_rows
+from ...errors import UnsupportedError
+from ...groups import agreed, check_tensors, facts_of, outside_graphs
+from ...parallel.attention.dsa.attention import checked_facts
+from ...parallel.attention.dsa.gather import gather_tokens, scatter_gradients
+from ...parallel.attention.dsa.indexer import IndexerInputs, check_indexer
+from ...parallel.attention.dsa.kernel import Rows, row_scores, selected_rows
+from ...parallel.attention.inputs import autocast
+from ...parallel.attention.kernel import accumulator_dtype
+from ...parallel.sequence import SequencePlan
 
 __all__ = ["indexer_loss"]
 
@@ -35,7 +35,6 @@ def indexer_loss(
     rows: Rows,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    whole: tuple[Tensor, Tensor] | None = None,
     chunk_bytes: int = 64 << 20,
     check: bool = True,
 ) -> Tensor:
@@ -56,7 +55,6 @@ def indexer_loss(
     Args:
         q, kv, rows, scale, sinks, check: as in `dsa_attention`.
         indices: `[local_tokens, 1, k]`, returned by `dsa_attention`.
-        whole: the result of `gather_tokens(kv, indexer.k, ...)`, if you have it.
         chunk_bytes: the approximate memory of a call. A call computes at least one query at a time.
 
     Returns:
@@ -79,13 +77,8 @@ def indexer_loss(
         check_indexer(indexer, sequence.counts[group.rank()])
         for name, x in zip(IndexerInputs._fields, indexer, strict=True):
             call.facts |= facts_of(f"index_{name}", x)
-        _check_whole(whole, kv, indexer.k, sequence.tokens)
-        call.facts["whole"] = whole is not None
     q, kv = (autocast(x).detach() for x in (q, kv))
-    if whole is None:
-        attended, keys = gather_tokens(kv, indexer.k, sequence=sequence, group=group)
-    else:
-        attended, keys = whole
+    attended, keys = gather_tokens(kv, indexer.k, sequence=sequence, group=group)
     target = _Target(
         q, attended.view(sequence.tokens, 1, kv.shape[-1]), sinks, rows,
         rows.key_dim**-0.5 if scale is None else scale,
@@ -96,8 +89,6 @@ def indexer_loss(
 
 
 class _Settings(NamedTuple):
-    """Arguments of one call that are not operands."""
-
     sequence: SequencePlan
     group: dist.ProcessGroup
     indices: Tensor
@@ -196,7 +187,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _numbers(q: Tensor) -> int:
-    """Return the numbers per selected key: itself, a copy, and products and their gradients."""
+    """Count numbers per selected key: itself, a copy, and products and their gradients."""
     return 2 * q.shape[2] + 3 * q.shape[1]
 
 
@@ -213,15 +204,3 @@ def _log_softmax(scores: Tensor) -> Tensor:
 
 def _finite(x: Tensor) -> Tensor:
     return x.masked_fill(x == -torch.inf, 0.0)
-
-
-def _check_whole(
-    whole: tuple[Tensor, Tensor] | None, kv: Tensor, keys: Tensor, tokens: int
-) -> None:
-    """Refuse anything but the rows and keys of all ranks. Local."""
-    if whole is None:
-        return
-    wanted = [(tokens, *x.shape[1:]) for x in (kv, keys)]
-    found = [tuple(x.shape) for x in whole]
-    if found != wanted:
-        raise ShapeError(f"whole needs kv and index keys of all ranks, {wanted}; got {found}.")
