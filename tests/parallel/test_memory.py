@@ -47,8 +47,9 @@ def _assert_same(got, want):
         assert_same_bits(got[name], want[name])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("chunk_bytes", [512, 1 << 20])
+@pytest.mark.parametrize(
+    ("dtype", "chunk_bytes"), [(torch.bfloat16, 512), (torch.float32, 1 << 20)], ids=str
+)
 def test_everything_leaves_and_returns_bit_for_bit(dtype, chunk_bytes):
     model, optimizer = _trainer(dtype)
     before = _everything(model, optimizer)
@@ -63,9 +64,8 @@ def test_everything_leaves_and_returns_bit_for_bit(dtype, chunk_bytes):
         "gradients": weights * size,
         "optimizer": 2 * weights * size + steps,
     }
-    assert moved.num_storages == {"weights": 6 + 3, "gradients": 6, "optimizer": 6 * 3}
     assert moved.total_bytes == sum(moved.num_bytes.values()) <= memory.host_bytes
-    assert moved.table().splitlines()[-1].split() == ["total", "33", f"{moved.total_bytes:,}"]
+    assert moved.table().splitlines()[-1].split() == ["total", f"{moved.total_bytes:,}", "bytes"]
     left = (*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters()))
     left += tuple(x for state in optimizer.state.values() for x in state.values())
     assert sum(x.untyped_storage().nbytes() for x in left) == 0
@@ -82,7 +82,6 @@ def test_a_shared_storage_moves_once():
     memory = HostMemory(model, chunk_bytes=512)
     with memory.released() as moved:
         assert moved.num_bytes == {"weights": 160, "gradients": 0, "optimizer": 0}
-        assert moved.num_storages["weights"] == 1
         assert flat.untyped_storage().nbytes() == 0
         assert memory.host_bytes == 512
     assert_same_bits(flat, torch.arange(40.0))
@@ -193,8 +192,8 @@ def test_wrong_order_and_wrong_names_are_refused():
     assert memory.away == ("weights",)
     with pytest.raises(UsageError, match="0 parameters"):
         HostMemory(nn.ReLU())
-    with pytest.raises(UsageError, match="chunk_bytes=1000 must be a power of two from 512"):
-        HostMemory(model, chunk_bytes=1000)
+    with pytest.raises(UsageError, match="chunk_bytes must be at least 1; got 0"):
+        HostMemory(model, chunk_bytes=0)
 
 
 @pytest.mark.parametrize(
