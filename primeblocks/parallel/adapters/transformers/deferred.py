@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,7 @@ from torch.utils._pytree import tree_any
 from ....errors import ShapeError, UnsupportedError
 from ....layout import Shard
 
-__all__ = ["Deferred", "Source", "TensorPiece"]
-
-
-class Source(Protocol):
-    """An object with a shape and a dtype, of which a deferred tensor is made."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
+__all__ = ["Deferred", "TensorPiece"]
 
 
 @dataclass(frozen=True)
@@ -104,8 +94,8 @@ class Deferred(Tensor):
         """Do nothing. Tensor's own initialiser takes no arguments."""
 
     @classmethod
-    def of(cls, source: Source) -> Deferred:
-        """Return the whole of a source."""
+    def of(cls, source: Any) -> Deferred:
+        """Return the whole of a source, which has a shape and a dtype."""
         shape = tuple(source.shape)
         whole = Shard((0,) * len(shape), shape)
         dims = tuple(range(len(shape)))
