@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import signal as signals
 import tempfile
 import threading
 import time
@@ -136,15 +135,15 @@ class Gang:
             outbox.close()
             self._members.append(_Member(rank, process, inbox, seat.stack_file))
 
-    def kill(self, rank: int, signal: signals.Signals = signals.SIGKILL) -> None:
-        """End one rank by a signal. `wait` yields None for it, and the others go on. Local."""
+    def kill(self, rank: int) -> None:
+        """End one rank by SIGKILL. `wait` yields None for it, and the others go on. Local."""
         if self._closed:
             raise ClosedError(f"cannot kill rank {rank}: its gang is closed")
         member = self._members[rank]
         if not member.settled:
             member.settle(_Killed())
-        if _ended(member.process, 0.0) is None and member.process.pid is not None:
-            os.kill(member.process.pid, signal)
+        if _ended(member.process, 0.0) is None:
+            member.process.kill()
 
     def hear(self, rank: int) -> Any:
         """Wait for the next value that `rank` sends with `tell`.

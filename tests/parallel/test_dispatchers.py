@@ -15,7 +15,7 @@ from primeblocks.parallel.experts import (
     TokenDispatcher,
     grouped_swiglu,
 )
-from primeblocks.parallel.experts.permute import map_rows, permute, unpermute
+from primeblocks.parallel.experts.permute import map_rows, unpermute
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_as_precise, max_relative_error
 
@@ -151,7 +151,7 @@ def test_shared_experts_match_one_rank(name, tokens_by_rank):
     _check_against_one_rank(name, tokens_by_rank, seed=5, alignment=1 + 3 * (5 in tokens_by_rank))
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     name=st.sampled_from(sorted(SHARED)),
     tokens_by_rank=st.lists(st.integers(0, 6), min_size=2, max_size=4),
@@ -308,16 +308,6 @@ def test_rows_are_kept_for_the_gradient_of_scores_alone():
     scores.requires_grad_()
     kept = _saved(lambda: _there_and_back(LocalDispatcher(), x, scores, ids))
     assert [t.shape for t in kept].count((ids.numel(), HIDDEN)) == 1
-
-
-def test_copies_are_said_both_ways():
-    row_map = map_rows(torch.tensor([1, 0, 1, 3]), tokens=4)
-    assert [x.tolist() for x in row_map] == [[1, 0, 1, 3], [1, 0, 2, 3], [0, 1, 3, 3]]
-    rows = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
-    assert unpermute(rows, row_map).tolist() == [[2.0], [5.0], [0.0], [8.0]]
-    assert permute(rows, row_map).tolist() == [[2.0], [1.0], [2.0], [8.0]]
-    nothing = map_rows(torch.zeros(0, dtype=torch.int64), tokens=2)
-    assert unpermute(torch.zeros(0, 1), nothing).tolist() == [[0.0], [0.0]]
 
 
 def test_low_bits_of_gates_count_beside_rows_of_low_precision():

@@ -67,7 +67,7 @@ def _unpicklable():
     return lambda: None
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_results_come_by_rank_from_one_group(world_size):
     totals = ranks.run(_sum_of_ranks, torch.tensor([10.0]), world_size=world_size)
     expected = 10.0 * world_size + sum(range(world_size))
@@ -90,13 +90,12 @@ def test_a_result_that_cannot_travel_is_a_failure_of_its_rank():
         ranks.run(_unpicklable)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_death_by_signal_is_noticed_long_before_the_deadline(number):
+def test_a_death_by_signal_is_noticed_long_before_the_deadline():
     # A deadline far behind the one that ends this test.
     with pytest.raises(
-        RankError, match=rf"(?s)^rank 2 of 3 died.*rank 2 ---\nit was ended by {number.name}"
+        RankError, match=r"(?s)^rank 2 of 3 died.*rank 2 ---\nit was ended by SIGTERM"
     ):
-        ranks.run(_die_on, 2, number, world_size=3, timeout_s=3600)
+        ranks.run(_die_on, 2, signal.SIGTERM, world_size=3, timeout_s=3600)
 
 
 def test_an_exit_without_a_result_is_a_failure():

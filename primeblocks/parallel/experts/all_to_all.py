@@ -273,25 +273,13 @@ def _exchange(
     group: dist.ProcessGroup,
     meanwhile: Meanwhile | None = None,
 ) -> Tensor:
-    if meanwhile is not None:
-        return _overlapped(rows, send, receive, group=group, meanwhile=meanwhile)
-    return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=group)
-
-
-def _overlapped(
-    rows: Tensor,
-    send: list[int],
-    receive: list[int],
-    *,
-    group: dist.ProcessGroup,
-    meanwhile: Meanwhile,
-) -> Tensor:
     """Send rows as `all_to_all_rows` does, and call `meanwhile` before waiting for arriving rows.
 
     The backward of `meanwhile` runs while the gradients of the rows travel back, because autograd
-    first runs the newest node that is ready. Collective, and so is its backward. Differentiable
-    once.
+    first runs the newest node that is ready. Then differentiable once.
     """
+    if meanwhile is None:
+        return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=group)
     flights: list[_Flight] = []
     start = _Start.apply(rows, flights, send, receive, group)
     try:
