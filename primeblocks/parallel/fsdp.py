@@ -54,13 +54,10 @@ def fully_shard_moe(
     """Shard a mixture-of-experts model in place. Parameter names do not change.
 
     Each rank of `meshes.expert` keeps its share of the experts, and `meshes.expert_fsdp` shards
-    them. `meshes.fsdp` shards all other parameters, also over the ranks of a context group.
-    Afterwards every gradient is the plain SUM of all ranks' loss contributions, so divide each
-    local loss by `global_token_count`. Local. The model's weights must be equal on all ranks.
-    Forward and backward are collective.
-
-    With context > 1 each rank passes its own part of the sequences. The model's attention must then
-    reach the other parts: see `ring_attention` and `ulysses_attention`.
+    them. `meshes.fsdp` shards all other parameters, also over the ranks of a context group, whose
+    parts of a sequence the model's attention must join. Afterwards every gradient is the plain SUM
+    of all ranks' loss contributions, so divide each local loss by `global_token_count`. Local. The
+    model's weights must be equal on all ranks. Forward and backward are collective.
 
     Args:
         layers: modules to gather one at a time, usually the decoder layers, in their order.
@@ -139,9 +136,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their total 2-norm is at most `max_norm`.
 
-    Works like `torch.nn.utils.clip_grad_norm_`, for any mix of meshes inside `meshes.loss`. A
-    gradient that is not a DTensor must be equal on all ranks. Collective: one all-reduce of one
-    number, and one more small collective if `check`.
+    Works like `torch.nn.utils.clip_grad_norm_`, for any mix of meshes. A gradient that is not a
+    DTensor must be equal on all ranks. Collective: one all-reduce of one number, and one more small
+    collective if `check`.
 
     Args:
         optimizer: checked as `check_optimizer` does, if you pass it.
@@ -277,11 +274,7 @@ def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
 
 
 def check_dispatcher(dispatcher: object, meshes: Meshes) -> None:
-    """Refuse a dispatcher whose ranks are known not to be those of `meshes.expert`. Local.
-
-    Raises:
-        PlanError: the ranks differ.
-    """
+    """Raise PlanError if a dispatcher's ranks are known not to be those of `meshes.expert`."""
     group = getattr(dispatcher, "group", None)
     shared = dist.get_process_group_ranks(meshes.expert.get_group())
     over = shared

@@ -80,9 +80,7 @@ def run(
 def gang(
     body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 300.0
 ) -> "Gang":
-    """Start `body(*args)` on every rank and return at once, for tests that interfere.
-
-    It does the same as `run`, in steps:
+    """Start `body(*args)` on every rank and return at once, for tests that interfere:
 
         with ranks.gang(body, world_size=3) as members:
             members.hear(1)          # The body calls ranks.tell(...).
@@ -105,10 +103,7 @@ def gang(
 
 
 def preload(*modules: str) -> None:
-    """Import more modules in the server from which ranks are forked. Call before the first gang.
-
-    Use it for modules that many bodies import. Local.
-    """
+    """Import more modules in the server from which ranks are forked, before the first gang."""
     if _started.cache_info().currsize:
         raise UsageError(f"preload {modules} before the first gang: the server is running")
     _preloaded.extend(modules)

@@ -169,7 +169,7 @@ def _train(family, degrees, pair):
     return errors
 
 
-def _trained(cases):
+def _train_all(cases):
     found = []
     for case in cases:
         with warnings.catch_warnings():
@@ -184,13 +184,13 @@ def _assert_equals_one_rank(results):
 
 
 def test_a_step_equals_peft_on_one_rank():
-    _assert_equals_one_rank(ranks.run(_trained, [("gpt_oss", {"expert": 2}, _pair)]))
+    _assert_equals_one_rank(ranks.run(_train_all, [("gpt_oss", {"expert": 2}, _pair)]))
     cases = [
         ("qwen3_moe", {"expert": 2, "context": 2}, _pair),
         ("llama", {"context": 2}, _pair),
         ("glm4_moe", {"expert": 2}, _shared_pair),  # Shared experts and the dense layer alone.
     ]
-    _assert_equals_one_rank(ranks.run(_trained, cases, world_size=4))
+    _assert_equals_one_rank(ranks.run(_train_all, cases, world_size=4))
 
 
 def _target_parameters():

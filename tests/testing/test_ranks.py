@@ -109,7 +109,8 @@ def test_a_hang_ends_at_the_deadline_and_shows_where():
     assert "in _forever" in str(caught.value)
 
 
-def test_a_stopped_rank_is_ended_too():
+def test_a_stopped_rank_is_ended_too(monkeypatch):
+    monkeypatch.setattr(ranks, "_GRACE_S", 0.5)
     with ranks.gang(_say_and_hang, 0, timeout_s=2.0) as members:
         members.hear(0)
         os.kill(members._members[0].process.pid, signal.SIGSTOP)

@@ -40,8 +40,8 @@ class AllToAllDispatcher:
     rows. `combine` exchanges the rows, after a check. Each backward exchanges the rows once. The
     host reads the counts once per dispatch, or never if you pass `capacity_rows` and `check=False`.
 
-    `dispatch` and `combine` take `meanwhile=`, a function such as a layer's shared experts. It is
-    called once, while the rows travel. Its backward runs while the gradients of the rows travel.
+    `dispatch` takes `meanwhile=`, a function such as a layer's shared experts. It is called once,
+    while the rows travel. Its backward runs while the gradients of the rows travel.
 
     Args:
         group: the ranks that share the experts. Rank r owns the r-th share.
@@ -125,14 +125,12 @@ class AllToAllDispatcher:
         return Dispatched(tokens, counts, _Sent(weights, row_map, again, places, send, receive))
 
     @outside_graphs
-    def combine(
-        self, y: Tensor, dispatched: Dispatched, *, meanwhile: Meanwhile | None = None
-    ) -> Tensor:
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         name = "AllToAllDispatcher.combine"
         agree_on_outputs(name, y, dispatched, group=self.group, check=self.check)
         weights, row_map, again, places, send, receive = dispatched.handle
         rows = unpermute(unalign(y, places), again)
-        rows = _exchange(rows, receive, send, self.group, meanwhile)
+        rows = _exchange(rows, receive, send, self.group)
         return unpermute(rows, row_map, weights)
 
     def _crowded(self, rows: list[int]) -> UsageError | None:
@@ -216,14 +214,12 @@ class OncePerRankDispatcher:
         return Dispatched(arrived, counts, _Sent(weights, row_map, again, places, send, receive))
 
     @outside_graphs
-    def combine(
-        self, y: Tensor, dispatched: Dispatched, *, meanwhile: Meanwhile | None = None
-    ) -> Tensor:
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         name = "OncePerRankDispatcher.combine"
         agree_on_outputs(name, y, dispatched, group=self.group, check=self.check)
         weights, row_map, again, places, send, receive = dispatched.handle
         partial = unpermute(unalign(y, places), again, weights)
-        return unpermute(_exchange(partial, receive, send, self.group, meanwhile), row_map)
+        return unpermute(_exchange(partial, receive, send, self.group), row_map)
 
 
 class _Sent(NamedTuple):

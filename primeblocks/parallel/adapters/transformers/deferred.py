@@ -18,11 +18,9 @@ __all__ = ["Deferred", "TensorPiece"]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A box of a deferred tensor, and the box of its source that fills it.
+    """A box of a deferred tensor, `place`, and the box of its source that fills it.
 
     Attributes:
-        place: the box in the deferred tensor.
-        source: the object that is read.
         corner: the start of the box in the source.
         dims: the source's dim for each dim of the tensor. None is a dim of size 1 that it lacks.
     """
@@ -91,7 +89,7 @@ class Deferred(Tensor):
         return made
 
     def __init__(self, *_: Any) -> None:
-        """Do nothing. Tensor's own initialiser takes no arguments."""
+        """Tensor's own initialiser takes no arguments."""
 
     @classmethod
     def of(cls, source: Any) -> Deferred:
