@@ -120,6 +120,15 @@ def test_the_activation_is_the_given_one():
         expected.append((torch.tanh(gate) * up) @ back.t())
     found = grouped_swiglu(rows, counts, gate_up, down, activation=torch.tanh)
     assert_close_float64(found, torch.cat(expected))
+    module = GroupedExperts(
+        EXPERTS, HIDDEN, INTERMEDIATE, dispatcher=LocalDispatcher(), activation=torch.tanh
+    ).double()
+    with torch.no_grad():
+        module.gate_up_proj.copy_(gate_up)
+        module.down_proj.copy_(down)
+    ids = torch.tensor([0, 0, 1, 3, 3, 3])[:, None]
+    out = module(rows, ids, torch.ones(6, 1, dtype=torch.float64))
+    assert_close_float64(out.detach(), torch.cat(expected))
 
 
 @pytest.mark.parametrize("transposed", [False, True])

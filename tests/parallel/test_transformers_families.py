@@ -240,6 +240,9 @@ def _refusals():
         parallelize(model, world)
         with pytest.raises(error, match=said):
             model(**wrong)
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(PlanError, match="no dropout; got 0.1"):
+        model(**inputs)
 
 
 def test_what_cannot_be_split_is_refused():

@@ -101,18 +101,14 @@ def _on_first(path: str | Path, write: Callable[[], object]) -> None:
 
 
 def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
-    """Write the index of several files after they are complete."""
+    """Write the index of complete files, and remove what readers would prefer to the new ones."""
     if split.is_sharded:
         total = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (path / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
-    _remove_older(path, split.is_sharded)
-
-
-def _remove_older(path: Path, several: bool) -> None:
-    """Remove files that readers would prefer to the new ones: an older single file, or an index."""
-    (path / (SAFE_WEIGHTS_NAME if several else SAFE_WEIGHTS_INDEX_NAME)).unlink(missing_ok=True)
+    older = SAFE_WEIGHTS_NAME if split.is_sharded else SAFE_WEIGHTS_INDEX_NAME
+    (path / older).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -136,14 +136,14 @@ def parallelize(
         dispatcher = AllToAllDispatcher(meshes.expert.get_group())
     install_experts(model, dispatcher)
     group = meshes.context.get_group()
-    if isinstance(attention, IndexedAttention) or indexed:
+    if isinstance(attention, IndexedAttention) or (indexed and attention is None):
         install_indexed_attention(model, attention or IndexedAttention(), group)
     else:
         context = Context(group, ulysses_attention if attention is None else attention)
         install_attention(model, context)
         install_recurrence(model, context, recurrence_kernel)
     forks = "recurrent layers carry one state" if recurrent else None
-    admit = partial(_admit_sequence, kind, "an indexer ranks one range" if indexed else forks)
+    admit = partial(_admit_sequence, kind, "indexer ranks one range" if indexed else forks)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(admit, with_kwargs=True)
@@ -232,8 +232,8 @@ def _admit_sequence(
         return
     if getattr(sequence, "parents", None) is not None and no_forks is not None:
         raise UnsupportedError(
-            f"{kind} cannot take a plan with parents: its {no_forks} a document, and does not "
-            "follow forks. Pack whole rollouts for this family, without trees."
+            f"{kind} cannot take a plan with parents: its {no_forks} per document, without forks. "
+            "Pack whole rollouts for this family, without trees."
         )
     if arguments.get("position_ids") is None:
         raise PlanError(
