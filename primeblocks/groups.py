@@ -108,25 +108,14 @@ def all_gather_rows(x: Tensor, *, rows: int, group: dist.ProcessGroup) -> Tensor
 
 
 def reduce_scatter_rows(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the sum over all ranks. Collective.
-
-    Args:
-        x: `[ranks * rows, ...]`, equal in shape on all ranks.
-
-    Returns:
-        `[rows, ...]`.
-    """
+    """Return this rank's `[rows, ...]` of the sum of all `[ranks * rows, ...]`. Collective."""
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     _scatter_single(out, x.contiguous(), group=group)
     return out
 
 
 def check_group(group: object) -> None:
-    """Refuse anything but a process group that includes this rank. Local.
-
-    Raises:
-        PlanError: with a remedy.
-    """
+    """Raise PlanError for anything but a process group that includes this rank. Local."""
     if isinstance(group, dist.ProcessGroup) and group.rank() >= 0:
         return
     if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, dist.ProcessGroup):
@@ -140,22 +129,14 @@ def check_group(group: object) -> None:
 
 
 def check_tensors(**operands: object) -> None:
-    """Refuse anything but tensors. Local.
-
-    Raises:
-        ShapeError: an operand is not a tensor, by name.
-    """
+    """Raise ShapeError if an operand is not a tensor, by name. Local."""
     for name, x in operands.items():
         if not isinstance(x, Tensor):
             raise ShapeError(f"{name} must be a tensor; got {_shown(x)}.")
 
 
 def check_alike(**operands: Tensor) -> None:
-    """Check that operands have one floating dtype and one device. Local.
-
-    Raises:
-        ShapeError: they differ, by name.
-    """
+    """Raise ShapeError unless operands have one floating dtype and one device. Local."""
     *names, last = operands
     named = f"{', '.join(names)} and {last}"
     dtypes, devices = (
@@ -171,8 +152,7 @@ def check_alike(**operands: Tensor) -> None:
 def facts_of(name: str, x: Tensor) -> dict[str, object]:
     """Return facts for `agreed` about a tensor whose number of rows may differ by rank. Local.
 
-    They include whether the tensor wants a gradient: if one rank runs no backward, the others would
-    wait for it.
+    Whether the tensor wants a gradient is one, because all ranks must run backward or none.
     """
     wanted = int(torch.is_grad_enabled() and x.requires_grad)
     sizes = {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}
@@ -223,9 +203,8 @@ def agreed(
             call.facts |= facts_of("q", q)  # A difference between ranks is an error on every rank.
 
     Use it before a larger exchange, in which the other ranks would wait in vain for a rank with a
-    mistake. It costs one gather of 40 + 16 x ranks bytes per rank, and the host reads it once.
-    Before an error is raised, a second gather sends two kilobytes. A group of one rank sends
-    nothing.
+    mistake. It costs one gather of 40 + 16 x ranks bytes per rank, which the host reads once. A
+    group of one rank sends nothing.
 
     Args:
         name: of the call. Ranks that make different calls get an error.

@@ -1,3 +1,5 @@
+from functools import cache
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,10 +32,14 @@ def _exchange(dtype):
     return all_to_all_rows(x, **counts, group=dist.group.WORLD).double()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_arrive_by_sender(dtype):
-    for rank, got in enumerate(ranks.run(_exchange, dtype, world_size=3)):
-        assert torch.equal(got, torch.cat([_rows(peer, rank) for peer in range(3)]))
+def _exchanges():
+    return [_exchange(dtype) for dtype in DTYPES]
+
+
+def test_rows_arrive_by_sender():
+    for rank, found in enumerate(ranks.run(_exchanges, world_size=3)):
+        for got in found:
+            assert torch.equal(got, torch.cat([_rows(peer, rank) for peer in range(3)]))
 
 
 def _gradient():
@@ -117,8 +123,18 @@ CASES = {
 }
 
 
+def _agreements():
+    return {case: _agreement(case) for case in CASES}
+
+
+@cache
+def _all_told():
+    return ranks.run(_agreements, world_size=3)
+
+
 def _told(case):
-    return ranks.run(_agreement, case, world_size=3)
+    """What each rank is told. One gang runs all cases."""
+    return [told[case] for told in _all_told()]
 
 
 @pytest.mark.parametrize("case", ["alike", "nothing to say", "as many as there is room for"])
@@ -221,14 +237,14 @@ def _carried(bad):
     return [row[:3] for row in call.told]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_numbers_travel_with_an_agreement(size):
-    everyone = [[rank, 2**62, -3] for rank in range(size)]
-    assert ranks.run(_carried, None, world_size=size) == [everyone] * size
+def _carried_well_and_badly():
+    return _carried(None), _carried(0)
 
 
-def test_numbers_that_are_bad_are_refused():
-    first, *others = ranks.run(_carried, 0, world_size=3)
-    assert first == "ShapeError: 7 is too much"
-    assert others == [f"RankError: rank 0 of the group refused its arguments: {first}"] * 2
-    assert ranks.run(_carried, 0, world_size=1) == ["ShapeError: 7 is too much"]
+def test_numbers_travel_with_an_agreement_and_bad_ones_are_refused():
+    said = "ShapeError: 7 is too much"
+    for size in (1, 3):
+        everyone = [[rank, 2**62, -3] for rank in range(size)]
+        found = ranks.run(_carried_well_and_badly, world_size=size)
+        others = [f"RankError: rank 0 of the group refused its arguments: {said}"] * (size - 1)
+        assert found == [(everyone, told) for told in (said, *others)]

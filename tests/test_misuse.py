@@ -141,7 +141,6 @@ PARALLEL = {
     ),
     "no model to move": lambda: parallel.memory.HostMemory(None),
     "parameters to move": lambda: parallel.memory.HostMemory([torch.zeros(1)]),
-    "a model to optimize": lambda: parallel.memory.CpuAdamW(torch.nn.Linear(1, 1)),
 }
 ROUTES = replay.Routes.from_array(np.zeros((2, 1, 1), int), num_experts=2, layer_ids=[0])
 MODEL = torch.nn.Linear(2, 2)

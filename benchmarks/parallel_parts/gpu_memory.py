@@ -4,8 +4,7 @@ On an H100 it timed out at larger sizes (docs/gpu.md), and at these it has not r
 With `--dry-run` its code runs on a CPU, at sizes that say nothing about speed.
 
 512 MiB of float32 weights with gradients and AdamW's states: `HostMemory` away and back against one
-pinned copy of as many bytes each way; a step of `CpuAdamW` beside torch's fused AdamW on the
-device. Bytes are compared before anything is timed.
+pinned copy of as many bytes each way. Bytes are compared before anything is timed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from primeblocks.parallel.memory import CpuAdamW, HostMemory
+from primeblocks.parallel.memory import HostMemory
 
 from ..harness import compare, main
 
@@ -39,7 +38,7 @@ SMALL = Sizes(width=32, layers=2)
 
 
 def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figures]:
-    """Rates of what moves, and what a step costs.
+    """Rates of what moves.
 
     Raises:
         SystemExit: there is no CUDA device.
@@ -54,7 +53,6 @@ def figures(device: str = "cuda", sizes: Sizes | None = None) -> Iterator[Figure
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     yield _moved(model, device)
-    yield _stepped(model)
 
 
 def _moved(model: nn.Module, device: str) -> Figures:
@@ -86,24 +84,6 @@ def _moved(model: nn.Module, device: str) -> Figures:
         f"{name}.pcie_fraction": (plain.median / ours.median, "ratio", "pinned copies both ways"),
         f"{name}.gb_per_s": (2 * size / ours.median / 1e9, "GB/s", ""),
         f"{name}.spread": (ours.spread, "ratio", ""),
-    }
-
-
-def _stepped(model: nn.Module) -> Figures:
-    parameters = list(model.parameters())
-    ours, theirs = CpuAdamW(parameters, lr=0.0), AdamW(parameters, lr=0.0, fused=True)
-    before = [x.detach().clone() for x in parameters]
-
-    def agree() -> None:
-        ours.step()
-        assert all(torch.equal(x, y) for x, y in zip(parameters, before, strict=True))
-
-    on_host, on_device = compare(ours.step, theirs.step, agree=agree, runs=3)
-    name = "parallel.cpu_adamw.gpu"
-    peer = "AdamW on the device, fused"
-    return {
-        f"{name}.step_ms": (1e3 * on_host.median, "ms", ""),
-        f"{name}.time_ratio": (on_host.median / on_device.median, "ratio", peer),
     }
 
 

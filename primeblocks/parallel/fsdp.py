@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import islice, pairwise
 from math import prod
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ..errors import PlanError, ShapeError, UnsupportedError
+from ..errors import PlanError, UnsupportedError, check_counts
 from ..groups import agreed, check_tensors
 from ..layout import local_part
 from .experts.dispatcher import LocalDispatcher
@@ -54,13 +54,10 @@ def fully_shard_moe(
     """Shard a mixture-of-experts model in place. Parameter names do not change.
 
     Each rank of `meshes.expert` keeps its share of the experts, and `meshes.expert_fsdp` shards
-    them. `meshes.fsdp` shards all other parameters, also over the ranks of a context group.
-    Afterwards every gradient is the plain SUM of all ranks' loss contributions, so divide each
-    local loss by `global_token_count`. Local. The model's weights must be equal on all ranks.
-    Forward and backward are collective.
-
-    With context > 1 each rank passes its own part of the sequences. The model's attention must then
-    reach the other parts: see `ring_attention` and `ulysses_attention`.
+    them. `meshes.fsdp` shards all other parameters, also over the ranks of a context group, whose
+    parts of a sequence the model's attention must join. Afterwards every gradient is the plain SUM
+    of all ranks' loss contributions, so divide each local loss by `global_token_count`. Local. The
+    model's weights must be equal on all ranks. Forward and backward are collective.
 
     Args:
         layers: modules to gather one at a time, usually the decoder layers, in their order.
@@ -71,9 +68,7 @@ def fully_shard_moe(
             less, because a small error of a score picks another expert. Outputs are not cast.
         precision: dtypes of compute and reduction. Default: the dtype of the parameters.
         reshard_after_forward: free gathered parameters after forward and gather them again for
-            backward. False keeps the parameters of layers, experts and routers until backward,
-            which gathers once per step instead of twice. FSDP2 always keeps parameters that are
-            outside of these modules.
+            backward. False gathers once per step instead of twice.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states on the
             host. Default: on the device.
 
@@ -82,8 +77,7 @@ def fully_shard_moe(
             `model`.
         PlanError: the expert degree does not divide the number of experts, or the degree is over 1
             without experts.
-        PlanError: a dispatcher uses other ranks than `meshes.expert`, or `reshard_after_forward`
-            is a number. Dense parameters and experts could not share one number.
+        PlanError: a dispatcher uses other ranks than `meshes.expert`.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
@@ -98,11 +92,6 @@ def fully_shard_moe(
         )
     if meshes.plan.expert > 1 and not experts:
         raise PlanError(f"expert={meshes.plan.expert}, but no experts were given. Use expert=1.")
-    if not isinstance(reshard_after_forward, bool):
-        raise PlanError(
-            f"reshard_after_forward must be True or False; got {reshard_after_forward!r}. A number "
-            "of ranks would mean different groups for dense parameters and for experts."
-        )
     policy = MixedPrecisionPolicy() if precision is None else precision
     offload = OffloadPolicy() if offload_policy is None else offload_policy
     kept: dict[str, Any] = {
@@ -147,9 +136,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their total 2-norm is at most `max_norm`.
 
-    Works like `torch.nn.utils.clip_grad_norm_`, for any mix of meshes inside `meshes.loss`. A
-    gradient that is not a DTensor must be equal on all ranks. Collective: one all-reduce of one
-    number, and one more small collective if `check`.
+    Works like `torch.nn.utils.clip_grad_norm_`, for any mix of meshes. A gradient that is not a
+    DTensor must be equal on all ranks. Collective: one all-reduce of one number, and one more small
+    collective if `check`.
 
     Args:
         optimizer: checked as `check_optimizer` does, if you pass it.
@@ -256,19 +245,14 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
         local: the tokens of this rank that count in the loss. The count may be 0.
 
     Raises:
-        ShapeError: `local` is not a whole number from 0 up.
+        PlanError: `local` is not a whole number from 0 up.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)
     count = torch.zeros((), dtype=torch.int64, device=meshes.loss.device_type)
     group = meshes.loss.get_group()
     with agreed("global_token_count", count, group=group):
-        whole = isinstance(local, Integral) or (
-            isinstance(local, Tensor) and local.numel() == 1 and not local.is_floating_point()
-        )
-        if not whole or not 0 <= int(local) < 2**63:
-            shown = f"{local.dtype} {tuple(local.shape)}" if isinstance(local, Tensor) else local
-            raise ShapeError(f"a count is whole, from 0 to 2**63 - 1; got {shown}. Sum a mask.")
+        check_counts(least=0, local=local)
         count.fill_(int(local))
     dist.all_reduce(count, group=group)
     return int(count)
@@ -290,11 +274,7 @@ def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
 
 
 def check_dispatcher(dispatcher: object, meshes: Meshes) -> None:
-    """Refuse a dispatcher whose ranks are known not to be those of `meshes.expert`. Local.
-
-    Raises:
-        PlanError: the ranks differ.
-    """
+    """Raise PlanError if a dispatcher's ranks are known not to be those of `meshes.expert`."""
     group = getattr(dispatcher, "group", None)
     shared = dist.get_process_group_ranks(meshes.expert.get_group())
     over = shared

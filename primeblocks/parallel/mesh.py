@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Integral
 from weakref import WeakSet
@@ -119,6 +120,10 @@ class MeshPlan:
         def mesh(**axes: int) -> DeviceMesh:
             return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
+        return self.over(mesh)
+
+    def over(self, mesh: Callable[..., DeviceMesh]) -> Meshes:
+        """Return the meshes that `mesh` makes of named degrees, the last of which is fastest."""
         dense = mesh(replicate=self.replicate, fsdp=self.fsdp)
         # FSDP2 requires that an expert's two axes come from one mesh.
         sparse = mesh(replicate=self.replicate, expert_fsdp=self.expert_fsdp, expert=self.expert)
@@ -161,11 +166,7 @@ def plan_mesh(
 
 
 def check_meshes(meshes: object) -> None:
-    """Refuse anything but `Meshes`. Local.
-
-    Raises:
-        PlanError: `meshes` is a plan, or another object.
-    """
+    """Raise PlanError for anything but `Meshes`, such as a plan. Local."""
     if not isinstance(meshes, Meshes):
         raise PlanError(
             f"meshes must be Meshes; got a {type(meshes).__name__}. Pass "

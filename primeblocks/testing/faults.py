@@ -88,11 +88,7 @@ class ManualClock:
 
 
 def flip_byte(path: str | Path, offset: int) -> None:
-    """Invert one byte of a file. A negative offset counts from the end. Local.
-
-    Raises:
-        UsageError: the file has no byte at this offset.
-    """
+    """Invert one byte of a file, or raise UsageError. A negative offset counts from the end."""
     content = bytearray(Path(path).read_bytes())
     if not -len(content) <= offset < len(content):
         raise UsageError(f"{path} has {len(content)} bytes; there is none at offset {offset}")
@@ -101,11 +97,7 @@ def flip_byte(path: str | Path, offset: int) -> None:
 
 
 def truncate(path: str | Path, *, size_bytes: int) -> None:
-    """Cut a file short, as a crash in the middle of a write does. Local.
-
-    Raises:
-        UsageError: the file is not longer than `size_bytes`.
-    """
+    """Cut a file short, as a crash in the middle of a write does, or raise UsageError."""
     content = Path(path).read_bytes()
     if not 0 <= size_bytes < len(content):
         raise UsageError(f"{path} has {len(content)} bytes; cannot cut it to {size_bytes}")

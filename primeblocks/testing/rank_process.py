@@ -9,7 +9,7 @@ call or when the parent is gone.
 import faulthandler
 import os
 import pickle
-import signal as signals
+import signal
 import sys
 import time
 import traceback
@@ -74,15 +74,15 @@ def main(seat: Seat, task: bytes, outbox: Connection) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def kill(rank: int, signal: signals.Signals = signals.SIGKILL) -> None:
-    """In a body, end `rank` by a signal when it reaches this line. Local.
+def kill(rank: int) -> None:
+    """In a body, end `rank` by SIGKILL when it reaches this line. Local.
 
     Other ranks do nothing. The parent knows that the death is planned: it yields None, not
     RankError.
     """
     if dist.get_rank() == rank:
-        _send(KILLED, int(signal))
-        os.kill(os.getpid(), signal)
+        _send(KILLED, None)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tell(value: object) -> None:

@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import signal as signals
 import tempfile
 import threading
 import time
@@ -81,9 +80,7 @@ def run(
 def gang(
     body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 300.0
 ) -> "Gang":
-    """Start `body(*args)` on every rank and return at once, for tests that interfere.
-
-    It does the same as `run`, in steps:
+    """Start `body(*args)` on every rank and return at once, for tests that interfere:
 
         with ranks.gang(body, world_size=3) as members:
             members.hear(1)          # The body calls ranks.tell(...).
@@ -106,10 +103,7 @@ def gang(
 
 
 def preload(*modules: str) -> None:
-    """Import more modules in the server from which ranks are forked. Call before the first gang.
-
-    Use it for modules that many bodies import. Local.
-    """
+    """Import more modules in the server from which ranks are forked, before the first gang."""
     if _started.cache_info().currsize:
         raise UsageError(f"preload {modules} before the first gang: the server is running")
     _preloaded.extend(modules)
@@ -136,15 +130,15 @@ class Gang:
             outbox.close()
             self._members.append(_Member(rank, process, inbox, seat.stack_file))
 
-    def kill(self, rank: int, signal: signals.Signals = signals.SIGKILL) -> None:
-        """End one rank by a signal. `wait` yields None for it, and the others go on. Local."""
+    def kill(self, rank: int) -> None:
+        """End one rank by SIGKILL. `wait` yields None for it, and the others go on. Local."""
         if self._closed:
             raise ClosedError(f"cannot kill rank {rank}: its gang is closed")
         member = self._members[rank]
         if not member.settled:
             member.settle(_Killed())
-        if _ended(member.process, 0.0) is None and member.process.pid is not None:
-            os.kill(member.process.pid, signal)
+        if _ended(member.process, 0.0) is None:
+            member.process.kill()
 
     def hear(self, rank: int) -> Any:
         """Wait for the next value that `rank` sends with `tell`.

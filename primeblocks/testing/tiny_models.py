@@ -110,12 +110,8 @@ def save(
 
     The tokenizer splits at white space: `w7 w9` is two tokens, 7 and 9.
 
-    vLLM 0.32 on CPU generates the same as transformers for exaone_moe, flex_olmo, glm4_moe,
-    gpt_oss, mixtral, olmoe, qwen2_moe, qwen3_moe and solar_open. It loads qwen3_vl_moe too,
-    including images, if torchvision can be imported. It also loads deepseek_v3 and glm4_moe_lite,
-    but its CPU kernel rotates their queries wrongly. With
-    `compilation_config={"custom_ops": ["all", "-rotary_embedding"]}` the latter is right and the
-    former nearly so. vLLM refuses other families on CPU, or they were not tried.
+    docs/support.md says which families vLLM generates with on a CPU. Its CPU kernel rotates queries
+    of glm4_moe_lite rightly with `compilation_config={"custom_ops": ["all", "-rotary_embedding"]}`.
     """
     path = Path(path)
     model: Any = build(family, seed=seed, dtype=dtype, router_std=router_std, **sizes)

@@ -121,16 +121,11 @@ def test_the_activation_is_the_given_one():
     found = grouped_swiglu(rows, counts, gate_up, down, activation=torch.tanh)
     assert_close_float64(found, torch.cat(expected))
     module = GroupedExperts(
-        EXPERTS,
-        HIDDEN,
-        INTERMEDIATE,
-        dispatcher=LocalDispatcher(),
-        activation=torch.tanh,
-        dtype=torch.float64,
-    )
+        EXPERTS, HIDDEN, INTERMEDIATE, dispatcher=LocalDispatcher(), activation=torch.tanh
+    ).double()
     with torch.no_grad():
-        for parameter, weight in zip(module.parameters(), (gate_up, down), strict=True):
-            parameter.copy_(weight)
+        module.gate_up_proj.copy_(gate_up)
+        module.down_proj.copy_(down)
     ids = torch.tensor([0, 0, 1, 3, 3, 3])[:, None]
     out = module(rows, ids, torch.ones(6, 1, dtype=torch.float64))
     assert_close_float64(out.detach(), torch.cat(expected))

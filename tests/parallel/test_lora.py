@@ -162,25 +162,32 @@ def _train(kind, degrees, dispatcher):
     _compare(model, lambda p: p if p.requires_grad else None, trained)
 
 
-@pytest.mark.parametrize("dispatcher", [AllToAllDispatcher, OncePerRankDispatcher])
-@pytest.mark.parametrize(
-    ("world_size", "degrees"), [(2, {"expert": 2}), (4, {"expert": 2})], ids=str
-)
-def test_a_step_of_grouped_experts_equals_one_rank(world_size, degrees, dispatcher):
-    ranks.run(_train, "ours", degrees, dispatcher, world_size=world_size)
+def _trained(cases):
+    for kind, dispatcher in cases:
+        _train(kind, {"expert": 2}, dispatcher)
 
 
 @pytest.mark.parametrize(
-    ("family", "world_size", "dispatcher"),
+    ("world_size", "cases"),
     [
-        ("qwen3_moe", 2, AllToAllDispatcher),
-        ("nemotron_h", 2, OncePerRankDispatcher),
-        ("nemotron_h", 4, AllToAllDispatcher),
-        ("gpt_oss", 4, OncePerRankDispatcher),
+        (2, [("ours", OncePerRankDispatcher), ("nemotron_h", OncePerRankDispatcher)]),
+        (
+            4,
+            [
+                ("ours", AllToAllDispatcher),
+                ("qwen3_moe", AllToAllDispatcher),
+                ("gpt_oss", OncePerRankDispatcher),
+            ],
+        ),
     ],
 )
-def test_a_step_of_transformers_equals_one_rank(family, world_size, dispatcher):
-    ranks.run(_train, family, {"expert": 2}, dispatcher, world_size=world_size)
+def test_a_step_equals_one_rank(world_size, cases):
+    ranks.run(_trained, cases, world_size=world_size)
+
+
+def _merged(cases):
+    for case in cases:
+        _merge(*case)
 
 
 def _merge(kind, experts, degrees):
@@ -198,18 +205,22 @@ def _merge(kind, experts, degrees):
 
 
 @pytest.mark.parametrize(
-    ("kind", "experts", "world_size", "degrees"),
+    ("world_size", "cases"),
     [
-        ("ours", 8, 4, {"expert": 2}),
-        ("ours", 6, 4, {"expert": 2}),  # Three experts for two ranks: weights split inside.
-        ("ours", 2, 3, {}),  # A rank without a row of A.
-        ("ours", 4, 4, {"expert": 2, "replicate": 2}),
-        ("gpt_oss", 8, 2, {"expert": 2}),
+        (3, [("ours", 2, {})]),  # A rank without a row of A.
+        (
+            4,
+            [
+                ("ours", 6, {"expert": 2}),  # Three experts for two ranks: weights split inside.
+                ("ours", 4, {"expert": 2, "replicate": 2}),
+                ("gpt_oss", 8, {"expert": 2}),
+            ],
+        ),
     ],
     ids=str,
 )
-def test_merged_weights_hold_the_products(kind, experts, world_size, degrees):
-    ranks.run(_merge, kind, experts, degrees, world_size=world_size)
+def test_merged_weights_hold_the_products(world_size, cases):
+    ranks.run(_merged, cases, world_size=world_size)
 
 
 def test_merged_weights_give_the_same_outputs_and_are_formed_in_float32():
@@ -232,12 +243,11 @@ def _rows(dtype=torch.float64):
     return torch.randn(7, HIDDEN, generator=g, dtype=torch.float64).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_fresh_adapters_change_no_bit(dtype):
-    model = _ours(dtype=dtype)
-    want = model(_rows(dtype))
+def test_fresh_adapters_change_no_bit():
+    model = _ours(dtype=torch.bfloat16)
+    want = model(_rows(torch.bfloat16))
     add_expert_lora(model, rank=RANK, alpha=ALPHA)
-    assert torch.equal(model(_rows(dtype)), want)
+    assert torch.equal(model(_rows(torch.bfloat16)), want)
 
 
 def test_the_first_factor_is_drawn_like_a_linear_layer():
@@ -249,30 +259,23 @@ def test_the_first_factor_is_drawn_like_a_linear_layer():
     assert a.std() == pytest.approx(bound / 3**0.5, rel=0.05)
 
 
-def test_equal_generators_draw_equal_factors():
-    drawn = []
-    for seed in (5, 5, 6):
-        model = _ours()
-        g = torch.Generator().manual_seed(seed)
-        add_expert_lora(model, rank=RANK, alpha=ALPHA, generator=g)
-        drawn.append(model.layers[1].down_proj_lora_A.detach())
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
-
-
 def test_other_weights_stay_as_they_are():
     model = _ours()
-    names = add_expert_lora(model.layers[0], rank=RANK, alpha=ALPHA, names=["down_proj"])
-    assert names == ["down_proj"]
+    names = add_expert_lora(model.layers[0], rank=RANK, alpha=ALPHA)
+    assert names == ["gate_up_proj", "down_proj"]
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     assert trained == [
         "gate.weight",
+        "layers.0.gate_up_proj_lora_A",
+        "layers.0.gate_up_proj_lora_B",
         "layers.0.down_proj_lora_A",
         "layers.0.down_proj_lora_B",
         "layers.1.gate_up_proj",
         "layers.1.down_proj",
     ]
     assert list(expert_lora_state_dict(model)) == [
+        "layers.0.base_layer.lora_A.weight",
+        "layers.0.base_layer.lora_B.weight",
         "layers.0.lora_A.weight",
         "layers.0.lora_B.weight",
     ]
@@ -325,13 +328,11 @@ def test_bad_arguments_are_refused_and_change_nothing():
         add_expert_lora(model, rank=0, alpha=ALPHA)
     with pytest.raises(PlanError, match=r"Linear have a parameter .* gate_up_proj or up_proj"):
         add_expert_lora(model.gate, rank=1, alpha=ALPHA)
-    with pytest.raises(PlanError, match="Model have a parameter .* named w2"):
-        add_expert_lora(model, rank=1, alpha=ALPHA, names=["down_proj", "w2"])
     assert all(p.requires_grad for p in model.parameters())
     assert len(list(model.parameters())) == 5
-    add_expert_lora(model, rank=1, alpha=ALPHA, names=["down_proj"])
+    add_expert_lora(model, rank=1, alpha=ALPHA)
     with pytest.raises(PlanError, match=r"layers.0 has an adapter already"):
-        add_expert_lora(model, rank=1, alpha=ALPHA, names=["gate_up_proj"])
+        add_expert_lora(model, rank=1, alpha=ALPHA)
 
 
 def test_a_forward_that_knows_no_adapters_is_refused():

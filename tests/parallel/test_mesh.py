@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,12 +39,6 @@ def test_every_axis_divides_the_world(replicate, context, expert, rest):
 def test_degrees_that_do_not_fit_are_refused(degrees, said):
     with pytest.raises(PlanError, match=said):
         plan_mesh(world_size=8, **degrees)
-
-
-def test_plans_are_values():
-    assert plan_mesh(world_size=8, expert=4) == plan_mesh(world_size=8, expert=4)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan_mesh(world_size=8).expert = 2
 
 
 def test_the_table_shows_sizes_and_neighbours():

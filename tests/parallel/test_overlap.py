@@ -38,11 +38,11 @@ def _tokens(tokens, rank):
 
 
 def _weights():
-    """Of the experts, and of a shared one for each half."""
+    """Of the experts, and of a shared one."""
     return (
         _drawn(1, EXPERTS, 2 * INTERMEDIATE, HIDDEN),
         _drawn(2, EXPERTS, HIDDEN, INTERMEDIATE),
-        *(_drawn(seed, SHARED, HIDDEN) for seed in (3, 4)),
+        _drawn(3, SHARED, HIDDEN),
     )
 
 
@@ -50,13 +50,13 @@ def _shared(x, weight):
     return F.linear(F.silu(F.linear(x, weight)), weight.t())
 
 
-def _layer(dispatcher, ids, halves, x, scores, gate_up, down, first, second):
+def _layer(dispatcher, ids, x, scores, gate_up, down, shared):
     found = []
-    work = [{"meanwhile": lambda w=w: found.append(_shared(x, w))} for w in (first, second)]
-    there, back = (given if half in halves else {} for half, given in zip("tb", work, strict=True))
-    sent = dispatcher.dispatch(x, scores, ids, num_experts=EXPERTS, **there)
+    sent = dispatcher.dispatch(
+        x, scores, ids, num_experts=EXPERTS, meanwhile=lambda: found.append(_shared(x, shared))
+    )
     y = grouped_swiglu(sent.tokens, sent.counts, gate_up, down)
-    return dispatcher.combine(y, sent, **back) + sum(found)
+    return dispatcher.combine(y, sent) + sum(found)
 
 
 def _gradients(function, inputs, again=None, seed=0):
@@ -68,60 +68,53 @@ def _gradients(function, inputs, again=None, seed=0):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
-def _ours(kind, halves, tokens_by_rank):
+def _ours(kind, tokens_by_rank):
+    """Plain, recomputed, and recomputed by reentrant checkpoints."""
     make, rules = KINDS[kind]
     rank, size = dist.get_rank(), dist.get_world_size()
     x, scores, ids = _tokens(tokens_by_rank[rank], rank)
-    gate_up, down, *shared = _weights()
+    gate_up, down, shared = _weights()
     mine = [w.chunk(size)[rank] for w in (gate_up, down)]
     dispatcher = make(dist.group.WORLD, **rules)
 
     def layer(*operands):
-        return _layer(dispatcher, ids, halves, *operands)
+        return _layer(dispatcher, ids, *operands)
 
-    inputs = (x, scores, *mine, *shared)
-    return [_gradients(layer, inputs, again, seed=90 + rank) for again in (None, False, True)]
+    operands = (x, scores, *mine, shared)
+    return [_gradients(layer, operands, again, seed=90 + rank) for again in (None, False, True)]
 
 
-def _alone(rank, tokens, halves):
+def _alone(rank, tokens):
     x, scores, ids = _tokens(tokens, rank)
 
-    def layer(x, scores, gate_up, down, first, second):
-        out = reference.experts(x, ids, scores, gate_up, down)
-        out = out + sum(
-            _shared(x, w) for h, w in zip("tb", (first, second), strict=True) if h in halves
-        )
+    def layer(x, scores, gate_up, down, shared):
+        out = reference.experts(x, ids, scores, gate_up, down) + _shared(x, shared)
         # Without tokens the loops touch nothing, and autograd would find no gradient.
-        return out + 0 * sum(w.sum() for w in (x, scores, gate_up, down, first, second))
+        return out + 0 * sum(w.sum() for w in (x, scores, gate_up, down, shared))
 
     return _gradients(layer, (x, scores, *_weights()), seed=90 + rank)
 
 
 @pytest.mark.parametrize(
-    ("kind", "halves", "tokens_by_rank"),
+    ("kind", "tokens_by_rank"),
     [
-        ("all_to_all", "t", (7,)),
-        ("all_to_all", "tb", (4, 9)),
-        ("once_per_rank", "t", (6, 3)),
-        ("once_per_rank", "tb", (5, 0, 2)),
-        ("capacity", "tb", (3, 1, 0, 6)),
-        ("all_to_all", "tb", (0, 0)),
+        ("all_to_all", (4, 9)),
+        ("once_per_rank", (5, 0, 2)),
+        ("capacity", (3, 1, 0, 6)),
+        ("all_to_all", (0, 0)),
     ],
     ids=str,
 )
-def test_results_are_those_of_one_rank(kind, halves, tokens_by_rank):
-    """Plain, and with both of torch's checkpoints."""
-    found = ranks.run(_ours, kind, halves, tokens_by_rank, world_size=len(tokens_by_rank))
-    each = [_alone(rank, tokens, halves) for rank, tokens in enumerate(tokens_by_rank)]
+def test_results_are_those_of_one_rank(kind, tokens_by_rank):
+    found = ranks.run(_ours, kind, tokens_by_rank, world_size=len(tokens_by_rank))
+    each = [_alone(rank, tokens) for rank, tokens in enumerate(tokens_by_rank)]
+    gate_up, down, shared = (sum(grads[i] for grads in each) for i in (3, 4, 5))
     for got in zip(*found, strict=True):
         for mine, want in zip(got, each, strict=True):
             assert_close_float64(mine[:3], want[:3])
-        for i in (3, 4):
-            want = sum(grads[i] for grads in each)
-            assert_close_float64(torch.cat([mine[i] for mine in got]), want)
-        for i, half in ((5, "t"), (6, "b")):
-            if half in halves:
-                assert_close_float64(sum(mine[i] for mine in got), sum(grads[i] for grads in each))
+        assert_close_float64(torch.cat([mine[3] for mine in got]), gate_up)
+        assert_close_float64(torch.cat([mine[4] for mine in got]), down)
+        assert_close_float64(sum(mine[5] for mine in got), shared)
 
 
 class _Events(TorchDispatchMode):
@@ -159,34 +152,33 @@ class _Events(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _orders_of_events():
-    return {(kind, halves): _order(kind, halves) for kind in KINDS for halves in ("t", "tb", "b")}
+def _orders_of_kinds():
+    return {kind: _order(kind) for kind in KINDS}
 
 
-def _order(kind, halves):
+def _order(kind):
     make, rules = KINDS[kind]
     x, scores, ids = _tokens(8, dist.get_rank())
-    gate_up, down, *shared = _weights()
+    gate_up, down, shared = _weights()
     mine = [w.chunk(dist.get_world_size())[dist.get_rank()] for w in (gate_up, down)]
-    leaves = [x.clone().requires_grad_() for x in (x, scores, *mine, *shared)]
+    leaves = [x.clone().requires_grad_() for x in (x, scores, *mine, shared)]
     dispatcher = make(dist.group.WORLD, **rules)
     with _Events() as forward:
-        out = _layer(dispatcher, ids, halves, *leaves)
+        out = _layer(dispatcher, ids, *leaves)
     with _Events() as backward:
         out.sum().backward()
     return forward.seen, backward.seen
 
 
-THERE, PLAIN = ["leave", "shared", "land"], ["exchange"]
+THERE = ["leave", "shared", "land"]
 
 
 def test_shared_experts_are_computed_while_rows_travel():
     """In backward too, where the shared experts are differentiated while gradients travel."""
-    for found in ranks.run(_orders_of_events):
-        for (_, halves), (forward, backward) in found.items():
-            parts = [THERE if half in halves else PLAIN for half in "tb"]
-            assert forward == [*parts[0], "experts", *parts[1]]
-            assert backward == [*parts[1], "experts", *parts[0]]
+    for found in ranks.run(_orders_of_kinds):
+        for kind, (forward, backward) in found.items():
+            assert forward == [*THERE, "experts", "exchange"], kind
+            assert backward == ["exchange", "experts", *THERE], kind
 
 
 def _counted():
@@ -206,7 +198,7 @@ def _counted():
                     with steps[0]:
                         sent = dispatcher.dispatch(x, scores, ids, num_experts=EXPERTS, **more)
                     with steps[1]:
-                        out = dispatcher.combine(sent.tokens, sent, **more)
+                        out = dispatcher.combine(sent.tokens, sent)
                     with steps[2]:
                         out.backward(out)
                 counts = [(s.host_reads.total(), s.peak_bytes, s.received_bytes) for s in steps]
@@ -293,30 +285,25 @@ def _of_model(family, checkpointing):
     return len(blocks), forward, backward
 
 
-def _of_models():
-    families = ("deepseek_v3", "nemotron_h")
-    return [(each, _of_model(family, each)) for family in families for each in (False, True)]
+def _orders(families, checkpointing):
+    return {family: _of_model(family, checkpointing) for family in families}
 
 
 def test_a_model_computes_them_once_and_keeps_nothing():
-    for found in ranks.run(_of_models):
-        for checkpointing, (blocks, forward, backward) in found:
-            assert blocks
-            assert forward == THERE * blocks
-            assert backward == THERE * blocks * (1 + checkpointing)
-
-
-def _orders(families):
-    return {family: _of_model(family, False) for family in families}
+    for found in ranks.run(_orders, ("deepseek_v3", "nemotron_h"), True):
+        for blocks, forward, backward in found.values():
+            assert forward == THERE * blocks != []
+            assert backward == THERE * blocks * 2  # Computed again, and differentiated.
 
 
 def test_the_order_of_every_family():
     """Where transformers calls them first nothing is left to be done meanwhile."""
     families = (*SHARED_LAST, *SHARED_FIRST, "qwen2_moe", "qwen3_next", "qwen3_5_moe")
-    for found in ranks.run(_orders, families):
-        for family, (blocks, forward, _) in found.items():
+    for found in ranks.run(_orders, families, False):
+        for family, (blocks, forward, backward) in found.items():
             each = THERE if family in SHARED_LAST else SHARED_FIRST.get(family, ["shared"])
             assert (family, forward) == (family, each * blocks)
+            assert family not in SHARED_LAST or backward == THERE * blocks
             assert blocks
 
 

@@ -21,11 +21,11 @@ from tests.parallel.float64 import Float64, StableTopK
 
 VOCABULARY, EXPERTS, TOP_K = 32, 12, 2
 DOCUMENTS = [9, 1, 14, 5]
-NO_CONTEXT = ("minimax",)
 INDEXED = ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4")
-EAGER = ("gpt_oss", *NO_CONTEXT, *INDEXED)
+EAGER = ("gpt_oss", *INDEXED)
 NO_EXPERTS = ("llama", "qwen3")
-FAMILIES = sorted((*tiny_models.FAMILIES, *tiny_models.OTHER_FAMILIES))
+# Lightning attention has a decay of its own, which is not implemented.
+FAMILIES = sorted({*tiny_models.FAMILIES, *tiny_models.OTHER_FAMILIES} - {"minimax"})
 
 
 class _Counted:
@@ -136,14 +136,9 @@ def _compare(family, cases):
             contexts = {"context_fn": lambda: (nullcontext(), Float64())}
             model.gradient_checkpointing_enable({"use_reentrant": False} | contexts)
         dispatcher = OncePerRankDispatcher(meshes.expert.get_group()) if once else None
-        split = family not in NO_CONTEXT
         parallelize(model, meshes, attention=ATTENTIONS.get(attention), dispatcher=dispatcher)
         with Float64(), StableTopK():
-            loss = (
-                _packed(model, meshes, order, count)
-                if split
-                else _one_by_one(model, [meshes.batch.get_local_rank()], count)
-            )
+            loss = _packed(model, meshes, order, count)
             dist.all_reduce(loss)
             want = _one_by_one(whole, range(meshes.plan.batch), count)
         found[str(degrees)] = _errors(loss, model, want, whole)
@@ -152,8 +147,6 @@ def _compare(family, cases):
 
 def _cases(family, world_size):
     """Degrees, order of tokens, attention, once-per-rank dispatch, checkpointing."""
-    if family in NO_CONTEXT:
-        return [({"expert": world_size}, None, None, False, True)]
     shared = family not in NO_EXPERTS
     ring, ulysses = (None, None) if family in INDEXED else ("ring", "ulysses")
     if world_size == 2:
@@ -169,58 +162,68 @@ def _cases(family, world_size):
     ]
 
 
+def _compare_all(cases):
+    return {family: _compare(family, its_own) for family, its_own in cases.items()}
+
+
+def _assert_equal_one_rank(cases, world_size):
+    for found in ranks.run(_compare_all, cases, world_size=world_size):
+        for family, by_case in found.items():
+            for errors in by_case.values():
+                assert max(errors.values()) < 1e-12, (family, by_case)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_equals_one_rank(family, world_size, full):
-    cases = _cases(family, world_size)
-    if world_size == 4 and not full and family not in INDEXED:  # Families take turns.
-        cases = [cases[FAMILIES.index(family) % len(cases)]]
-    for by_case in ranks.run(_compare, family, cases, world_size=world_size):
-        for errors in by_case.values():
-            assert max(errors.values()) < 1e-12, by_case
+@pytest.mark.parametrize("part", range(5))
+def test_a_family_equals_one_rank(part, world_size, full):
+    cases = {family: _cases(family, world_size) for family in FAMILIES[part::5]}
+    if not full:  # Families take turns.
+        for family, both in cases.items():
+            cases[family] = [both[FAMILIES.index(family) % 2]]
+    _assert_equal_one_rank(cases, world_size)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm_moe_dsa", "gpt_oss", "qwen3_5_moe"])
-def test_three_ranks_equal_one(family):
-    test_a_family_equals_one_rank(family, 3, full=True)
+def test_three_ranks_equal_one():
+    families = ["deepseek_v3", "glm_moe_dsa", "gpt_oss", "qwen3_5_moe"]
+    _assert_equal_one_rank({family: _cases(family, 3) for family in families}, 3)
+
+
+def _with_kernels(families, attentions):
+    return {(f, a): _with_kernel(f, a) for f in families for a in attentions}
 
 
 def _with_kernel(family, attention):
     cases = [({"context": 2}, "contiguous", attention, False, True)]
     (errors,) = _compare(family, cases).values()
     kernel = ATTENTIONS[attention].keywords["kernel"]
-    return max(errors.values()), kernel.forwards, kernel.backwards
+    calls, kernel.forwards, kernel.backwards = (kernel.forwards, kernel.backwards), 0, 0
+    return max(errors.values()), calls
 
 
-@pytest.mark.parametrize("attention", ["ring, kernel", "ulysses, kernel"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_moe"])
-def test_a_model_may_be_given_a_kernel(family, attention):
+def test_a_model_may_be_given_a_kernel():
     """Of 2 layers that run twice: each hop is a call, rank 0 sees no keys of rank 1."""
-    for rank, found in enumerate(ranks.run(_with_kernel, family, attention)):
-        hops = 1 + rank if attention.startswith("ring") else 1
-        assert found[0] < 1e-12
-        assert found[1:] == (4 * hops, 2 * hops)
+    families, attentions = ["deepseek_v3", "gpt_oss"], ["ring, kernel", "ulysses, kernel"]
+    for rank, found in enumerate(ranks.run(_with_kernels, families, attentions)):
+        for (family, attention), (error, calls) in found.items():
+            hops = 1 + rank if attention.startswith("ring") else 1
+            assert error < 1e-12, (family, attention)
+            assert calls == (4 * hops, 2 * hops), (family, attention)
 
 
 def test_the_table_holds_what_is_tested():
     from primeblocks.parallel.adapters.transformers import FAMILIES as table
 
-    kinds = {tiny_models.config(family).model_type: family for family in FAMILIES}
-    assert set(table) == set(kinds)
-    for kind, family in kinds.items():
-        assert bool(table[kind].context) == (family in NO_CONTEXT)
-        assert table[kind].experts == (family not in NO_EXPERTS)
-        assert table[kind].indexed == (family in INDEXED)
+    assert list(table) == sorted(tiny_models.config(family).model_type for family in FAMILIES)
 
 
 def _refusals():
     from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
 
     world = plan_mesh(world_size=2, context=2).build("cpu")
-    with pytest.raises(UnsupportedError, match="minimax cannot split .* Use context=1"):
+    with pytest.raises(UnsupportedError, match="'minimax'.*was not compared with one rank"):
         parallelize(_model("minimax"), world)
     shared = plan_mesh(world_size=2, expert=2).build("cpu")
-    with pytest.raises(UnsupportedError, match="llama has no experts"):
+    with pytest.raises(PlanError, match="expert=2, but no experts were given"):
         parallelize(_model("llama"), shared)
     group = world.context.get_group()
     plan = plan_sequence(DOCUMENTS, ranks=2, order="zigzag")
@@ -237,6 +240,9 @@ def _refusals():
         parallelize(model, world)
         with pytest.raises(error, match=said):
             model(**wrong)
+    model.model.layers[0].self_attn.attention_dropout = 0.1
+    with pytest.raises(PlanError, match="no dropout; got 0.1"):
+        model(**inputs)
 
 
 def test_what_cannot_be_split_is_refused():

@@ -92,7 +92,7 @@ def _compare_choices():
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_row_reads_the_tokens_that_the_model_alone_reads(world_size):
     by_rank = ranks.run(_compare_choices, world_size=world_size)
     for family in INDEXED:
@@ -190,7 +190,11 @@ def _split_imposed(model, group):
     _call(model, group).backward()
 
 
-def _replaced(family):
+def _replaced():
+    return [_replaced_in(family) for family in ("glm_moe_dsa", "deepseek_v32")]
+
+
+def _replaced_in(family):
     from primeblocks.parallel.adapters.transformers import parallelize
 
     meshes, model, whole = _meshes(context=2), _model(family), _model(family)
@@ -200,10 +204,9 @@ def _replaced(family):
         return _distance(model, _alone_imposed(whole))
 
 
-@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
-def test_attention_reads_what_a_hook_on_the_indexer_returns(family):
-    for error in ranks.run(_replaced, family):
-        assert error < 1e-12
+def test_attention_reads_what_a_hook_on_the_indexer_returns():
+    for errors in ranks.run(_replaced):
+        assert max(errors) < 1e-12
 
 
 class _Watched(dsa.ReferenceKernel):
@@ -237,29 +240,12 @@ def _mixed_precision(family):
     return _distance(model, oracle), _distance(naive, oracle)
 
 
-@pytest.mark.parametrize("family", INDEXED)
-def test_mixed_precision_errs_no_more_than_bfloat16(family):
-    for ours, naive in ranks.run(_mixed_precision, family):
-        # The lower bound: float32 throughout would err thousands of times less.
-        assert naive / 10 < ours < 2 * naive < 0.2, (ours, naive)
+def _all_mixed_precision():
+    return {family: _mixed_precision(family) for family in INDEXED}
 
 
-def _autocast():
-    """As `_mixed_precision`, by torch's autocast, over ranks and alone."""
-    from primeblocks.parallel.adapters.transformers import IndexedAttention, parallelize
-
-    meshes, kernel = _meshes(context=2), _Watched()
-    model, oracle, naive = (_model("glm_moe_dsa") for _ in range(3))
-    parallelize(model.float(), meshes, attention=IndexedAttention(kernel=kernel))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        _split_imposed(model, meshes.context.get_group())
-        _alone_imposed(naive.float())
-    assert kernel.seen == {torch.bfloat16}
-    with Float64():
-        _alone_imposed(oracle)
-    return _distance(model, oracle), _distance(naive, oracle)
-
-
-def test_autocast_errs_no_more_than_the_model_alone():
-    for ours, naive in ranks.run(_autocast):
-        assert naive / 10 < ours < 2 * naive < 0.2, (ours, naive)
+def test_mixed_precision_errs_no_more_than_bfloat16():
+    for found in ranks.run(_all_mixed_precision):
+        for family, (ours, naive) in found.items():
+            # The lower bound: float32 throughout would err thousands of times less.
+            assert naive / 10 < ours < 2 * naive < 0.2, (family, ours, naive)

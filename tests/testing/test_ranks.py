@@ -67,7 +67,7 @@ def _unpicklable():
     return lambda: None
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_results_come_by_rank_from_one_group(world_size):
     totals = ranks.run(_sum_of_ranks, torch.tensor([10.0]), world_size=world_size)
     expected = 10.0 * world_size + sum(range(world_size))
@@ -90,13 +90,12 @@ def test_a_result_that_cannot_travel_is_a_failure_of_its_rank():
         ranks.run(_unpicklable)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_death_by_signal_is_noticed_long_before_the_deadline(number):
+def test_a_death_by_signal_is_noticed_long_before_the_deadline():
     # A deadline far behind the one that ends this test.
     with pytest.raises(
-        RankError, match=rf"(?s)^rank 2 of 3 died.*rank 2 ---\nit was ended by {number.name}"
+        RankError, match=r"(?s)^rank 2 of 3 died.*rank 2 ---\nit was ended by SIGTERM"
     ):
-        ranks.run(_die_on, 2, number, world_size=3, timeout_s=3600)
+        ranks.run(_die_on, 2, signal.SIGTERM, world_size=3, timeout_s=3600)
 
 
 def test_an_exit_without_a_result_is_a_failure():
@@ -110,7 +109,8 @@ def test_a_hang_ends_at_the_deadline_and_shows_where():
     assert "in _forever" in str(caught.value)
 
 
-def test_a_stopped_rank_is_ended_too():
+def test_a_stopped_rank_is_ended_too(monkeypatch):
+    monkeypatch.setattr(ranks, "_GRACE_S", 0.5)
     with ranks.gang(_say_and_hang, 0, timeout_s=2.0) as members:
         members.hear(0)
         os.kill(members._members[0].process.pid, signal.SIGSTOP)

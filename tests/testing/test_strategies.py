@@ -1,10 +1,12 @@
-import subprocess
+import importlib
 import sys
 
+import pytest
 import torch
 from hypothesis import find, given
 from hypothesis import strategies as st
 
+from primeblocks.errors import MissingPackageError
 from primeblocks.testing import strategies
 
 
@@ -36,7 +38,8 @@ def test_generators_repeat(generator):
     assert torch.equal(first, again)
 
 
-def test_without_hypothesis_the_remedy_is_named():
-    code = "import sys; sys.modules['hypothesis'] = None; import primeblocks.testing.strategies"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "pip install '.[test]'" in done.stderr
+def test_without_hypothesis_the_remedy_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    monkeypatch.delitem(sys.modules, strategies.__name__)
+    with pytest.raises(MissingPackageError, match=r"pip install '\.\[test\]'"):
+        importlib.import_module(strategies.__name__)

@@ -32,7 +32,7 @@ def test_a_checkpoint_loads_as_what_build_returns(family, tmp_path):
     assert loaded(tokens).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])
 def test_equal_arguments_give_equal_bytes(family, tmp_path):
     first = _bytes(tiny_models.save(family, tmp_path / "first", seed=3, **SMALL))
     second = _bytes(tiny_models.save(family, tmp_path / "second", seed=3, **SMALL))

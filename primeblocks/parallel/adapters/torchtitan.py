@@ -8,6 +8,7 @@ needs triton, and looks for a GPU once per process.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...errors import MissingPackageError, PlanError, UnsupportedError
-from ...groups import agreed, facts_of
+from ...groups import Call, agreed, facts_of
 from ..experts.all_to_all import AllToAllDispatcher
 from ..experts.dispatcher import (
     Dispatched,
@@ -81,9 +82,8 @@ class ForTorchtitan(LocalTokenDispatcher):
         """The configuration from which torchtitan builds the dispatcher.
 
         Attributes:
-            make: a function from the ranks that share the experts to our dispatcher. None stands
-                for this rank alone. Called when the model is built, and again when torchtitan wires
-                its meshes.
+            make: a function from the ranks that share the experts, or None for this rank alone, to
+                our dispatcher. Called when the model is built, and when meshes are wired.
         """
 
         make: Make = dispatcher_for
@@ -115,9 +115,8 @@ class FromTorchtitan:
     """A `TokenDispatcher` made of one of torchtitan's dispatchers.
 
     It rounds the experts' outputs to float32 before it weighs them, also float64 outputs. It sums a
-    token's choices in the dtype of the tokens. Collective as the inner dispatcher is: three
-    all-to-alls in forward and two in backward. The host waits as often as the inner dispatcher
-    does. On gloo use torchtitan's backend "partial_dtensor".
+    token's choices in the dtype of the tokens. Collective as the inner dispatcher is. On gloo use
+    torchtitan's backend "partial_dtensor".
 
     Args:
         theirs: a dispatcher that is wired to its mesh. Without a mesh every expert is local.
@@ -137,9 +136,7 @@ class FromTorchtitan:
     ) -> Dispatched:
         """Send tokens to their experts, as `TokenDispatcher.dispatch` does.
 
-        Raises:
-            ShapeError, PlanError, RankError: as for `TokenDispatcher.dispatch`. PlanError also if
-                torchtitan's dispatcher is configured for other numbers of experts or choices.
+        Raises PlanError also if torchtitan's dispatcher has other numbers of experts or choices.
         """
         self._admit(x, scores, expert_ids, num_experts)
         flat = expert_ids.flatten().long()
@@ -162,26 +159,22 @@ class FromTorchtitan:
         return self.theirs.combine(y, metadata, x)
 
     def _admit(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> None:
-        if self._mesh is None:
-            self._check(x, scores, expert_ids, num_experts, ranks=1)
-            return
-        name, group = "FromTorchtitan.dispatch", self._mesh.get_group()
-        with agreed(name, x, scores, group=group, check=self.check) as call:
-            self._check(x, scores, expert_ids, num_experts, ranks=group.size())
-            call.facts["num_experts"] = num_experts
-            call.facts |= facts_of("x", x) | facts_of("scores", scores)
-
-    def _check(
-        self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int, *, ranks: int
-    ) -> None:
-        check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
-        expected = (self.theirs.num_experts, self.theirs.top_k)
-        if (num_experts, expert_ids.shape[1]) != expected or num_experts % ranks:
-            raise PlanError(
-                f"{num_experts} experts, {expert_ids.shape[1]} a token, over {ranks} ranks;"
-                f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
-                " and ranks take equal shares. Configure it for this layer."
-            )
+        mesh, ranks = self._mesh, 1
+        call: AbstractContextManager[Call] = nullcontext(Call())
+        if mesh is not None:
+            name, group, ranks = "FromTorchtitan.dispatch", mesh.get_group(), mesh.size()
+            call = agreed(name, x, scores, group=group, check=self.check)
+        with call as agreement:
+            check_slots(x, scores, expert_ids, num_experts=num_experts, values=self.check)
+            expected = (self.theirs.num_experts, self.theirs.top_k)
+            if (num_experts, expert_ids.shape[1]) != expected or num_experts % ranks:
+                raise PlanError(
+                    f"{num_experts} experts, {expert_ids.shape[1]} a token, over {ranks} ranks;"
+                    f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
+                    " and ranks take equal shares. Configure it for this layer."
+                )
+            agreement.facts["num_experts"] = num_experts
+            agreement.facts |= facts_of("x", x) | facts_of("scores", scores)
 
     @property
     def _mesh(self) -> DeviceMesh | None:
@@ -233,12 +226,8 @@ def meshes_from(parallel_dims: ParallelDims) -> Meshes:
     """Return meshes of torchtitan's degrees, over the process groups that torchtitan made.
 
     torchtitan's dp_replicate becomes `replicate`, dp_shard x cp `fsdp`, efsdp `expert_fsdp`, ep
-    `expert`, and cp `context`. The names batch and loss are the same. torchtitan's meshes of unused
-    axes cannot communicate. The meshes that this function returns all can.
-
-    Axes over the same ranks share a group. A new group is made for axes of one rank. One is also
-    made for `fsdp` if torchtitan lacks it, which happens with cp > 1 and dp_replicate > 1 in
-    backends other than "partial_dtensor".
+    `expert`, and cp `context`. All meshes can communicate. Axes over the same ranks share a group.
+    A group is made for axes of one rank, and for `fsdp` if torchtitan's backend lacks it.
 
     Collective if `build_mesh` has not run yet or a group is made. Otherwise local.
 
@@ -272,19 +261,7 @@ def meshes_from(parallel_dims: ParallelDims) -> Meshes:
         device = dims.world_mesh.device_type
         return DeviceMesh.from_group(along, device, grid, mesh_dim_names=tuple(axes))
 
-    dense = mesh(replicate=plan.replicate, fsdp=plan.fsdp)
-    sparse = mesh(replicate=plan.replicate, expert_fsdp=plan.expert_fsdp, expert=plan.expert)
-    data = mesh(batch=plan.batch, context=plan.context)
-    copies = ("replicate",) if plan.replicate > 1 else ()
-    return Meshes(
-        plan=plan,
-        fsdp=dense[(*copies, "fsdp")],
-        expert_fsdp=sparse[(*copies, "expert_fsdp")],
-        expert=sparse["expert"],
-        context=data["context"],
-        batch=data["batch"],
-        loss=mesh(loss=plan.world_size),
-    )
+    return plan.over(mesh)
 
 
 def join_weights(w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,8 +40,8 @@ class AllToAllDispatcher:
     rows. `combine` exchanges the rows, after a check. Each backward exchanges the rows once. The
     host reads the counts once per dispatch, or never if you pass `capacity_rows` and `check=False`.
 
-    `dispatch` and `combine` take `meanwhile=`, a function such as a layer's shared experts. It is
-    called once, while the rows travel. Its backward runs while the gradients of the rows travel.
+    `dispatch` takes `meanwhile=`, a function such as a layer's shared experts. It is called once,
+    while the rows travel. Its backward runs while the gradients of the rows travel.
 
     Args:
         group: the ranks that share the experts. Rank r owns the r-th share.
@@ -125,14 +125,12 @@ class AllToAllDispatcher:
         return Dispatched(tokens, counts, _Sent(weights, row_map, again, places, send, receive))
 
     @outside_graphs
-    def combine(
-        self, y: Tensor, dispatched: Dispatched, *, meanwhile: Meanwhile | None = None
-    ) -> Tensor:
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         name = "AllToAllDispatcher.combine"
         agree_on_outputs(name, y, dispatched, group=self.group, check=self.check)
         weights, row_map, again, places, send, receive = dispatched.handle
         rows = unpermute(unalign(y, places), again)
-        rows = _exchange(rows, receive, send, self.group, meanwhile)
+        rows = _exchange(rows, receive, send, self.group)
         return unpermute(rows, row_map, weights)
 
     def _crowded(self, rows: list[int]) -> UsageError | None:
@@ -216,14 +214,12 @@ class OncePerRankDispatcher:
         return Dispatched(arrived, counts, _Sent(weights, row_map, again, places, send, receive))
 
     @outside_graphs
-    def combine(
-        self, y: Tensor, dispatched: Dispatched, *, meanwhile: Meanwhile | None = None
-    ) -> Tensor:
+    def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
         name = "OncePerRankDispatcher.combine"
         agree_on_outputs(name, y, dispatched, group=self.group, check=self.check)
         weights, row_map, again, places, send, receive = dispatched.handle
         partial = unpermute(unalign(y, places), again, weights)
-        return unpermute(_exchange(partial, receive, send, self.group, meanwhile), row_map)
+        return unpermute(_exchange(partial, receive, send, self.group), row_map)
 
 
 class _Sent(NamedTuple):
@@ -273,25 +269,13 @@ def _exchange(
     group: dist.ProcessGroup,
     meanwhile: Meanwhile | None = None,
 ) -> Tensor:
-    if meanwhile is not None:
-        return _overlapped(rows, send, receive, group=group, meanwhile=meanwhile)
-    return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=group)
-
-
-def _overlapped(
-    rows: Tensor,
-    send: list[int],
-    receive: list[int],
-    *,
-    group: dist.ProcessGroup,
-    meanwhile: Meanwhile,
-) -> Tensor:
     """Send rows as `all_to_all_rows` does, and call `meanwhile` before waiting for arriving rows.
 
     The backward of `meanwhile` runs while the gradients of the rows travel back, because autograd
-    first runs the newest node that is ready. Collective, and so is its backward. Differentiable
-    once.
+    first runs the newest node that is ready. Then differentiable once.
     """
+    if meanwhile is None:
+        return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=group)
     flights: list[_Flight] = []
     start = _Start.apply(rows, flights, send, receive, group)
     try:

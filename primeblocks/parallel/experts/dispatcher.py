@@ -137,15 +137,10 @@ class LocalDispatcher:
 
 
 class SortedSlots(NamedTuple):
-    """Slots sorted by expert.
+    """Slots sorted by expert, in a stable order."""
 
-    Attributes:
-        slots: `[slots]`, in a stable order.
-        counts: `[experts]`, on the device of the slots.
-    """
-
-    slots: Tensor
-    counts: Tensor
+    slots: Int64[Tensor, " slots"]
+    counts: Int64[Tensor, " experts"]
 
 
 def sort_slots(expert_of_slot: Tensor, *, num_experts: int) -> SortedSlots:
@@ -183,11 +178,7 @@ def unalign(y: Tensor, places: Tensor | None) -> Tensor:
 def check_slots(
     x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int, values: bool
 ) -> None:
-    """Refuse operands that a dispatcher cannot send. Local.
-
-    Raises:
-        ShapeError, PlanError: as for `TokenDispatcher.dispatch`.
-    """
+    """Refuse operands as `TokenDispatcher.dispatch` does. Local."""
     check_tensors(x=x, scores=scores, expert_ids=expert_ids)
     check_counts(num_experts=num_experts)
     if x.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
@@ -237,22 +228,14 @@ def judge_slots(told: list[int], num_experts: int, entries: int) -> UsageError |
 def agree_on_outputs(
     name: str, y: Tensor, dispatched: Dispatched, *, group: dist.ProcessGroup, check: bool
 ) -> None:
-    """Refuse outputs that do not fit. Collective if `check`, and then on all ranks. Else local.
-
-    Raises:
-        ShapeError, PlanError, RankError: as for `TokenDispatcher.combine`.
-    """
+    """Refuse outputs as `TokenDispatcher.combine` does. Collective if `check`. Else local."""
     with agreed(name, y, group=group, check=check) as call:
         check_outputs(y, dispatched)
         call.facts |= facts_of("y", y)
 
 
 def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
-    """Refuse outputs that do not fit the rows. Local.
-
-    Raises:
-        ShapeError: as for `TokenDispatcher.combine`.
-    """
+    """Raise ShapeError for outputs that do not fit the rows. Local."""
     check_tensors(y=y)
     if not isinstance(dispatched, Dispatched):
         raise ShapeError(

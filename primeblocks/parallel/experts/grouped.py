@@ -95,11 +95,7 @@ def grouped_swiglu(
 ) -> Float[Tensor, "slots hidden"]:
     """Run each expert, `down(activation(gate) * up)`, on its rows. Local. Differentiable.
 
-    Args:
-        gate_up: the first half of dim 1 is the gate, the second half is up.
-
-    Raises:
-        ShapeError: the counts add up to more than the rows.
+    The first half of dim 1 of `gate_up` is the gate. Raises what `grouped_linear` does.
     """
     gate, up = grouped_linear(tokens, counts, gate_up).chunk(2, dim=-1)
     return grouped_linear(activation(gate) * up, counts, down)
@@ -108,12 +104,9 @@ def grouped_swiglu(
 class GroupedExperts(nn.Module):
     """The experts of one layer, with the parameter names of transformers.
 
-    The module is built with all experts. `fully_shard_moe` leaves each rank its share. Collective
-    if the dispatcher is. To use another product, such as one in float8, set the attribute
-    `grouped_mm`.
-
-    Args:
-        dispatcher: must use the ranks that share the parameters.
+    The module is built with all experts. `fully_shard_moe` leaves each rank its share. `dispatcher`
+    must use the ranks that share the parameters. Collective if the dispatcher is. To use another
+    product, such as one in float8, set the attribute `grouped_mm`.
     """
 
     def __init__(
@@ -153,9 +146,6 @@ def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Ten
     Args:
         name: a parameter `[experts, out, in]`, or `[experts, in, out]` if `module.is_transposed`.
             The module may also have `NAME_bias`, and the factors of `add_expert_lora`.
-
-    Raises:
-        ShapeError: the counts add up to more than the rows.
     """
 
     def local(suffix: str) -> Tensor | None:

@@ -9,16 +9,15 @@ Source: arXiv:2106.09685, low-rank adaptation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import sqrt
-from numbers import Integral, Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ...errors import PlanError, UnsupportedError
+from ...errors import PlanError, UnsupportedError, check_counts
 from ...layout import layout_of, local_part
 
 __all__ = ["add_expert_lora", "expert_lora_state_dict", "merged_expert_weights"]
@@ -27,65 +26,54 @@ _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def add_expert_lora(
-    model: nn.Module,
-    *,
-    rank: int,
-    alpha: float,
-    names: Iterable[str] | None = None,
-    dtype: torch.dtype | None = None,
-    generator: torch.Generator | None = None,
+    model: nn.Module, *, rank: int, alpha: float, dtype: torch.dtype | None = None
 ) -> list[str]:
     """Add low-rank factors to the experts of `model`, and freeze the other weights there.
 
-    The new parameters are `NAME_lora_A` `[experts, rank, in]`, drawn like a linear layer's weight,
-    and `NAME_lora_B` `[experts, out, rank]`, which is zero. Outputs therefore do not change until a
+    Adapts the parameters `gate_up_proj`, `up_proj` and `down_proj`, `[experts, ...]`. The new
+    parameters are `NAME_lora_A` `[experts, rank, in]`, drawn like a linear layer's weight, and
+    `NAME_lora_B` `[experts, out, rank]`, which is zero. Outputs therefore do not change until a
     step. `GroupedExperts` and transformers' experts with a dispatcher apply the factors.
 
     Other modules stay as they are. Adapt them with PEFT first, because PEFT freezes all parameters
-    that it did not add. Local. Call it before `fully_shard_moe`.
+    that it did not add. Local. Call it before `fully_shard_moe`. torch's random state must be equal
+    on all ranks.
 
     Args:
         rank: with a multiple of 8, torch's grouped kernel takes bfloat16 rows.
         alpha: the product of the factors is scaled by `alpha / rank`.
-        names: parameters to adapt, each `[experts, ...]` with two more dims. Default: those of
-            `gate_up_proj`, `up_proj` and `down_proj` that exist.
         dtype: of the factors. Default: the weight's. float32 factors of bfloat16 weights also learn
             from small steps. Rows are still multiplied in their own dtype.
-        generator: its state must be equal on all ranks. The same holds for the default generator.
 
     Returns:
         The names of the adapted weights.
 
     Raises:
-        PlanError: no experts have the named parameters, the rank is below 1, `alpha` is not a
-            number, or experts have an adapter already.
+        PlanError: the model has no such experts, the rank is below 1, or experts have an adapter
+            already.
         UnsupportedError: the experts are sharded already.
     """
-    if not isinstance(rank, Integral) or rank < 1:
-        raise PlanError(f"rank must be at least 1; got {rank!r}.")
-    if not isinstance(alpha, Real):
-        raise PlanError(f"alpha must be a number; got {alpha!r}.")
-    wanted = _WEIGHTS if names is None else tuple(names)
+    check_counts(rank=rank)
+    scaling = alpha / rank
     found = [
         (path, module, name)
         for path, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if name in wanted and parameter.ndim == 3
+        if name in _WEIGHTS and parameter.ndim == 3
     ]
-    missing = [name for name in wanted if all(name != other for *_, other in found)]
-    if not found or (missing and names is not None):
+    if not found:
         raise PlanError(
             f"no experts of {type(model).__name__} have a parameter [experts, ...] named "
-            f"{' or '.join(missing)}. Name theirs with names=."
+            f"{' or '.join(_WEIGHTS)}."
         )
     for path, module, name in found:
         _check_bare(module, name, path or name)
     for module in dict.fromkeys(module for _, module, _ in found):
         module.requires_grad_(False)
-        module.lora_scaling = alpha / rank
+        module.lora_scaling = scaling
         module.register_forward_pre_hook(_refuse_unless_applied)
     for _, module, name in found:
-        _add_factors(module, name, rank, dtype, generator)
+        _add_factors(module, name, rank, dtype)
     return [f"{path}.{name}".lstrip(".") for path, _, name in found]
 
 
@@ -130,19 +118,13 @@ def expert_lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _add_factors(
-    module: nn.Module,
-    name: str,
-    rank: int,
-    dtype: torch.dtype | None,
-    generator: torch.Generator | None,
-) -> None:
+def _add_factors(module: nn.Module, name: str, rank: int, dtype: torch.dtype | None) -> None:
     weight = module.get_parameter(name)
     experts, out, in_ = weight.shape
     if getattr(module, "is_transposed", False):
         out, in_ = in_, out
     a = weight.new_empty(experts * rank, in_, dtype=dtype)
-    nn.init.kaiming_uniform_(a, a=sqrt(5), generator=generator)
+    nn.init.kaiming_uniform_(a, a=sqrt(5))
     b = weight.new_zeros(experts, out, rank, dtype=dtype)
     setattr(module, f"{name}_lora_A", nn.Parameter(a.view(experts, rank, in_)))
     setattr(module, f"{name}_lora_B", nn.Parameter(b))
@@ -155,7 +137,7 @@ def _check_bare(module: nn.Module, name: str, path: str) -> None:
             "Add adapters before parallelize or fully_shard_moe."
         )
     if hasattr(module, "lora_scaling"):
-        raise PlanError(f"{path} has an adapter already. Name all its weights in one call.")
+        raise PlanError(f"{path} has an adapter already.")
 
 
 def _refuse_unless_applied(module: nn.Module, args: object) -> None:

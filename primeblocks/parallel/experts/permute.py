@@ -46,8 +46,7 @@ def map_choices(slots: Tensor, *, tokens: int, top_k: int) -> RowMap:
 def regroup(counts: Tensor, *, rows: int) -> RowMap:
     """Return the map from rows in order (source, expert) to order (expert, source). Local.
 
-    Args:
-        counts: `[sources, experts]`, whose sum is `rows`.
+    `counts` are `[sources, experts]`, and `rows` is their sum.
     """
     by_expert = counts.t()
     arrived = _before(counts)

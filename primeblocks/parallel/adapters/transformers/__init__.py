@@ -16,11 +16,10 @@ except ImportError as error:
 from .checkpoint import load_pretrained
 from .checkpoint_save import save_pretrained
 from .indexed import IndexedAttention
-from .parallelize import FAMILIES, Family, local_inputs, parallelize
+from .parallelize import FAMILIES, local_inputs, parallelize
 
 __all__ = [
     "FAMILIES",
-    "Family",
     "IndexedAttention",
     "load_pretrained",
     "local_inputs",

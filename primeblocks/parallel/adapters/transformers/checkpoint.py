@@ -1,8 +1,7 @@
 """Fill a sharded model from a checkpoint of transformers, box by box.
 
 transformers' own conversions run on deferred tensors, which know the place of their bytes in the
-files. Each rank then reads only the boxes that it holds. If that is not possible, rank 0 lets
-transformers read the whole checkpoint and sends the parameters.
+files. Each rank then reads only the boxes that it holds.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -29,7 +27,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from ....errors import PlanError, UnsupportedError
 from ....groups import agreed
 from ....layout import Shard, layout_of, local_part
-from .checkpoint_files import CODES, open_checkpoint, with_numbers
+from .checkpoint_files import open_checkpoint, with_numbers
 from .deferred import Deferred
 
 # The errors that transformers raises if it cannot read a folder.
@@ -66,17 +64,16 @@ def load_pretrained(
     Args:
         model: the model that you passed to `parallelize`. It may come from the meta device.
         progress: called with the tensors that this rank has read and will read, after each one.
-            Not called if rank 0 reads the whole.
 
     Raises:
         UnsupportedError: the model has adapters, whose names are not in such a checkpoint.
         PlanError: this rank cannot read the checkpoint, or its names or shapes differ.
+        PlanError: the weights are quantized by another method, or their conversion computes with
+            them. Save them dequantized first, with transformers.
         PlanError: float8 codes lack scales for their blocks, or two tied weights differ.
         RankError: another rank raised PlanError.
 
     Warns:
-        UserWarning: the weights are quantized by another method, or must be computed with before
-            they are placed. Rank 0 then reads the whole checkpoint into host memory and sends it.
         UserWarning: the checkpoint holds weights that match no parameter of the model.
     """
     refuse_adapters(model)
@@ -84,20 +81,15 @@ def load_pretrained(
     everyone, first = dist.group.WORLD, dist.get_rank() == 0
     assert everyone is not None
     device = backend_device(next(model.parameters()))
-    wanted: dict[str, Deferred] | str = {}
+    wanted: dict[str, Deferred] = {}
     boxes: dict[str, Shard] = {}
     for turn in (True, False):  # Rank 0 before the others, to fetch, and to name what is wrong.
         with agreed("load_pretrained", group=everyone, device=device) as call:
             call.facts["turn"] = turn
             if turn == first:
-                wanted = _plan(model, path)
-                boxes = {} if isinstance(wanted, str) else _boxes(model)
+                wanted, boxes = _plan(model, path), _boxes(model)
     with agreed("load_pretrained", group=everyone, device=device) as call:
-        how = wanted if isinstance(wanted, str) else f"{_stored_bytes(wanted)} bytes"
-        call.facts["the checkpoint"] = how
-    if isinstance(wanted, str):
-        _load_whole(model, path, wanted)
-        return
+        call.facts["the checkpoint"] = f"{_stored_bytes(wanted)} bytes"
     with agreed("load_pretrained, at its end", group=everyone, device=device):
         try:
             _fill(model, path, wanted, boxes, progress)
@@ -105,45 +97,36 @@ def load_pretrained(
             raise PlanError(f"{path} could not be read to its end: {error}") from error
 
 
-def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred] | str:
-    """Return the tensors to read, by the model's names, or why transformers must read all."""
+def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred]:
+    """Return the tensors to read, by the model's names."""
     kind = class_before(model)
     try:
         told, _ = kind.config_class.get_config_dict(path)
         method = told.get("quantization_config") or {}
         if method and method.get("quant_method") != "fp8":
-            return "its weights are quantized"
+            raise UnsupportedError(
+                f"its weights are quantized by {method.get('quant_method')!r}, and load_pretrained "
+                'reads "fp8" alone. Save them dequantized first.'
+            )
         # transformers' own default if a configuration leaves it out.
         block = method.get("weight_block_size", [128, 128]) if method else None
         stored = with_numbers(open_checkpoint(path), block)
         shadow = _shadow(model)
         config = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(shadow))
         info, _ = convert_and_load_state_dict_in_model(shadow, stored, config)
+        if info.conversion_errors:
+            name, said = next(iter(info.conversion_errors.items()))
+            raise UnsupportedError(
+                f"{name} cannot be read by the box: {said.strip().splitlines()[-2:]}"
+            )
     except _UNREADABLE as error:
-        raise _unreadable(path, kind, error) from error
-    if info.conversion_errors:
-        name, said = next(iter(info.conversion_errors.items()))
-        why = f"{name} cannot be read by the box: {said.strip().splitlines()[-2:]}"
-        if method:  # transformers would dequantize, by blocks of another size.
-            raise _unreadable(path, kind, UnsupportedError(why))
-        return why
+        said = f"{type(error).__name__}: {error}"
+        raise PlanError(f"{path} cannot be read as a {kind.__name__}: {said}") from error
     found = {name: x for name, x in _state(shadow).items() if isinstance(x, Deferred)}
     odd = {name: tuple(there) for name, there, _ in info.mismatched_keys}
     _check(model, path, found, odd)
     _warn_of_others(model, info.unexpected_keys)
     return found
-
-
-def _unreadable(path: str | Path, kind: Any, error: Exception) -> PlanError:
-    said = f"{type(error).__name__}: {error}"
-    return PlanError(f"{path} cannot be read as a {kind.__name__}: {said}")
-
-
-def _apart(path: str | Path, name: str, source: str) -> PlanError:
-    return PlanError(
-        f"{path} holds {name} and {source}, which this model ties, and they differ. Build the "
-        "model with tie_word_embeddings=False in its configuration."
-    )
 
 
 def _stored_bytes(wanted: dict[str, Deferred]) -> int:
@@ -203,16 +186,11 @@ def _fill(
     boxes: dict[str, Shard],
     progress: Callable[[int, int], object] | None,
 ) -> None:
-    """Read into each local part, box by box, and compare a tied weight with its second name.
-
-    Raises:
-        PlanError: two tied weights differ.
-    """
+    """Read into each local part, box by box, and compare a tied weight with its second name."""
     state, names = model.state_dict(keep_vars=True), model.all_tied_weights_keys
     with torch.no_grad():
-        for done, name in enumerate(
-            sorted(state, key=lambda name: name in names)
-        ):  # Sources first.
+        sources_first = sorted(state, key=lambda name: name in names)
+        for done, name in enumerate(sources_first):
             source = names.get(name, name)
             second = source != name and state[name] is state[source]
             known = second and wanted[name] is wanted[source]
@@ -222,61 +200,13 @@ def _fill(
                 if not second:
                     here.copy_(piece.arrange(read))
                 elif not torch.equal(here, piece.arrange(read).to(here)):
-                    raise _apart(path, name, source)
+                    raise PlanError(
+                        f"{path} holds {name} and {source}, which this model ties, and they "
+                        "differ. Build the model with tie_word_embeddings=False in its "
+                        "configuration."
+                    )
             if progress is not None:
                 progress(done + 1, len(state))
-
-
-def _load_whole(model: PreTrainedModel, path: str | Path, why: str) -> None:
-    """Let transformers read on rank 0, and send each parameter from there."""
-    state: dict[str, Any] = {}
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    device = backend_device(next(model.parameters()))
-    with agreed("load_pretrained", group=everyone, device=device):
-        if dist.get_rank() == 0:
-            warnings.warn(f"rank 0 reads the whole of {path}: {why}", stacklevel=3)
-            state = _read(model, path)
-    sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, state, options=sent)
-
-
-def _read(model: PreTrainedModel, path: str | Path) -> dict[str, Tensor]:
-    kind = class_before(model)
-    try:
-        config = kind.config_class.from_pretrained(path)
-        method = getattr(config, "quantization_config", None) or {}
-        if method.get("quant_method") == "mxfp4":  # Codes stay where a GPU computes with them.
-            method["dequantize"] = True
-        whole, told = kind.from_pretrained(
-            path, config=config, dtype=model.dtype, output_loading_info=True
-        )
-    except _UNREADABLE as error:
-        raise _unreadable(path, kind, error) from error
-    if getattr(whole, "hf_quantizer", None) is not None:
-        raise PlanError(
-            f"{path} stays quantized ({method.get('quant_method')}) when transformers reads it. "
-            "Save it dequantized first."
-        )
-    if _holds_codes(path):  # transformers ignores a method that it does not know.
-        raise PlanError(
-            f"{path} holds float8 codes of quant_method={method.get('quant_method')!r}; "
-            'load_pretrained reads those of "fp8". Save it dequantized first.'
-        )
-    state = whole.state_dict()
-    found = {name: x for name, x in state.items() if name not in told["missing_keys"]}
-    _check(model, path, found, {})
-    for name, source in model.all_tied_weights_keys.items():
-        if not torch.equal(state[name], state[source]):
-            raise _apart(path, name, source)
-    return state
-
-
-def _holds_codes(path: str | Path) -> bool:
-    try:
-        return any(x.dtype in CODES for x in open_checkpoint(path).values())
-    except _UNREADABLE:  # Not of safetensors.
-        return False
 
 
 def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None) -> None:
@@ -333,11 +263,7 @@ def reshard(model: nn.Module) -> None:
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuse a model with adapters. Local.
-
-    Raises:
-        UnsupportedError: the model has adapters.
-    """
+    """Raise UnsupportedError if the model has adapters. Local."""
     for name, _ in model.named_parameters():
         if "lora_" in name or ".base_layer." in name:
             raise UnsupportedError(

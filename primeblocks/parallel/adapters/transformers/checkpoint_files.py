@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -24,10 +24,9 @@ from ....layout import Shard
 from .deferred import Deferred
 
 __all__ = [
-    "CODES",
     "Numbers",
     "Stored",
-    "TensorFile",
+    "header",
     "in_file_order",
     "open_checkpoint",
     "with_numbers",
@@ -40,7 +39,7 @@ _DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32",
     torch.float64: "F64", torch.int64: "I64",
 }  # fmt: skip
-CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 # Suffixes of a weight's scales, and of activation scales of engines, which trainers do not need.
 _SUFFIX, _OF_ACTIVATIONS = "_scale_inv", (".activation_scale", ".input_scale")
@@ -48,11 +47,7 @@ _SUFFIX, _OF_ACTIVATIONS = "_scale_inv", (".activation_scale", ".input_scale")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file.
-
-    Attributes:
-        file: an open file, whose pages are mapped and belong to the system's cache.
-    """
+    """A tensor in an open file, whose pages are mapped and belong to the system's cache."""
 
     file: Any
     name: str
@@ -70,13 +65,10 @@ class Stored:
 class Numbers:
     """A weight that is stored as float8 codes, with one scale for each block of its matrices.
 
-    Blocks are counted from the corner of each matrix. The last row and the last column of blocks
-    may be smaller.
-
     Attributes:
         codes: `[..., rows, columns]`.
         scales: `[..., row blocks, column blocks]`, or one scale for all.
-        block: rows and columns of a block.
+        block: rows and columns of a block. Those at the ends of a matrix may be smaller.
     """
 
     codes: Stored
@@ -117,15 +109,11 @@ def _blocks(start: int, size: int, block: int) -> tuple[Tensor, int]:
 def with_numbers(
     stored: Mapping[str, Deferred], block: Sequence[int] | None
 ) -> dict[str, Deferred]:
-    """Join float8 codes and their scales to numbers. Local. Reads no data.
+    """Join float8 codes and their scales to numbers, or raise PlanError. Local. Reads no data.
 
     Args:
         block: `weight_block_size` of the checkpoint's configuration. None if each matrix has one
             scale.
-
-    Raises:
-        PlanError: the block is not two sizes, or codes and scales do not come in pairs.
-        PlanError: scales have another dtype, or are not one per block.
     """
     sizes = list(block) if isinstance(block, Sequence) else []
     if block is not None and (
@@ -147,7 +135,7 @@ def with_numbers(
                 )
             continue
         scales = stored.get(name + _SUFFIX)
-        coded = scales is not None or tensor.dtype in CODES
+        coded = scales is not None or tensor.dtype in _CODES
         whole[name] = Deferred.of(_numbers(name, tensor, scales, sizes)) if coded else tensor
     return whole
 
@@ -158,10 +146,10 @@ def _numbers(name: str, codes: Deferred, scales: Deferred | None, sizes: Sequenc
             f"{name} holds codes in {codes.dtype}, and {name}{_SUFFIX} is missing. Convert the "
             "checkpoint to bfloat16 with the tool that wrote it."
         )
-    if codes.dtype not in CODES or codes.ndim < 2 or scales.dtype not in _SCALES:
+    if codes.dtype not in _CODES or codes.ndim < 2 or scales.dtype not in _SCALES:
         raise PlanError(
             f"{name} is {tuple(codes.shape)} in {codes.dtype} with scales in {scales.dtype}; "
-            f"expected matrices in {CODES[0]} with scales in one of {list(_SCALES)}. Convert the "
+            f"expected matrices in {_CODES[0]} with scales in one of {list(_SCALES)}. Convert the "
             "checkpoint to bfloat16 with the tool that wrote it."
         )
     *lead, rows, columns = codes.shape
@@ -223,11 +211,7 @@ def _files(path: str) -> tuple[list[str], dict[str, str]]:
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names in the order in which a `TensorFile` takes tensors.
-
-    Raises:
-        UnsupportedError: safetensors has no name for a dtype.
-    """
+    """Return the names in the order in which safetensors stores tensors."""
     order = list(_DTYPES)
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
@@ -235,40 +219,23 @@ def in_file_order(tensors: Mapping[str, Tensor]) -> list[str]:
     return sorted(tensors, key=lambda name: (-order.index(tensors[name].dtype), name))
 
 
-class TensorFile:
-    """A file as `safetensors.torch.save_file` writes it, one tensor after the other. Local.
+def header(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the start of a file, as `safetensors.torch.save_file` writes it.
 
-    Args:
-        tensors: shapes and dtypes by name. `write` takes the tensors in the order of
-            `in_file_order`.
+    The bytes of the tensors follow, in the order of `in_file_order`.
 
     Source: github.com/huggingface/safetensors, "Format".
     """
-
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        self._file = path.open("wb")
-        _write_header(self._file, tensors)
-
-    def write(self, tensor: Tensor) -> None:
-        """Append the bytes of the next tensor, which must be on the host."""
-        self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-
-    def close(self) -> None:
-        """Flush, and close the file."""
-        self._file.close()
-
-
-def _write_header(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in in_file_order(tensors):
         tensor = tensors[name]
         start, end = end, end + prod(tensor.shape) * tensor.dtype.itemsize
-        header[name] = {
+        entries[name] = {
             "dtype": _DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    file.write(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text

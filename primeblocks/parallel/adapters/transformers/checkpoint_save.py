@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -17,23 +15,20 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ....errors import PlanError, UnsupportedError
+from ....errors import PlanError
 from ....groups import Call, agreed
 from ....layout import Shard, layout_of, local_part
 from .checkpoint import backend_device, class_before, refuse_adapters, reshard
-from .checkpoint_files import TensorFile, in_file_order
+from .checkpoint_files import header, in_file_order
 from .deferred import Deferred, TensorPiece
 
 __all__ = ["save_pretrained"]
-
-_SIZE = re.compile(r"\d{1,15}(\.\d{1,15})? ?[KMGT]B", re.ASCII | re.IGNORECASE)
 
 
 def save_pretrained(
@@ -53,38 +48,24 @@ def save_pretrained(
         model: the model that you passed to `parallelize`.
         max_shard_size: the size of a file, equal on all ranks. A larger checkpoint is split into
             several files with an index.
-        progress: called with the tensors written and to write, after each one. Not called if rank
-            0 gathers the whole.
+        progress: called with the tensors written and to write, after each one.
 
     Raises:
         UnsupportedError: the model has adapters. No reader could load them under these names.
+        UnsupportedError: the conversion to the checkpoint's names computes with weights.
         PlanError: rank 0 cannot write there.
         PlanError: `max_shard_size` is not a size, or differs between ranks. Nothing was written.
         RankError: another rank raised PlanError.
-
-    Warns:
-        UserWarning: the names of the checkpoint cannot be found tensor by tensor. Rank 0 then
-            gathers the whole model in host memory.
     """
     refuse_adapters(model)
     reshard(model)
-    with _agreed(model) as call:
-        _check_size(max_shard_size)
+    with _as_before(model), _agreed(model) as call:
         # Files are planned on every rank, and each tensor goes to the file of its plan.
         call.facts["max_shard_size"] = max_shard_size
-    with _as_before(model):
-        try:
-            tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
-        except UnsupportedError as error:
-            _save_whole(model, path, max_shard_size, str(error))
-            return
-        with _agreed(model):  # All but the weights.
-            _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
-    split = split_torch_state_dict_into_shards(
-        {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors.items()},
-        filename_pattern=SAFE_WEIGHTS_NAME.replace(".", "{suffix}."),
-        max_shard_size=max_shard_size,
-    )
+        tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
+        split = _split(tensors, max_shard_size)
+    with _as_before(model), _agreed(model):  # All but the weights.
+        _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
     boxes, problem, done = _boxes(model), None, count(1)
 
     def tell() -> None:
@@ -100,14 +81,14 @@ def save_pretrained(
         _on_first(path, partial(_finish, model, Path(path), split))
 
 
-def _check_size(size: object) -> None:
-    """Refuse a file size before transformers reads it in its own way."""
-    if isinstance(size, str) and _SIZE.fullmatch(size):
-        return
-    if isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 63:
-        return
-    shown = f"{size!r:.40}" if isinstance(size, str) else f"a {type(size).__name__}"
-    raise PlanError(f'max_shard_size is bytes, or text like "5GB"; got {shown}.')
+def _split(tensors: dict[str, Any], size: int | str) -> Any:
+    """Plan the files."""
+    whole = {n: torch.empty(x.shape, dtype=x.dtype, device="meta") for n, x in tensors.items()}
+    name = SAFE_WEIGHTS_NAME.replace(".", "{suffix}.")
+    try:
+        return split_torch_state_dict_into_shards(whole, filename_pattern=name, max_shard_size=size)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise PlanError(f'max_shard_size is bytes, or text like "5GB": {error}') from error
 
 
 def _on_first(path: str | Path, write: Callable[[], object]) -> None:
@@ -120,18 +101,14 @@ def _on_first(path: str | Path, write: Callable[[], object]) -> None:
 
 
 def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
-    """Write the index of several files after they are complete."""
+    """Write the index of complete files, and remove what readers would prefer to the new ones."""
     if split.is_sharded:
         total = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (path / SAFE_WEIGHTS_INDEX_NAME).write_text(text)
-    _remove_older(path, split.is_sharded)
-
-
-def _remove_older(path: Path, several: bool) -> None:
-    """Remove files that readers would prefer to the new ones: an older single file, or an index."""
-    (path / (SAFE_WEIGHTS_NAME if several else SAFE_WEIGHTS_INDEX_NAME)).unlink(missing_ok=True)
+    older = SAFE_WEIGHTS_NAME if split.is_sharded else SAFE_WEIGHTS_INDEX_NAME
+    (path / older).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -158,11 +135,7 @@ def _deferred(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _boxes(model: PreTrainedModel) -> list[dict[str, Shard]]:
-    """Return the boxes that each rank will send, on rank 0 only. Collective.
-
-    Raises:
-        PlanError: as for `layout_of`.
-    """
+    """Return the boxes that each rank will send, on rank 0 only. Collective."""
     mine = {name: box for name, x in model.state_dict().items() if (box := _sent_box(x))}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.gather_object(mine, everyone if dist.get_rank() == 0 else None)
@@ -192,31 +165,31 @@ def _write(
     """Write a file, and return what went wrong, here or earlier. Collective: rank 0 receives all
     parts, and writes nothing after a problem.
     """
-    file = None
+    wholes = _wholes(tensors, boxes, tell)
     try:
         if dist.get_rank() == 0 and problem is None:
-            file = TensorFile(path, tensors)
+            with path.open("wb") as file:
+                file.write(header(tensors))
+                for whole in wholes:
+                    file.write(whole.contiguous().flatten().view(torch.uint8).numpy().data)
+                    del whole  # Before the next one is made.
     except OSError as error:
         problem = PlanError(f"{path} cannot be written: {error}")
-    for name in in_file_order(tensors):
-        if dist.get_rank() != 0:
-            _send(tensors[name])
-            tell()
-            continue
-        whole = _receive(tensors[name], boxes)
-        try:
-            if problem is None and file is not None:
-                file.write(whole)
-        except OSError as error:
-            problem = PlanError(f"{path} cannot be written: {error}")
-        del whole  # Before the next one is made.
-        tell()
-    try:
-        if file is not None:
-            file.close()
-    except OSError as error:
-        problem = PlanError(f"{path} cannot be written: {error}")
+    for _ in wholes:  # Other ranks send them all the same.
+        pass
     return problem
+
+
+def _wholes(
+    tensors: dict[str, Any], boxes: list[dict[str, Shard]], tell: Callable[[], None]
+) -> Iterator[Tensor]:
+    """Yield the tensors on rank 0, in the order of a file. Other ranks send their parts."""
+    for name in in_file_order(tensors):
+        if dist.get_rank() == 0:
+            yield _receive(tensors[name], boxes)
+        else:
+            _send(tensors[name])
+        tell()
 
 
 def _send(tensor: Deferred) -> None:
@@ -273,26 +246,3 @@ def _as_before(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.__class__ = sharded
-
-
-def _save_whole(
-    model: PreTrainedModel, path: str | Path, max_shard_size: int | str, why: str
-) -> None:
-    """Let transformers write the model that rank 0 gathered."""
-    if dist.get_rank() == 0:
-        warnings.warn(f"rank 0 gathers the whole model: {why}", stacklevel=3)
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=whole)
-    with _agreed(model):
-        _on_first(path, partial(_write_whole, model, Path(path), state, max_shard_size))
-
-
-def _write_whole(
-    model: PreTrainedModel, path: Path, state: dict[str, Any], max_shard_size: int | str
-) -> None:
-    path.mkdir(parents=True, exist_ok=True)  # Where it is a file, transformers only logs so.
-    for name, source in model.all_tied_weights_keys.items():
-        state[name] = state[source]  # Gathered one by one, they no longer share memory.
-    type(model).save_pretrained(model, path, state_dict=state, max_shard_size=max_shard_size)
-    # Of files that an index counts, it has left those that it wrote.
-    _remove_older(path, any(path.glob(SAFE_WEIGHTS_NAME.replace(".", "-*-of-*."))))

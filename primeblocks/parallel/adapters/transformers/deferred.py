@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,26 +13,14 @@ from torch.utils._pytree import tree_any
 from ....errors import ShapeError, UnsupportedError
 from ....layout import Shard
 
-__all__ = ["Deferred", "Source", "TensorPiece"]
-
-
-class Source(Protocol):
-    """An object with a shape and a dtype, of which a deferred tensor is made."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
+__all__ = ["Deferred", "TensorPiece"]
 
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A box of a deferred tensor, and the box of its source that fills it.
+    """A box of a deferred tensor, `place`, and the box of its source that fills it.
 
     Attributes:
-        place: the box in the deferred tensor.
-        source: the object that is read.
         corner: the start of the box in the source.
         dims: the source's dim for each dim of the tensor. None is a dim of size 1 that it lacks.
     """
@@ -101,11 +89,11 @@ class Deferred(Tensor):
         return made
 
     def __init__(self, *_: Any) -> None:
-        """Do nothing. Tensor's own initialiser takes no arguments."""
+        """Tensor's own initialiser takes no arguments."""
 
     @classmethod
-    def of(cls, source: Source) -> Deferred:
-        """Return the whole of a source."""
+    def of(cls, source: Any) -> Deferred:
+        """Return the whole of a source, which has a shape and a dtype."""
         shape = tuple(source.shape)
         whole = Shard((0,) * len(shape), shape)
         dims = tuple(range(len(shape)))

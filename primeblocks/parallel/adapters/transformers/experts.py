@@ -18,11 +18,7 @@ _IMPLEMENTATION = "primeblocks"
 
 
 def experts_of(model: nn.Module) -> list[Any]:
-    """Return the modules that transformers' registry of experts implementations serves.
-
-    Raises:
-        UnsupportedError: PEFT wraps one, and needs its whole weights.
-    """
+    """Return the modules that transformers' registry of experts implementations serves."""
     for name, module in model.named_modules():
         if hasattr(getattr(module, "base_layer", None), "_apply_gate"):
             raise UnsupportedError(

@@ -35,7 +35,7 @@ from ...attention.inputs import autocast
 from ...sequence import SequencePlan, check_plan
 from .attention import has_hooks, sequence_of, use_attention
 
-__all__ = ["IndexedAttention", "install_indexed_attention", "scorers_of"]
+__all__ = ["IndexedAttention", "indexed_attentions", "install_indexed_attention", "scorers_of"]
 
 _IMPLEMENTATION = "primeblocks_indexed"
 
@@ -64,7 +64,7 @@ def install_indexed_attention(
     """
     AttentionInterface.register(_IMPLEMENTATION, _forward)
     AttentionMaskInterface.register(_IMPLEMENTATION, _stand_in_for_a_mask)
-    attentions = _attentions_of(model)
+    attentions = indexed_attentions(model)
     # An indexer shares a configuration with the attention that calls it, but gets no plan.
     inside = {indexer for module in attentions if (indexer := module.indexer) is not None}
     use_attention(_IMPLEMENTATION, (m for m in model.modules() if m not in inside), group)
@@ -81,11 +81,12 @@ def install_indexed_attention(
 
 def scorers_of(model: nn.Module) -> list[nn.Module]:
     """Return the layers of indexers that transformers keeps in float32. Local."""
-    indexers = [module.indexer for module in _attentions_of(model)]
+    indexers = [module.indexer for module in indexed_attentions(model)]
     return [indexer.weights_proj for indexer in indexers if indexer is not None]
 
 
-def _attentions_of(model: nn.Module) -> list[Any]:
+def indexed_attentions(model: nn.Module) -> list[Any]:
+    """Return the modules of attention that an indexer serves. Local."""
     # A layer that shares another layer's selection has an indexer of None.
     names = ("expand_kv", "indexer")
     return [m for m in model.modules() if all(hasattr(m, name) for name in names)]
@@ -174,10 +175,9 @@ _STEPS = (torch.matmul, F.relu, torch.matmul)
 
 
 class _Scores:
-    """The scores of all tokens for an indexer's own code. They are never computed.
+    """The scores of all tokens for an indexer's own code, which are never computed.
 
-    The object collects the operands of `_STEPS`. `topk` passes them to `select`, which knows the
-    documents and needs no mask.
+    Collects the operands of `_STEPS`, and passes them to `select`, which needs no mask.
     """
 
     def __init__(self, call: _Call, keys: Tensor) -> None:
@@ -307,11 +307,7 @@ def _forward(
 
 
 def _matrix(layer: nn.Module) -> Tensor:
-    """Return the weight that stands for the whole layer. FSDP2 has gathered it.
-
-    Raises:
-        UnsupportedError: the layer does more than multiply by its weight.
-    """
+    """Return the weight that stands for the whole layer. FSDP2 has gathered it."""
     hooks = has_hooks(layer)
     if type(layer) is not nn.Linear or "forward" in vars(layer) or hooks:
         raise UnsupportedError(

@@ -5,18 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from transformers import PreTrainedModel
 
 from ....errors import PlanError, UnsupportedError
@@ -26,64 +20,46 @@ from ...experts.dispatcher import LocalDispatcher, TokenDispatcher
 from ...fsdp import check_dispatcher, fully_shard_moe
 from ...mesh import Meshes
 from ...sequence import SequencePlan
-from .attention import Context, install_attention
+from .attention import Context, install_attention, install_recurrence, recurrent_layers
 from .checkpoint import materialize
 from .experts import experts_of, install_experts, routers_of
-from .indexed import IndexedAttention, install_indexed_attention, scorers_of
-from .recurrence import install_recurrence, recurrent_layers
+from .indexed import (
+    IndexedAttention,
+    indexed_attentions,
+    install_indexed_attention,
+    scorers_of,
+)
 
-__all__ = ["FAMILIES", "Family", "local_inputs", "parallelize"]
+__all__ = ["FAMILIES", "local_inputs", "parallelize"]
 
-_LIGHTNING = "its lightning attention has a decay of its own that is not built"
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family of models, and the splits of it that were compared with one rank.
-
-    Attributes:
-        experts: the family has experts that can be shared.
-        context: "" if its sequences can be packed and split. Otherwise the reason.
-        indexed: an indexer selects the tokens that each query attends to.
-    """
-
-    experts: bool = True
-    context: str = ""
-    indexed: bool = False
-
-
-_BOTH = Family()
-_INDEXED = Family(indexed=True)
-
-# Keys are the `model_type` of the configuration.
-FAMILIES: dict[str, Family] = {
-    "afmoe": _BOTH,
-    "axk2": _INDEXED,
-    "deepseek_v3": _BOTH,
-    "deepseek_v32": _INDEXED,
-    "dots1": _BOTH,
-    "exaone_moe": _BOTH,
-    "flex_olmo": _BOTH,
-    "glm4_moe": _BOTH,
-    "glm4_moe_lite": _BOTH,
-    "glm_moe_dsa": _INDEXED,
-    "gpt_oss": _BOTH,
-    "hy_v4": _INDEXED,
-    "laguna": _BOTH,
-    "llama": Family(experts=False),
-    "minimax": Family(context=_LIGHTNING),
-    "minimax_m2": _BOTH,
-    "mixtral": _BOTH,
-    "nemotron_h": _BOTH,
-    "olmoe": _BOTH,
-    "qwen2_moe": _BOTH,
-    "qwen3": Family(experts=False),
-    "qwen3_5_moe_text": _BOTH,
-    "qwen3_moe": _BOTH,
-    "qwen3_next": _BOTH,
-    "qwen3_vl_moe": _BOTH,
-    "solar_open": _BOTH,
-}
+FAMILIES = (
+    "afmoe",
+    "axk2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots1",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "gpt_oss",
+    "hy_v4",
+    "laguna",
+    "llama",
+    "minimax_m2",
+    "mixtral",
+    "nemotron_h",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_5_moe_text",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_vl_moe",
+    "solar_open",
+)
+"""The `model_type` of each family whose splits tests compare with one rank."""
 
 
 def parallelize(
@@ -134,32 +110,19 @@ def parallelize(
             f"{type(model).__name__} (model_type {kind!r}) was not compared with one rank; these "
             f"were: {sorted(FAMILIES)}. For others call fully_shard_moe with a forward of your own."
         )
-    family = FAMILIES[kind]
-    if family.context and (plan.context > 1 or attention is not None):
-        raise UnsupportedError(
-            f"{kind} cannot split sequences: {family.context}. Use context=1, no attention=, and "
-            "one document a row."
-        )
-    _check_attention(kind, family, attention)
-    if plan.expert > 1 and not family.experts:
-        raise UnsupportedError(f"{kind} has no experts to share. Use expert=1.")
-    if recurrence_kernel is not None and (family.context or not recurrent_layers(model)):
+    indexed, recurrent = bool(indexed_attentions(model)), bool(recurrent_layers(model))
+    _check_attention(kind, indexed, attention)
+    if recurrence_kernel is not None and not recurrent:
         raise UnsupportedError(
             f"{kind} has no recurrent layers for recurrence_kernel= to serve. Leave it out."
         )
     check_dispatcher(dispatcher, meshes)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise PlanError(
-            "parallelize was called on a model that is sharded already. Call it once, on a new "
-            "model, and load its weights with load_pretrained."
-        )
     _own_configs(model)
-    experts, recurrent = experts_of(model), bool(recurrent_layers(model))
     fully_shard_moe(
         model,
         meshes,
         layers=model.get_decoder().layers,
-        experts=experts,
+        experts=experts_of(model),
         routers=routers_of(model) + scorers_of(model),
         precision=precision,
         reshard_after_forward=reshard_after_forward,
@@ -172,11 +135,17 @@ def parallelize(
     elif dispatcher is None:
         dispatcher = AllToAllDispatcher(meshes.expert.get_group())
     install_experts(model, dispatcher)
-    if not family.context:
-        _install(model, attention, family, meshes.context.get_group(), recurrence_kernel)
+    group = meshes.context.get_group()
+    if isinstance(attention, IndexedAttention) or (indexed and attention is None):
+        install_indexed_attention(model, attention or IndexedAttention(), group)
+    else:
+        context = Context(group, ulysses_attention if attention is None else attention)
+        install_attention(model, context)
+        install_recurrence(model, context, recurrence_kernel)
+    forks = "recurrent layers carry one state" if recurrent else None
+    admit = partial(_admit_sequence, kind, "indexer ranks one range" if indexed else forks)
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            admit = partial(_admit_sequence, kind, family, recurrent)
             module.register_forward_pre_hook(admit, with_kwargs=True)
     if plan.world_size > 1:
         model.register_forward_pre_hook(_admit_loss, with_kwargs=True)
@@ -214,18 +183,16 @@ def local_inputs(
     }
 
 
-def _check_attention(
-    kind: str, family: Family, attention: Callable[..., Tensor] | IndexedAttention | None
-) -> None:
-    """Refuse an attention that cannot compute the attention of the family. Local."""
+def _check_attention(kind: str, indexed: bool, attention: object) -> None:
+    """Refuse an attention that cannot compute the attention of the family."""
     if attention is not None and not isinstance(attention, IndexedAttention | Callable):
         raise PlanError(
             f"attention= takes a function, such as primeblocks.parallel.attention.ring_attention; "
             f"got {attention!r:.80}."
         )
-    if attention is None or isinstance(attention, IndexedAttention) == family.indexed:
+    if attention is None or isinstance(attention, IndexedAttention) == indexed:
         return
-    if family.indexed:
+    if indexed:
         raise UnsupportedError(
             f"in {kind} an indexer chooses tokens from the whole sequence, which "
             f"{getattr(attention, '__name__', 'attention=')} does not gather. Pass "
@@ -235,23 +202,6 @@ def _check_attention(
         f"{kind} has no indexer for IndexedAttention to serve. Pass attention=ring_attention, "
         "ulysses_attention, or nothing."
     )
-
-
-def _install(
-    model: PreTrainedModel,
-    attention: Callable[..., Tensor] | IndexedAttention | None,
-    family: Family,
-    group: dist.ProcessGroup,
-    recurrence_kernel: Callable[..., tuple[Tensor, Tensor]] | None,
-) -> None:
-    if family.indexed:
-        assert attention is None or isinstance(attention, IndexedAttention)
-        install_indexed_attention(model, attention or IndexedAttention(), group)
-        return
-    assert not isinstance(attention, IndexedAttention)
-    context = Context(group, ulysses_attention if attention is None else attention)
-    install_attention(model, context)
-    install_recurrence(model, context, recurrence_kernel)
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
@@ -273,27 +223,17 @@ def _own_configs(model: PreTrainedModel) -> None:
 
 
 def _admit_sequence(
-    kind: str,
-    family: Family,
-    recurrent: bool,
-    module: PreTrainedModel,
-    args: Any,
-    arguments: dict[str, Any],
+    kind: str, no_forks: str | None, module: PreTrainedModel, args: Any, arguments: dict[str, Any]
 ) -> None:
+    """Refuse a plan that the model would follow wrongly."""
     arguments = _by_name(module, args) | arguments
     sequence = arguments.get("sequence")
     if sequence is None:
         return
-    if family.context:
+    if getattr(sequence, "parents", None) is not None and no_forks is not None:
         raise UnsupportedError(
-            f"{kind} cannot take packed documents: {family.context}. Call it with one document a "
-            "row, without a plan."
-        )
-    if getattr(sequence, "parents", None) is not None and (recurrent or family.indexed):
-        what = "recurrent layers carry one state" if recurrent else "an indexer ranks one range"
-        raise UnsupportedError(
-            f"{kind} cannot take a plan with parents: its {what} a document, and does not follow "
-            "forks. Pack whole rollouts for this family, without trees."
+            f"{kind} cannot take a plan with parents: its {no_forks} per document, without forks. "
+            "Pack whole rollouts for this family, without trees."
         )
     if arguments.get("position_ids") is None:
         raise PlanError(

@@ -23,8 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ...errors import CapacityError, ShapeError, UnsupportedError, UsageError
-from .storages import HostBuffer, bytes_of, plain_tensors
+from ..errors import CapacityError, ShapeError, UnsupportedError, UsageError, check_counts
 
 __all__ = ["HostMemory", "MovedBytes"]
 
@@ -34,22 +33,18 @@ _ALIGN_BYTES = 512
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """Bytes that one call moved: the measured sizes of storages before minus those after."""
+    """Bytes that one call moved, by kind: the sizes of storages before minus those after."""
 
     num_bytes: dict[str, int]
-    num_storages: dict[str, int]
 
     @property
     def total_bytes(self) -> int:
         return sum(self.num_bytes.values())
 
     def table(self) -> str:
-        """Return one line per kind: its storages and their bytes."""
-        lines = [f"{'kind':<12}{'storages':>10}{'bytes':>18}"]
-        for kind, size in self.num_bytes.items():
-            lines.append(f"{kind:<12}{self.num_storages[kind]:>10}{size:>18,}")
-        lines.append(f"{'total':<12}{sum(self.num_storages.values()):>10}{self.total_bytes:>18,}")
-        return "\n".join(lines)
+        """Return one line per kind, and the total."""
+        rows = self.num_bytes | {"total": self.total_bytes}
+        return "\n".join(f"{kind:<12}{size:>18,} bytes" for kind, size in rows.items())
 
 
 class _Held(NamedTuple):
@@ -74,6 +69,10 @@ class _Away(NamedTuple):
     tensors: dict[str, _Held]
     places: list[_Place]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(place.size for place in self.places)
+
 
 class HostMemory:
     """Moves a model's and its optimizer's memory to the host and back, bit for bit:
@@ -86,7 +85,7 @@ class HostMemory:
     Each storage is moved once, even if several tensors share it. With FSDP2 the padded shard is
     moved. The kinds are "weights" (parameters and buffers), "gradients" and "optimizer" (its
     state). You can move kinds one by one: `restore("weights")` is enough to publish weights. The
-    first release allocates host memory, and later ones reuse it. Local.
+    first release allocates host memory, page-locked for CUDA, and later ones reuse it. Local.
 
     While a kind is away, calls of `forward`, `state_dict`, `load_state_dict` and `step` that need
     it raise UsageError. Any other use of a released tensor reads freed memory, and torch does not
@@ -99,12 +98,10 @@ class HostMemory:
         model: its tensors on the device of its first parameter move. DTensors move too. The device
             may be a CPU.
         optimizer: None moves no optimizer state.
-        pin_memory: page-lock the host memory. Default: if the device is CUDA.
         chunk_bytes: host memory of a kind grows by this many bytes. torch pins powers of two.
 
     Raises:
-        UsageError: the model is not a module or has no parameters, or `chunk_bytes` is not a power
-            of two from 512.
+        UsageError: the model is not a module or has no parameters.
     """
 
     def __init__(
@@ -112,7 +109,6 @@ class HostMemory:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
-        pin_memory: bool | None = None,
         chunk_bytes: int = 64 << 20,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -122,12 +118,11 @@ class HostMemory:
         first = next(model.parameters(), None)
         if first is None:
             raise UsageError("the model has 0 parameters: there is nothing to move.")
-        if chunk_bytes < 512 or chunk_bytes & (chunk_bytes - 1):
-            raise UsageError(f"chunk_bytes={chunk_bytes} must be a power of two from 512.")
+        check_counts(chunk_bytes=chunk_bytes)
         self._model, self._optimizer = model, optimizer
         self._device = first.device
-        pin = self._device.type == "cuda" if pin_memory is None else pin_memory
-        self._host = {kind: HostBuffer(chunk_bytes, pin=pin) for kind in KINDS}
+        pin = self._device.type == "cuda"
+        self._host = {kind: _HostBuffer(chunk_bytes, pin=pin) for kind in KINDS}
         self._away: dict[str, _Away] = {}
         self._guards: list[RemovableHandle] = []
 
@@ -166,7 +161,8 @@ class HostMemory:
             self._host[kind].reserve(max((start + size for _, start, size in places), default=0))
         for kind, (_, places) in away.items():
             for storage, start, _ in places:
-                self._host[kind].write(start, bytes_of(storage))
+                for host, device in self._host[kind].pairs(start, storage):
+                    host.copy_(device, non_blocking=True)
         self._wait()
         for storage, _, _ in chain.from_iterable(places for _, places in away.values()):
             storage.resize_(0)
@@ -175,7 +171,7 @@ class HostMemory:
         self._away |= away
         if not self._guards:
             self._guards = _guard(self._model, self._optimizer, self._away)
-        return _moved(away)
+        return MovedBytes({kind: held.num_bytes for kind, held in away.items()})
 
     def restore(self, *kinds: str) -> MovedBytes:
         """Allocate the storages again and copy their bytes back. Local. Waits for the device.
@@ -195,14 +191,15 @@ class HostMemory:
         _allocate([place for kind in away.values() for place in kind.places])
         for kind, (_, places) in away.items():
             for storage, start, _ in places:
-                self._host[kind].read(start, bytes_of(storage))
+                for host, device in self._host[kind].pairs(start, storage):
+                    device.copy_(host, non_blocking=True)
             del self._away[kind]
         self._wait()
         if not self._away:
             for handle in self._guards:
                 handle.remove()
             self._guards = []
-        return _moved(away)
+        return MovedBytes({kind: held.num_bytes for kind, held in away.items()})
 
     @contextmanager
     def released(self, *kinds: str) -> Iterator[MovedBytes]:
@@ -249,7 +246,7 @@ class HostMemory:
         return {
             f"{kind}: {name}{part}": _Held(x.untyped_storage(), x.dtype, tuple(x.shape))
             for name, tensor in self._named(kind)
-            for part, x in plain_tensors(tensor)
+            for part, x in _plain_tensors(tensor)
             if x.device == self._device
         }
 
@@ -289,6 +286,50 @@ class HostMemory:
             torch.cuda.synchronize(self._device)
 
 
+class _HostBuffer:
+    """Host memory that only grows: equal chunks with one range of addresses.
+
+    torch rounds each pinned allocation up to a power of two, so chunks of such a size waste none.
+    """
+
+    def __init__(self, chunk_bytes: int, *, pin: bool) -> None:
+        self._chunk_bytes, self._pin = chunk_bytes, pin
+        self._chunks: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self._chunk_bytes * len(self._chunks)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Grow to at least `num_bytes`."""
+        while self.num_bytes < num_bytes:
+            size, pin = self._chunk_bytes, self._pin
+            chunk = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+            self._chunks.append(chunk)
+
+    def pairs(self, start: int, storage: UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of the host memory from `start`, each with the part of the storage."""
+        x = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        x.set_(storage, 0, (storage.nbytes(),), (1,))
+        done = 0
+        while done < x.numel():
+            index, at = divmod(start + done, self._chunk_bytes)
+            size = min(self._chunk_bytes - at, x.numel() - done)
+            yield self._chunks[index][at : at + size], x[done : done + size]
+            done += size
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors with own memory inside a DTensor or other wrapper, by name."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield "", tensor.detach()
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        # A DTensor also lists its mesh.
+        if isinstance(inner := getattr(tensor, name), Tensor):
+            yield from ((f".{name}{part}", x) for part, x in _plain_tensors(inner))
+
+
 def _allocate(places: list[_Place]) -> None:
     """Allocate all storages or none."""
     try:
@@ -303,25 +344,10 @@ def _allocate(places: list[_Place]) -> None:
         ) from error
 
 
-def _moved(away: dict[str, _Away]) -> MovedBytes:
-    return MovedBytes(
-        {kind: sum(size for *_, size in places) for kind, (_, places) in away.items()},
-        {kind: len(places) for kind, (_, places) in away.items()},
-    )
-
-
 def _guard(
     model: nn.Module, optimizer: Optimizer | None, away: Container[str]
 ) -> list[RemovableHandle]:
-    """Install hooks that raise UsageError if a call needs a kind in `away`. Local.
-
-    torch itself would read freed memory and crash. The hooks run before `forward`, `state_dict` and
-    `load_state_dict` of every module, and before `step`, `state_dict` and `load_state_dict` of the
-    optimizer.
-
-    Args:
-        away: some of "weights", "gradients" and "optimizer", read at every call.
-    """
+    """Install hooks that raise UsageError if a call needs a kind in `away`, read at every call."""
 
     def refuse(what: str, *kinds: str) -> Callable[..., None]:
         def hook(*_: object) -> None:
