@@ -138,25 +138,3 @@ def test_a_forked_child_that_ends_leaves_the_log_alone(tmp_path):
     assert done.stdout == "1 2\n", done.stderr
     with closing(open_tier(tmp_path)) as tier:
         assert [*state(tier)] == [1, 2]
-
-
-OWN = """
-import sys
-from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
-tier = DiskTier(sys.argv[1], capacity_bytes=9000, page_bytes=48, attachment_bytes=64)
-print("owned", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_killed_owner_leaves_the_folder_free(tmp_path):
-    command = [sys.executable, "-c", OWN, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline() == "owned\n"
-        with pytest.raises(UsageError, match="another store"):
-            open_tier(tmp_path)
-        other.kill()
-        other.wait()
-    open_tier(tmp_path).close()

@@ -199,12 +199,6 @@ def test_a_full_tier_evicts_and_refuses_what_finds_no_room():
     assert steps.count("disk").evictions >= 1
 
 
-def test_a_page_below_is_known():
-    steps = Steps(1, disk(0))
-    assert steps.catalogue.knows(key_of(0))
-    assert not steps.catalogue.knows(key_of(1))
-
-
 def rollouts(ledger, number):
     return set(ledger.rollouts(key_of(number)))
 

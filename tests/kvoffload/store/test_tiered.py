@@ -264,11 +264,12 @@ def test_what_one_store_saved_another_finds_in_the_tier_they_share(host, memory)
 
 
 @pytest.fixture
-def stuck(host, memory):
+def stuck(host, memory, monkeypatch):
     """A store whose lower tier hangs in a write until it is released."""
     below = memory(4)
     below.stuck = True
-    with TieredStore([host(1), below], max_pending=2) as store:
+    monkeypatch.setattr("primeblocks.kvoffload.store._MAX_PENDING", 2)
+    with TieredStore([host(1), below]) as store:
         save(store, 0)
         yield store, below
         below.release.set()
@@ -349,8 +350,8 @@ def test_a_store_needs_host_memory_in_front(host, memory):
         TieredStore([memory(2)])
     with pytest.raises(UnsupportedError, match="HostTier"):
         TieredStore([])
-    with pytest.raises(PlanError, match="max_pending"):
-        TieredStore([host(1)], max_pending=0)
+    with pytest.raises(PlanError, match="copy_threads=0"):
+        TieredStore([host(1)], copy_threads=0)
     with pytest.raises(UnsupportedError, match=r"\['host', 'host'\]"):
         TieredStore([host(1), host(1)])
     with pytest.raises(UnsupportedError, match="must be the last"):
