@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import (
-    CapacityError,
     ClosedError,
     PlanError,
     ShapeError,
@@ -98,20 +97,6 @@ def test_the_newest_of_several_records_with_one_key_counts(tmp_path):
         assert_serves(tier)
 
 
-def test_a_full_tier_replaces_pages_and_refuses_new_ones(tmp_path):
-    with closing(open_tier(tmp_path)) as tier:
-        assert tier.put([record(number) for number in range(4)]) == [None] * 4
-        new, replaced = tier.put([record(7), record(2, 5)])
-        assert isinstance(new, CapacityError)
-        assert "4" in str(new)
-        assert replaced is None
-        assert state(tier) == {
-            number: content_of(number, 5 * (number == 2)).tobytes() for number in range(4)
-        }
-        assert tier.keys()[-1] == key_of(2)
-        assert os.path.getsize(tmp_path / "pages") == 4 * FRAME
-
-
 def test_what_does_not_fit_is_refused_and_the_rest_kept(tmp_path):
     long = np.zeros(PAGE + EXTRA + 1, np.uint8)
     with closing(open_tier(tmp_path)) as tier:
@@ -122,18 +107,6 @@ def test_what_does_not_fit_is_refused_and_the_rest_kept(tmp_path):
         assert "113" in str(first)
         assert second is None
         assert isinstance(third, ShapeError)
-        assert_serves(tier)
-
-
-def test_a_new_owner_finds_the_pages_in_their_order(tmp_path):
-    with closing(open_tier(tmp_path)) as tier:
-        tier.put([record(number) for number in range(4)])
-        tier.drop([key_of(0)])
-        tier.put([record(1, 2)])
-        before, order = state(tier), tier.keys()
-    with closing(open_tier(tmp_path)) as tier:
-        assert state(tier) == before
-        assert tier.keys() == order
         assert_serves(tier)
 
 
@@ -225,16 +198,6 @@ def test_short_reads_and_writes_are_continued(tmp_path):
         assert b"" not in before.values()
     with closing(open_tier(tmp_path, system=Short())) as tier:
         assert state(tier) == before
-
-
-def test_clear_gives_the_room_back(tmp_path):
-    with closing(open_tier(tmp_path)) as tier:
-        tier.put([record(number) for number in range(4)])
-        tier.clear()
-        assert (len(tier), tier.keys()) == (0, [])
-        assert os.path.getsize(tmp_path / "pages") == 0
-        assert os.path.getsize(tmp_path / "index") <= 3 * 4096
-        assert_serves(tier)
 
 
 def test_the_index_stays_in_proportion(tmp_path):

@@ -181,14 +181,6 @@ def test_superseded_saves_do_not_use_up_the_bound():
     assert steps.catalogue.knows(key_of(1))
 
 
-def test_host_pages_in_statistics_fit():
-    steps = Steps(1)
-    for number in range(3):
-        steps.catalogue.save([SaveRequest(key_of(number), 1)])
-    count = steps.count("host")
-    assert count.pages <= count.capacity_pages
-
-
 def test_damage_in_a_shared_tier_is_dropped(host, memory):
     below = memory(0, common={})
     with TieredStore([host(1), below], write="through") as store:

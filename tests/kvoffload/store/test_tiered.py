@@ -88,15 +88,6 @@ def test_a_batch_answers_for_each_page(host, memory):
             store.load_batch(keys, into=[])
 
 
-def test_a_load_counts_as_a_use(host):
-    with TieredStore([host(2)]) as store:
-        for number in (0, 1):
-            save(store, number)
-        load(store, 0)
-        save(store, 2)
-        assert [load(store, n) for n in range(3)] == ["host", None, "host"]
-
-
 def test_a_page_below_is_not_written_twice(host, memory):
     with TieredStore([host(1), memory(4)]) as store:
         for number in (0, 1):
@@ -104,16 +95,6 @@ def test_a_page_below_is_not_written_twice(host, memory):
         for number in (0, 1, 0, 1):
             assert load(store, number) == "memory"
         assert store.statistics()["memory"].stores == 2
-
-
-def test_the_newest_content_of_a_key_wins_in_every_tier(host, memory):
-    into = np.zeros(PAGE, np.uint8)
-    with TieredStore([host(1), memory(4)]) as store:
-        for content in (1, 2):
-            store.save(key_of(0), page_of(content)).wait(timeout_s=SOON)
-            save(store, 9)  # pushes it down
-        assert store.load(key_of(0), into=into).wait(timeout_s=SOON)
-        assert into[0] == 2
 
 
 def test_writing_through_leaves_every_page_below(host, memory):

@@ -141,17 +141,6 @@ def test_every_request_gets_all_its_pages(scheduler, pool_pages):
     assert steps <= 24
 
 
-def test_stock_vllm_gives_up_where_ours_waits(scheduler, monkeypatch, adapter):
-    from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
-
-    monkeypatch.setattr(adapter.manager.StoreManager, "lookup", TieringOffloadingManager.lookup)
-    it = scheduler(pool_pages=5)
-    it.store([*range(24), *range(100, 124)])
-    wanted = {f"r{index}": list(range(4 * index, 4 * index + 4)) for index in range(6)}
-    served, _ = it.serve(wanted)
-    assert served != wanted
-
-
 def test_a_prompt_longer_than_the_pool_gets_what_fits(scheduler):
     it = scheduler(pool_pages=3)
     it.store(range(8))

@@ -1,7 +1,6 @@
 """The vLLM adapter: arguments of an engine, and copies between its cache and the pool."""
 
 import importlib
-import json
 import os
 import warnings
 from pathlib import Path
@@ -19,23 +18,6 @@ def adapter():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
         return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
-
-
-def test_arguments_for_an_engine(tmp_path, adapter):
-    how = {"disk_path": tmp_path, "disk_bytes": 3, "max_staleness": 8}
-    arguments = adapter.engine_args(primary_bytes=1, host_bytes=2, **how)
-    transfer = arguments["kv_transfer_config"]
-    assert transfer.kv_connector == "OffloadingConnector"
-    assert transfer.kv_role == "kv_both"
-    extra = transfer.kv_connector_extra_config
-    assert extra["cpu_bytes_to_use"] == 1
-    assert extra["offload_prompt_only"] is False
-    (tier,) = extra["secondary_tiers"]
-    assert tier["host_bytes"] == 2
-    assert tier["disk_path"] == str(tmp_path)
-    assert json.dumps(extra)  # it travels to the engine's process
-    assert arguments["enable_prefix_caching"] is True
-    assert tier["persist"] is None
 
 
 @pytest.mark.parametrize(

@@ -242,31 +242,6 @@ class StoreTier(SecondaryTierManager):
             if job.pending.done() or job.started_s <= late_s:
                 yield self._finish(self._running.pop(job_id))
 
-    def _run(self, job: TransferJob, moved: Sequence[int], pending: Pending[Any]) -> None:
-        self._running[job.job_id] = _Running(job, moved, pending, self._clock())
-
-    def _finish(self, job: _Running) -> JobResult:
-        transfer = job.transfer
-        outcomes: list[Saved | Loaded] = [Saved(stored=True)] * len(transfer.keys)
-        try:
-            answers = job.pending.wait(timeout_s=0.0)
-        except PrimeblocksError:  # given up, or the store is closed
-            answers = [Loaded(None)] * len(job.moved)
-        for index, outcome in zip(job.moved, answers, strict=True):
-            outcomes[index] = outcome
-        if transfer.is_promotion and self._tail is not None:
-            for chunk, outcome in zip(transfer.chunk_ids, outcomes, strict=True):
-                found = outcome.attachments if isinstance(outcome, Loaded) else {}
-                self._tail.restore(self._rows[chunk], found.get(_ROUTES))
-        succeeded = [each.stored if isinstance(each, Saved) else bool(each) for each in outcomes]
-        return JobResult(
-            job_id=transfer.job_id,
-            success=all(succeeded),
-            successful_keys=tuple(compress(transfer.keys, succeeded)),
-            transfer_time=(self._clock() if job.ended_s is None else job.ended_s) - job.started_s,
-            transfer_bytes=sum(succeeded) * self.block_size_bytes,
-        )
-
     def rest(self) -> None:
         """Wait a few milliseconds for pages, or return at once if no load is running.
 
@@ -333,6 +308,31 @@ class StoreTier(SecondaryTierManager):
             return
         self._version = version
         self._store.advance(version=version)
+
+    def _run(self, job: TransferJob, moved: Sequence[int], pending: Pending[Any]) -> None:
+        self._running[job.job_id] = _Running(job, moved, pending, self._clock())
+
+    def _finish(self, job: _Running) -> JobResult:
+        transfer = job.transfer
+        outcomes: list[Saved | Loaded] = [Saved(stored=True)] * len(transfer.keys)
+        try:
+            answers = job.pending.wait(timeout_s=0.0)
+        except PrimeblocksError:  # given up, or the store is closed
+            answers = [Loaded(None)] * len(job.moved)
+        for index, outcome in zip(job.moved, answers, strict=True):
+            outcomes[index] = outcome
+        if transfer.is_promotion and self._tail is not None:
+            for chunk, outcome in zip(transfer.chunk_ids, outcomes, strict=True):
+                found = outcome.attachments if isinstance(outcome, Loaded) else {}
+                self._tail.restore(self._rows[chunk], found.get(_ROUTES))
+        succeeded = [each.stored if isinstance(each, Saved) else bool(each) for each in outcomes]
+        return JobResult(
+            job_id=transfer.job_id,
+            success=all(succeeded),
+            successful_keys=tuple(compress(transfer.keys, succeeded)),
+            transfer_time=(self._clock() if job.ended_s is None else job.ended_s) - job.started_s,
+            transfer_bytes=sum(succeeded) * self.block_size_bytes,
+        )
 
     def _page_key(self, key: OffloadKey, request: PageRequest) -> PageKey:
         # vLLM's hash contains the request's cache_salt already; ours separates runs and resets.
