@@ -24,6 +24,7 @@ from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import FRAME, PAGE, SIZES
 from tests.kvoffload.disk.small import Unsynced
 from tests.kvoffload.memory_tier import SOON
+from tests.kvoffload.store.calls import page_of
 
 
 class FullDisk(Unsynced):
@@ -35,10 +36,6 @@ class FullDisk(Unsynced):
         if self.full:
             raise OSError(errno.ENOSPC, "no space left")
         return super().write(descriptor, buffers, offset)
-
-
-def page_of(number):
-    return np.full(PAGE, number, dtype=np.uint8)
 
 
 class StoreMachine(RuleBasedStateMachine):

@@ -20,31 +20,9 @@ from primeblocks.kvoffload import HostTier, PageKey, TieredStore
 from primeblocks.kvoffload.evict import VersionAware
 from tests.kvoffload.conftest import EXTRA, FRAME, PAGE
 from tests.kvoffload.memory_tier import SOON
+from tests.kvoffload.store.calls import key_of, load, page_of, save
 
 pytestmark = pytest.mark.usefixtures("patient")
-
-
-def page_of(number):
-    return np.full(PAGE, number, dtype=np.uint8)
-
-
-def key_of(number, version=None):
-    return PageKey("s", bytes([number]), version=version)
-
-
-def save(store, number, version=None, **more):
-    key = key_of(number, version)
-    return store.save(key, page_of(number), **more).wait(timeout_s=SOON)
-
-
-def load(store, number, version=None):
-    into = np.zeros(PAGE, np.uint8)
-    found = store.load(key_of(number, version), into=into).wait(timeout_s=SOON)
-    if not found:
-        assert not into.any()
-        return None
-    assert into.tobytes() == page_of(number).tobytes()
-    return found.tier
 
 
 def test_pages_go_down_when_room_runs_out_and_come_back_when_used(host, memory):
