@@ -11,6 +11,7 @@ from primeblocks.errors import UsageError
 from primeblocks.kvoffload import Loaded, Pending, Saved
 from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.vllm.named_pages import ROWS, hash_of, keys_of, routes_of
+from tests.kvoffload.vllm.specs import config_of
 
 pytestmark = pytest.mark.vllm
 
@@ -29,29 +30,12 @@ class Pool:
     """A fake of what surrounds the tier: vLLM's pool, its jobs and its requests."""
 
     def __init__(self, adapter, tmp_path=None, *, routes=True, model="m", **how):
-        from vllm.v1.kv_offload import config
-
-        parallel = dict.fromkeys(
-            ("rank", "data_parallel_index", "data_parallel_rank_local"), 0
-        ) | dict.fromkeys(
-            ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1
-        )
-        facts = config.OffloadingConfig(
-            groups=(config.OffloadingGroupConfig(32, ("layer",), 0),),
-            worker_kv_bytes_per_block=PAGE,
-            enable_kv_cache_events=False,
-            extra_config={},
-            engine_id="e",
-            model=config.OffloadingModelConfig(model, "float32"),
-            cache=config.OffloadingCacheConfig(32, 1),
-            parallel=config.OffloadingParallelConfig(**parallel, is_parallelism_agnostic=True),
-        )
         self.adapter = adapter
         self.tail = adapter.routes.Tail(PAGE, ROWS) if routes else None
         self.rows = np.zeros((CHUNKS, ROW), np.int8)
         disk = {} if tmp_path is None else {"disk_path": str(tmp_path), "disk_bytes": 8 * FRAME}
         spec = _fake_spec()
-        spec.config, spec.tail = facts, self.tail
+        spec.config, spec.tail = config_of(page=PAGE, model=model), self.tail
         self.tier = adapter.StoreTier(
             spec, memoryview(self.rows), "StoreTier", host_bytes=64 * FRAME, **disk, **how
         )
