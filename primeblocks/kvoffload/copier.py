@@ -34,8 +34,8 @@ _WIDE_BYTES = 64 << 10  # larger ones are faster one by one
 class Copiers:
     """A few threads that make copies, in order of arrival.
 
-    They call `report` with finished copies and whether each was made, or ten times per second with
-    an empty list, and `broke` with an error that ended a thread.
+    They call `report` with finished copies and whether each was made. A thread without copies calls
+    it ten times per second. They call `broke` with an error that ended a thread.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Breaker:
         return self.circuit() is Circuit.OPEN and self._silent
 
     def skips(self, *, feed: int | None) -> bool:
-        """Whether to skip a page. `feed`: most writes at a time to a slow tier. None skips none."""
+        """Whether to skip a page. `feed`: most writes at a time to a slow tier, or None for any."""
         circuit = self.circuit()
         if circuit is Circuit.CLOSED or feed is None:
             return False
@@ -210,8 +210,8 @@ class Level:
     ) -> tuple[LowerCopy | None, PageKey | None]:
         """Make room for a page. Return its copy, and the key of the page that leaves for it.
 
-        Without a copy the page is not written. `feed` is None for a flush, which only skips pages
-        for which others would leave a tier on trial.
+        Without a copy the page is not written. A flush passes None as `feed`. Then only pages are
+        skipped for which others would leave a tier on trial.
         """
         if self.breaker.skips(feed=feed):
             self.counts["skipped"] += 1
