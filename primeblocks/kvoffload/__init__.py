@@ -17,10 +17,9 @@ The files, in the order in which they are read:
 from . import evict
 from .disk import DiskTier
 from .host import HostTier
-from .page import PageKey
+from .page import PageKey, page_hashes
 from .pending import Pending
-from .prefix import load_prefix, page_hashes
-from .store import TieredStore
+from .store import TieredStore, load_prefix
 from .tier import Found, Loaded, Record, Saved, Tier, TierStatistics
 
 __all__ = [

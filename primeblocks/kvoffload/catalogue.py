@@ -38,16 +38,14 @@ _RESERVE = 16  # one page in so many is chosen, and written down, before its fra
 
 
 class Catalogue:
-    """A catalogue of pages. It decides on moves, and gets their results.
+    """A catalogue of pages. It decides on moves, and gets their results. Not thread-safe.
 
     `take` returns the moves to make. Within a lower tier `Write`, `Drop` and `Clear` keep their
     order, and a `PageRead` or `Ask` may overtake them. Report results with `copied_in`,
-    `copied_out`, `written`, `read` and `asked`. Not thread-safe.
+    `copied_out`, `written`, `read` and `asked`.
 
     Args:
         frames: how many pages fit in host memory.
-        levels: the lower tiers, fastest first.
-        evict: chooses the page that leaves host memory once it is full.
         max_pending: how many pages may wait for a frame. Further saves are declined.
         through: write a page to the lower tiers when it arrives, not when it leaves.
         answer: called with a save and its result, or with a load that missed and None.
@@ -163,7 +161,7 @@ class Catalogue:
         return moves
 
     def knows(self, key: PageKey) -> bool:
-        """Whether a load may hit, without shared tiers. Call it from any thread."""
+        """Whether a load may hit, without shared tiers. From any thread."""
         return key in self._pages or any(level.found(key) for level in self.levels)
 
     def idle(self) -> bool:
@@ -171,7 +169,6 @@ class Catalogue:
         return self._underway == 0 and not self._waiting
 
     def statistics(self) -> dict[str, TierStatistics]:
-        """Return the counts of every tier, by its name."""
         pages = len(self._ledger) + len(self._leaving)
         host = statistics_of(self._counts, pages=pages, capacity_pages=self._frames)
         return {"host": host} | {level.name: level.statistics() for level in self.levels}

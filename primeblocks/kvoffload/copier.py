@@ -34,10 +34,8 @@ _WIDE_BYTES = 64 << 10  # larger ones are faster one by one
 class Copiers:
     """A few threads that make copies, in order of arrival.
 
-    Args:
-        report: called with finished copies, and whether each was made. A thread without copies
-            calls it with an empty list ten times per second.
-        broke: called with an error that ended a thread.
+    They call `report` with finished copies and whether each was made. A thread without copies calls
+    it ten times per second. They call `broke` with an error that ended a thread.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class Copiers:
                 return
 
     def _copy(self, copies: Copies) -> bool:
-        """Make the copies. Return False if the caller gave them up or they failed."""
+        """Make the copies, unless the caller gave them up. Return whether they were made."""
         copies = sorted(copies, key=lambda copy: copy.page.frame)
         batch, size = copies[0].request.batch, self._host.page_bytes
         try:

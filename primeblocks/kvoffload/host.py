@@ -19,8 +19,7 @@ __all__ = ["HostTier"]
 class HostTier:
     """A pool of equal frames in one allocation.
 
-    Saves and drops do not allocate, so the pool cannot fragment. The operating system provides
-    memory when a frame is first written, unless the pool is pinned.
+    The operating system provides memory when a frame is first written, unless the pool is pinned.
 
     Args:
         capacity_bytes: the size of the slab, rounded down to whole frames. A frame has room for a
@@ -63,11 +62,7 @@ class HostTier:
             _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
 
     def claim(self) -> None:
-        """Claim the pool for one store, because two stores would overwrite each other's frames.
-
-        Raises:
-            UsageError: a store has claimed the pool before.
-        """
+        """Claim the pool for one store. UsageError: a store has claimed the pool before."""
         if not self._claimed.acquire(blocking=False):
             raise UsageError("this HostTier belongs to another store. Make one for each store.")
 

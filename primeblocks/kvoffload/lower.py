@@ -54,16 +54,7 @@ class Circuit(Enum):
 
 
 class Breaker:
-    """The circuit breaker of one tier.
-
-    Args:
-        patience_s: how many seconds pages wait for the tier.
-        clock: returns seconds.
-
-    Attributes:
-        writing: the number of running writes.
-        room: how many pages the tier takes, at the last look at the circuit.
-    """
+    """The circuit breaker of one tier. `writing` is the number of running writes."""
 
     def __init__(self, *, patience_s: float, clock: Callable[[], float]) -> None:
         self.writing = self._moving = 0
@@ -81,7 +72,7 @@ class Breaker:
         self._recalled = False  # no move was given since the last recall
 
     def circuit(self) -> Circuit:
-        """Return the state, after what the clock changes."""
+        """Return the state. Reads the clock."""
         if self._circuit is Circuit.CLOSED and not self._moving:
             return self._circuit
         now_s = self._clock()
@@ -101,11 +92,7 @@ class Breaker:
         return self.circuit() is Circuit.OPEN and self._silent
 
     def skips(self, *, feed: int | None) -> bool:
-        """Look at the circuit, and tell whether to skip a page.
-
-        Args:
-            feed: most writes at a time to a tier that is slow. None skips no page.
-        """
+        """Whether to skip a page. `feed`: most writes at a time to a slow tier, or None for any."""
         circuit = self.circuit()
         if circuit is Circuit.CLOSED or feed is None:
             return False
@@ -135,7 +122,6 @@ class Breaker:
                 return self._proven or self.writing == 0
 
     def given(self, *, write: bool) -> None:
-        """Note that the tier has a move to answer."""
         if not self._moving:
             self._heard_s = self._clock()
         self._moving += 1
@@ -143,7 +129,6 @@ class Breaker:
         self._recalled = False
 
     def heard(self, error: Exception | None, *, write: bool) -> None:
-        """Note that the tier answered a move, or did not begin it."""
         now_s = self._clock()
         self._moving -= 1
         self.writing -= write
@@ -196,13 +181,7 @@ class Breaker:
 
 
 class Level:
-    """A lower tier: its copies, its ledger, its counts. A shared tier has only counts.
-
-    Args:
-        evict: chooses the page that leaves the tier once it is full.
-        patience_s: how many seconds pages wait for this tier, as the head of this file says.
-        clock: returns seconds.
-    """
+    """A lower tier: its copies, its ledger, its counts. A shared tier has only counts."""
 
     def __init__(
         self, tier: Tier, evict: Evict, *, patience_s: float, clock: Callable[[], float]
@@ -231,11 +210,8 @@ class Level:
     ) -> tuple[LowerCopy | None, PageKey | None]:
         """Make room for a page. Return its copy, and the key of the page that leaves for it.
 
-        Without a copy the page is not written.
-
-        Args:
-            feed: the most writes at a time to a tier that does not keep up. None is for a flush,
-                which only skips pages for which others would leave a tier on trial.
+        Without a copy the page is not written. A flush passes None as `feed`. Then only pages are
+        skipped for which others would leave a tier on trial.
         """
         if self.breaker.skips(feed=feed):
             self.counts["skipped"] += 1
@@ -309,12 +285,10 @@ class Level:
             self.forget(key)
 
     def served(self, length: int) -> None:
-        """Count a read that found its page."""
         self.counts["hits"] += 1
         self.counts["bytes_read"] += length
 
     def users(self, key: PageKey) -> tuple[Hashable, ...]:
-        """Return the rollouts that use the page in this tier."""
         return self.ledger.rollouts(key) if self.found(key) else ()
 
     def statistics(self) -> TierStatistics:
@@ -323,12 +297,7 @@ class Level:
 
 
 def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
-    """Split tiers into host memory and those below it.
-
-    Raises:
-        UnsupportedError: the first tier is not a `HostTier`, or a shared tier is not the last.
-        PlanError: the tiers differ in their page or attachment size.
-    """
+    """Split tiers into host memory and those below it. Raises as `TieredStore`."""
     names = [tier.name for tier in tiers]
     if not tiers or not isinstance(tiers[0], HostTier):
         raise UnsupportedError(
@@ -364,7 +333,6 @@ def no_room(pages: Sequence[HostPage], levels: Sequence[Level]) -> CapacityError
 
 
 def statistics_of(counts: Counter[str], *, pages: int, capacity_pages: int) -> TierStatistics:
-    """Return counts as `TierStatistics`."""
     held = {"pages": pages, "capacity_pages": capacity_pages}
     named = {field.name: counts[field.name] for field in fields(TierStatistics)}
     return TierStatistics(**named | held)

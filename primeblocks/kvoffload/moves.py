@@ -78,7 +78,7 @@ class LoadRequest:
 
 
 class HostState(Enum):
-    """The state of a page in host memory. The head of this file explains the states."""
+    """The head of this file explains the states."""
 
     COMING = auto()
     HERE = auto()
@@ -125,7 +125,7 @@ class HostPage:
 
 @dataclass(slots=True, eq=False)
 class CopyIn:
-    """A copy from a caller's buffers into a frame."""
+    """Caller's buffers -> frame."""
 
     page: HostPage
     request: SaveRequest
@@ -133,7 +133,7 @@ class CopyIn:
 
 @dataclass(slots=True, eq=False)
 class CopyOut:
-    """A copy from a frame into a caller's buffers."""
+    """Frame -> caller's buffers."""
 
     page: HostPage
     request: LoadRequest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import struct
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import xxhash
 
-from ..errors import CorruptionError, PlanError, ShapeError, UsageError, shown
+from ..errors import CorruptionError, PlanError, ShapeError, UsageError, check_counts, shown
 
 __all__ = [
     "ALIGNMENT",
@@ -19,6 +20,7 @@ __all__ = [
     "checksum",
     "frames_of",
     "pack_attachments",
+    "page_hashes",
     "unpack_attachments",
 ]
 
@@ -35,8 +37,7 @@ _COUNT = struct.Struct("<I")
 class PageKey(bytes):
     """The name of one page, as bytes that encode all its fields.
 
-    Two keys are equal only if all their fields are equal. So a page saved under one salt, version
-    or recipe is never found under another.
+    Keys are equal only if all their fields are equal.
 
     Args:
         salt: the namespace of one policy. `b""` if `hash` already includes it.
@@ -162,11 +163,43 @@ def _misfit(name: str, value: Any, wanted: str) -> PlanError:
     return PlanError(f"PageKey({name}=) takes {wanted}; got {shown(value)}.")
 
 
+def page_hashes(tokens: Any, *, page_tokens: int) -> list[bytes]:
+    """Return a hash for each whole page of a prompt, over all tokens up to the page's end. Pure.
+
+    Each hash is the SHA-256 of the hash before and the page's tokens, as 64-bit integers with the
+    lowest byte first.
+
+    Args:
+        tokens: the token ids, as a list, an array, or a tensor in host memory.
+        page_tokens: the number of tokens per page. Tokens after the last whole page get no hash.
+
+    Raises:
+        PlanError: `page_tokens` is below 1, or `tokens` is not one dim of 64-bit integers.
+    """
+    check_counts(page_tokens=page_tokens)
+    try:
+        ids = np.asarray(tokens)
+    except (RuntimeError, TypeError, ValueError) as error:  # Of torch for one, of numpy for two.
+        raise PlanError(
+            f"a prompt is a line of integers in host memory: {error}. Pass tokens.cpu()."
+        ) from error
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise PlanError(f"a prompt is a line of integers; got {ids.dtype} of shape {ids.shape}")
+    if ids.size and ids.max() >= 1 << 63:  # It would be taken for a negative one.
+        raise PlanError(f"token ids are below 2**63; got {ids.max()}")
+    hashes, last = [], b""
+    for end in range(page_tokens, ids.size + 1, page_tokens):
+        page = ids[end - page_tokens : end].astype("<i8")
+        last = hashlib.sha256(last + page.tobytes()).digest()
+        hashes.append(last)
+    return hashes
+
+
 def checksum(key: PageKey, content: np.ndarray) -> bytes:
     """Return a digest of a key and its content (XXH3, 128 bits). Local, above 10 GB/s per core.
 
-    The digest covers the key, so intact bytes under the key of another page fail the check. A
-    digest detects accidents. It does not defend against forgery.
+    The digest covers the key, so intact bytes of another page fail the check. It detects accidents,
+    and does not defend against forgery.
     """
     digest = xxhash.xxh3_128(key)
     digest.update(content.data)
@@ -176,9 +209,7 @@ def checksum(key: PageKey, content: np.ndarray) -> bytes:
 def frames_of(
     tier: str, *, capacity_bytes: int, page_bytes: int, attachment_bytes: int
 ) -> tuple[int, int]:
-    """Return the bytes of a frame of a tier, and how many frames fit.
-
-    A frame has room for a page and its attachments, rounded up to 4096 bytes.
+    """Return the bytes of a frame, rounded up to 4096, and how many frames fit.
 
     Raises:
         PlanError: a size is not positive, or not even one page fits.

@@ -38,7 +38,6 @@ __all__ = [
     "finish_all",
     "load_requests",
     "page_parts",
-    "same_length",
     "save_requests",
     "users_of",
 ]
@@ -49,7 +48,7 @@ Parts = Part | list[Part]
 
 
 class PendingState(Enum):
-    """The state of a `Pending`. The head of this file explains the states."""
+    """The head of this file explains the states."""
 
     RUNNING = auto()
     GIVEN_UP = auto()
@@ -139,7 +138,6 @@ class Pending(Generic[T]):
                     self._changed.notify_all()
 
     def finish(self, result: T) -> None:
-        """Set the result, unless the operation is over."""
         with self._changed:
             if not self._is_over():
                 self._result = result
@@ -194,7 +192,7 @@ class Batch(Generic[T]):
             self.pending.finish(result([]))
 
     def finish(self, results: Iterable[tuple[int, T]]) -> None:
-        """Set the results of pages by their index. Call it once for each page."""
+        """Set the results of pages by their index, once for each page."""
         over = False
         with self._lock:
             for index, result in results:
@@ -206,7 +204,6 @@ class Batch(Generic[T]):
 
 
 def finish_all(results: Iterable[tuple[Batch[Any], int, Any]]) -> None:
-    """Set the results of pages of several batches."""
     by_batch: dict[Batch[Any], list[tuple[int, Any]]] = {}
     for batch, index, result in results:
         by_batch.setdefault(batch, []).append((index, result))
@@ -223,14 +220,9 @@ def save_requests(
     host: HostTier,
     rollout: Hashable,
 ) -> list[SaveRequest]:
-    """Make one save request for each page.
-
-    Raises:
-        ShapeError: a page or its packed attachments have the wrong size.
-        UnsupportedError: a page is not in host memory.
-        UsageError: a key is not a `PageKey`, or the rollout's name is not hashable.
-    """
+    """Make one save request for each page. Raises as `TieredStore.save`."""
     users = users_of(rollout)
+    _same_length(keys=keys, pages=pages, attachments=attachments)
     _refer(batch, keys, pages, page_bytes=host.page_bytes, writable=False)
     for index, named in enumerate(attachments):
         if named:
@@ -254,14 +246,9 @@ def load_requests(
     host: HostTier,
     rollout: Hashable,
 ) -> list[LoadRequest]:
-    """Make one load request for each page.
-
-    Raises:
-        ShapeError: a buffer has the wrong size or is read-only.
-        UnsupportedError: a buffer is not in host memory.
-        UsageError: a key is not a `PageKey`, or the rollout's name is not hashable.
-    """
+    """Make one load request for each page. Raises as `TieredStore.load`."""
     users = users_of(rollout)
+    _same_length(keys=keys, into=into)
     _refer(batch, keys, into, page_bytes=host.page_bytes, writable=True)
     return [LoadRequest(key, users, batch, index) for index, key in enumerate(keys)]
 
@@ -287,19 +274,7 @@ def _refer(
 
 
 def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
-    """Return flat views of the bytes of a page, without a copy.
-
-    Args:
-        page: a contiguous tensor, array or buffer. Or a list or tuple of them, such as one for
-            each layer, if the page is not contiguous.
-        page_bytes: the bytes of a page of the store.
-        writable: whether the store will write to the views.
-
-    Raises:
-        ShapeError: the page has another size, is not contiguous, or is read-only.
-        UnsupportedError: a tensor is neither in host memory nor on a CUDA device, or an array has
-            Python objects.
-    """
+    """Return flat views of the bytes of a page, without a copy. A list has the page in parts."""
     parts: Parts
     if isinstance(page, list | tuple):
         parts = [each for part in page if (each := _bytes_of(part, writable=writable)).nbytes]
@@ -348,7 +323,7 @@ def _bytes_of(part: Any, *, writable: bool) -> Part:
 
 
 def users_of(*names: Hashable) -> tuple[Hashable, ...]:
-    """Return the names that are not None. Raises UsageError for a name that is not hashable."""
+    """Return the names that are not None. UsageError: a name is not hashable."""
     for name in names:
         try:
             hash(name)
@@ -360,8 +335,7 @@ def users_of(*names: Hashable) -> tuple[Hashable, ...]:
     return tuple(name for name in names if name is not None)
 
 
-def same_length(**sequences: Sequence[Any]) -> None:
-    """Raise ShapeError unless all sequences of a batch have one entry per page."""
+def _same_length(**sequences: Sequence[Any]) -> None:
     lengths = {name: len(each) for name, each in sequences.items()}
     if len(set(lengths.values())) != 1:
         raise ShapeError(f"a batch has one of each for every page; got lengths {lengths}.")

@@ -1,7 +1,7 @@
 """`TieredStore`: a store of pages over several tiers.
 
 A call changes the `Catalogue` under the lock. Copier threads and one worker per lower tier make the
-moves that follow, and report them. After an unexpected error every call raises ClosedError.
+moves that follow, and report them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from operator import itemgetter
 from threading import Condition
 from time import monotonic
@@ -29,31 +30,29 @@ from .pending import (
     Pending,
     finish_all,
     load_requests,
-    same_length,
     save_requests,
     users_of,
 )
 from .tier import Loaded, Saved, Tier, TierStatistics
 from .worker import Holds, Outcome, TierWorker, Until
 
-__all__ = ["TieredStore"]
+__all__ = ["TieredStore", "load_prefix"]
 
 logger = logging.getLogger(__name__)
 
+_MAX_PENDING = 1024  # pages that may wait for room in host memory; further saves are declined
+
 
 class TieredStore:
-    """Keeps pages in host memory, and in slower tiers when host memory is full.
+    """Keeps pages in host memory, and in slower tiers when it is full. Thread-safe.
 
-    A save copies a page into host memory. The page is written to the tiers below when it leaves
-    host memory ("back") or at once ("through"). A page found below is copied back to host memory.
-    Calls return at once, and threads of the store copy and do I/O. A load sees every save that was
-    called before it. The frames of the host tier are the store's only page memory.
+    A page found in a lower tier is copied back to host memory. Calls return at once, and threads of
+    the store copy and do I/O. A load sees every save that was called before it.
 
     Args:
         tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes them.
         evict: chooses the page that leaves: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
-        max_pending: how many pages may wait for room in host memory. Further saves are declined.
-        write: "back" writes less below. "through" loses less in a crash, and shares pages sooner.
+        write: write a page to the tiers below when it leaves host memory ("back"), or at once.
         copy_threads: how many threads copy between the caller's buffers and host memory.
         patience_s: how many seconds saves wait for a slow tier below. Then pages leave host memory
             without a write to this tier. A tier that does not answer is not read either.
@@ -70,18 +69,14 @@ class TieredStore:
         tiers: Sequence[HostTier | Tier],
         *,
         evict: Evict = lru,
-        max_pending: int = 1024,
         write: Literal["back", "through"] = "back",
         copy_threads: int = 2,
         patience_s: float = 1.0,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         host, below = in_order(tiers)
-        if min(max_pending, copy_threads) < 1 or patience_s <= 0:
-            raise PlanError(
-                f"max_pending={max_pending} and copy_threads={copy_threads} must be at least 1, "
-                f"and patience_s={patience_s} above 0."
-            )
+        if copy_threads < 1 or patience_s <= 0:
+            raise PlanError(f"{copy_threads=} must be at least 1, and {patience_s=} above 0.")
         if write not in ("back", "through"):
             raise PlanError(f'write is "back" or "through"; got {write!r}')
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
@@ -92,7 +87,7 @@ class TieredStore:
             frames=host.capacity_pages,
             levels=[Level(tier, evict, patience_s=patience_s, clock=clock) for tier in below],
             evict=evict,
-            max_pending=max_pending,
+            max_pending=_MAX_PENDING,
             through=write == "through",
             answer=self._answer,
         )
@@ -115,9 +110,8 @@ class TieredStore:
     ) -> Pending[Saved]:
         """Save a page. Local.
 
-        The store reads `page` until the result is ready, so do not change it before. The page
-        replaces the page of the same key, except in a shared tier. If host memory has no room, the
-        result's `stored` is False. `flush` reports pages that a tier below refuses later.
+        Do not change `page` before the result is ready. It replaces the page of the same key,
+        except in a shared tier. If 1,024 pages wait for room, the result's `stored` is False.
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
@@ -127,6 +121,7 @@ class TieredStore:
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
             UnsupportedError: the page is neither in host memory nor on a CUDA device.
+            UsageError: `key` is not a `PageKey`, or `rollout` is not hashable.
             ClosedError: the store is closed.
         """
         batch = Batch[Saved](1, itemgetter(0))
@@ -145,7 +140,6 @@ class TieredStore:
     ) -> Pending[list[Saved]]:
         """Save several pages as `save` does, with one result for each. An error saves none."""
         attachments = [None] * len(keys) if attachments is None else attachments
-        same_length(keys=keys, pages=pages, attachments=attachments)
         batch = Batch[Saved](len(keys))
         requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
         return self._ask(self._catalogue.save, requests, pending=batch.pending)
@@ -153,12 +147,10 @@ class TieredStore:
     def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
         """Copy a page into `into`, or report a miss. Local, unless a tier is on the network.
 
-        A load never returns a wrong page: one that fails its checksum is dropped, and is a miss.
-        `into` is written once, after the check. A miss or a deadline leaves `into` unchanged.
+        A damaged page is dropped, and is a miss. A miss or a deadline leaves `into` unchanged.
 
         Args:
-            into: a writable buffer, otherwise as `page` in `save`.
-            rollout: the name of the rollout that loads, as in `save`.
+            into: a writable buffer, otherwise as `page` in `save`. `rollout` is as in `save` too.
 
         Raises:
             ShapeError: `into` has the wrong size or is read-only. Otherwise as `save`.
@@ -171,7 +163,6 @@ class TieredStore:
         self, keys: Sequence[PageKey], *, into: Sequence[Any], rollout: Hashable = None
     ) -> Pending[list[Loaded]]:
         """Load several pages as `load` does, with one result for each page."""
-        same_length(keys=keys, into=into)
         batch = Batch[Loaded](len(keys))
         requests = load_requests(batch, keys, into, host=self._host, rollout=rollout)
         return self._ask(self._catalogue.load, requests, pending=batch.pending)
@@ -181,19 +172,13 @@ class TieredStore:
         return self._catalogue.knows(key)
 
     def holds(self, keys: Sequence[PageKey]) -> Pending[list[bool]]:
-        """Return for which pages a load may hit, including shared tiers. May use the network.
-
-        Raises:
-            ClosedError: the store is closed.
-        """
+        """Return for which pages a load may hit, including shared tiers. May use the network."""
         batch = Batch[bool](len(keys))
         known = [key in self for key in keys]
         shared = bool(self._workers) and self._catalogue.levels[-1].shared
         asked = [index for index, here in enumerate(known) if shared and not here]
-        question = Holds(
-            [keys[index] for index in asked],
-            lambda held: batch.finish(zip(asked, held, strict=True)),
-        )
+        wanted = [keys[index] for index in asked]
+        question = Holds(wanted, lambda held: batch.finish(zip(asked, held, strict=True)))
         give = partial(self._workers[-1].give, question) if asked else lambda: None
         self._ask(give, pending=batch.pending)
         batch.finish((index, here) for index, here in enumerate(known) if here or not shared)
@@ -231,22 +216,19 @@ class TieredStore:
         self._ask(self._catalogue.end, rollout)
 
     def clear(self) -> Pending[None]:
-        """Drop every page of every tier, so that later loads miss. Local.
-
-        If the result is an error, a tier below may have pages again when it is opened next.
-        """
+        """Drop every page. After an error, a tier may have pages when it is opened next. Local."""
         return self._after(self._catalogue.clear)
 
     def flush(self) -> Pending[None]:
         """Write pages that only host memory has to the tiers below, and make them durable. Local.
 
-        Pages whose save is not over are not included. An error means that a tier below refused a
-        page or had no room for it. A later call tries this page again.
+        Leaves out pages whose save is not over. An error means that a tier refused a page or had no
+        room for it. A later call tries this page again.
         """
         return self._after(self._catalogue.write_down, flush=True)
 
     def statistics(self) -> dict[str, TierStatistics]:
-        """Return the counts of each tier by its name. Call it from any thread."""
+        """Return the counts of each tier by its name."""
         with self._changed:
             return self._catalogue.statistics()
 
@@ -264,8 +246,7 @@ class TieredStore:
         late = DeadlineError(f"the page store did not finish its work within {timeout_s} s")
         with self._changed:
             self._closed = True
-            idle = self._catalogue.idle
-            if not self._changed.wait_for(lambda: self._error or idle(), timeout_s):
+            if not self._changed.wait_for(lambda: self._error or self._catalogue.idle(), timeout_s):
                 raise late
         threads = [*self._copiers.stop(), *(worker.stop() for worker in self._workers)]
         for thread in threads:
@@ -288,12 +269,11 @@ class TieredStore:
     def _give_markers(
         self, batch: Batch[None], what: Callable[[], Exception | None], flush: bool
     ) -> None:
-        refusals = [level.refusals for level in self._catalogue.levels]
+        before = [level.refusals if flush else None for level in self._catalogue.levels]
         missing = what()
         self._hand_out()
         for depth, worker in enumerate(self._workers):
-            before = refusals[depth] if flush else None
-            done = partial(self._pass_marker, batch, depth, before, missing)
+            done = partial(self._pass_marker, batch, depth, before[depth], missing)
             worker.give(Until(done, flush=flush))
 
     def _pass_marker(
@@ -304,10 +284,6 @@ class TieredStore:
         missing: Exception | None,
         error: BaseException | None,
     ) -> None:
-        """Note that a tier has done all earlier moves, or its error.
-
-        `refusals` is None for a clear. `missing` is why a page could not be written to any tier.
-        """
         level = self._catalogue.levels[depth]
         if refusals is not None and level.refusals > refusals:
             error = level.refusal
@@ -324,7 +300,6 @@ class TieredStore:
     def _ask(
         self, what: Callable[..., object], *of: Any, pending: Pending[Any] | None = None
     ) -> Any:
-        """Change the catalogue for a caller, and return `pending`."""
         if os.getpid() != self._pid:
             raise ClosedError("the page store is its parent's in a forked process; make a new one")
         with self._changed:
@@ -336,8 +311,6 @@ class TieredStore:
             if self._error is not None:
                 raise self._error
         return pending
-
-    # Every change of the catalogue goes through here, and `_hand_out` gives away its moves.
 
     def _change(self, what: Callable[..., object], *of: Any) -> None:
         with self._changed:
@@ -356,7 +329,7 @@ class TieredStore:
         self._answers.append((request.batch, request.index, outcome or Loaded(None)))
 
     def _break(self, error: BaseException) -> None:
-        """Stop using the catalogue, which may be half changed, and fail all waiting calls."""
+        """Leave the catalogue, which may be half changed, and fail all waiting calls."""
         logger.critical("the page store broke", exc_info=error)
         with self._changed:
             self._error = ClosedError(f"the page store broke: {error!r}. Close it, make a new one.")
@@ -398,3 +371,30 @@ class TieredStore:
                 self._catalogue.read(move, length=length, error=error)
             else:
                 self._catalogue.asked(move, held=answer is True)
+
+
+def load_prefix(
+    store: TieredStore,
+    keys: Sequence[PageKey],
+    *,
+    into: Sequence[Any],
+    timeout_s: float,
+    rollout: Hashable = None,
+) -> list[Loaded]:
+    """Load the pages of a prompt up to the first missing page, and wait for them.
+
+    The result has one entry per loaded page. It ends before a damaged page, but the buffers behind
+    that page may have been written. The first page becomes the least recently used.
+
+    Args:
+        keys: the prompt's pages, in order. Make them from `page_hashes`.
+        into: a buffer for each page. It and `rollout` are as in `TieredStore.load`.
+
+    Raises:
+        DeadlineError: the pages were not ready within `timeout_s`. The loads are given up.
+    """
+    end = monotonic() + timeout_s
+    held = store.holds(keys).wait(timeout_s=timeout_s)
+    lead = sum(takewhile(bool, held))
+    pending = store.load_batch(keys[:lead], into=into[:lead], rollout=rollout)
+    return list(takewhile(bool, pending.wait(timeout_s=max(0.0, end - monotonic()))))

@@ -19,7 +19,6 @@ class Record:
     """A page on its way into a tier.
 
     Args:
-        key: the name of the page.
         content: the bytes of the page, then its packed attachments, aligned to 4096 bytes.
         digest: the `checksum` of key and content. The tier stores it and does not compare it.
         frame: the whole frame that begins with `content`, for I/O in units of 4096 bytes.
@@ -58,10 +57,7 @@ class Tier(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether other processes write to it too.
-
-        If so, the store asks the tier which pages it has, and does not evict from it.
-        """
+        """Whether others write to it too. If so, the store does not evict from it."""
         ...
 
     def put(self, records: Sequence[Record]) -> list[PrimeblocksError | OSError | None]:

@@ -54,11 +54,8 @@ class Order:
     """A queue of moves. `Write`, `Drop`, `Clear` and `Until` keep their order.
 
     Reads and questions overtake them, except a `Clear`, because they must not find pages that it
-    will drop. They do not overtake for ever, because frames wait for writes.
-
-    Args:
-        reads: the most pages that are read together.
-        writes: the most pages that are written together.
+    will drop. They do not overtake for ever, because frames wait for writes. At most `reads` or
+    `writes` pages go together.
     """
 
     def __init__(self, *, reads: int, writes: int) -> None:
@@ -137,12 +134,7 @@ class Order:
 
 
 class TierWorker:
-    """A thread that makes the moves of one tier.
-
-    Args:
-        report: called with the outcomes of a batch.
-        broke: called with an error that ended the thread.
-    """
+    """A thread that makes the moves of one tier. `broke` gets an error that ended the thread."""
 
     def __init__(
         self,
@@ -171,7 +163,6 @@ class TierWorker:
         return [(move, error) for move in self._order.give(*moves)]
 
     def lacks(self, keys: Sequence[PageKey]) -> list[PageKey]:
-        """Return the pages that the tier says it does not have."""
         answers = self._each(len(keys), lambda: self._tier.holds(keys))
         return [key for key, held in zip(keys, answers, strict=True) if held is False]
 
@@ -189,7 +180,7 @@ class TierWorker:
         self._try(self._tier.close)
 
     def _change(self, moves: Sequence[Write | Drop]) -> None:
-        """Drop first, to make room, then write. A page written here is not dropped afterwards."""
+        """Drop first, to make room. `Order` leaves no page that is dropped after its write."""
         if drops := [move.key for move in moves if isinstance(move, Drop)]:
             self._try(lambda: self._tier.drop(drops))
         if writes := [move for move in moves if isinstance(move, Write)]:

@@ -12,6 +12,7 @@ from primeblocks.errors import PlanError, ShapeError
 from primeblocks.kvoffload import PageKey, TieredStore, load_prefix, page_hashes
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
+from tests.kvoffload.store.calls import page_of
 
 pytestmark = pytest.mark.usefixtures("patient")
 
@@ -63,10 +64,6 @@ def test_an_id_is_not_taken_for_another_one():
 
 def keys_of(prompt):
     return [PageKey("s", each) for each in page_hashes(prompt, page_tokens=2)]
-
-
-def page_of(number):
-    return np.full(PAGE, number, np.uint8)
 
 
 @pytest.mark.parametrize("common", [None, {}])

@@ -8,9 +8,8 @@ A page that one engine wrote is found by all engines with the same namespace and
 moves bytes directly between the slab of the host tier and the memory of other machines. Its master
 decides which pages are evicted.
 
-The tier was written to the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and types.h).
-It was run with the wheel `mooncake-transfer-engine-non-cuda`: a master and clients over TCP on one
-machine without CUDA. RDMA was not run. Only `connect` imports Mooncake.
+The tier follows the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and types.h). It ran
+with the wheel `mooncake-transfer-engine-non-cuda` over TCP on one machine. RDMA was not run.
 """
 
 from __future__ import annotations
@@ -153,6 +152,7 @@ class MooncakeTier:
         EngineError: Mooncake refuses to register the slab.
     """
 
+    name = "mooncake"
     shared = True
     capacity_pages = 0
 
@@ -162,7 +162,6 @@ class MooncakeTier:
         host: HostTier,
         *,
         namespace: str,
-        name: str = "mooncake",
         rest_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -171,7 +170,6 @@ class MooncakeTier:
                 "a namespace has 1 to 64 letters, digits, dots, dashes and underscores; got "
                 f"{namespace!r}"
             )
-        self.name = name
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
         self._frame_bytes = host.frame_bytes
         self._namespace = namespace
@@ -195,7 +193,7 @@ class MooncakeTier:
             self._registered.append(memory.ctypes.data)
 
     def put(self, records: Sequence[Record]) -> list[Wrong | None]:
-        """Write pages that the store lacks. Costs one request per 64 pages, and the transfers."""
+        """Write pages that the store lacks. One request per 64 pages, and the transfers."""
         answers: list[Wrong | None] = []
         for batch in _batches([record.key for record in records]):
             with self._turn:
@@ -205,10 +203,7 @@ class MooncakeTier:
     def get(
         self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
     ) -> list[Found | Wrong | None]:
-        """Read pages. Costs one request per 64 pages, and the transfers.
-
-        A value that is not the page of its key is removed from the store.
-        """
+        """Read pages. One request per 64 pages, and the transfers. Removes wrong values."""
         answers: list[Found | Wrong | None] = []
         for batch in _batches(keys):
             with self._turn:
@@ -229,11 +224,7 @@ class MooncakeTier:
             self._expect([code for code in codes if code not in _MISS])
 
     def clear(self) -> None:
-        """Remove all pages of the namespace for all engines. Costs one request.
-
-        Raises:
-            OSError, DeadlineError: the store did not remove them.
-        """
+        """Remove all pages of the namespace for all engines. One request. Raises as `drop`."""
         pattern = f"^{self._namespace.replace('.', '[.]')}/"
         with self._call() as client:
             self._expect([client.remove_by_regex(pattern, True)])
@@ -242,9 +233,7 @@ class MooncakeTier:
         """Do nothing. Mooncake decides how durable pages are."""
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Return which pages the store has, or False for all while the tier rests.
-
-        Costs one request. Call it from any thread.
+        """Return which pages the store has, or False for all while the tier rests. One request.
 
         Raises:
             OSError, DeadlineError: the store did not answer.
@@ -257,14 +246,13 @@ class MooncakeTier:
         return [code == 1 for code in codes]
 
     def keys(self) -> list[PageKey]:
-        """Return an empty list, because a shared store is asked about each page."""
         return []
 
     def close(self) -> None:
         """Leave the store, and withdraw the memory that this process gave to it.
 
-        A second call does nothing. During the call Mooncake blocks the whole interpreter, for 2 s,
-        or for 8 s if its master has ended (measured with 0.3.13).
+        A second call does nothing. Mooncake blocks the whole interpreter meanwhile, for 2 s, or for
+        8 s if its master has ended (measured with 0.3.13).
 
         Raises:
             DeadlineError: a call of another thread has not ended after two minutes. Mooncake keeps
@@ -335,7 +323,7 @@ class MooncakeTier:
         return Found(length, digest)
 
     def _named(self, key: PageKey) -> bytes:
-        """Return 32 bytes that name a page. A store with other sizes names it differently."""
+        # A store with other sizes names the same key differently.
         sizes = struct.pack("<QQ", self.page_bytes, self.attachment_bytes)
         return hashlib.sha256(sizes + key.encode()).digest()
 
@@ -362,7 +350,6 @@ class MooncakeTier:
                 raise error
 
     def _error(self, code: int) -> Wrong | None:
-        """Return the error of a code, or None if the code is not negative."""
         if code >= 0:
             return None
         if code in _LOST:

@@ -43,9 +43,9 @@ _VECTOR = min(256, os.sysconf("SC_IOV_MAX"))  # buffers of one call
 
 
 class System:
-    """The file system. Every call may raise OSError. The connections may raise sqlite3.Error.
+    """The file system: only this class touches files. Tests of faults use a subclass that fails.
 
-    Only this class touches files. Tests of faults use a subclass that fails, tears or forgets.
+    Every call may raise OSError. The connections may raise sqlite3.Error.
     """
 
     connection = sqlite3.Connection
@@ -72,7 +72,7 @@ class System:
         return descriptor
 
     def open(self, path: Path, *, direct: bool = False) -> int:
-        """Open a file to read and write, made if absent. `direct` means O_DIRECT."""
+        """Open a file to read and write, made if absent, with O_DIRECT if `direct`."""
         flags = os.O_CREAT | os.O_RDWR | (os.O_DIRECT if direct else 0)
         return os.open(path, flags, 0o600)
 
@@ -170,14 +170,11 @@ class DataFile:
         self.descriptor = system.open(path) if descriptor is None else descriptor
 
     def write(self, frames: Sequence[int], contents: Sequence[np.ndarray]) -> list[Answer]:
-        """Write contents into frames. Return None for each that was written, or its error.
-
-        Contents that fill a frame are written without a copy. Shorter contents are copied first.
-        """
+        """Write contents into frames. Return None or an error for each. Short ones are copied."""
         return self._each(frames, contents, self._write)
 
     def read(self, frames: Sequence[int], into: Sequence[np.ndarray]) -> list[Answer]:
-        """Fill buffers from frames. Return None for each that was filled, or its error."""
+        """Fill buffers from frames. Return None or an error for each."""
         return self._each(frames, into, self._read)
 
     def frames(self) -> int:
@@ -185,7 +182,6 @@ class DataFile:
         return self._system.size(self.descriptor) // self._stride
 
     def shrink(self, frames: int) -> None:
-        """Cut the file after its first `frames` frames."""
         if self._system.size(self.descriptor) > frames * self._stride:
             self._system.truncate(self.descriptor, frames * self._stride)
 
@@ -214,10 +210,8 @@ class DataFile:
         buffers: Sequence[np.ndarray],
         move: Callable[[int, Sequence[np.ndarray]], tuple[int, Answer]],
     ) -> list[Answer]:
-        """Move adjacent frames in one call. If that fails, move the rest frame by frame.
-
-        A call also fails if a buffer is not aligned, because a check of each buffer costs more.
-        """
+        """Move adjacent frames in one call. If that fails, move the rest frame by frame."""
+        # It also fails if a buffer is not aligned: a check of each buffer costs more.
         answers: list[Answer] = [None] * len(frames)
         whole = [buffer.nbytes >= self._stride for buffer in buffers]
         for run in _runs(frames, whole):
@@ -307,8 +301,7 @@ class Frames:
     def claim(self, count: int) -> list[int]:
         """Claim up to `count` free frames, in the order of the sweep.
 
-        Frames behind the fence come last. A claim of them lifts the fence, because a write to them
-        shows whether there is room now.
+        A claim behind the fence lifts it, because a write there shows whether there is room now.
         """
         fenced = self._fence < len(self._taken)
         near = self._taken.count(0, 0, self._fence) if fenced else self.free
@@ -347,7 +340,6 @@ class Frames:
         self._fence = min(frames, len(self._taken))
 
     def end(self) -> int:
-        """Return the number of the frame after the last taken frame."""
         return self._taken.rfind(1) + 1
 
     def clear(self) -> None:

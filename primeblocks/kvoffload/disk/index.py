@@ -60,7 +60,7 @@ _CUT = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_FSTAT)  # or remov
 
 
 class FolderState(Enum):
-    """The state of an index. The head of this file explains the states."""
+    """The head of this file explains the states."""
 
     LEFT = auto()
     KEPT = auto()
@@ -74,16 +74,13 @@ class Index:
     needed. A row's age is a number that grows with every page put.
 
     Calls that read or change the file raise OSError if the file system refuses, and then change
-    nothing. They raise CorruptionError if the file is damaged, and then all pages are lost.
+    nothing. They raise CorruptionError if the file is damaged, and then all pages are lost. The
+    constructor raises UsageError for a file that this version cannot read.
 
     Args:
         path: the database.
         lock: the descriptor of the folder's lock file.
         log_pages: the log is copied into the database when it has this many pages of 4 KiB.
-
-    Raises:
-        UsageError: the file is not an index that this version can read.
-        OSError: the file system refused.
     """
 
     def __init__(
@@ -103,10 +100,8 @@ class Index:
         self._system = system
         self._pid = os.getpid()
         self._frames: dict[bytes, int] = {}  # by digest of the key, oldest first
-        self._stamps: list[tuple[int, int, int] | None] = [
-            None,
-            None,
-        ]  # of the files, when last seen
+        # Of the files, when last seen.
+        self._stamps: list[tuple[int, int, int] | None] = [None, None]
         self._is_seen = False  # after our last change
         self.lost = 0  # pages, to damage; who reports them counts anew
         self._gone: list[int] = []  # frames of rows to delete before anything else is written
@@ -143,10 +138,7 @@ class Index:
         return self._forget({name for name, frame in self._frames.items() if frame >= frames})
 
     def clear(self) -> None:
-        """Remove all pages, so that a power cut cannot bring them back.
-
-        If it fails, the next `ready` tries again.
-        """
+        """Remove all pages, so that a power cut cannot bring them back. `ready` tries again."""
         self._empty(FolderState.CLEARED)
         self._begin()
 
@@ -179,7 +171,6 @@ class Index:
         return [rows.get(frame) for frame in frames]
 
     def keys(self) -> list[PageKey]:
-        """Return all keys, oldest first."""
         with self._typed():
             query = "SELECT frame, key FROM pages WHERE typeof(key) = 'blob'"
             encoded = dict(self._connection.execute(query) if self._frames else ())
@@ -189,7 +180,6 @@ class Index:
             raise self._damaged(f"a key cannot be read ({error!r})") from error
 
     def frames(self) -> list[int]:
-        """Return the frames of all pages, oldest first."""
         return list(self._frames.values())
 
     def close(self) -> None:

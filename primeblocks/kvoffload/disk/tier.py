@@ -34,24 +34,19 @@ class DiskTier:
 
     A power cut may undo changes since the last `flush` or `clear`. Damage to the index may do the
     same, or lose all pages. Neither returns a wrong page, because the caller compares the digest of
-    key and bytes. After `close`, and in a forked child, all calls except `holds` and `len` raise
-    ClosedError. Threads may share a tier. Its calls run one after the other, except that `holds`
-    and `len` do not wait.
+    key and bytes. Threads may share a tier: its calls take turns, except `holds` and `len`. After
+    `close`, and in a forked child, all calls except these two raise ClosedError.
 
     If another program removed, replaced or cut a file of the tier, the next change or `flush`
-    raises CorruptionError. Without its index, the tier starts empty. If `pages` was cut, the pages
-    behind its end are lost. Without `pages` or `lock`, the tier accepts no pages until the folder
-    is opened again.
-
-    On a full disk the tier continues with its existing frames. If the index needs room, the tier
-    gives up its last frames.
+    raises CorruptionError. Without `pages` or `lock`, the tier accepts no pages until the folder is
+    opened again. On a full disk the tier continues with its existing frames, and gives up its last
+    frames if the index needs room.
 
     Args:
         path: the folder, made if absent, for one owner at a time. Its pages are adopted, except
             pages of another size, which are dropped. `close` or garbage collection frees it.
         capacity_bytes: the bound of `pages`. A frame has room for a page and its attachments,
-            rounded up to 4096 bytes. In addition, the index needs about 50 bytes and the encoded
-            key per frame. Its log needs 4 MiB and as much as one call changes.
+            rounded up to 4096 bytes. The index is not included.
         page_bytes: the bytes of a page.
         attachment_bytes: the room next to each page for its packed attachments.
         io: "direct" bypasses the page cache, "buffered" uses it, "auto" bypasses it if possible.
@@ -104,10 +99,9 @@ class DiskTier:
         """Write pages: first their data, then their rows in one transaction. Local.
 
         A page that replaces another takes a new frame. If no frame is free, the old page leaves
-        first. If several records have one key, the last counts. If a page is refused, the key keeps
-        its old page. The answer is then a `CapacityError` if quota or disk is full, a `ShapeError`
-        if the content does not fit, or the `OSError`. A `CorruptionError` means that the index is
-        damaged, and all pages are lost.
+        first. If a page is refused, the key keeps its old page. The answer is then a
+        `CapacityError` if quota or disk is full, a `ShapeError` if the content does not fit, or the
+        `OSError`. A `CorruptionError` means that the index is damaged, and all pages are lost.
         """
         with self._in_turn():
             room = self.page_bytes + self.attachment_bytes
@@ -129,12 +123,10 @@ class DiskTier:
             return [answers[record.key] for record in records]
 
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
-        """Read pages. Adjacent frames are read in one call. Local.
+        """Read pages. Local. Returns their lengths, and their digests for the caller to compare.
 
-        Returns:
-            The length and digest stored with each page, for the caller to compare. None for a
-            missing page. CorruptionError if the file ends before the page, or if the index is
-            damaged. OSError if the file system refuses.
+        None is a missing page. CorruptionError: the file ends before the page, or the index is
+        damaged. OSError: the file system refuses.
         """
         with self._in_turn():
             try:
@@ -202,7 +194,7 @@ class DiskTier:
                 raise
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Return for each page whether the tier has it. Call it from any thread."""
+        """Return for each page whether the tier has it. From any thread."""
         return [key in self._index for key in keys]
 
     def keys(self) -> list[PageKey]:

@@ -113,8 +113,7 @@ class Choice(NamedTuple):
 class Evict(Protocol):
     """A policy: a pure function of a snapshot.
 
-    Its attribute `facts` declares the facts that it needs. Without the attribute, the snapshot only
-    has recency.
+    Its attribute `facts` declares the facts that it needs. Without it, a snapshot only has recency.
     """
 
     def __call__(self, snapshot: Snapshot) -> Choice: ...

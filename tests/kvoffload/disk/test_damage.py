@@ -120,12 +120,12 @@ def assert_normal(path):
         assert state(tier) == after
 
 
-@pytest.mark.parametrize("flip", [0x01, 0x80, 0xFF])
-def test_a_flipped_byte_of_the_index_makes_no_wrong_page(tmp_path, flip):
+def test_a_flipped_byte_of_the_index_makes_no_wrong_page(tmp_path, full):
+    """One bit of every byte of the header, and of one byte in seven behind it; or of all."""
     history = History(tmp_path)
-    kept = 0
-    for at in range(flip % 3, len(history.closed["index"]), 3):
-        files = flipped(history.closed, "index", at, flip)
+    kept, size = 0, len(history.closed["index"])
+    for at in range(size) if full else (*range(100), *range(100, size, 7)):
+        files = flipped(history.closed, "index", at, (0x01, 0x80, 0xFF)[at % 3])
         right = history.found(files)
         assert right.items() <= history.ever, at
         kept += len(right)
@@ -134,7 +134,7 @@ def test_a_flipped_byte_of_the_index_makes_no_wrong_page(tmp_path, flip):
     assert kept > 100
 
 
-@pytest.mark.parametrize("at", [*range(110), *range(4096, 4106), *range(8192, 8202)])
+@pytest.mark.parametrize("at", [*range(0, 110, 9), 4096, 4099, 8192, 8199])
 def test_so_it_is_with_pages_of_the_size_that_is_used(tmp_path, at):
     with closing(open_tier(tmp_path)) as tier:
         assert tier.put([record(number) for number in range(3)]) == [None] * 3
@@ -188,7 +188,7 @@ def test_an_older_log_makes_no_wrong_page(tmp_path):
 def test_an_index_that_was_cut_makes_no_wrong_page(tmp_path):
     history = History(tmp_path, flush_at=[4])
     for files, name in ((history.closed, "index"), (history.killed[-1], "index-wal")):
-        for length in range(0, len(files[name]), 7):
+        for length in range(0, len(files[name]), 19):
             right = history.found(files | {name: files[name][:length]})
             assert right.items() <= history.ever, length
             if length % 11 == 0:
@@ -282,17 +282,6 @@ def test_pages_that_the_file_has_no_longer_are_forgotten(tmp_path, frames):
     assert_normal(tmp_path)
 
 
-def test_pages_cut_off_while_open_are_errors(tmp_path):
-    with closing(open_tier(tmp_path)) as tier:
-        assert tier.put([record(n) for n in range(3)]) == [None] * 3
-        os.truncate(tmp_path / "pages", FRAME)
-        first, *rest = read(tier, range(3))
-        assert first == record(0).content.tobytes()
-        assert rest == [None, None]
-        assert tier.put([record(1), record(2)]) == [None, None]
-        assert None not in read(tier, range(3))
-
-
 def removed(path):
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -348,15 +337,3 @@ def test_nothing_is_acknowledged_into_files_that_are_gone(tmp_path, name, harm, 
             open_tier(path)
     else:
         assert_normal(path)
-
-
-def test_an_index_that_vanished_before_its_log_was_made_is_begun_anew(tmp_path):
-    with closing(open_tier(tmp_path)) as tier:
-        tier.clear()
-        (tmp_path / "index").unlink()
-        assert isinstance(tier.put([record(0)])[0], CorruptionError)
-        assert tier.put([record(1)]) == [None]
-        before = state(tier)
-    with closing(open_tier(tmp_path)) as tier:
-        assert state(tier) == before
-    assert_normal(tmp_path)

@@ -181,5 +181,5 @@ class DiskMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("io", ["buffered", "direct"])
 def test_a_disk_is_a_dictionary_that_survives(io, full):
     machine = type("DiskMachine", (DiskMachine,), {"io": io})
-    how = settings(max_examples=1000 if full else 40, stateful_step_count=30)
+    how = settings(max_examples=1000 if full else 15, stateful_step_count=30)
     run_state_machine_as_test(machine, settings=how)

@@ -1,4 +1,4 @@
-"""Whose a folder is: files of something else, of older versions, two owners, forks, kills."""
+"""Whose a folder is: files of something else, two owners, forks."""
 
 import os
 import sqlite3
@@ -16,7 +16,6 @@ from tests.kvoffload.disk.small import (
     EXTRA,
     FRAME,
     PAGE,
-    assert_serves,
     open_tier,
     record,
     state,
@@ -47,25 +46,6 @@ def test_a_database_of_something_else_is_left_alone(tmp_path, wal):
     with pytest.raises(UsageError, match="no index"):
         open_tier(tmp_path)
     assert (tmp_path / "index").read_bytes() == before
-
-
-def test_folders_of_one_file_a_page_are_left_alone(tmp_path):
-    (tmp_path / "lock").touch()
-    (tmp_path / "ab").mkdir()
-    (tmp_path / "ab" / "abcd.page").write_text("old")
-    with closing(open_tier(tmp_path)) as tier:
-        assert len(tier) == 0
-        assert_serves(tier)
-    assert (tmp_path / "ab" / "abcd.page").read_text() == "old"
-
-
-def test_a_folder_has_one_owner(tmp_path):
-    first = open_tier(tmp_path)
-    with pytest.raises(UsageError, match="another store"):
-        open_tier(tmp_path)
-    first.close()
-    first.close()
-    open_tier(tmp_path).close()
 
 
 def test_a_tier_that_is_collected_leaves_the_folder_free(tmp_path):
@@ -138,25 +118,3 @@ def test_a_forked_child_that_ends_leaves_the_log_alone(tmp_path):
     assert done.stdout == "1 2\n", done.stderr
     with closing(open_tier(tmp_path)) as tier:
         assert [*state(tier)] == [1, 2]
-
-
-OWN = """
-import sys
-from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
-tier = DiskTier(sys.argv[1], capacity_bytes=9000, page_bytes=48, attachment_bytes=64)
-print("owned", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_killed_owner_leaves_the_folder_free(tmp_path):
-    command = [sys.executable, "-c", OWN, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as other:
-        assert other.stdout.readline() == "owned\n"
-        with pytest.raises(UsageError, match="another store"):
-            open_tier(tmp_path)
-        other.kill()
-        other.wait()
-    open_tier(tmp_path).close()

@@ -173,22 +173,6 @@ def test_an_index_that_sqlite_itself_finds_full(tmp_path):
         assert [*state(tier)] == [*before, 121]
 
 
-def test_while_the_index_cannot_be_written_nothing_is_kept(tmp_path):
-    tier, script = filled(tmp_path)
-    before = state(tier)
-    script.faults = {"always": Fault(0, errno.EIO)}
-    for _ in range(3):
-        for answer in tier.put([record(2), record(0, 3)]):
-            assert isinstance(answer, OSError)
-        assert state(tier) == before
-    with pytest.raises(OSError, match="error"):
-        tier.flush()
-    script.faults = {}
-    assert tier.put([record(2)]) == [None]
-    assert_serves(tier)
-    assert_reopens(tmp_path, tier)
-
-
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("name", ["drop", "clear"])
 def test_a_drop_that_is_not_written_is_an_error_and_written_later(tmp_path, number, name):
@@ -203,15 +187,6 @@ def test_a_drop_that_is_not_written_is_an_error_and_written_later(tmp_path, numb
     )
     script.faults = {}
     assert_serves(tier)
-    assert_reopens(tmp_path, tier)
-
-
-def test_a_drop_that_is_not_written_is_written_on_close(tmp_path):
-    tier, script = filled(tmp_path)
-    script.faults = {"always": Fault(0, errno.EIO)}
-    with pytest.raises(OSError, match="error"):
-        tier.drop([key_of(0)])
-    script.faults = {}
     assert_reopens(tmp_path, tier)
 
 
@@ -264,27 +239,6 @@ def mounted(path, size):
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
-
-
-def test_a_file_system_that_is_really_full_keeps_what_fits(tmp_path):
-    mounted(tmp_path / "small", 32 * FRAME)
-    try:
-        with closing(open_tier(tmp_path / "small", pages=100, system=Unsynced())) as tier:
-            answers = tier.put([record(n, whole_frame=True) for n in range(45)])
-            kept = [number for number, answer in enumerate(answers) if answer is None]
-            assert kept == [*range(len(kept))]
-            assert 10 <= len(kept) <= 28
-            assert all(isinstance(each, CapacityError) for each in answers[len(kept) :])
-            assert [*state(tier)] == kept
-            tier.drop([key_of(kept[0])])
-            assert tier.put([record(40)]) == [None]
-            before = state(tier)
-        with closing(open_tier(tmp_path / "small", pages=100)) as tier:
-            assert state(tier) == before
-            tier.clear()
-            assert tier.put([record(n) for n in range(4)]) == [None] * 4
-    finally:
-        subprocess.run(["umount", str(tmp_path / "small")], check=True)
 
 
 def test_a_read_only_file_system_is_refused_and_one_that_becomes_so_still_reads(tmp_path):

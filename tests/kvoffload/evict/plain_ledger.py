@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from primeblocks.kvoffload import PageKey
-from primeblocks.kvoffload.evict.schedule import Waits
+from primeblocks.kvoffload.evict.ledger import Waits
 
 ROLLOUTS = 3
 

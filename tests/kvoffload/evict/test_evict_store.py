@@ -1,10 +1,9 @@
 """A store that is told of rollouts and versions, over two tiers."""
 
 import numpy as np
-import pytest
 
 from primeblocks.kvoffload import PageKey, TieredStore
-from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
+from primeblocks.kvoffload.evict import RolloutAware, VersionAware
 
 PAGE, SOON = 48, 5.0
 
@@ -50,37 +49,6 @@ def test_a_page_that_another_rollout_uses_outlives_the_first(host):
         save(store, key_of("b", 1), "b")
         assert load(store, prompt, "b") == "host"
         assert load(store, key_of("a", 0)) is None
-
-
-def test_users_follow_a_page_to_disk_and_back(host, disk):
-    with TieredStore([host(2), disk(2)], evict=VersionAware(1)) as store:
-        for number in range(4):
-            save(store, key_of("a", number), "a")
-        store.end("a")
-        # All four are free to go: two new pages leave nothing of them in host memory.
-        for number in range(2):
-            save(store, key_of("b", number), "b")
-        count = store.statistics()
-        assert (count["disk"].stores, count["disk"].pages) == (2, 2)
-        # Those on disk are known to be done as well, and leave before what comes down.
-        for number in range(2, 4):
-            save(store, key_of("b", number), "b")
-        assert store.statistics()["disk"].evictions == 2
-        assert all(key_of("b", number) in store for number in range(4))
-
-
-@pytest.mark.parametrize("evict", [lru, VersionAware(1), RolloutAware(1)])
-def test_every_policy_fills_and_turns_over_a_store(host, disk, evict):
-    with TieredStore([host(3), disk(5)], evict=evict) as store:
-        for turn in range(6):
-            store.advance(version=turn)
-            for number in range(4):
-                save(store, key_of("r", number, version=turn), rollout=turn)
-                load(store, key_of("r", number, version=turn), rollout=turn)
-            store.end(turn)
-        count = store.statistics()
-        assert count["host"].pages == 3
-        assert count["disk"].pages <= 5
 
 
 def hits(host, *, told):

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from benchmarks.kvoffload_parts.eviction_fleets import Agents, Spread, Tool, simulate
 from benchmarks.kvoffload_parts.eviction_traces import Advance, End, Use, Wait, read, recorded
-from primeblocks.errors import PlanError
 from primeblocks.kvoffload import PageKey
 
 SMALL = Agents(
@@ -103,26 +101,6 @@ def test_rollouts_that_become_too_old_are_dropped_and_asked_again():
     assert never.dropped == 0
 
 
-def test_contexts_grow_turn_by_turn():
-    trace = simulate(SMALL, seed=1)
-    lengths = {}
-    for event in trace.events:
-        if isinstance(event, Use) and event.asked:
-            lengths.setdefault(event.rollout, []).append(len(event.pages))
-    assert all(found == sorted(found) for found in lengths.values())
-    assert max(len(found) for found in lengths.values()) > 3
-    assert 0 < trace.working_pages < SMALL.concurrent * SMALL.max_tokens // SMALL.page_tokens
-
-
-def waits_of(trace, what):
-    return [event for event in trace.events if isinstance(event, Wait) and event.what == what]
-
-
-def test_an_engine_with_room_for_few_makes_the_others_queue():
-    assert not waits_of(simulate(SMALL, seed=1), "queue")
-    assert waits_of(simulate(replace(SMALL, running=1), seed=1), "queue")
-
-
 def test_the_queue_is_served_in_its_order():
     trace = simulate(replace(SMALL, running=2, max_staleness=6), seed=4)
     queue = []
@@ -131,24 +109,6 @@ def test_the_queue_is_served_in_its_order():
             queue.append(event.rollout)
         elif isinstance(event, Use) and event.rollout in queue:
             assert queue.pop(0) == event.rollout
-
-
-def test_tools_are_called_by_their_shares():
-    trace = simulate(replace(SMALL, tools=TOOLS, num_versions=20), seed=0)
-    looks, tests = len(waits_of(trace, "look")), len(waits_of(trace, "test"))
-    assert 2 < looks / tests < 4
-
-
-def test_groups_begin_in_turn():
-    turns = replace(SMALL, groups=3, samples=2, num_versions=1, prompt_tokens=Spread(2000, 0))
-    prompts = {}
-    for event in simulate(turns, seed=0).events:
-        if isinstance(event, Use):
-            found = [key.hash.split(b"/")[0] for key in event.pages if key.hash[:1] == b"p"]
-            prompts.setdefault(event.rollout, found[:1])
-    began = [prompts[rollout] for rollout in range(6)]  # in flight together
-    assert [began.count([prompt]) for prompt in (b"p1", b"p2", b"p3")] == [2, 2, 1]
-    assert began[0] != began[1] != began[2] != began[0]
 
 
 def test_partial_rollouts_go_on_with_the_newest_version():
@@ -164,28 +124,6 @@ def test_partial_rollouts_go_on_with_the_newest_version():
             last[event.rollout] = own
     assert moved
     assert trace.dropped == 0
-
-
-def test_a_spread_has_its_median_and_its_end():
-    random, spread = Random(0), Spread(10, 1.0, 15)
-    draws = sorted(spread.draw(random) for _ in range(2001))
-    assert 9 < draws[1000] < 11
-    assert draws[-1] == 15
-    assert Spread(7, 0.0).draw(random) == 7
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"concurrent": 0}, {"page_tokens": -1}, {"max_staleness": -1}, {"running": 0}],
-)
-def test_impossible_agents_are_refused(wrong):
-    with pytest.raises(PlanError, match=str(*wrong.values())):
-        replace(SMALL, **wrong)
-
-
-def test_agents_without_tools_are_refused():
-    with pytest.raises(PlanError, match="no tools"):
-        replace(SMALL, tools=())
 
 
 def test_lines_of_a_recorded_run():

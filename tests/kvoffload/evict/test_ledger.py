@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 from primeblocks.errors import PlanError
 from primeblocks.kvoffload import PageKey
 from primeblocks.kvoffload.evict import (
-    Candidate,
-    Choice,
     Facts,
     RolloutAware,
     VersionAware,
@@ -25,11 +23,8 @@ def key_of(number, version=None):
     return PageKey("", number.to_bytes(2), version=version)
 
 
-FOREIGN = Choice(Candidate(key_of(0), last_used=1))
-
-
-def ledger_for(policy=None, **how):
-    return PageLedger(policy or RolloutAware(), **how)
+def ledger_for(policy=None):
+    return PageLedger(policy or RolloutAware())
 
 
 def use(ledger, number, *rollouts, **how):
@@ -109,7 +104,7 @@ def test_facts_equal_a_search_through_all_pages(history, capacity):
 
 
 @pytest.mark.stress
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_means_equal_a_search_through_all_pages(seed):
     compare(long_history(Random(seed)), RolloutAware(0), capacity=1 + seed % 4)
 
@@ -119,12 +114,6 @@ def test_the_last_page_of_a_rollout_leaves_before_those_in_front_of_it():
     keys = [use(ledger, number, "a") for number in range(3)]
     use(ledger, 9, "b")
     assert leave(ledger, pages=3) == keys[::-1]
-
-
-def test_demoted_pages_go_in_front_of_those_that_were_behind_them():
-    ledger = ledger_for()
-    keys = [use(ledger, number, "a", front=True) for number in range(3)]
-    assert leave(ledger) == keys[:1]
 
 
 def test_a_prompt_that_one_sample_still_uses_leaves_after_its_own_pages():
@@ -186,42 +175,6 @@ def test_the_end_of_the_queue_leaves_first_and_its_head_last():
     assert leave(ledger, pages=5) == [key_of(number) for number in (2, 0, 4, 1, 3)]
 
 
-def test_who_leaves_the_queue_runs_and_who_pauses_is_in_it_no_more():
-    ledger = ledger_for()
-    for name in "abc":
-        use(ledger, ord(name), name)
-    ledger.queue("abc")
-    ledger.pause("b", "tool")
-    ledger.queue("c")
-    states = {x.state: x.page.key for x in ledger.snapshot(version=0).live}
-    assert states == {"runs": key_of(97), "waits": key_of(98), "queues": key_of(99)}
-    use(ledger, 99, "c")  # its pages come ahead of its turn
-    assert states == {x.state: x.page.key for x in ledger.snapshot(version=0).live}
-
-
-def test_a_wait_that_is_told_again_or_by_another_name_goes_on():
-    """An agent loop says with each request who waits for what."""
-    ledger = ledger_for()
-    use(ledger, 0, "a")
-    for reason in ("turn", "pytest", "pytest"):
-        ledger.pause("a", reason)
-        use(ledger, 9)
-    assert ledger.snapshot(version=0).live[0].since == 1
-
-
-def test_a_page_of_a_sibling_says_nothing_of_who_waits():
-    """A prompt that comes back brings its other users along: they still wait."""
-    states = []
-    for by in (("a",), None):
-        ledger = ledger_for()
-        for name in "ab":
-            use(ledger, ord(name), name)
-            ledger.pause(name, "tool")
-        use(ledger, 0, "a", "b", by=by)
-        states.append([x.state for x in ledger.snapshot(version=0).live])
-    assert states == [["waits", "runs"], ["runs"]]
-
-
 def test_a_wait_that_lasts_many_times_its_mean_counts_as_lost():
     ledger = ledger_for()
     for _ in range(9):  # a wait of one tick, of two for the slow
@@ -250,8 +203,9 @@ def test_a_choice_looks_at_lanes_not_at_pages():
     assert (len(seen.by_version), len(seen.live)) == (5, 9)
 
 
-def test_rollouts_that_never_end_are_forgotten_without_their_pages():
-    ledger = ledger_for(remembers=10)
+def test_rollouts_that_never_end_are_forgotten_without_their_pages(monkeypatch):
+    monkeypatch.setattr("primeblocks.kvoffload.evict.ledger._REMEMBERS", 10)
+    ledger = ledger_for()
     for name in range(1000):
         use(ledger, name, name)
         ledger.remove(key_of(name))
@@ -259,8 +213,9 @@ def test_rollouts_that_never_end_are_forgotten_without_their_pages():
     assert len(ledger._rollouts._all) <= 10
 
 
-def test_a_rollout_that_has_pages_again_is_not_forgotten():
-    ledger = ledger_for(remembers=2)
+def test_a_rollout_that_has_pages_again_is_not_forgotten(monkeypatch):
+    monkeypatch.setattr("primeblocks.kvoffload.evict.ledger._REMEMBERS", 2)
+    ledger = ledger_for()
     ledger.pause("a", "tool")
     page = use(ledger, 0, "a")
     for name in range(9):
@@ -268,14 +223,6 @@ def test_a_rollout_that_has_pages_again_is_not_forgotten():
     ledger.end("a")
     assert ledger.rollouts(page) == ()
     assert ledger.snapshot(version=0).ended.key == page
-
-
-@pytest.mark.parametrize("wrong", [lambda _: 1 / 0, lambda _: None, lambda _: FOREIGN])
-def test_after_a_policy_that_fails_the_least_recently_used_page_leaves(wrong, caplog):
-    ledger = ledger_for(wrong)
-    keys = [use(ledger, number, "a") for number in (0, 1, 0)]
-    assert ledger.victim(version=0) == (keys[1], True)
-    assert "the least recently used page leaves" in caplog.text
 
 
 def test_facts_of_pages_that_a_tier_had_when_it_was_opened():

@@ -1,7 +1,6 @@
 """The policies of the comparison, against definitions and against each other."""
 
 from functools import cache
-from random import Random
 
 import pytest
 from hypothesis import example, given
@@ -87,18 +86,6 @@ def test_rollout_aware_untold_is_lru(numbers, capacity):
 @given(NUMBERS, st.integers(1, 8))
 @pytest.mark.parametrize(("tier", "paper"), [(Arc, ArcPaper), (Sieve, SievePaper)])
 def test_it_keeps_what_the_paper_keeps(tier, paper, numbers, capacity):
-    compare(tier(capacity), paper(capacity), numbers)
-
-
-@pytest.mark.parametrize("capacity", [3, 8, 16])
-@pytest.mark.parametrize(("tier", "paper"), [(Arc, ArcPaper), (Sieve, SievePaper)])
-def test_it_keeps_what_the_paper_keeps_through_scans(tier, paper, capacity):
-    """Pages used often, between scans of many others, in phases."""
-    random, numbers = Random(capacity), []
-    for phase in range(12):
-        often = random.randrange(1, capacity + 4)
-        numbers += [random.randrange(often) for _ in range(60)]
-        numbers += [random.randrange(30, 30 + 2 * capacity) for _ in range(40 * (phase % 3))]
     compare(tier(capacity), paper(capacity), numbers)
 
 

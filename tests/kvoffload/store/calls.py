@@ -12,22 +12,25 @@ from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 
 
-def key_of(number):
-    return PageKey("s", bytes([number]))
+def key_of(number, version=None):
+    return PageKey("s", bytes([number]), version=version)
 
 
 def page_of(number):
     return np.full(PAGE, number, dtype=np.uint8)
 
 
-def save(store, number):
-    return store.save(key_of(number), page_of(number)).wait(timeout_s=SOON)
+def save(store, number, version=None, **more):
+    key = key_of(number, version)
+    return store.save(key, page_of(number), **more).wait(timeout_s=SOON)
 
 
-def load(store, number):
-    """The tier that had the page, or None."""
+def load(store, number, version=None):
+    """The tier that had the page, which is the one that `save` saved, or None."""
     into = np.zeros(PAGE, np.uint8)
-    return store.load(key_of(number), into=into).wait(timeout_s=SOON).tier
+    found = store.load(key_of(number, version), into=into).wait(timeout_s=SOON)
+    assert into.tobytes() == (page_of(number).tobytes() if found else bytes(PAGE))
+    return found.tier
 
 
 def level_of(numbers=(), *, name="disk", pages=8, shared=False, evict=lru, clock=monotonic):

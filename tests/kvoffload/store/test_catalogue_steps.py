@@ -185,26 +185,6 @@ def test_each_tier_counts_what_it_did():
     assert (below.evictions, below.failures, below.pages) == (0, 0, 3)
 
 
-def test_a_full_tier_evicts_and_refuses_what_finds_no_room():
-    steps = Steps(3, disk(pages=1))
-    steps.save(0, 1, 2)
-    _, held = steps.save(3, 4, hold=Write)
-    assert [write.page.key for write in held] == [key_of(0)]
-    count = steps.count("disk")
-    assert (count.evictions, count.failures, count.pages) == (0, 1, 1)
-    for write in held:
-        steps.catalogue.written(write, None)
-    steps.settle()
-    steps.save(5, 6)
-    assert steps.count("disk").evictions >= 1
-
-
-def test_a_page_below_is_known():
-    steps = Steps(1, disk(0))
-    assert steps.catalogue.knows(key_of(0))
-    assert not steps.catalogue.knows(key_of(1))
-
-
 def rollouts(ledger, number):
     return set(ledger.rollouts(key_of(number)))
 

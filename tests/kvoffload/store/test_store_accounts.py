@@ -5,53 +5,15 @@ import pytest
 
 from primeblocks.errors import CapacityError, CorruptionError
 from primeblocks.kvoffload import HostTier, PageKey, TieredStore, copier
-from primeblocks.kvoffload.catalogue import Catalogue
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
-from primeblocks.kvoffload.moves import (
-    CopyIn,
-    CopyOut,
-    LoadRequest,
-    PageRead,
-    SaveRequest,
-    Write,
-)
+from primeblocks.kvoffload.moves import Ask, CopyIn, PageRead, SaveRequest, Write
 from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 from tests.kvoffload.store.calls import key_of, level_of, load, page_of, save
+from tests.kvoffload.store.test_catalogue_steps import Steps
 
 pytestmark = pytest.mark.usefixtures("patient")
-
-
-def catalogue_of(frames, levels=(), **how):
-    answers = {}
-    how = {"evict": lru, "max_pending": 8, "through": False} | how
-    made = Catalogue(frames=frames, levels=list(levels), answer=answers.__setitem__, **how)
-    return made, answers
-
-
-def settle(catalogue, *, hold=()):
-    """Do all moves but those of the types in `hold`."""
-    held = []
-    while moves := catalogue.take():
-        for move in moves:
-            match move:
-                case _ if isinstance(move, hold):
-                    held.append(move)
-                case CopyIn():
-                    catalogue.copied_in(move, copied=True)
-                case CopyOut():
-                    catalogue.copied_out(move)
-                case Write():
-                    catalogue.written(move, None)
-                case PageRead():
-                    catalogue.read(move, length=1)
-    return held
-
-
-def put(catalogue, *numbers, users=()):
-    for number in numbers:
-        catalogue.save([SaveRequest(key_of(number), 1, users)])
 
 
 def test_no_load_after_clear_finds_a_page_of_a_shared_tier(host, memory):
@@ -71,15 +33,12 @@ def test_no_load_after_clear_finds_a_page_of_a_shared_tier(host, memory):
 
 
 def test_a_question_asked_before_clear_brings_no_page_back():
-    catalogue, _ = catalogue_of(2, [level_of(name="common", shared=True)])
-    catalogue.load([LoadRequest(key_of(0))])
-    (ask,) = catalogue.take()
-    catalogue.clear()
-    catalogue.asked(ask, held=True)
-    for read in catalogue.take():
-        if isinstance(read, PageRead):
-            catalogue.read(read, length=1)
-    assert not catalogue.knows(key_of(0))
+    steps = Steps(2, level_of(name="common", shared=True))
+    _, (ask,) = steps.load(0, hold=Ask)
+    steps.catalogue.clear()
+    steps.catalogue.asked(ask, held=True)
+    steps.settle()
+    assert not steps.catalogue.knows(key_of(0))
 
 
 def test_a_full_tier_is_written_in_batches_too(host, memory):
@@ -101,58 +60,50 @@ def test_a_full_tier_is_written_in_batches_too(host, memory):
 
 
 def test_a_page_that_is_used_before_it_left_was_not_evicted():
-    catalogue, _ = catalogue_of(16, [level_of(pages=64)])
-    put(catalogue, *range(16))
-    settle(catalogue)
+    steps = Steps(16, level_of(pages=64), max_pending=16)
+    steps.save(*range(16))
     for _ in range(50):
-        (leaving,) = catalogue._leaving
-        catalogue.load([LoadRequest(leaving.key)])
-        settle(catalogue)
-    count = catalogue.statistics()["host"]
+        (leaving,) = steps.catalogue._leaving
+        steps.load(leaving.key.hash[0])
+    count = steps.count("host")
     assert (count.stores, count.pages, count.evictions) == (16, 16, 0)
 
 
 def test_without_a_tier_below_no_page_is_chosen_ahead_of_need():
     asked = []
-    catalogue, _ = catalogue_of(32, evict=lambda snapshot: asked.append(1) or lru(snapshot))
-    put(catalogue, *range(32))
-    settle(catalogue)
-    catalogue.load([LoadRequest(key_of(number)) for number in range(32)])
-    settle(catalogue)
+    steps = Steps(32, evict=lambda snapshot: asked.append(1) or lru(snapshot))
+    steps.save(*range(32))
+    for number in range(32):
+        steps.load(number)
     assert len(asked) == 0
-    put(catalogue, 40)
+    steps.save(40)
     assert len(asked) == 1
 
 
 @pytest.mark.parametrize("held", [CopyIn, Write])
 def test_a_rollout_that_ended_stays_ended(held):
     level = level_of(evict=VersionAware(9))
-    catalogue, _ = catalogue_of(1, [level], evict=VersionAware(9))
-    put(catalogue, 0, users=("one",))
-    waiting = settle(catalogue, hold=held)
+    steps = Steps(1, level, evict=VersionAware(9))
+    _, waiting = steps.save(0, users=("one",), hold=held)
     if held is Write:
-        put(catalogue, 1)
-        waiting = settle(catalogue, hold=held)
-    catalogue.end("one")
+        _, waiting = steps.save(1, hold=held)
+    steps.catalogue.end("one")
     for move in waiting:
         if isinstance(move, CopyIn):
-            catalogue.copied_in(move, copied=True)
-            settle(catalogue)
-            assert catalogue._ledger.rollouts(key_of(0)) == ()
+            steps.catalogue.copied_in(move, copied=True)
+            steps.settle()
+            assert steps.catalogue._ledger.rollouts(key_of(0)) == ()
         else:
-            catalogue.written(move, None)
+            steps.catalogue.written(move, None)
             assert level.ledger.rollouts(key_of(0)) == ()
 
 
 def test_a_load_says_which_tier_served_it():
-    level = level_of([0])
-    catalogue, _ = catalogue_of(2, [level])
-    request = LoadRequest(key_of(0))
-    catalogue.load([request])
-    (read,) = settle(catalogue, hold=PageRead)
-    put(catalogue, 0)  # a newer page, in host memory
-    catalogue.read(read, length=0, error=CorruptionError("a flipped bit"))
-    settle(catalogue)
+    steps = Steps(2, level_of([0]))
+    request, (read,) = steps.load(0, hold=PageRead)
+    steps.catalogue.save([SaveRequest(key_of(0), 1)])  # a newer page, in host memory
+    steps.catalogue.read(read, length=0, error=CorruptionError("a flipped bit"))
+    steps.settle()
     assert request.tier == "host"
 
 
@@ -222,20 +173,12 @@ def test_staleness_orders_evictions_and_does_not_bound_reads(host):
 
 
 def test_superseded_saves_do_not_use_up_the_bound():
-    catalogue, _ = catalogue_of(1, [level_of()], max_pending=2)
-    put(catalogue, 0)
-    settle(catalogue)
+    steps = Steps(1, level_of(), max_pending=2)
+    steps.save(0)
     for _ in range(4):
-        put(catalogue, 1)
-    settle(catalogue)
-    assert catalogue.knows(key_of(1))
-
-
-def test_host_pages_in_statistics_fit():
-    catalogue, _ = catalogue_of(1)
-    put(catalogue, 0, 1, 2)
-    count = catalogue.statistics()["host"]
-    assert count.pages <= count.capacity_pages
+        steps.catalogue.save([SaveRequest(key_of(1), 1)])
+    steps.settle()
+    assert steps.catalogue.knows(key_of(1))
 
 
 def test_damage_in_a_shared_tier_is_dropped(host, memory):

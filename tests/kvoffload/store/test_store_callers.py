@@ -1,4 +1,4 @@
-"""Results in asyncio, in forked children and beside a second process; tiers of one page."""
+"""Results in asyncio and in forked children; tiers of one page."""
 
 import asyncio
 import functools
@@ -9,9 +9,9 @@ import weakref
 import numpy as np
 import pytest
 
-from primeblocks.errors import CancelledError, ClosedError, UsageError
-from primeblocks.kvoffload import DiskTier, TieredStore
-from tests.kvoffload.conftest import FRAME, PAGE, SIZES
+from primeblocks.errors import CancelledError, ClosedError
+from primeblocks.kvoffload import TieredStore
+from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 from tests.kvoffload.store.calls import key_of, load, page_of, save
 
@@ -124,23 +124,3 @@ def test_a_forked_child_is_told_at_once_and_makes_its_own_store(host, disk, tmp_
         save(store, 9)
         assert [load(store, number) for number in (0, 5)] == ["disk", None]
         assert all(load(store, number) for number in (1, 2, 3, 9))
-
-
-def test_a_folder_that_another_process_has_is_refused_and_then_adopted(host, tmp_path):
-    def open_it():
-        return DiskTier(tmp_path / "pages", capacity_bytes=8 * FRAME, **SIZES)
-
-    def save_and_flush():
-        with TieredStore([host(2), open_it()]) as store:
-            for number in range(6):
-                save(store, number)
-            store.flush().wait(timeout_s=SOON)
-        return 7
-
-    with TieredStore([host(2), open_it()]) as store:
-        save(store, 9)
-        with pytest.raises(UsageError, match="another store"):
-            open_it()
-    assert in_child(save_and_flush) == 7
-    with TieredStore([host(2), open_it()]) as store:
-        assert [load(store, number) for number in range(6)] == ["disk"] * 6

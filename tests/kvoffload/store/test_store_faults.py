@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -143,16 +142,6 @@ def test_a_batch_that_failed_touches_no_buffer_later(host, monkeypatch):
         assert np.array_equal(into[1], before), "written after wait had raised"
 
 
-def test_a_policy_that_raises_ends_no_thread(host):
-    def broken(snapshot):
-        raise KeyError("a policy")
-
-    with TieredStore([host(1)], evict=broken) as store:
-        for number in range(3):
-            assert save(store, number).stored
-        assert load(store, 2) == "host"
-
-
 @pytest.mark.parametrize("call", ["clear", "flush", "drop"])
 def test_what_a_tier_could_not_do_is_said_once(host, memory, call):
     below = memory(4)
@@ -205,18 +194,6 @@ def test_what_was_given_up_is_not_even_read(host, memory, monkeypatch):
         assert late.cancel()
         below.release.set()
     assert copies == []
-
-
-def test_copies_are_reported_though_another_thread_takes_what_is_next(host, monkeypatch):
-    class Raced(SimpleQueue):
-        """Has something, and nothing any more for who comes then."""
-
-        def empty(self):
-            return False
-
-    monkeypatch.setattr(copier, "SimpleQueue", Raced)
-    with TieredStore([host(1)]) as store:
-        assert save(store, 0).stored
 
 
 def test_a_copy_that_fails_is_heard_and_stores_nothing(host, monkeypatch):

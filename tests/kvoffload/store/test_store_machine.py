@@ -9,16 +9,22 @@ from pathlib import Path
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from primeblocks.errors import CapacityError, CorruptionError, UsageError
 from primeblocks.kvoffload import DiskTier, HostTier, PageKey, TieredStore
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
-from primeblocks.kvoffload.reference import ReferenceStore
 from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.conftest import FRAME, PAGE, SIZES
 from tests.kvoffload.disk.small import Unsynced
 from tests.kvoffload.memory_tier import SOON
+from tests.kvoffload.store.calls import page_of
 
 
 class FullDisk(Unsynced):
@@ -32,10 +38,6 @@ class FullDisk(Unsynced):
         return super().write(descriptor, buffers, offset)
 
 
-def page_of(number):
-    return np.full(PAGE, number, dtype=np.uint8)
-
-
 class StoreMachine(RuleBasedStateMachine):
     """Any history of calls and faults: a load gives the reference's page or a miss."""
 
@@ -44,7 +46,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.path = Path(tempfile.mkdtemp())
-        self.reference = ReferenceStore()
+        self.reference = {}  # copies of pages and attachments: what a real store may miss
         self.version = 0
         self.clock = ManualClock()
         self.system = FullDisk()
@@ -83,7 +85,7 @@ class StoreMachine(RuleBasedStateMachine):
         saved = self.store.save(key, page, attachments=attachments, rollout=rollout)
         assert saved.wait(timeout_s=SOON).stored
         page[:] = 77  # the caller's again
-        self.reference.save(key, page_of(value).tobytes(), attachments)
+        self.reference[key] = page_of(value).tobytes(), attachments
         self.keys.add(key)
         assert key in self.store
 
@@ -105,7 +107,7 @@ class StoreMachine(RuleBasedStateMachine):
     def load(self, key, rollout):
         into = np.full(PAGE, 99, np.uint8)
         loaded = self.store.load(key, into=into, rollout=rollout).wait(timeout_s=SOON)
-        expected = self.reference.load(key)
+        expected = self.reference.get(key)
         if loaded:
             assert (into.tobytes(), dict(loaded.attachments)) == expected
         else:
@@ -181,5 +183,6 @@ class StoreMachine(RuleBasedStateMachine):
         shutil.rmtree(self.path)
 
 
-TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.settings = settings(stateful_step_count=40)
+def test_a_store_gives_the_pages_of_a_dictionary_or_misses(full):
+    how = settings(max_examples=1000 if full else 20, stateful_step_count=40)
+    run_state_machine_as_test(StoreMachine, settings=how)

@@ -20,31 +20,9 @@ from primeblocks.kvoffload import HostTier, PageKey, TieredStore
 from primeblocks.kvoffload.evict import VersionAware
 from tests.kvoffload.conftest import EXTRA, FRAME, PAGE
 from tests.kvoffload.memory_tier import SOON
+from tests.kvoffload.store.calls import key_of, load, page_of, save
 
 pytestmark = pytest.mark.usefixtures("patient")
-
-
-def page_of(number):
-    return np.full(PAGE, number, dtype=np.uint8)
-
-
-def key_of(number, version=None):
-    return PageKey("s", bytes([number]), version=version)
-
-
-def save(store, number, version=None, **more):
-    key = key_of(number, version)
-    return store.save(key, page_of(number), **more).wait(timeout_s=SOON)
-
-
-def load(store, number, version=None):
-    into = np.zeros(PAGE, np.uint8)
-    found = store.load(key_of(number, version), into=into).wait(timeout_s=SOON)
-    if not found:
-        assert not into.any()
-        return None
-    assert into.tobytes() == page_of(number).tobytes()
-    return found.tier
 
 
 def test_pages_go_down_when_room_runs_out_and_come_back_when_used(host, memory):
@@ -88,15 +66,6 @@ def test_a_batch_answers_for_each_page(host, memory):
             store.load_batch(keys, into=[])
 
 
-def test_a_load_counts_as_a_use(host):
-    with TieredStore([host(2)]) as store:
-        for number in (0, 1):
-            save(store, number)
-        load(store, 0)
-        save(store, 2)
-        assert [load(store, n) for n in range(3)] == ["host", None, "host"]
-
-
 def test_a_page_below_is_not_written_twice(host, memory):
     with TieredStore([host(1), memory(4)]) as store:
         for number in (0, 1):
@@ -104,16 +73,6 @@ def test_a_page_below_is_not_written_twice(host, memory):
         for number in (0, 1, 0, 1):
             assert load(store, number) == "memory"
         assert store.statistics()["memory"].stores == 2
-
-
-def test_the_newest_content_of_a_key_wins_in_every_tier(host, memory):
-    into = np.zeros(PAGE, np.uint8)
-    with TieredStore([host(1), memory(4)]) as store:
-        for content in (1, 2):
-            store.save(key_of(0), page_of(content)).wait(timeout_s=SOON)
-            save(store, 9)  # pushes it down
-        assert store.load(key_of(0), into=into).wait(timeout_s=SOON)
-        assert into[0] == 2
 
 
 def test_writing_through_leaves_every_page_below(host, memory):
@@ -264,11 +223,12 @@ def test_what_one_store_saved_another_finds_in_the_tier_they_share(host, memory)
 
 
 @pytest.fixture
-def stuck(host, memory):
+def stuck(host, memory, monkeypatch):
     """A store whose lower tier hangs in a write until it is released."""
     below = memory(4)
     below.stuck = True
-    with TieredStore([host(1), below], max_pending=2) as store:
+    monkeypatch.setattr("primeblocks.kvoffload.store._MAX_PENDING", 2)
+    with TieredStore([host(1), below]) as store:
         save(store, 0)
         yield store, below
         below.release.set()
@@ -349,8 +309,8 @@ def test_a_store_needs_host_memory_in_front(host, memory):
         TieredStore([memory(2)])
     with pytest.raises(UnsupportedError, match="HostTier"):
         TieredStore([])
-    with pytest.raises(PlanError, match="max_pending"):
-        TieredStore([host(1)], max_pending=0)
+    with pytest.raises(PlanError, match="copy_threads=0"):
+        TieredStore([host(1)], copy_threads=0)
     with pytest.raises(UnsupportedError, match=r"\['host', 'host'\]"):
         TieredStore([host(1), host(1)])
     with pytest.raises(UnsupportedError, match="must be the last"):

@@ -1,6 +1,5 @@
 """The order in which a tier's thread does what it is given."""
 
-from primeblocks.kvoffload import PageKey
 from primeblocks.kvoffload.moves import (
     Ask,
     Clear,
@@ -14,10 +13,7 @@ from primeblocks.kvoffload.moves import (
 from primeblocks.kvoffload.worker import Holds, TierWorker, Until
 from tests.kvoffload.conftest import EXTRA, PAGE
 from tests.kvoffload.memory_tier import SOON
-
-
-def key_of(number):
-    return PageKey("s", bytes([number]))
+from tests.kvoffload.store.calls import key_of
 
 
 def page(number):

@@ -1,4 +1,4 @@
-"""What vLLM's own configuration, command line and factories make of what our builders return.
+"""What vLLM's own configuration, command line and factories make of our arguments.
 
 As far as they go without a GPU, NIXL or Mooncake: to the connector of the scheduler.
 """
@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
 from tests.engine_job import call
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 LAYERS, HEADS, WIDTH, PAGE_TOKENS = 4, 2, 32, 32
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
@@ -30,15 +29,10 @@ ENGINE: dict[str, Any] = {
 pytestmark = pytest.mark.vllm
 
 
-@pytest.fixture(scope="module")
-def adapter():
-    return _adapter()
-
-
-def _adapter() -> Any:
+def _module(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
+        return importlib.import_module(f"primeblocks.{name}.adapters.vllm")
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +45,7 @@ def facts(tmp_path_factory):
 def _see(folder: Path) -> dict[str, Any]:
     register()
     model = str(folder / "model")
-    return {
-        "accepted": _accepted(model, folder),
-        "refused": _refused(model, folder),
-        "unnoticed": _unnoticed(model),
-        "expected": _expected(model),
-    }
+    return {"accepted": _accepted(model, folder), "expected": _expected(model)}
 
 
 class Engine:
@@ -123,7 +112,7 @@ def _pool(scheduler: Any) -> dict[str, Any]:
 def _accepted(model: str, folder: Path) -> dict[str, Any]:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    adapter, found = _adapter(), {}
+    ours, stock, found = _module("kvoffload"), _module("contrib"), {}
 
     def case(name: str, arguments: dict[str, Any], *views: Any) -> None:
         config = arguments["kv_transfer_config"]
@@ -143,16 +132,14 @@ def _accepted(model: str, folder: Path) -> dict[str, Any]:
 
     disk: dict[str, Any] = {"disk_path": folder / "disk", "disk_threads": 3}
     some: dict[str, Any] = {"store_threshold": 2, "eviction_policy": "arc", "blocks_per_chunk": 2}
-    ours = adapter.engine_args(primary_bytes=MIB, host_bytes=MIB)
-    case("cpu", adapter.native(cpu_bytes=MIB, **some), _offloading)
-    case("disk", adapter.native(cpu_bytes=MIB, offload_prompt_only=True, **disk), _offloading)
-    case("prefill", adapter.nixl("prefill", lease_s=60, bidirectional=True), _transfer)
-    case("decode", adapter.nixl("decode", push=True, on_load_failure="fail"), _transfer)
-    case("pool", adapter.mooncake("run-1", role="decode", lookup_async=True), _pool)
-    both = adapter.multi(adapter.nixl("prefill"), adapter.native(cpu_bytes=MIB, **disk))
-    case("multi", both, _transfer, _offloading)
-    case("multi_ours", adapter.multi(adapter.nixl("decode"), ours), _transfer, _offloading)
-    three = adapter.multi(adapter.nixl("decode"), adapter.mooncake("run-1", role="decode"), ours)
+    args = ours.engine_args(primary_bytes=MIB, host_bytes=MIB)
+    case("ours", args, _offloading)
+    case("cpu", stock.native(cpu_bytes=MIB, **some), _offloading)
+    case("disk", stock.native(cpu_bytes=MIB, offload_prompt_only=True, **disk), _offloading)
+    case("prefill", stock.nixl("prefill", lease_s=60, bidirectional=True), _transfer)
+    case("decode", stock.nixl("decode", push=True, on_load_failure="fail"), _transfer)
+    pool = stock.mooncake("run-1", role="decode", lookup_async=True)
+    three = stock.multi(stock.nixl("decode"), pool, args)
     case("three", three, _transfer, _pool, _offloading)
     return found
 
@@ -167,67 +154,10 @@ def _parsed(model: str, arguments: dict[str, Any]) -> dict[str, Any]:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    words = ["--model", model, *_adapter().command_line(arguments)]
+    words = ["--model", model, *_module("kvoffload").command_line(arguments)]
     read = AsyncEngineArgs.from_cli_args(parser.parse_args(words))
     assert read.enable_prefix_caching == arguments.get("enable_prefix_caching")
     return _bare(read.kv_transfer_config)
-
-
-def _refused(model: str, folder: Path) -> dict[str, str]:
-    """What vLLM says to the values that our builders refuse."""
-    adapter, native = _adapter(), ("OffloadingConnector", "kv_both")
-    tier = {"type": "fs", "root_dir": str(folder / "refused")}
-    tiered = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [tier]}
-    size = {"cpu_bytes_to_use": MIB}
-    capture = {"enable_return_routed_experts": True}
-    prefill = adapter.nixl("prefill")
-    cases: dict[str, Any] = {
-        "no memory": (*native, tiered | {"cpu_bytes_to_use": 0}),
-        "policy": (*native, size | {"eviction_policy": "fifo"}),
-        "threshold": (*native, size | tiered | {"store_threshold": 2}),
-        "chunk": (*native, size | {"blocks_per_chunk": 0}),
-        "old name": (*native, size | tiered | {"secondary_tiers": [tier | {"type": "fs_python"}]}),
-        "push": ("NixlPushConnector", "kv_producer", {"bidirectional_kv_xfer": True}),
-        "misspelt": (*native, size | tiered | {"secondary_tiers": [tier | {"root": "x"}]}),
-    }
-    found = {name: _complaint(model, _stock(*case)) for name, case in cases.items()}
-    found["capture"] = _complaint(model, prefill | capture)
-    found["capture in multi"] = _complaint(
-        model, adapter.multi(prefill, adapter.native(cpu_bytes=MIB)) | capture
-    )
-    return found
-
-
-def _stock(connector: str, role: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that none of our builders made."""
-    from vllm.config import KVTransferConfig
-
-    config = KVTransferConfig(
-        kv_connector=connector, kv_role=role, kv_connector_extra_config=settings
-    )
-    return {"kv_transfer_config": config}
-
-
-def _complaint(model: str, arguments: dict[str, Any]) -> str:
-    try:
-        Engine(model, arguments)
-    except Exception as error:  # vLLM raises bare Exception for some of them.
-        return str(error)
-    return ""
-
-
-def _unnoticed(model: str) -> dict[str, Any]:
-    """What vLLM lets pass, and what becomes of it."""
-    small = Engine(model, _stock("OffloadingConnector", "kv_both", {"cpu_bytes_to_use": 4}))
-    lease = Engine(model, _stock("NixlConnector", "kv_producer", {"kv_lease_duration": 5}))
-    other = Engine(
-        model, _stock("OffloadingConnector", "kv_both", {"cpu_bytes_to_use": MIB, "evict": "arc"})
-    )
-    return {
-        "chunks": _offloading(small.scheduler())["chunks"],
-        "heartbeat_s": lease.scheduler()._heartbeat_interval,
-        "policy": _offloading(other.scheduler())["policy"],
-    }
 
 
 def _expected(model: str) -> dict[str, Any]:
@@ -240,9 +170,10 @@ def _expected(model: str) -> dict[str, Any]:
 
     init_none_hash(sha256)
     hasher = get_request_block_hasher(PAGE_TOKENS, sha256)
-    ours = _adapter().engine_args(primary_bytes=MIB, host_bytes=MIB)
+    stock = _module("contrib")
+    ours = _module("kvoffload").engine_args(primary_bytes=MIB, host_bytes=MIB)
     found = {}
-    several = _adapter().multi(_adapter().nixl("decode"), ours)
+    several = stock.multi(stock.nixl("decode"), ours)
     for name, arguments in {"alone": ours, "in multi": several}.items():
         engine = Engine(model, arguments)
         cache = SimpleNamespace(find_longest_cache_hit=lambda hashes, most: ((), PAGE_TOKENS, 0))
@@ -277,6 +208,7 @@ STOCK = {**POOL, "manager": "TieringOffloadingManager", "threads": [6]}
 SHARED = {"kv_role": "kv_consumer", "save_decode_cache": True, "load_async": True}
 PULL = {"lease_s": 30, "bidirectional": False, "mode": "pull"}
 ACCEPTED = {
+    "ours": [OURS],
     "cpu": [
         {
             "manager": "CPUOffloadingManager",
@@ -291,28 +223,7 @@ ACCEPTED = {
     "disk": [{**STOCK, "offload_prompt_only": True}],
     "prefill": [{"lease_s": 60, "bidirectional": True, "mode": "pull"}],
     "decode": [{"lease_s": 30, "bidirectional": False, "mode": "push"}],
-    "pool": [{**SHARED, "lookup_async": True, "enable_lookup": True}],
-    "multi": [PULL, {**STOCK, "offload_prompt_only": False}],
-    "multi_ours": [PULL, OURS],
-    "three": [PULL, {**SHARED, "lookup_async": False, "enable_lookup": True}, OURS],
-}
-
-
-# What vLLM says, and ours for the same.
-REFUSED = {
-    "no memory": ("cpu_bytes_to_use must be", "native", {"cpu_bytes": 0, "disk_path": "d"}),
-    "policy": ("Unknown cache policy", "native", {"cpu_bytes": GIB, "eviction_policy": "fifo"}),
-    "threshold": (
-        "not supported for Tiering",
-        "native",
-        {"cpu_bytes": GIB, "disk_path": "d", "store_threshold": 2},
-    ),
-    "chunk": ("greater than 0", "native", {"cpu_bytes": GIB, "blocks_per_chunk": 0}),
-    "push": (
-        "not supported for NIXL push",
-        "nixl",
-        {"role": "decode", "push": True, "bidirectional": True},
-    ),
+    "three": [PULL, {**SHARED, "lookup_async": True, "enable_lookup": True}, OURS],
 }
 
 
@@ -322,29 +233,10 @@ def test_vllm_builds_it_with_our_values(facts, case):
     assert found["saw"] == ACCEPTED[case]
     assert found["hybrid"]
     assert found["prefix_caching"]
-    fails = case in ("cpu", "disk", "decode")
+    fails = case in ("ours", "cpu", "disk", "decode")
     assert found["policy"] == ("fail" if fails else "recompute")
     assert found["same_on_command_line"]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_vllm_refuses_it_late_and_we_at_once(facts, adapter, case):
-    theirs, builder, wrong = REFUSED[case]
-    assert theirs in facts["refused"][case]
-    with pytest.raises((PlanError, UnsupportedError)):
-        getattr(adapter, builder)(**wrong)
-
-
 def test_the_manager_expects_what_a_queued_request_will_load_and_rests_in_empty_steps(facts):
     assert facts["expected"] == {"alone": [True, 2, [0]], "in multi": [True, 2, [0]]}
-
-
-def test_names_that_vllm_no_longer_knows_or_never_knew(facts):
-    assert "Unknown secondary tier type: 'fs_python'" in facts["refused"]["old name"]
-    assert "unexpected keyword argument 'root'" in facts["refused"]["misspelt"]
-    assert "PD auxiliary output" in facts["refused"]["capture in multi"]
-    assert facts["refused"]["capture"] == ""
-
-
-def test_what_vllm_lets_pass_is_why_we_check(facts):
-    assert facts["unnoticed"] == {"chunks": 0, "heartbeat_s": 0, "policy": "LRUCachePolicy"}

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from primeblocks.errors import UsageError
+from primeblocks.kvoffload import Loaded, Pending, Saved
+from primeblocks.testing.faults import ManualClock
 from tests.kvoffload.vllm.named_pages import ROWS, hash_of, keys_of, routes_of
+from tests.kvoffload.vllm.specs import config_of
 
 pytestmark = pytest.mark.vllm
 
@@ -27,29 +30,12 @@ class Pool:
     """A fake of what surrounds the tier: vLLM's pool, its jobs and its requests."""
 
     def __init__(self, adapter, tmp_path=None, *, routes=True, model="m", **how):
-        from vllm.v1.kv_offload import config
-
-        parallel = dict.fromkeys(
-            ("rank", "data_parallel_index", "data_parallel_rank_local"), 0
-        ) | dict.fromkeys(
-            ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"), 1
-        )
-        facts = config.OffloadingConfig(
-            groups=(config.OffloadingGroupConfig(32, ("layer",), 0),),
-            worker_kv_bytes_per_block=PAGE,
-            enable_kv_cache_events=False,
-            extra_config={},
-            engine_id="e",
-            model=config.OffloadingModelConfig(model, "float32"),
-            cache=config.OffloadingCacheConfig(32, 1),
-            parallel=config.OffloadingParallelConfig(**parallel, is_parallelism_agnostic=True),
-        )
         self.adapter = adapter
         self.tail = adapter.routes.Tail(PAGE, ROWS) if routes else None
         self.rows = np.zeros((CHUNKS, ROW), np.int8)
         disk = {} if tmp_path is None else {"disk_path": str(tmp_path), "disk_bytes": 8 * FRAME}
         spec = _fake_spec()
-        spec.config, spec.tail = facts, self.tail
+        spec.config, spec.tail = config_of(page=PAGE, model=model), self.tail
         self.tier = adapter.StoreTier(
             spec, memoryview(self.rows), "StoreTier", host_bytes=64 * FRAME, **disk, **how
         )
@@ -62,12 +48,15 @@ class Pool:
         self.tier.on_new_request(context)
         return context
 
-    def job(self, move, keys, chunks, context):
+    def submit(self, move, keys, chunks, context):
         from vllm.v1.kv_offload.tiering.base import TransferJob
 
         self.jobs += 1
         is_load = move == self.tier.submit_load
         move(TransferJob(self.jobs, keys, np.array(chunks), is_load, context))
+
+    def job(self, move, keys, chunks, context):
+        self.submit(move, keys, chunks, context)
         self.tier.drain_jobs()
         (result,) = self.tier.get_finished_jobs()
         assert result.job_id == self.jobs
@@ -127,6 +116,65 @@ def test_pages_come_back_with_their_routes(pool):
     assert not pool.holds(5, request)
     assert pool.load([2, 5, 1], request) == [True, False, True]
     assert pool.routes([2, 5, 1]) == [routes_of(2), None, routes_of(1)]
+
+
+def test_a_page_that_is_there_is_not_saved_again(pool):
+    request = pool.request()
+    pool.store([1], request)
+    assert pool.store([2, 1, 3], request) == [True, True, True]
+    assert pool.tier._store.statistics()["host"].stores == 3
+
+
+@pytest.fixture
+def stuck(pool, monkeypatch):
+    """Two jobs whose `Pending` is never over by itself, and the time."""
+    clock, pending = ManualClock(), []
+
+    def never(*_, **__):
+        pending.append(Pending())
+        return pending[-1]
+
+    monkeypatch.setattr(pool.tier._store, "save_batch", never)
+    monkeypatch.setattr(pool.tier._store, "load_batch", never)
+    pool.tier._clock = clock.now
+    for move in (pool.tier.submit_store, pool.tier.submit_load):
+        pool.submit(move, keys_of([1, 2]), range(2), pool.request())
+    return pool.tier, pending, clock
+
+
+def test_a_job_is_given_up_at_its_deadline(stuck):
+    tier, pending, clock = stuck
+    clock.advance(29.5)
+    assert [*tier.get_finished_jobs()] == []
+    clock.advance(0.5)
+    jobs = [*tier.get_finished_jobs()]
+    assert [(job.job_id, job.success, job.transfer_time) for job in jobs] == [
+        (1, False, 30.0),
+        (2, False, 30.0),
+    ]
+    for each in pending:
+        with each.buffers() as held:
+            assert not held, "its pages may still be read or written"
+    assert [*tier.get_finished_jobs()] == []
+
+
+def test_jobs_report_each_page_and_their_time_though_they_are_asked_late(stuck):
+    tier, (save, load), clock = stuck
+    save.finish([Saved(stored=False, reason="full"), Saved(stored=True)])
+    load.finish([Loaded("disk", {}), Loaded(None)])
+    clock.advance(1.0)
+    tier.drain_jobs()
+    clock.advance(90.0)
+    one, two = keys_of([1, 2])
+    jobs = [(each.successful_keys, each.transfer_time) for each in tier.get_finished_jobs()]
+    assert jobs == [((two,), 1.0), ((one,), 1.0)]
+
+
+def test_a_drain_gives_up_what_takes_longer(adapter, stuck, monkeypatch):
+    tier, *_ = stuck
+    monkeypatch.setattr(adapter.tier, "_TIMEOUT_S", 0.0)
+    tier.drain_jobs()
+    assert [job.successful_keys for job in tier.get_finished_jobs()] == [(), ()]
 
 
 def test_a_page_stored_without_its_routes_comes_back_without(pool):

@@ -26,16 +26,6 @@ def turns_of(manager):
     )
 
 
-def test_requests_bring_pages_while_all_fit(turns_of):
-    turns = turns_of(4, ManualClock())
-    assert [turns.ask("a", page) for page in "12"] == ["come", "come"]
-    assert [turns.ask("b", page) for page in "34"] == ["come", "come"]
-    assert turns.ask("b", "5") == "wait"
-    assert turns.ask("b", "3") == "come", "it holds this one already"
-    turns.leave("a")
-    assert turns.ask("b", "5") == "come"
-
-
 def test_the_first_request_goes_before_all_others(turns_of):
     turns = turns_of(3, ManualClock())
     assert turns.ask("a", "1") == "come"
@@ -46,12 +36,6 @@ def test_the_first_request_goes_before_all_others(turns_of):
     assert not turns.is_first("b")
     turns.leave("a")
     assert [turns.ask("b", page) for page in "236"] == ["come"] * 3
-
-
-def test_a_prompt_longer_than_the_pool_goes_on_without_the_rest(turns_of):
-    turns = turns_of(2, ManualClock())
-    turns.hold("a", "1")
-    assert [turns.ask("a", page) for page in "234"] == ["come", "go on", "go on"]
 
 
 def test_patience_is_counted_once_for_a_request(turns_of):
@@ -65,16 +49,6 @@ def test_patience_is_counted_once_for_a_request(turns_of):
     clock.advance(0.1)
     assert turns.ask("b", "3") == turns.ask("b", "4") == turns.wait("b") == "go on"
     assert turns.ask("c", "3") == "wait"
-
-
-def test_leaving_twice_and_unknown_requests_are_fine(turns_of):
-    turns = turns_of(1, ManualClock())
-    turns.leave("a")
-    assert not turns.is_first("a")
-    turns.hold("a", "1")
-    turns.leave("a")
-    turns.leave("a")
-    assert turns.ask("b", "1") == "come"
 
 
 @given(

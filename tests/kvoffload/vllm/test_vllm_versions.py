@@ -1,4 +1,4 @@
-"""Ten weight updates of one real engine whose pages and routes lie in our tiers."""
+"""Ten weight updates of one real engine whose pages and routes lie in our tiers; then damage."""
 
 import dataclasses
 from pathlib import Path
@@ -47,21 +47,43 @@ def _run(folder: Path) -> dict[str, Any]:
     from primeblocks.kvoffload.adapters.vllm import request_args
 
     be_patient()
+    _plant(folder)
+    planted = _bytes_on_disk(folder)["pages"]
     engine = _start(folder)
     run = Run(folder, engine)
     results: dict[str, Any] = {"asked": run.asked, "versions": []}
+    results["pages"] = {"planted": planted, "adopted": _bytes_on_disk(folder)["pages"]}
+    engine_id = engine.llm_engine.vllm_config.kv_transfer_config.engine_id
+    results["pools"] = [each.name for each in Path("/dev/shm").glob(f"vllm_offload_{engine_id}*")]
     for version in range(VERSIONS):
         _load(engine, folder, version)
         results["versions"].append(run.version(version, salt=f"run/{version}"))
     results["whole"] = _whole_pages(run, VERSIONS - 1)
+    results |= _damaged(run, VERSIONS - 1)
     _load(engine, folder, 0)
     # With the new version's salt, and what goes wrong without: the comparisons must notice it.
     for name, version in (("salted", VERSIONS), ("unsalted", VERSIONS - 1)):
         said = [request_args(version)] * ROLLOUTS
         answers = _generate(engine, run.whole, salt=f"run/{version}", said=said)
         results[name] = [_describe(answer) for answer in answers]
+    assert engine.reset_prefix_cache(reset_connector=True)
+    answers = _generate(engine, run.whole, salt=f"run/{VERSIONS - 1}", said=said)
+    results["reset"] = [_describe(answer) for answer in answers]
     engine.llm_engine.engine_core.shutdown()
+    results["pages"]["left"] = _bytes_on_disk(folder)["pages"]
     return results
+
+
+def _plant(folder: Path) -> None:
+    """Leave a page behind, as an engine that was killed does."""
+    from primeblocks.kvoffload import DiskTier, PageKey, Record
+    from primeblocks.kvoffload.page import checksum
+
+    path = folder / "pages" / "engine-0"
+    disk = DiskTier(path, capacity_bytes=PAGE_BYTES, page_bytes=PAGE_BYTES)
+    key, page = PageKey("0", b"old"), np.zeros(PAGE_BYTES, np.uint8)
+    assert disk.put([Record(key, page, checksum(key, page))]) == [None]
+    disk.close()
 
 
 def _start(folder: Path) -> Any:
@@ -196,6 +218,27 @@ def _whole_pages(run: Run, version: int) -> list[list[dict[str, Any]]]:
     return [found[0], found[2]]
 
 
+def _damaged(run: Run, version: int) -> dict[str, Any]:
+    """Ask when one bit of every page on disk has changed, and again; our hits and failures."""
+    from primeblocks.kvoffload.adapters.vllm import engine_statistics, request_args
+
+    salt, said = f"run/{version}", [request_args(version)] * CROWD
+    _generate(run.engine, run.crowds[0], salt=salt, said=said)
+    file = run.folder / "pages" / "engine-0" / "pages"
+    content = np.fromfile(file, np.uint8)
+    content[PAGE_BYTES // 2 :: FRAME_BYTES] ^= 1
+    content.tofile(file)
+    before, found = engine_statistics(), {}
+    for name, asked in ("damaged", run.whole), ("", run.crowds[1]), ("repaired", run.whole):
+        answers = _generate(run.engine, asked, salt=salt, said=said[: len(asked)])
+        found[name] = [_describe(answer) for answer in answers]
+        if name == "damaged":
+            after = engine_statistics()
+    failures = [each.tiers["disk"]["checksum_failures"] for each in (before, after)]
+    found["counts"] = [after.hits - before.hits, failures[1] - failures[0]]
+    return found
+
+
 def column(requests, name):
     return [request[name] for request in requests]
 
@@ -255,6 +298,27 @@ def test_a_prompt_may_come_back_to_its_last_page(results):
     assert column(again, "cached") == [ALIGNED] * ROLLOUTS
     assert column(again, "missing_routes") == [0] * ROLLOUTS
     assert all(are_equal(first, again))
+
+
+def test_damaged_pages_are_computed_again_and_used_once_saved(results):
+    first, _ = results["whole"]
+    assert column(results["damaged"], "cached") == [0] * ROLLOUTS
+    assert results["counts"] == [0, ROLLOUTS * ALIGNED // PAGE_TOKENS]
+    assert column(results["repaired"], "cached") == [ALIGNED] * ROLLOUTS
+    assert all(are_equal(results["damaged"], first))
+    assert all(are_equal(results["repaired"], first))
+
+
+def test_a_reset_of_the_connector_reaches_our_tiers(results):
+    """The prompts were asked under this salt, just before."""
+    assert column(results["reset"], "cached") == [0] * ROLLOUTS
+    assert all(are_equal(results["reset"], results["salted"]))
+
+
+def test_an_engine_starts_empty_and_leaves_nothing_behind(results):
+    assert results["pages"]["planted"] > 0
+    assert results["pages"]["adopted"] == results["pages"]["left"] == 0
+    assert results["pools"] == []  # nameless while it runs: a kill cannot leave it either
 
 
 def test_the_disk_is_full_and_bounded(results):

@@ -29,24 +29,17 @@ if vllm.__version__.startswith("0.33."):
         "vllm==0.32.* was."
     )
 
-from .engine import EngineStatistics, engine_args, engine_statistics, server_args
+from .engine import EngineStatistics, command_line, engine_args, engine_statistics, server_args
 from .spec import StoreOffloadingSpec
-from .stock import OPTIONS, command_line, mooncake, mooncake_settings, multi, native, nixl
 from .tier import StoreTier, request_args
 
 __all__ = [
-    "OPTIONS",
     "EngineStatistics",
     "StoreOffloadingSpec",
     "StoreTier",
     "command_line",
     "engine_args",
     "engine_statistics",
-    "mooncake",
-    "mooncake_settings",
-    "multi",
-    "native",
-    "nixl",
     "request_args",
     "server_args",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -14,10 +15,16 @@ from vllm.v1.metrics.reader import get_metrics_snapshot
 
 from ....errors import PlanError, UnsupportedError
 from . import spec, tier
-from .stock import command_line
 from .tier import COUNTED, METRIC
 
-__all__ = ["EngineStatistics", "engine_args", "engine_statistics", "server_args"]
+__all__ = [
+    "EngineStatistics",
+    "command_line",
+    "engine_args",
+    "engine_statistics",
+    "server_args",
+    "transfer_settings",
+]
 
 # vLLM's name for reused tokens from a tier like ours. Its own pools are "device" and "host".
 _TOKENS, _SOURCE = "vllm:prompt_tokens_cached_by_source", "external_unspecified"
@@ -41,7 +48,7 @@ def engine_args(
     pages of different weights never mix. The prefix cache of vLLM must stay on.
 
     Args:
-        primary_bytes: the size of vLLM's pool in shared memory. A larger pool needs our tier less.
+        primary_bytes: the size of vLLM's pool in shared memory.
         host_bytes: the size of our pages in host memory.
         disk_path: the folder of our pages on disk. Without `persist`, it is emptied when the engine
             starts and stops.
@@ -56,9 +63,8 @@ def engine_args(
             pages. 0 leaves routes in vLLM.
         persist: keep the pages on disk for the next engine with the same `persist`. Change this
             name with everything that the pages depend on, above all the weights with which the
-            engine starts. A `cache_salt` may name such things too. Only engines with equal model,
-            layout, parallel sizes and vLLM version find the pages. A reset of the connector drops
-            all pages. None starts empty and leaves no pages.
+            engine starts. Only engines with equal model, layout, parallel sizes and vLLM version
+            find the pages. None starts empty and leaves no pages.
 
     Raises:
         PlanError: the sizes do not fit together.
@@ -114,6 +120,39 @@ def server_args(**settings: Any) -> list[str]:
     return command_line(engine_args(**settings))
 
 
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Return engine arguments for `python -m vllm.entrypoints.openai.api_server`. Pure.
+
+    Raises:
+        PlanError: a value cannot be written on a command line.
+    """
+    words = []
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, KVTransferConfig):
+            words += [f"--{flag}", json.dumps(transfer_settings(value))]
+        elif isinstance(value, Mapping):
+            words += [f"--{flag}", json.dumps(value)]
+        elif isinstance(value, (str, int, float)):
+            words += [f"--{flag}", str(value)]
+        else:
+            raise PlanError(f"{name} is a {type(value).__name__}, which is no word; got {value!r}")
+    return words
+
+
+def transfer_settings(config: KVTransferConfig) -> dict[str, Any]:
+    """Return the settings that differ from vLLM's defaults, without the engine's own identity."""
+    default = KVTransferConfig()
+    settings = {each.name: getattr(config, each.name) for each in fields(config)}
+    return {
+        name: value
+        for name, value in settings.items()
+        if name != "engine_id" and value != getattr(default, name)
+    }
+
+
 @dataclass(frozen=True)
 class EngineStatistics:
     """The work of our tier for the engines of this process.
@@ -130,11 +169,11 @@ class EngineStatistics:
 
 
 def engine_statistics() -> EngineStatistics:
-    """Return the counts that the tier has reported to the front end. Local.
+    """Return the counts of the engines of this process. Local.
 
     Call it in the process of `LLM` or `AsyncLLM`, with the engine's statistics on
     (`disable_log_stats=False`). The engine reports after each step, so writes that end after the
-    last step are counted later. The counts add up over the engines of this process.
+    last step are counted later.
     """
     tokens, tiers = 0, defaultdict[str, Counter[str]](Counter)
     for metric in get_metrics_snapshot():

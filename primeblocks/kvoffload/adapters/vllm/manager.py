@@ -44,21 +44,16 @@ class _Speed:
 
 
 class Speeds:
-    """The measured times to load a page from the tiers and to compute it.
-
-    Attributes:
-        load: the pages loaded, and the time from request to arrival.
-        compute: the prompt pages of steps that began requests, and the time of these steps.
-    """
+    """The measured times to load a page from the tiers and to compute it."""
 
     def __init__(self) -> None:
-        self.load, self.compute = _Speed(), _Speed()
+        self.load = _Speed()  # pages, and the time from request to arrival
+        self.compute = _Speed()  # prompt pages of steps that began requests, and their time
 
     def patience_s(self, pages: int) -> float:
         """Return how long a request may wait for room for these pages: the time that a load saves.
 
-        A request that waits this long and then computes takes at most twice the time of the better
-        choice. Returns one second before both speeds are known.
+        So a request that waits in vain takes at most twice the time of the better choice.
         """
         if not self.load.pages or not self.compute.pages:
             return _UNMEASURED_S
@@ -77,13 +72,8 @@ class Turns:
 
     The first request may bring all its pages. Later requests may bring theirs if all fit together,
     and wait otherwise. A request goes on without its pages if it has waited longer than its
-    patience, or needs more pages than the pool has. Pages brought ahead, for requests that have not
-    asked yet, use the remaining room, and give way to requests that ask.
-
-    Args:
-        capacity: the number of pages of the pool.
-        patience_s: called when a request begins to wait. Returns how many seconds it may wait.
-        clock: returns seconds.
+    patience, or needs more than the `capacity` pages of the pool. Pages brought ahead, for requests
+    that have not asked yet, use the remaining room, and give way to requests that ask.
     """
 
     def __init__(
@@ -102,11 +92,9 @@ class Turns:
         self._pages_ahead = 0
 
     def is_first(self, request: str) -> bool:
-        """Whether this request came before all others that have not left."""
         return next(iter(self._turns), None) == request
 
     def hold(self, request: str, page: Hashable) -> None:
-        """Record that the pool has this page and the request will use it."""
         turn = self._turn(request)
         self._pages += page not in turn.pages
         turn.pages.add(page)
@@ -133,7 +121,6 @@ class Turns:
         return True
 
     def has_asked(self, request: str) -> bool:
-        """Whether the request asks for itself."""
         return request in self._turns
 
     def wait(self, request: str) -> Literal["wait", "go on"]:
@@ -144,7 +131,6 @@ class Turns:
         return "wait" if now < turn.waits_until_s else "go on"
 
     def leave(self, request: str) -> None:
-        """Remove a request that has its pages or does not need them any more."""
         self._pages_ahead -= len(self._ahead.pop(request, ()))
         turn = self._turns.pop(request, None)
         if turn is not None:
@@ -159,7 +145,7 @@ class Turns:
 
 @dataclass
 class _Queued:
-    """A request that is not scheduled, and the number of its pages that were brought ahead."""
+    """A request that is not scheduled, and the number of its pages brought ahead."""
 
     context: ReqContext
     wanted: Callable[[], Sequence[OffloadKey]]
@@ -205,12 +191,7 @@ class StoreManager(TieringOffloadingManager):
         self.set_overlap(steps=0)
 
     def expect(self, context: ReqContext, find: Callable[[], Sequence[OffloadKey]]) -> None:
-        """Note that a request is last in the engine's queue.
-
-        Args:
-            context: the request.
-            find: returns the keys of the pages that the request would load if scheduled now.
-        """
+        """Note that a request is last in the engine's queue. `find` returns what it would load."""
         self._queue[context.req_id] = _Queued(context, cache(find))
 
     def set_overlap(self, *, steps: int) -> None:

@@ -45,12 +45,9 @@ class CapturedRows(Protocol):
 
     The plug-in owns it. Its class has the connectors of living engines in `primeblocks_live`, by
     the engine's id.
-
-    Attributes:
-        group: the KV cache group with rows for its blocks.
     """
 
-    group: int
+    group: int  # the KV cache group with rows for its blocks
 
     def page_nbytes(self) -> int:
         """Return the bytes of one page's rows."""
@@ -71,22 +68,16 @@ class CapturedRows(Protocol):
 
 @dataclass(frozen=True)
 class Tail:
-    """The part of a row of the pool that has routes.
+    """The part of a row of the pool that has routes."""
 
-    Args:
-        offset: the first byte after the keys and values of all workers.
-        rows_bytes: the bytes of one page's rows.
-    """
-
-    offset: int
-    rows_bytes: int
+    offset: int  # the first byte after the keys and values of all workers
+    rows_bytes: int  # of one page
 
     @property
     def end(self) -> int:
         return self.offset + _SEAL_BYTES + self.rows_bytes
 
     def write(self, row: np.ndarray, page_hash: bytes, rows: bytes) -> None:
-        """Seal the routes of a page and put them at the end of its row."""
         row[self.offset : self.end] = np.frombuffer(_seal(page_hash, rows) + rows, row.dtype)
 
     def read(self, row: np.ndarray, page_hash: bytes) -> bytes | None:
@@ -96,7 +87,6 @@ class Tail:
         return rows if intact else None
 
     def sealed(self, row: np.ndarray) -> bytes:
-        """Return the end of a row unchanged."""
         return row[self.offset : self.end].tobytes()
 
     def restore(self, row: np.ndarray, sealed: bytes | None) -> None:
@@ -126,16 +116,10 @@ class NamedChunks(CPULoadStoreSpec):
 
 
 class RoutesWorker(OffloadingWorker):
-    """A copy worker that moves routes with the pages.
+    """A copy worker that moves routes with the pages that `inner` copies.
 
     The rows of a step arrive later than its keys and values. The store of a page is finished only
     when its rows have arrived.
-
-    Args:
-        inner: the worker that copies keys and values.
-        pool: the rows of the shared pool, as bytes.
-        tail: the part of a row with the routes.
-        engine_id: the id of the engine whose capture has the routes.
     """
 
     def __init__(

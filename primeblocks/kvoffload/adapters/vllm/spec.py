@@ -7,7 +7,6 @@ import time
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, offloading_connector
@@ -166,8 +165,11 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
         if not current_platform.is_cpu():
             stock: Any = super().get_worker(kv_caches)
             return stock, stock._mmap_region
-        if self.config.canonical_layout:
-            raise UnsupportedError("canonical_layout is not supported on the CPU platform")
+        if self.config.canonical_layout or self.blocks_per_chunk != 1:
+            raise UnsupportedError(
+                "on the CPU platform pages are copied without canonical_layout, and one by one: "
+                "leave it out, and use blocks_per_chunk=1"
+            )
         region = UnlinkedRegion(
             engine_id=self._engine_id,
             num_chunks=self.num_chunks,
@@ -175,8 +177,7 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        worker = HostCopyWorker(kv_caches, blocks_per_chunk=self.blocks_per_chunk, region=region)
-        return worker, region
+        return HostCopyWorker(kv_caches, region=region), region
 
 
 class UnlinkedRegion(SharedOffloadRegion):
@@ -190,19 +191,15 @@ class UnlinkedRegion(SharedOffloadRegion):
 class HostCopyWorker(OffloadingWorker):
     """A worker that copies pages between the engine's cache and the pool, both in host memory."""
 
-    def __init__(
-        self, kv_caches: CanonicalKVCaches, *, blocks_per_chunk: int, region: SharedOffloadRegion
-    ) -> None:
-        self._blocks_per_chunk = blocks_per_chunk
+    def __init__(self, kv_caches: CanonicalKVCaches, *, region: SharedOffloadRegion) -> None:
         self._region = region
         self._references = kv_caches.group_data_refs
         self._finished: list[TransferResult] = []
         # As NumPy arrays of bytes: a row is one memcpy, where torch goes byte by byte.
         self._device, self._host = [], []
         for cache in kv_caches.tensors:
-            pool = region.create_next_worker_view(cache.page_size_bytes * blocks_per_chunk)
             rows = cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes)
-            self._host.append(pool.unflatten(1, (blocks_per_chunk, -1)).numpy())
+            self._host.append(region.create_next_worker_view(cache.page_size_bytes).numpy())
             self._device.append(rows.numpy())
 
     def submit_store(
@@ -235,26 +232,18 @@ class HostCopyWorker(OffloadingWorker):
         self, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec, *, store: bool
     ) -> bool:
         assert isinstance(host, CPULoadStoreSpec)
-        start, moved, block_at, chunk_at = time.monotonic(), 0, 0, 0
-        per_group = zip(self._references, device.group_sizes, device.block_indices, strict=True)
-        for references, count, first in per_group:
-            if count == 0:
-                continue
-            # The first engine block of a group may lie inside its chunk of several blocks.
-            place = np.arange(count) + first % self._blocks_per_chunk
-            chunk, within = np.divmod(place, self._blocks_per_chunk)
-            rows = device.block_ids[block_at : block_at + count]
-            chunks = host.chunk_ids[chunk_at + chunk]
+        start, moved, at = time.monotonic(), 0, 0
+        for references, count in zip(self._references, device.group_sizes, strict=True):
+            rows, chunks = device.block_ids[at : at + count], host.chunk_ids[at : at + count]
             for reference in references:
                 size = reference.page_size_bytes
                 engine = self._device[reference.tensor_idx]
                 pool = self._host[reference.tensor_idx]
                 if store:
-                    pool[chunks, within, :size] = engine[rows, :size]
+                    pool[chunks, :size] = engine[rows, :size]
                 else:
-                    engine[rows, :size] = pool[chunks, within, :size]
+                    engine[rows, :size] = pool[chunks, :size]
                 moved += count * size
-            block_at += count
-            chunk_at += int(chunk[-1]) + 1
+            at += count
         self._finished.append(TransferResult(job_id, True, moved, time.monotonic() - start))
         return True

@@ -1,4 +1,8 @@
-"""Our store behind vLLM's secondary-tier interface."""
+"""Our store behind vLLM's secondary-tier interface.
+
+vLLM submits a `TransferJob`, and asks in each step for the jobs that ended. A job ends when its
+`Pending` is over, or after 30 s. Then its pages count as failed.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import compress
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -30,9 +35,8 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from ....errors import PrimeblocksError, UsageError, check_version
-from ... import DiskTier, HostTier, PageKey, Tier, TieredStore
+from ... import DiskTier, HostTier, Loaded, PageKey, Pending, Saved, Tier, TieredStore
 from ...evict import Evict, RolloutAware, VersionAware
-from ...jobs import PageJobs
 from ...page import pack_attachments
 from .routes import Tail
 
@@ -77,10 +81,9 @@ def request_args(
 
     Args:
         version: the policy version, a count of updates. Keys of different versions differ. The tier
-            advances to the largest version seen. A version 2**20 ahead of all before does not
-            advance it, because a mistake in one request would make all pages stale.
-        rollout: the name of the rollout that will need the pages again, in its next turn. Several
-            samples of one prompt in a request (`n`) share it.
+            advances to the largest version seen, except by more than 2**20: one mistaken request
+            would make all pages stale.
+        rollout: the name of the rollout that will need the pages again, in its next turn.
         ends: the names of rollouts that end with this request and do not need their pages any more.
             Name this rollout in its last turn, and rollouts that ended without a last turn.
         waits: for rollouts between two turns, the tool that each waits for, as {"a/2": "pytest"}. A
@@ -106,7 +109,7 @@ def request_args(
 
 @dataclass(frozen=True)
 class PageRequest:
-    """The version and the rollouts that a request named. Empty if the request named none."""
+    """The version and the rollouts that a request named."""
 
     version: int | None = None
     rollout: str | None = None
@@ -115,11 +118,7 @@ class PageRequest:
 
 
 def read_request(parameters: Mapping[str, Any] | None) -> PageRequest:
-    """Read `kv_transfer_params`.
-
-    Malformed values cause a warning and are left out. They came over the network, and an error
-    would end the engine.
-    """
+    """Read `kv_transfer_params`. Malformed values are logged: an error would end the engine."""
     if not parameters:
         return PageRequest()
     version, rollout = parameters.get(_VERSION), parameters.get(_ROLLOUT)
@@ -130,6 +129,17 @@ def read_request(parameters: Mapping[str, Any] | None) -> PageRequest:
         logger.warning("a request's rollout and version are ignored: %s", error)
         return PageRequest()
     return PageRequest(version, rollout, tuple(ends), waits)
+
+
+@dataclass
+class _Running:
+    """A job in flight. `moved` are the pages on their way. The store already has the others."""
+
+    transfer: TransferJob
+    moved: Sequence[int]
+    pending: Pending[Any]
+    started_s: float
+    ended_s: float | None = None  # where a drain saw its end
 
 
 class StoreTier(SecondaryTierManager):
@@ -173,7 +183,8 @@ class StoreTier(SecondaryTierManager):
         self._recipe = recipe(offloading_spec)
         if not self._persists:
             self._store.clear().wait(timeout_s=_TIMEOUT_S)
-        self._jobs = PageJobs(self._store, timeout_s=_TIMEOUT_S)
+        self._running: dict[int, _Running] = {}
+        self._clock = monotonic
         self._rows = np.asarray(primary_kv_view)
         self._reported: Counter[tuple[str, str]] = Counter()
         self._version = 0
@@ -201,7 +212,6 @@ class StoreTier(SecondaryTierManager):
             self._store.end(rollout)
 
     def queue(self, rollouts: list[str]) -> None:
-        """Report the rollouts in the engine's queue, its head first."""
         self._store.queue(rollouts)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -211,28 +221,26 @@ class StoreTier(SecondaryTierManager):
     def submit_store(self, job_metadata: TransferJob) -> None:
         rows, keys, rollout = self._batch(job_metadata)
         attachments = [self._routes_of(*each) for each in zip(rows, keys, strict=True)]
-        pages = [row[: self._page_bytes] for row in rows]
-        job = job_metadata
-        self._jobs.save(job.job_id, keys, pages, attachments=attachments, rollout=rollout, of=job)
+        new = [index for index, key in enumerate(keys) if key not in self._store]
+        pending = self._store.save_batch(
+            [keys[index] for index in new],
+            [rows[index][: self._page_bytes] for index in new],
+            attachments=[attachments[index] for index in new],
+            rollout=rollout,
+        )
+        self._run(job_metadata, new, pending)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         rows, keys, rollout = self._batch(job_metadata)
         into = [row[: self._page_bytes] for row in rows]
-        self._jobs.load(job_metadata.job_id, keys, into, rollout=rollout, of=job_metadata)
+        pending = self._store.load_batch(keys, into=into, rollout=rollout)
+        self._run(job_metadata, range(len(keys)), pending)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        for job in self._jobs.finished():
-            transfer: TransferJob = job.of
-            if transfer.is_promotion and self._tail is not None:
-                for chunk, attachments in zip(transfer.chunk_ids, job.attachments, strict=True):
-                    self._tail.restore(self._rows[chunk], attachments.get(_ROUTES))
-            yield JobResult(
-                job_id=job.id,
-                success=all(job.succeeded),
-                successful_keys=tuple(compress(transfer.keys, job.succeeded)),
-                transfer_time=job.seconds,
-                transfer_bytes=sum(job.succeeded) * self.block_size_bytes,
-            )
+        late_s = self._clock() - _TIMEOUT_S
+        for job_id, job in list(self._running.items()):
+            if job.pending.done() or job.started_s <= late_s:
+                yield self._finish(self._running.pop(job_id))
 
     def rest(self) -> None:
         """Wait a few milliseconds for pages, or return at once if no load is running.
@@ -240,12 +248,18 @@ class StoreTier(SecondaryTierManager):
         A scheduler with only waiting requests steps without a pause. The threads that read and copy
         would then hardly get the interpreter.
         """
-        loads = (job_id for job_id, job in self._jobs.running() if job.is_promotion)
+        loads = (job for job in self._running.values() if job.transfer.is_promotion)
         if (first := next(loads, None)) is not None:
-            self._jobs.rest(first, at_most_s=_REST_S)
+            first.pending.done(within_s=_REST_S)
 
     def drain_jobs(self) -> None:
-        self._jobs.drain(timeout_s=_TIMEOUT_S)
+        """Wait until every job is over, and give up the jobs that take longer than 30 s."""
+        end = self._clock() + _TIMEOUT_S
+        for job in self._running.values():
+            if not job.pending.done(within_s=max(0.0, end - self._clock())):
+                job.pending.cancel()
+            if job.ended_s is None:  # `get_finished_jobs` reports the job.
+                job.ended_s = self._clock()
 
     def forget(self) -> None:
         """Make every page unreachable at once, and drop them in the background."""
@@ -254,7 +268,7 @@ class StoreTier(SecondaryTierManager):
         self._store.clear()
 
     def shutdown(self) -> None:
-        self._jobs.drain(timeout_s=_TIMEOUT_S)
+        self.drain_jobs()
         last = self._store.flush() if self._persists else self._store.clear()
         with suppress(PrimeblocksError, OSError):  # a slow or full disk then has fewer pages
             last.wait(timeout_s=_TIMEOUT_S)
@@ -295,6 +309,31 @@ class StoreTier(SecondaryTierManager):
         self._version = version
         self._store.advance(version=version)
 
+    def _run(self, job: TransferJob, moved: Sequence[int], pending: Pending[Any]) -> None:
+        self._running[job.job_id] = _Running(job, moved, pending, self._clock())
+
+    def _finish(self, job: _Running) -> JobResult:
+        transfer = job.transfer
+        outcomes: list[Saved | Loaded] = [Saved(stored=True)] * len(transfer.keys)
+        try:
+            answers = job.pending.wait(timeout_s=0.0)
+        except PrimeblocksError:  # given up, or the store is closed
+            answers = [Loaded(None)] * len(job.moved)
+        for index, outcome in zip(job.moved, answers, strict=True):
+            outcomes[index] = outcome
+        if transfer.is_promotion and self._tail is not None:
+            for chunk, outcome in zip(transfer.chunk_ids, outcomes, strict=True):
+                found = outcome.attachments if isinstance(outcome, Loaded) else {}
+                self._tail.restore(self._rows[chunk], found.get(_ROUTES))
+        succeeded = [each.stored if isinstance(each, Saved) else bool(each) for each in outcomes]
+        return JobResult(
+            job_id=transfer.job_id,
+            success=all(succeeded),
+            successful_keys=tuple(compress(transfer.keys, succeeded)),
+            transfer_time=(self._clock() if job.ended_s is None else job.ended_s) - job.started_s,
+            transfer_bytes=sum(succeeded) * self.block_size_bytes,
+        )
+
     def _page_key(self, key: OffloadKey, request: PageRequest) -> PageKey:
         # vLLM's hash contains the request's cache_salt already; ours separates runs and resets.
         return PageKey(
@@ -311,7 +350,7 @@ class StoreTier(SecondaryTierManager):
         return [self._rows[chunk] for chunk in job.chunk_ids], keys, request.rollout
 
     def _routes_of(self, row: np.ndarray, key: PageKey) -> Mapping[str, bytes] | None:
-        """Return the attachment of a page, which is its routes, if they were captured in time."""
+        """Return the routes of a page, if they were captured in time."""
         if self._tail is None or self._tail.read(row, key.hash) is None:
             return None
         return {_ROUTES: self._tail.sealed(row)}

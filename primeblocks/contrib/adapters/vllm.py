@@ -1,4 +1,4 @@
-"""Arguments of engines with vLLM's own KV tiers and transfers, with or without our store.
+"""Arguments of engines with vLLM's own KV tiers and transfers. Never run: the workers need a GPU.
 
 vLLM ignores settings that it does not know, and checks others only when its workers start. These
 builders refuse a wrong value at once. `OPTIONS` lists the options of each builder. Call a builder
@@ -11,24 +11,15 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from vllm.config import KVTransferConfig
 
-from ....errors import PlanError, UnsupportedError
+from ...errors import PlanError, UnsupportedError
+from ...kvoffload.adapters.vllm.engine import transfer_settings
 
-__all__ = [
-    "OPTIONS",
-    "Option",
-    "command_line",
-    "mooncake",
-    "mooncake_settings",
-    "multi",
-    "native",
-    "nixl",
-]
+__all__ = ["OPTIONS", "Option", "mooncake", "mooncake_settings", "multi", "native", "nixl"]
 
 _ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 _REQUIRED: Any = object()
@@ -230,7 +221,7 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
         config = rest.pop("kv_transfer_config", None)
         if not isinstance(config, KVTransferConfig):
             raise PlanError(f"no KVTransferConfig in {part!r}: pass what a builder returned")
-        children.append({**_settings(config), "kv_load_failure_policy": on_load_failure})
+        children.append({**transfer_settings(config), "kv_load_failure_policy": on_load_failure})
         for key in rest.keys() & joined.keys():
             if rest[key] != joined[key]:
                 raise PlanError(f"two parts want {key}={joined[key]!r} and {rest[key]!r}")
@@ -239,28 +230,6 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
     return joined | _transfer(
         "MultiConnector", "kv_both", {"connectors": children}, on_load_failure
     )
-
-
-def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Return engine arguments for `python -m vllm.entrypoints.openai.api_server`. Pure.
-
-    Raises:
-        PlanError: a value cannot be written on a command line.
-    """
-    words = []
-    for name, value in arguments.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif isinstance(value, KVTransferConfig):
-            words += [f"--{flag}", json.dumps(_settings(value))]
-        elif isinstance(value, Mapping):
-            words += [f"--{flag}", json.dumps(value)]
-        elif isinstance(value, (str, int, float)):
-            words += [f"--{flag}", str(value)]
-        else:
-            raise PlanError(f"{name} is a {type(value).__name__}, which is no word; got {value!r}")
-    return words
 
 
 def _read(builder: str, options: Mapping[str, Any]) -> tuple[_Given, _Given]:
@@ -323,14 +292,3 @@ def _transfer(connector: str, role: str, extra: _Given, on_load_failure: str) ->
         "kv_load_failure_policy": on_load_failure,
     }
     return {"kv_transfer_config": KVTransferConfig(**settings)}
-
-
-def _settings(config: KVTransferConfig) -> dict[str, Any]:
-    """Return the settings that differ from vLLM's defaults, without the engine's own identity."""
-    default = KVTransferConfig()
-    settings = {each.name: getattr(config, each.name) for each in fields(config)}
-    return {
-        name: value
-        for name, value in settings.items()
-        if name != "engine_id" and value != getattr(default, name)
-    }
