@@ -124,11 +124,7 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
 
 
 def read_messages(values: list[Any]) -> tuple[dict[str, Any], ...]:
-    """Return messages as templates take them.
-
-    Raises:
-        UsageError, UnsupportedError: as for `read_request`.
-    """
+    """Return messages as templates take them. Errors as `read_request`."""
     if not values:
         raise UsageError("messages is empty; give one at least")
     return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(values))

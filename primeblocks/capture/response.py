@@ -11,10 +11,6 @@ from .request import TurnRequest
 
 __all__ = ["ToolCall", "TurnAnswer", "error_body", "response_body", "response_events"]
 
-# Content is sent in pieces of at least this many characters, and in at most this many pieces: each
-# piece costs the same, and all events of an answer are made at once.
-_PIECE, _MOST_PIECES = 64, 32
-
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -67,21 +63,13 @@ def response_events(request: TurnRequest, answer: TurnAnswer, *, created: int) -
         choice = {"index": 0, key: delta, "finish_reason": finish, "logprobs": None}
         return b"data: " + _dump(head | {"choices": [choice]}) + b"\n\n"
 
-    content = answer.content
-    size = max(_PIECE, -(-len(content) // _MOST_PIECES))
-    pieces = [content[i : i + size] for i in range(0, len(content), size)]
     if request.prompt is None:
-        yield event({"role": "assistant", "content": ""})
-        yield from (event({"content": piece}) for piece in pieces)
+        yield event({"role": "assistant", "content": answer.content})
         for i, call in enumerate(answer.tool_calls):
-            said = _call_json(call) | {"index": i}
-            said["function"] = {"name": call.name, "arguments": ""}
-            yield event({"tool_calls": [said]})
-            arguments = {"index": i, "function": {"arguments": call.arguments}}
-            yield event({"tool_calls": [arguments]})
+            yield event({"tool_calls": [_call_json(call) | {"index": i}]})
         yield event({}, _finish(answer))
     else:
-        yield from (event(piece) for piece in pieces)
+        yield event(answer.content)
         yield event("", _finish(answer))
     if request.include_usage:
         yield b"data: " + _dump(head | {"choices": [], "usage": _usage(answer)}) + b"\n\n"

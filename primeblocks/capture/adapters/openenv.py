@@ -67,51 +67,38 @@ async def play_episode(
             `max_turns` is below 1.
     """
     clock = MonotonicClock() if clock is None else clock
-    conversation = Conversation()
-    done, rewards = await within(
-        _play(env, generate, render, act, max_turns, dict(reset or {}), conversation),
-        timeout_s=timeout_s,
-        clock=clock,
-        what="an episode of an OpenEnv environment",
-    )
+    conversation, rewards = Conversation(), list[float | None]()
+
+    async def play() -> bool:
+        """Fill the conversation. Return whether the environment is done."""
+        result = await _called("reset", env.reset, **(reset or {}))
+        happened: list[StepResult | Rollout] = [result]
+        while not result.done and len(conversation.turns) < max_turns:
+            turn = await generate([int(token) for token in render(tuple(happened))])
+            conversation.append(
+                turn.prompt,
+                turn.completion,
+                logprobs=turn.logprobs,
+                versions=turn.versions,
+                finish_reason=turn.finish_reason,
+                attachments=turn.attachments,
+            )
+            action = act(turn)
+            if action is None:
+                break
+            result = await _called("step", env.step, action)
+            happened += [turn, result]
+            rewards.append(result.reward)
+        return result.done
+
+    what = "an episode of an OpenEnv environment"
+    done = await within(play(), timeout_s=timeout_s, clock=clock, what=what)
     told = [reward for reward in rewards if reward is not None]
     rollouts = conversation.rollouts(prompt_id=prompt_id, reward=sum(told) if told else None)
     if not rollouts:
         raise UsageError(f"no turn was played, with max_turns={max_turns} and {done=} after reset")
     more = {"step_rewards": rewards, "done": done}
     return tuple(replace(each, attachments={**each.attachments, **more}) for each in rollouts)
-
-
-async def _play(
-    env: EnvClient,
-    generate: Sample,
-    render: Render,
-    act: Callable[[Rollout], Any],
-    max_turns: int,
-    reset: dict[str, Any],
-    conversation: Conversation,
-) -> tuple[bool, list[float | None]]:
-    """Fill the conversation. Return whether the environment is done, and the steps' rewards."""
-    rewards = []
-    result = await _called("reset", env.reset, **reset)
-    happened: list[StepResult | Rollout] = [result]
-    while not result.done and len(conversation.turns) < max_turns:
-        turn = await generate([int(token) for token in render(tuple(happened))])
-        conversation.append(
-            turn.prompt,
-            turn.completion,
-            logprobs=turn.logprobs,
-            versions=turn.versions,
-            finish_reason=turn.finish_reason,
-            attachments=turn.attachments,
-        )
-        action = act(turn)
-        if action is None:
-            break
-        result = await _called("step", env.step, action)
-        happened += [turn, result]
-        rewards.append(result.reward)
-    return result.done, rewards
 
 
 async def _called(
