@@ -1,8 +1,9 @@
 """The buffer of finished groups, between generation and the trainer.
 
 A group enters by `put` and leaves by `take`, which returns it or drops it as stale. If the buffer
-is full, `put` waits, and its group waits with it. A waiting group can be taken like any other. Room
-goes to waiting groups in the order in which they came.
+is full, `put` waits, and its group waits with it. A waiting group can be taken like any other. So a
+batch can be complete even if its groups do not fit into the buffer together. Room goes to waiting
+groups in the order in which they came.
 """
 
 from __future__ import annotations
@@ -66,9 +67,6 @@ class RolloutBuffer:
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
         """Add a group. Waits until there is room for the group, or until it is taken.
-
-        A waiting group can be taken like any other. So a batch can be complete even if its groups
-        do not fit into the buffer together.
 
         Raises:
             DeadlineError: the buffer stayed full. The group was not added.

@@ -87,7 +87,8 @@ async def _see(folder):
         saw = {"pages": [(await ask(one, 1)).num_cached_tokens for _ in range(2)]}
         salted = {"cache_salt": cache_salt(1)}
         saw["salted_pages"] = [(await ask(one, 1, **salted)).num_cached_tokens for _ in range(2)]
-        draft, in_parts = Draft(0, {}, Kept()), {"sample": 0, "part_tokens": 5, "timeout_s": 60}
+        saved, in_parts = [], {"sample": 0, "part_tokens": 5, "timeout_s": 60}
+        draft = Draft(0, {}, lambda *what: saved.append(what))
         in_parts |= {"max_tokens": SHORT, "temperature": 0.0}
         await generate_in_parts(
             engine, PROMPT, draft=draft, lora_request=one, adapter_version=1, **in_parts
@@ -102,7 +103,7 @@ async def _see(folder):
         saw["was_in_flight"] = not long.done()
         await engine.llm.resume_generation()
         seen = {"two": await ask(two, 2), "other": await ask(other, 1), "long": await long}
-        draft = Draft(0, {0: draft._ledger.saved[0][2]}, Kept())
+        draft = Draft(0, {0: saved[0][2]}, lambda *what: None)
         parts = await generate_in_parts(
             engine, PROMPT, draft=draft, lora_request=two, adapter_version=2, **in_parts
         )
@@ -122,16 +123,6 @@ async def _see(folder):
     for trainer in (policy, critic):
         trainer.transport.close()
     return saw
-
-
-class Kept:
-    """Remembers what was saved."""
-
-    def __init__(self):
-        self.saved = []
-
-    def sampled(self, *what):
-        self.saved.append(what)
 
 
 @torch.no_grad()

@@ -70,15 +70,16 @@ async def _in_parts(engine: Any) -> dict:
 
     same = {"max_tokens": 12, "temperature": 0.0, "timeout_s": 60, "cache_salt": cache_salt(0)}
     (whole,) = await engine.generate(PROMPT, **same)
-    draft = Draft(7, {}, Kept())
+    saved: list = []
+    saved_again: list = []
+    draft = Draft(7, {}, lambda *what: saved.append(what[2]))
     asked = {"draft": draft, "sample": 2, "part_tokens": 5}
     parts = await generate_in_parts(engine, PROMPT, **asked, **same)
-    saved = [len(partial.completion) for _, _, partial in draft._ledger.saved]
     # Killed after the first part; since then the weights have become those of version 3.
     await engine.call(engine.llm.update_weight_version("3"), timeout_s=HANG_S)
-    again = Draft(7, {2: draft._ledger.saved[0][2]}, Kept())
+    again = Draft(7, {2: saved[0]}, lambda *what: saved_again.append(what[2]))
     resumed = await generate_in_parts(engine, PROMPT, **asked | {"draft": again}, **same)
-    over = Draft(7, {2: again._ledger.saved[-1][2]}, Kept())
+    over = Draft(7, {2: saved_again[-1]}, lambda *what: None)
     ended = await generate_in_parts(
         engine, PROMPT, **asked | {"draft": over}, **same | {"max_tokens": 10}
     )
@@ -89,24 +90,14 @@ async def _in_parts(engine: Any) -> dict:
         "logprob_error": max(
             abs(a - b) for a, b in zip(whole.logprobs, parts.logprobs, strict=True)
         ),
-        "saved": saved,
-        "saved_again": [len(partial.completion) for _, _, partial in again._ledger.saved],
+        "saved": [len(partial.completion) for partial in saved],
+        "saved_again": [len(partial.completion) for partial in saved_again],
         "prompt": [list(parts.prompt) == PROMPT, list(resumed.prompt) == PROMPT],
         "versions": resumed.versions.tolist(),
         "kept_logprobs": resumed.logprobs[:5] == parts.logprobs[:5],
         "ended": [len(ended.token_ids), ended.finish_reason],
         "other_prompt": await _outcome(generate_in_parts(engine, PROMPT[1:], **other)),
     }
-
-
-class Kept:
-    """Remembers what was saved."""
-
-    def __init__(self) -> None:
-        self.saved: list = []
-
-    def sampled(self, *what: Any) -> None:
-        self.saved.append(what)
 
 
 async def _hung(engine: Any) -> dict:
