@@ -56,17 +56,7 @@ class PromptState(StrEnum):
 class Partial:
     """An unfinished rollout: the trajectory so far. Its arrays are read-only copies.
 
-    Args:
-        tokens: ids of the prompt, then of the completion so far, as int64.
-        prompt_length: the number of prompt tokens. All tokens may be prompt tokens.
-        logprobs: the engine's log-probability of each completion token, as float64.
-        versions: the policy version that sampled each completion token, or `UNSAMPLED`, as int64.
-        loss_mask: the completion tokens to train on, as bool. By default all sampled tokens.
-        attachments: values that travel with the trajectory unchanged, such as expert routes.
-
-    Raises:
-        ShapeError: lengths do not fit, or the mask is not bool.
-        UsageError: an id or a version is negative, or a log-probability is not finite.
+    Arguments and errors are those of `Rollout`, but all tokens may be prompt tokens.
     """
 
     tokens: NDArray[np.int64]
@@ -84,7 +74,7 @@ class Partial:
 
     @property
     def completion(self) -> NDArray[np.int64]:
-        """Ids of the completion: sampled tokens, and tokens that were given in between."""
+        """Ids of the completion so far."""
         return self.tokens[self.prompt_length :]
 
     @property

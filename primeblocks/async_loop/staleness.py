@@ -100,9 +100,8 @@ class StalenessPolicy:
     def room(self, *, batch_size: int, in_flight: int, finished: int, behind: int = 0) -> int:
         """Return how many more groups may be started and still be trained on in time. Pure.
 
-        The trainer uses `batch_size` groups per step. So a group after
-        `(max_off_policy_steps + 1) * batch_size` other groups cannot be trained on in time. Under
-        "continue" there is always room.
+        A group after `(max_off_policy_steps + 1) * batch_size` other groups cannot be trained on in
+        time. Under "continue" there is always room.
 
         Args:
             in_flight: groups that are being generated.

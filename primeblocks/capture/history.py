@@ -74,9 +74,6 @@ class Renderer(Protocol):
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text that stands alone or after other ids."""
 
-    def stop_id(self, text: str) -> int | None:
-        """Return the id that always stands for a text, or None if other ids can spell it too."""
-
 
 @dataclass(frozen=True)
 class Prompt:

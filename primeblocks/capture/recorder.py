@@ -27,7 +27,6 @@ from ..errors import (
     ClosedError,
     EngineError,
     PrimeblocksError,
-    UnsupportedError,
     UsageError,
 )
 from ..rollout import Rollout
@@ -116,8 +115,7 @@ class CaptureSession:
 
     If an agent sends an answer back unchanged, the next prompt has the answer's sampled ids. Only
     the text after it is tokenised. If the agent changes earlier messages, the whole prompt is
-    tokenised, and the turn in `conversation` is REALIGN or FORK. In both cases a token is trained
-    on only after the tokens that it was sampled after.
+    tokenised, and the turn in `conversation` is REALIGN or FORK.
 
     Attributes:
         base_url: for the agent's client. It includes `name`.
@@ -213,7 +211,7 @@ class CaptureSession:
         return ClosedError(f"session {self.name} has ended. Open another session.")
 
     def _options(self, request: TurnRequest) -> dict[str, Any]:
-        most = self._recorder.bounds.max_tokens
+        most, stops = self._recorder.bounds.max_tokens, self._recorder.renderer.stop_token_ids
         if (count := request.max_tokens or most) > most:
             raise UsageError(
                 f"max_tokens={count} is more than the {most} of this server. Ask for fewer, or "
@@ -223,20 +221,9 @@ class CaptureSession:
             "max_tokens": count,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "seed": request.seed,
-            "stop_token_ids": self._stop_ids(request),
+            "stop_token_ids": tuple(dict.fromkeys([*stops, *request.stop_token_ids])),
             "timeout_s": self._recorder.bounds.timeout_s,
         }
-
-    def _stop_ids(self, request: TurnRequest) -> tuple[int, ...]:
-        ids = [*self._recorder.renderer.stop_token_ids, *request.stop_token_ids]
-        for text in request.stop:
-            if (found := self._recorder.renderer.stop_id(text)) is None:
-                raise UnsupportedError(
-                    f"stop={text[:40]!r} is no token of its own, so the engine, which stops at "
-                    "ids, would miss some spellings of it. Use a special token, or stop_token_ids."
-                )
-            ids.append(found)
-        return tuple(dict.fromkeys(ids))
 
     async def _sample(
         self,

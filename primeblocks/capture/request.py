@@ -33,6 +33,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "stop": ([],),  # An engine of ids stops at ids.
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
@@ -49,7 +50,7 @@ IGNORED = {
     "service_tier",
     "user",
 }
-COMMON = {"model", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature"}
+COMMON = {"model", "seed", "stop_token_ids", "stream", "stream_options", "temperature"}
 CHAT = COMMON | {"max_completion_tokens", "max_tokens", "messages", "tools"}
 TEXT = COMMON | {"max_tokens", "prompt"}
 MESSAGE = {"content", "name", "reasoning_content", "role", "tool_call_id", "tool_calls"}
@@ -66,7 +67,6 @@ class TurnRequest:
         prompt: of a completion, as text or ids. None for a chat.
         tools: as the agent described them.
         calls: whether the model may call tools. The prompt is the same either way, as in vLLM.
-        stop: texts at which the answer ends.
     """
 
     model: str
@@ -77,7 +77,6 @@ class TurnRequest:
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stream: bool = False
     include_usage: bool = False
@@ -116,7 +115,6 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
         max_tokens=_max_tokens(fields),
         temperature=_temperature(fields),
         seed=_integer(fields, "seed", least=-(1 << 63), most=(1 << 63) - 1),
-        stop=_stop(fields),
         stop_token_ids=_ids(_get(fields, "stop_token_ids", list) or [], "stop_token_ids"),
         stream=bool(_get(fields, "stream", bool)),
         include_usage=bool(_get(options, "include_usage", bool)),
@@ -185,14 +183,6 @@ def _temperature(fields: Mapping[str, Any]) -> float | None:
     if type(value) not in {int, float} or not (math.isfinite(value) and 0 <= value <= 2):
         raise UsageError("temperature must be a number in [0, 2]")
     return float(value)
-
-
-def _stop(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    value = fields.get("stop")
-    texts = [value] if isinstance(value, str) else value or []
-    if not isinstance(texts, list) or not all(isinstance(x, str) and x for x in texts):
-        raise UsageError("stop must be a text, or a list of texts, none of them empty")
-    return tuple(texts)
 
 
 def _ids(values: list[Any], name: str) -> tuple[int, ...]:

@@ -163,10 +163,8 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
     """Return the engines that must restart because one did, in their order. Pure.
 
     An engine that restarts leaves its transfer agent behind in every engine that read from it:
-    drain these, restart them, and add them. This is needed only if transfers do not notice the
-    restart. In vLLM these are transfers by NIXL up to 1.3 over RDMA. They are also transfers by any
-    NIXL if the engine comes back under its previous `engine_id`. By default vLLM draws a new id for
-    each start (docs/serving_vllm.md).
+    drain these, restart them, and add them. In vLLM this is needed for NIXL up to 1.3 over RDMA,
+    and for any NIXL if the engine comes back under its previous `engine_id`.
 
     Args:
         agents: for each engine, the engines whose agents it holds. A decode engine holds those of
@@ -198,10 +196,8 @@ class _Engine:
 class Fleet:
     """Several engines behind one `generate`. `route` chooses the engine of each request.
 
-    The fleet does not ask engines for their caches. It assumes that an engine holds the pages of
-    its last requests. An engine that raises `EngineError` gets no more requests until it is added
-    again. The error reaches the caller, and a retry goes to another engine (`scheduler.Retries`).
-    Local. Use a fleet from one event loop.
+    An engine that raises `EngineError` gets no more requests until it is added again. The error
+    reaches the caller, and a retry goes to another engine. Local. Use a fleet from one event loop.
 
     Args:
         engines: `generate` callables by name.

@@ -1,7 +1,10 @@
-"""Completions of LoRA adapters on a real vLLM: tokens have the version of the adapter."""
+"""Completions of LoRA adapters on a real vLLM, with the version of the adapter, and its death."""
 
 import asyncio
 import importlib.util
+import os
+import signal
+import time
 
 import pytest
 import torch
@@ -115,6 +118,13 @@ async def _see(folder):
         saw["in_place"] = await error(type(one)("x", 7, "x", load_inplace=True), 1)
         await lora.remove_lora(engine.llm, one, timeout_s=HANG_S)
         saw["removed"], saw["after"] = await error(one, 1), await error(two, 2)
+        pending = [asyncio.create_task(error(two, 2, LONG)) for _ in range(4)]
+        await asyncio.sleep(0)  # They are sent.
+        for pid in engine.pids:
+            os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        saw["killed"] = [*await asyncio.gather(*pending), await error(two, 2)]
+        saw["killed_s"] = time.monotonic() - killed_s
     saw["gaps"] = {
         "long": [_gap(policy, version, seen["long"]) for version in (1, 2)],
         "two": [_gap(policy, version, seen["two"]) for version in (2, 1)],
@@ -165,3 +175,8 @@ def test_what_would_be_labelled_wrong_is_refused(saw):
         assert saw[name][0] == "UsageError"
         assert message in saw[name][1]
     assert saw["after"] == ("", "")
+
+
+def test_a_killed_engine_fails_every_request_at_once(saw):
+    assert [kind for kind, _ in saw["killed"]] == ["EngineError"] * 5
+    assert saw["killed_s"] < HANG_S / 2

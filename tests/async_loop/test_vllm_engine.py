@@ -109,22 +109,6 @@ async def _hung(engine: Any) -> dict:
     return {"asked": asked, "closed": closed, "left": [pid for pid in pids if _alive(pid)]}
 
 
-async def _killed(engine: Any) -> dict:
-    requests = [
-        asyncio.create_task(_outcome(engine.generate(PROMPT, max_tokens=200, timeout_s=HANG_S)))
-        for _ in range(4)
-    ]
-    await asyncio.sleep(0)  # let them be sent
-    for pid in engine.pids:
-        os.kill(pid, signal.SIGKILL)
-    outcomes = await asyncio.gather(*requests)
-    return {
-        "pending": outcomes,
-        "later": await _outcome(engine.generate(PROMPT, max_tokens=4, timeout_s=HANG_S)),
-        "closed": await _outcome(engine.close(timeout_s=2.0)),
-    }
-
-
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -155,8 +139,6 @@ async def _see(folder: Path) -> dict:
     results["healthy"] = await _healthy(engine)
     results["parts"] = await _in_parts(engine)
     results["hung"] = await _hung(engine)
-    engine = await start(checkpoint)
-    results["killed"] = await _killed(engine)
     return results
 
 
@@ -204,14 +186,6 @@ def test_a_hung_engine_ends_at_the_deadline_and_can_be_closed(facts):
     assert hung["closed"]["error"] is None
     assert hung["closed"]["seconds"] < HANG_S
     assert hung["left"] == []
-
-
-def test_a_killed_engine_fails_every_request_at_once(facts):
-    killed = facts["killed"]
-    assert [request["error"] for request in killed["pending"]] == ["EngineError"] * 4
-    assert all(request["seconds"] < HANG_S / 2 for request in killed["pending"])
-    assert killed["later"]["error"] == "EngineError"
-    assert killed["closed"]["error"] is None
 
 
 @pytest.mark.parametrize(

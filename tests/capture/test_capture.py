@@ -102,7 +102,7 @@ def test_completions_go_on_with_text():
                     prompt=text,
                     max_tokens=40,
                     seed=3,
-                    extra_body={"stop": "<|im_end|>"},
+                    extra_body={"stop_token_ids": [5]},
                 )
                 text += made.choices[0].text + ", then"
             ids = template().encode("given")
@@ -276,9 +276,6 @@ class Large:
 
     def encode(self, text):
         return [*text.encode()]
-
-    def stop_id(self, text):
-        return None
 
 
 async def post(session, body, *, length=None):

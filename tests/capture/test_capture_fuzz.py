@@ -42,7 +42,7 @@ def valid(secret, rng):
         "stream": bool(rng.integers(2)),
         "max_tokens": int(rng.integers(1, 12)),
         "temperature": 1,
-        "stop": ["<|im_end|>"],
+        "stop_token_ids": [5],
     }
 
 

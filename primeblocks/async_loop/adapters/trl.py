@@ -234,12 +234,9 @@ class TrlWorker:
     def check_health(self, stale_after_s: float) -> None:
         """Raise the error that ended the loop, if it has ended.
 
-        Args:
-            stale_after_s: the longest time in which the event loop must answer.
-
         Raises:
             PrimeblocksError: as for `AsyncLoop.steps` and `generate`.
-            DeadlineError: the event loop is blocked.
+            DeadlineError: the event loop gave no answer within `stale_after_s`.
             ClosedError: the worker was stopped.
             UsageError: the prompts are used up, or the worker was not started.
         """

@@ -42,19 +42,16 @@ async def play_episode(
 ) -> tuple[Rollout, ...]:
     """Play one episode: reset, then generate and step until the environment is done.
 
-    Each prompt is compared with the tokens before it. If `render` changed these tokens,
-    `Conversation` makes several rollouts, in which each sampled token counts once.
-
-    The reward of each rollout is the sum of the steps' rewards, or None if no step had one. Its
-    attachments are those of the turns, "step_rewards" and "done". "step_rewards" is a list with
-    None for a step without a reward. "done" is False if `act` or `max_turns` ended the episode.
+    If `render` changes tokens of earlier turns, `Conversation` makes several rollouts. The reward
+    of each is the sum of the steps' rewards, or None if no step had one. Its attachments are those
+    of the turns, "step_rewards" and "done". "done" is False if `act` or `max_turns` ended the
+    episode.
 
     Args:
         env: a client in async use. It stays open, so `await env.state()` may follow.
         generate: samples one turn after a prompt.
         render: returns the next prompt, given all results and turns: the result of reset, the first
-            turn, the result of its step, and so on. To change no earlier token, begin with the
-            tokens of the last turn.
+            turn, the result of its step, and so on.
         act: returns the action of a turn, or None to end the episode.
         timeout_s: for the whole episode.
         reset: arguments of the environment's reset.

@@ -179,9 +179,8 @@ def capture_app(recorder: Recorder) -> Callable[[Message, Receive, Send], Awaita
     """Return the application. Each session has its own base URL, `/s/{session}/v1`.
 
     A request needs the key of its session, as `Authorization: Bearer`. An answer is sampled in full
-    before it is sent. So errors have a status in streams too, and all events come at once. A turn
-    is recorded once the engine has answered, even if the agent does not read the answer. If the
-    agent leaves before that, the engine's request is cancelled.
+    before it is sent, so errors have a status in streams too. A turn is recorded once the engine
+    has answered. If the agent leaves before that, the engine's request is cancelled.
 
     Errors are OpenAI's JSON. An unsupported request gets status 400, a wrong key 401, an ended
     session 410, and a body that is too long 413. A bound gives 429 with `Retry-After`, a failure of

@@ -129,9 +129,8 @@ class VllmFleet:
         and may stay paused.
 
         Raises:
-            PrimeblocksError: all engines failed. The version may be at fault, so no engine is
-                drained and the fleet keeps its version. An engine that answered late may have
-                loaded the version, so requests share no pages until an update succeeds.
+            PrimeblocksError: all engines failed. No engine is drained, the fleet keeps its version,
+                and requests share no pages until an update succeeds.
             DeadlineError: the update did not end within `timeout_s`. Call it again.
             EngineError: no engine is open.
             UsageError: the version is below the fleet's.

@@ -324,13 +324,8 @@ def _check_adapter(lora: LoRARequest | None, version: int | None) -> int | None:
 def _image_inputs(images: Sequence[Aligned], *, salt: str | None) -> dict[str, Any]:
     """Return vLLM's inputs for the images of a prompt of ids, or {} without images. Local, copies.
 
-    Args:
-        salt: of the policy. vLLM caches outputs of the vision tower by the image's name only, also
-            when weights change, so the salt is part of the name.
-
-    Raises:
-        UsageError: a value has other names than Qwen-VL's, or its parts do not fit together.
-        UnsupportedError: a value is not a numpy array.
+    vLLM caches outputs of the vision tower by the image's name only, also when weights change. So
+    the salt is part of the name.
     """
     if not images:
         return {}
