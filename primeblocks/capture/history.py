@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import UsageError
-from .request import TurnRequest, read_messages
-from .response import TurnAnswer
+from .request import TurnAnswer, TurnRequest, read_messages
 
 __all__ = ["History", "Prompt", "Renderer"]
 

@@ -33,8 +33,7 @@ from ..rollout import Rollout
 from .conversation import Conversation
 from .history import History, Prompt, Renderer
 from .journal import CaptureJournal, KeptTurn
-from .request import TurnRequest
-from .response import ToolCall, TurnAnswer
+from .request import ToolCall, TurnAnswer, TurnRequest
 
 __all__ = ["CaptureBounds", "CaptureSession", "Generate", "Recorder", "Sampled"]
 

@@ -37,8 +37,7 @@ except ModuleNotFoundError as error:
 from ...clock import within
 from ..history import Renderer
 from ..recorder import CaptureSession, Generate, Recorder
-from ..request import read_request
-from ..response import error_body, response_body, response_events
+from ..request import error_body, read_request, response_body, response_events
 
 __all__ = ["CaptureServer", "capture_app"]
 
