@@ -37,7 +37,6 @@ autodoc_mock_imports = [
     "numba",
     "openai",
     "openenv",
-    "starlette",
     "torchtitan",
     "triton",
     "trl",

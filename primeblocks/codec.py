@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -15,11 +15,8 @@ from .attachments import Aligned
 from .errors import CorruptionError, UnsupportedError
 
 __all__ = [
-    "digest",
-    "from_json",
     "lower",
     "pack",
-    "to_json",
     "unpack",
 ]
 
@@ -32,27 +29,7 @@ _NUMBERS = frozenset("biufc")  # dtype.kind: bool, integers, floating, complex
 _SEQUENCES = {"list": list, "tuple": tuple}
 
 
-def to_json(value: Any, *, name: str) -> bytes:
-    """Return a JSON value as UTF-8. `from_json` returns an equal value of the same types.
-
-    Raises:
-        UnsupportedError: the value contains a type that JSON lacks, such as a tuple, an array or a
-            key that is not a str.
-    """
-    try:
-        _check_json(value, name)
-    except RecursionError as error:
-        raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
-    return _dump(value, name)
-
-
-def from_json(text: bytes) -> Any:
-    """Return the value that `to_json` wrote."""
-    return json.loads(text.decode("utf-8", "surrogatepass"))
-
-
-def digest(name: str, *parts: bytes | memoryview) -> bytes:
-    """Return 8 bytes that depend on `name` and on every byte of the parts."""
+def _digest(name: str, *parts: bytes | memoryview) -> bytes:
     state = xxhash.xxh3_64(name.encode())
     for part in parts:
         state.update(part)
@@ -74,7 +51,7 @@ def pack(value: Any, *, name: str) -> bytes:
     """
     header, buffers = lower(value, name=name)
     parts = [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *buffers]
-    return b"".join([digest(name, *parts), *parts])
+    return b"".join([_digest(name, *parts), *parts])
 
 
 def unpack(payload: bytes, *, name: str) -> Any:
@@ -85,7 +62,7 @@ def unpack(payload: bytes, *, name: str) -> Any:
     """
     view = memoryview(payload)
     body = view[_DIGEST_BYTES:]
-    if len(body) < _LENGTH_BYTES or digest(name, body) != view[:_DIGEST_BYTES]:
+    if len(body) < _LENGTH_BYTES or _digest(name, body) != view[:_DIGEST_BYTES]:
         raise CorruptionError(f"{name}: {len(view)} bytes do not match their checksum")
     start = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
     left = body[start:]
@@ -95,7 +72,8 @@ def unpack(payload: bytes, *, name: str) -> Any:
         taken, left = left[:count], left[count:]
         return taken
 
-    return _lift(from_json(bytes(body[_LENGTH_BYTES:start])), read)
+    header = bytes(body[_LENGTH_BYTES:start]).decode("utf-8", "surrogatepass")
+    return _lift(json.loads(header), read)
 
 
 def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
@@ -106,35 +84,12 @@ def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
     """
     buffers: list[bytes | memoryview] = []
     try:
-        return _dump(_lower(value, buffers, name), name), buffers
+        text = json.dumps(_lower(value, buffers, name), ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:
         raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
-
-
-def _dump(value: Any, name: str) -> bytes:
-    try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     except ValueError as error:  # An integer of thousands of digits.
         raise UnsupportedError(f"{name} cannot be written as JSON: {error}") from error
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _check_json(value: Any, name: str) -> None:
-    kind = type(value)
-    if kind is list:
-        if not {*map(type, value)} <= _SCALARS:  # Most are of ids alone, and long.
-            for i, each in enumerate(value):
-                _check_json(each, f"{name}[{i}]")
-    elif kind is dict:
-        for key, each in value.items():
-            if type(key) is not str:
-                raise UnsupportedError(f"{name} has the key {key!r}; keys of JSON are str")
-            _check_json(each, f"{name}[{key!r}]")
-    elif kind not in _SCALARS:
-        raise UnsupportedError(
-            f"{name} is a {kind.__name__}, which is not a JSON value. Draw prompts of dict, list, "
-            "str, int, float, bool and None, or pass encode= and decode=."
-        )
+    return text.encode("utf-8", "surrogatepass"), buffers
 
 
 def _lower(value: Any, buffers: list[bytes | memoryview], name: str) -> Any:
@@ -150,20 +105,14 @@ def _lower(value: Any, buffers: list[bytes | memoryview], name: str) -> Any:
             value = [_lower(x, buffers, f"{name}[{i}]") for i, x in enumerate(value)]
         return {kind.__name__: value}
     if kind in {dict, MappingProxyType}:
-        return {"dict": _lower_dict(value, buffers, name)}
+        for key in value:
+            if type(key) is not str:
+                raise UnsupportedError(f"{name} has the key {key!r}; keys must be str")
+        return {"dict": {k: _lower(x, buffers, f"{name}[{k!r}]") for k, x in value.items()}}
     if kind is Aligned:
         held = _lower(value.value, buffers, name)
         return {"aligned": [held, value.start, value.stop, value.by_token]}
     return _lower_numbers(value, buffers, name)
-
-
-def _lower_dict(
-    value: Mapping[Any, Any], buffers: list[bytes | memoryview], name: str
-) -> dict[str, Any]:
-    for key in value:
-        if type(key) is not str:
-            raise UnsupportedError(f"{name} has the key {key!r}; keys must be str")
-    return {key: _lower(each, buffers, f"{name}[{key!r}]") for key, each in value.items()}
 
 
 def _lower_numbers(value: Any, buffers: list[bytes | memoryview], name: str) -> dict[str, Any]:

@@ -33,10 +33,8 @@ _VERSION_DIGITS = 19  # Of 2**63; Python refuses to read thousands of them.
 class Rollout:
     """One completion of one prompt. Its arrays are read-only: copies, or constants as they are.
 
-    A completion of several turns also contains the text given to the model after its first sampled
-    token, such as tool results and later questions. `Conversation` makes such rollouts.
-
-    Set the reward with `dataclasses.replace(rollout, reward=...)`.
+    A completion of several turns also contains the tokens given to the model in between, such as
+    tool results. Set the reward with `dataclasses.replace(rollout, reward=...)`.
 
     Args:
         tokens: ids of the prompt, then of the completion, as int64.

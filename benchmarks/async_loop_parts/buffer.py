@@ -14,7 +14,7 @@ import zmq
 
 from primeblocks.async_loop import Group, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.adapters.zmq import RolloutReceiver, RolloutSender
-from primeblocks.async_loop.packed import pack_whole_group
+from primeblocks.async_loop.ledger import pack_whole_group
 
 from ..harness import Timing, compare
 from .rollouts import SHAPES, Shape, make_groups

@@ -23,7 +23,6 @@ import numpy as np
 from benchmarks.serving_parts.simulator import AgentTurn, ServingModel, Session
 from primeblocks.planning import EngineModel, decode_latency
 from primeblocks.serving import (
-    AddedSeconds,
     EngineState,
     PrefixAndLoad,
     Request,
@@ -37,7 +36,6 @@ from .sessions import ANSWER, recorded
 
 __all__ = ["FLEETS", "Shape", "cache_aware", "routes"]
 
-TURNS_AHEAD = 4  # that a session stays where it goes: of 2, 4, 8, 16 and 32 on the first draw
 PARAMETERS, ACTIVE, CHOSEN = 120e9, 12e9, 22 / 512
 BYTES_PER_S, CONTEXT_BYTES = 0.7 * 2 * 8e12, 40_000 * 8192
 
@@ -101,12 +99,8 @@ FLEETS = {
 }
 
 
-def routes(shape: Shape) -> dict[str, Route]:
-    """Return the routes to compare, for a fleet."""
-    model = shape.model()
-    page_s = model.page_tokens / model.prefill_tokens_per_s
-    # An answer's mean; lognormal with 0.8 where the shape has its median.
-    answer = shape.answer_tokens * (1.38 if shape.request_s else 1.0)
+def routes() -> dict[str, Route]:
+    """Return the routes to compare."""
     return {
         "consistent_hash": consistent_hash,
         "round_robin": round_robin,
@@ -114,9 +108,6 @@ def routes(shape: Shape) -> dict[str, Route]:
         "cache_aware": cache_aware,
         "prefix_and_load": PrefixAndLoad(),
         "prefix_and_load_1": PrefixAndLoad(beta=1.0),
-        "added_seconds": AddedSeconds(
-            model.decode.token_s, page_s=page_s, tokens=TURNS_AHEAD * answer
-        ),
     }
 
 

@@ -2,7 +2,7 @@
 
 A figure is the median over draws of tasks; ratios to `consistent_hash` are those of one draw each.
 Parameters of routes were chosen on the first draw: it is left out where there are more than three.
-`wall_clock_vs_consistent_hash` without a fleet is that of `added_seconds` in `recorded`.
+`wall_clock_vs_consistent_hash` without a fleet is that of `prefix_and_load_1` in `recorded`.
 `worst_engine` is the one where requests waited longest, in the second half of a run.
 """
 
@@ -39,7 +39,7 @@ def served(shape: Shape, route: str, seed: int) -> dict[str, float]:
     serving = simulate_serving(
         shape.tasks(seed=seed),
         {f"engine-{place}": model for place in range(shape.engines)},
-        route=routes(shape)[route],
+        route=routes()[route],
         in_flight=shape.in_flight,
     )
     hits, waiting = worst(serving)
@@ -60,7 +60,7 @@ def figures(*, fleets: Iterable[str] = tuple(FLEETS)) -> Figures:
         shape = FLEETS[fleet]
         seeds = shape.seeds if len(shape.seeds) <= 3 else shape.seeds[1:]
         hashed: list[float] = []
-        for route in routes(shape):  # the hash first
+        for route in routes():  # the hash first
             runs = [served(shape, route, seed) for seed in seeds]
             hashed = hashed or [run["total_s"] for run in runs]
             for what in runs[0]:
@@ -76,5 +76,5 @@ def figures(*, fleets: Iterable[str] = tuple(FLEETS)) -> Figures:
                 key = f"serving.route.{fleet}.{route}.{name}{bound}"
                 found[key] = (value, "ratio", "consistent_hash")
     if "recorded" in fleets:
-        found[f"serving.route.{name}"] = found[f"serving.route.recorded.added_seconds.{name}"]
+        found[f"serving.route.{name}"] = found[f"serving.route.recorded.prefix_and_load_1.{name}"]
     return found

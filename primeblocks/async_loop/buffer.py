@@ -1,8 +1,9 @@
 """The buffer of finished groups, between generation and the trainer.
 
 A group enters by `put` and leaves by `take`, which returns it or drops it as stale. If the buffer
-is full, `put` waits, and its group waits with it. A waiting group can be taken like any other. Room
-goes to waiting groups in the order in which they came.
+is full, `put` waits, and its group waits with it. A waiting group can be taken like any other. So a
+batch can be complete even if its groups do not fit into the buffer together. Room goes to waiting
+groups in the order in which they came.
 """
 
 from __future__ import annotations
@@ -59,16 +60,8 @@ class RolloutBuffer:
         """The number of groups in the buffer, without groups that wait for room."""
         return self._count
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the groups in the buffer."""
-        return self._held_bytes
-
     async def put(self, group: Group, *, timeout_s: float) -> None:
         """Add a group. Waits until there is room for the group, or until it is taken.
-
-        A waiting group can be taken like any other. So a batch can be complete even if its groups
-        do not fit into the buffer together.
 
         Raises:
             DeadlineError: the buffer stayed full. The group was not added.
@@ -111,15 +104,13 @@ class RolloutBuffer:
 
         Args:
             in_flight: returns the versions of groups that are being generated. "wait" needs it.
-            on_drop: called at once with each removed stale group. `take` may wait for the groups
-                that the caller starts instead.
+            on_drop: called at once with each removed stale group.
             unless: a future whose result is an error. It ends the wait.
 
         Raises:
             DeadlineError: there were not enough groups in time. Only stale groups were removed.
             UsageError: `count` is above the capacity, or a group contains a policy later than
-                `version`. With `on_drop`, all such groups are removed first, so that the next call
-                succeeds. Without `on_drop` they stay.
+                `version`. With `on_drop`, all such groups are removed first.
         """
         if not 1 <= count <= self.capacity:
             raise UsageError(f"cannot take {count} groups of a buffer that holds {self.capacity}")

@@ -20,7 +20,8 @@ from ..clock import Clock, within
 from ..errors import DeadlineError, UsageError, shown
 from ..rollout import Group, Rollout
 from .buffer import RolloutBuffer
-from .ledger import Draft, Ledger, Partial, Restored
+from .journal import Journal
+from .ledger import Draft, Partial, Restored
 from .scheduler import Retries
 
 __all__ = ["Feeder", "Generate", "PromptJob"]
@@ -57,10 +58,8 @@ class PromptJob:
 class Feeder:
     """Starts requests, and puts finished groups into the buffer. Use it from one event loop.
 
-    An error that ends the run becomes the result of `failed`.
-
     Args, in addition to those of `AsyncLoop`:
-        prompts: drawn one at a time. Each gets the next ordinal.
+        failed: gets an error that ends the run as its result.
         ended: called whenever a request has ended.
         left: called with each prompt that leaves without being trained on, and the reason.
     """
@@ -75,7 +74,7 @@ class Feeder:
         keep: Callable[[Group], bool] | None,
         retries: Retries,
         rollout_timeout_s: float | None,
-        ledger: Ledger | None,
+        ledger: Journal | None,
         clock: Clock,
         failed: asyncio.Future[BaseException],
         ended: Callable[[], None],
@@ -86,7 +85,7 @@ class Feeder:
         self._group_size, self._keep = group_size, keep
         self._retries, self._rollout_timeout_s = retries, rollout_timeout_s
         self._ledger, self._clock = ledger, clock
-        self._failed, self._ended, self._left = failed, ended, left
+        self._failed, self._ended, self._leaves = failed, ended, left
         self._again: deque[PromptJob] = deque()
         self._pending: deque[tuple[PromptJob, int]] = deque()  # Samples of started jobs.
         self.jobs: dict[int, PromptJob] = {}  # In flight, by ordinal.
@@ -106,9 +105,9 @@ class Feeder:
         return len(self._tasks)
 
     @property
-    def waiting(self) -> int:
-        """Drawn prompts that must be generated again."""
-        return len(self._again)
+    def left(self) -> int:
+        """Prompts on their way: in flight, finished and not trained on, or to generate again."""
+        return len(self.jobs) + self.finished + len(self._again)
 
     def resume(self, restored: Restored) -> list[Group]:
         """Continue from a ledger: skip drawn prompts, and return the finished groups."""
@@ -219,7 +218,7 @@ class Feeder:
         if self._group_size is not None:
             options["sample"] = sample
         if self._ledger is not None:
-            options["draft"] = Draft(job.ordinal, job.partials, self._ledger)
+            options["draft"] = Draft(job.ordinal, job.partials, self._ledger.sampled)
         call = self._generate(job.prompt, **options)
         if self._rollout_timeout_s is None:
             return await call
@@ -278,7 +277,7 @@ class Feeder:
     def _leave(self, job: PromptJob, reason: str) -> None:
         """Let the prompt leave the run without being trained on."""
         del self.jobs[job.ordinal]
-        self._left(job.prompt, reason)
+        self._leaves(job.prompt, reason)
         if self._ledger is not None:
             self._ledger.left_out(job.ordinal, reason)
         self._buffer.look_again()

@@ -1,11 +1,11 @@
-"""A ledger on disk: one SQLite file. A killed process leaves it as its last call did."""
+"""A ledger in one SQLite file. A killed process leaves it as its last call did."""
 
 from __future__ import annotations
 
 import json
 import os
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, Literal
@@ -14,15 +14,28 @@ from .. import codec
 from ..database import Database
 from ..errors import CorruptionError, UsageError, check_version
 from ..rollout import Group, Rollout
-from . import packed, tables
-from .ledger import Partial, PromptState, Restored, group_rolled_back, rolled_back
+from . import tables
+from .ledger import (
+    Partial,
+    PromptState,
+    Restored,
+    group_rolled_back,
+    pack_group,
+    pack_trajectory,
+    rolled_back,
+    unpack_group,
+    unpack_trajectory,
+)
 from .tables import name_of
 
 __all__ = ["Journal"]
 
 
 class Journal:
-    """A ledger on disk, which survives its process.
+    """A record of what happened to each prompt of a training run. It survives its process.
+
+    Prompts are numbered 0, 1, 2, ... as they are drawn. A call that cannot have happened, such as
+    training a prompt twice, raises UsageError and changes nothing.
 
     After SIGKILL every call that returned has taken effect. A call that was interrupted has taken
     effect as a whole or not at all. Final prompts and left out prompts are deleted and counted. So
@@ -37,8 +50,6 @@ class Journal:
         durability: "process" survives the end of the process. If the machine loses power, the
             journal goes back to an earlier moment. "power" survives that too, and costs an fsync
             per call.
-        encode: makes a JSON value from a prompt. By default the prompt is a JSON value.
-        decode: makes the prompt from that value.
         timeout_s: the longest wait for another program that writes to the file.
 
     Raises:
@@ -56,13 +67,8 @@ class Journal:
         path: str | os.PathLike[str],
         *,
         durability: Literal["process", "power"] = "process",
-        encode: Callable[[Any], Any] | None = None,
-        decode: Callable[[Any], Any] | None = None,
         timeout_s: float = 5.0,
     ) -> None:
-        if (encode is None) != (decode is None):
-            raise UsageError("encode= and decode= go together: each undoes the other")
-        self._encode, self._decode = encode, decode
         self._database = Database(
             path,
             schema=tables.SCHEMA,
@@ -87,17 +93,15 @@ class Journal:
 
         Raises:
             UsageError: its ordinal is not the number of prompts drawn so far.
-            UnsupportedError: the prompt is not a JSON value.
+            UnsupportedError: the prompt is of a type that `codec.pack` does not take.
         """
         ordinal = tables.integer(ordinal)
-        value = prompt if self._encode is None else self._encode(prompt)
-        text = codec.to_json(value, name=name_of(ordinal))
+        value = codec.pack(prompt, name=f"the value of {name_of(ordinal)}")
         with self._database.transaction() as db:
             if ordinal != (cursor := tables.cursor_of(db)):
                 raise UsageError(f"prompt {ordinal} is out of order: the next one is {cursor}")
             db.execute("INSERT INTO prompts (ordinal, state) VALUES (?, ?)", (ordinal, "drawn"))
-            digest = codec.digest(name_of(ordinal), text)
-            db.execute("INSERT INTO texts VALUES (?, ?, ?)", (ordinal, digest, text))
+            db.execute("INSERT INTO drawn VALUES (?, ?)", (ordinal, value))
             db.execute("UPDATE progress SET cursor = ?", (ordinal + 1,))
 
     def started(self, ordinal: int, version: int) -> None:
@@ -114,10 +118,10 @@ class Journal:
         """Store a trajectory of a prompt in flight. It replaces the last one of that sample.
 
         Raises:
-            UnsupportedError: an attachment cannot be packed.
+            UnsupportedError: an attachment cannot be
             CapacityError: it is larger than SQLite's largest value, 1 GB.
         """
-        payload = packed.pack_trajectory(partial, name=name_of(ordinal, sample))
+        payload = pack_trajectory(partial, name=name_of(ordinal, sample))
         with self._database.transaction() as db:
             (ordinal,) = tables.expect(db, "sampled", [ordinal])
             db.execute(
@@ -132,13 +136,13 @@ class Journal:
         The drawn prompt stays, and is not written again.
 
         Raises:
-            UnsupportedError: an attachment cannot be packed.
+            UnsupportedError: an attachment cannot be
             CapacityError: a rollout is larger than SQLite's largest value, 1 GB.
         """
         ordinal = tables.integer(ordinal)
-        head = packed.pack_group(group, name=name_of(ordinal))
+        head = pack_group(group, name=name_of(ordinal))
         payloads = [
-            (ordinal, sample, packed.pack_trajectory(rollout, name=name_of(ordinal, sample)))
+            (ordinal, sample, pack_trajectory(rollout, name=name_of(ordinal, sample)))
             for sample, rollout in enumerate(group.rollouts)
         ]
         with self._database.transaction() as db:
@@ -180,8 +184,14 @@ class Journal:
             UsageError: `ordinals` is empty, repeats a prompt or names one that is not finished, or
                 the step is past.
         """
+        version = check_version(version)
         with self._database.transaction() as db:
-            version = tables.progress_of(db).check_taken(version)
+            now, _ = tables.progress_of(db)
+            if version < (now or 0):
+                raise UsageError(
+                    f"a batch cannot be taken for the step from policy {version}: the policy is "
+                    f"{now} by now"
+                )
             ordinals = tables.expect(db, "taken", ordinals)
             db.execute(
                 "UPDATE prompts SET state = 'taken', step = ?"
@@ -193,11 +203,21 @@ class Journal:
         """End the step from policy `version`. The policy is `version + 1` then."""
         version = check_version(version)
         with self._database.transaction() as db:
+            now, _ = tables.progress_of(db)
+            if now not in {None, version}:
+                raise UsageError(
+                    f"the step from policy {version} cannot be done: the policy is {now}"
+                )
             done = db.execute(
                 "UPDATE prompts SET state = 'trained' WHERE state = 'taken' AND step = ?",
                 (version,),
             )
-            tables.advance(db, tables.progress_of(db).trained(version, taken=done.rowcount))
+            if not done.rowcount:
+                raise UsageError(
+                    f"no batch was taken for the step from policy {version}. Call taken() before "
+                    "trained()."
+                )
+            db.execute("UPDATE progress SET version = ?", (version + 1,))
 
     def checkpointed(self, version: int) -> None:
         """Make the steps before policy `version` final, because its weights are durable.
@@ -206,13 +226,20 @@ class Journal:
         """
         version = check_version(version)
         with self._database.transaction() as db:
-            tables.advance(db, tables.progress_of(db).checkpointed(version))
+            now, final = tables.progress_of(db)
+            if version > (now or 0):
+                raise UsageError(
+                    f"weights of policy {version} cannot be durable: the policy is {now or 0}. Call"
+                    " checkpointed() once the step has ended."
+                )
+            # An older save may end later.
+            db.execute("UPDATE progress SET final = ?", (max(version, final),))
             done = db.execute(
                 "SELECT ordinal FROM prompts WHERE state = 'trained' AND step < ?", (version,)
             )
-            final = [ordinal for (ordinal,) in done]
-            tables.delete(db, final)
-            db.execute("UPDATE progress SET trained = trained + ?", (len(final),))
+            ordinals = [ordinal for (ordinal,) in done]
+            tables.delete(db, ordinals)
+            db.execute("UPDATE progress SET trained = trained + ?", (len(ordinals),))
 
     def restore(self, version: int) -> Restored:
         """Go back to policy `version`, the policy of the loaded weights. Return where to continue.
@@ -228,9 +255,8 @@ class Journal:
         """
         version = check_version(version)
         with self._database.transaction() as db:
-            taken = db.execute("SELECT DISTINCT step FROM prompts WHERE state = 'taken'")
-            steps = [step for (step,) in taken]
-            tables.advance(db, tables.progress_of(db).restored(version, taken=steps))
+            tables.check_restart(db, version)
+            db.execute("UPDATE progress SET version = ?", (version,))
             db.execute(
                 "UPDATE prompts SET state = 'trained' WHERE state = 'taken' AND step < ?",
                 (version,),
@@ -240,8 +266,7 @@ class Journal:
             )
             db.execute("UPDATE prompts SET state = 'drawn' WHERE state = 'in flight'")
             tables.check(db)
-            again, finished = self._again(db, version), self._finished(db, version)
-            return Restored(tables.cursor_of(db), again, finished)
+            return Restored(tables.cursor_of(db), _again(db, version), _finished(db, version))
 
     def counts(self) -> dict[PromptState, int]:
         """Return the number of prompts in each state. Final prompts count as trained."""
@@ -251,69 +276,69 @@ class Journal:
     def table(self) -> str:
         """Return a table with one line per state: the number of its prompts."""
         with self._database.transaction() as db:
-            counts, progress = tables.counts_of(db), tables.progress_of(db)
+            counts, (version, final) = tables.counts_of(db), tables.progress_of(db)
         lines = [f"{state:<12}{count:>10}" for state, count in counts.items()]
-        version = "unknown" if progress.version is None else progress.version
+        now = "unknown" if version is None else version
         return "\n".join(
             [
                 f"{'state':<12}{'prompts':>10}",
                 *lines,
                 f"{'in all':<12}{sum(counts.values()):>10}",
-                f"policy {version}; steps before policy {progress.final} are final",
+                f"policy {now}; steps before policy {final} are final",
             ]
         )
 
-    def _again(self, db: sqlite3.Connection, version: int) -> list[tuple[int, Any, dict[int, Any]]]:
-        partials: dict[int, dict[int, Any]] = {}
-        changed = []
-        for ordinal, sample, payload in tables.trajectories(db, "drawn", "ordinal, sample"):
-            value = packed.unpack_trajectory(payload, name=name_of(ordinal, sample))
-            kept = rolled_back(value, version)
-            if kept is not value:
-                changed.append((ordinal, sample, kept))
-            partials.setdefault(ordinal, {})[sample] = kept
-        _rewrite(db, changed)
-        return [
-            (ordinal, prompt, partials.get(ordinal, {}))
-            for ordinal, (prompt, _) in self._prompts(db, "drawn").items()
+
+def _again(db: sqlite3.Connection, version: int) -> list[tuple[int, Any, dict[int, Any]]]:
+    partials: dict[int, dict[int, Any]] = {}
+    changed = []
+    for ordinal, sample, payload in tables.trajectories(db, "drawn", "ordinal, sample"):
+        value = unpack_trajectory(payload, name=name_of(ordinal, sample))
+        kept = rolled_back(value, version)
+        if kept is not value:
+            changed.append((ordinal, sample, kept))
+        partials.setdefault(ordinal, {})[sample] = kept
+    _rewrite(db, changed)
+    return [
+        (ordinal, prompt, partials.get(ordinal, {}))
+        for ordinal, (prompt, _) in _prompts(db, "drawn").items()
+    ]
+
+
+def _finished(db: sqlite3.Connection, version: int) -> list[tuple[int, Group]]:
+    prompts, groups = _prompts(db, "finished"), []
+    changed = []
+    # A group's rollouts are inserted together, so ids have the order in which groups finished.
+    for ordinal, rows in groupby(tables.trajectories(db, "finished", "id"), itemgetter(0)):
+        prompt, head = prompts.pop(ordinal)
+        rollouts = [
+            unpack_trajectory(payload, name=name_of(ordinal, sample)) for _, sample, payload in rows
         ]
+        found = unpack_group(head, prompt, rollouts, name=name_of(ordinal))
+        group = group_rolled_back(found, version)
+        if group is not found:
+            changed.append((ordinal, group))
+        groups.append((ordinal, group))
+    if prompts:
+        raise CorruptionError(f"{name_of(min(prompts))} is finished, and its rollouts are gone")
+    for ordinal, group in changed:
+        head = pack_group(group, name=name_of(ordinal))
+        db.execute("UPDATE prompts SET head = ? WHERE ordinal = ?", (head, ordinal))
+        _rewrite(db, [(ordinal, i, each) for i, each in enumerate(group.rollouts)])
+    return groups
 
-    def _finished(self, db: sqlite3.Connection, version: int) -> list[tuple[int, Group]]:
-        prompts, groups = self._prompts(db, "finished"), []
-        changed = []
-        # A group's rollouts are inserted together, so ids have the order in which groups finished.
-        for ordinal, rows in groupby(tables.trajectories(db, "finished", "id"), itemgetter(0)):
-            prompt, head = prompts.pop(ordinal)
-            rollouts = [
-                packed.unpack_trajectory(payload, name=name_of(ordinal, sample))
-                for _, sample, payload in rows
-            ]
-            found = packed.unpack_group(head, prompt, rollouts, name=name_of(ordinal))
-            group = group_rolled_back(found, version)
-            if group is not found:
-                changed.append((ordinal, group))
-            groups.append((ordinal, group))
-        if prompts:
-            raise CorruptionError(f"{name_of(min(prompts))} is finished, and its rollouts are gone")
-        for ordinal, group in changed:
-            head = packed.pack_group(group, name=name_of(ordinal))
-            db.execute("UPDATE prompts SET head = ? WHERE ordinal = ?", (head, ordinal))
-            _rewrite(db, [(ordinal, i, each) for i, each in enumerate(group.rollouts)])
-        return groups
 
-    def _prompts(self, db: sqlite3.Connection, state: str) -> dict[int, tuple[Any, bytes]]:
-        """Return the prompts in a state, and the packed fields of their groups, by ordinal."""
-        prompts = {}
-        for ordinal, head, digest, text in db.execute(
-            "SELECT ordinal, head, digest, text FROM prompts LEFT JOIN texts USING (ordinal)"
-            " WHERE state = ? ORDER BY ordinal",
-            (state,),
-        ):
-            if text is None or codec.digest(name_of(ordinal), text) != digest:
-                raise CorruptionError(f"the text of {name_of(ordinal)} does not match its checksum")
-            value = codec.from_json(text)
-            prompts[ordinal] = (value if self._decode is None else self._decode(value), head or b"")
-        return prompts
+def _prompts(db: sqlite3.Connection, state: str) -> dict[int, tuple[Any, bytes]]:
+    """Return the prompts in a state, and the packed fields of their groups, by ordinal."""
+    prompts = {}
+    for ordinal, head, value in db.execute(
+        "SELECT ordinal, head, value FROM prompts LEFT JOIN drawn USING (ordinal)"
+        " WHERE state = ? ORDER BY ordinal",
+        (state,),
+    ):
+        prompt = codec.unpack(value or b"", name=f"the value of {name_of(ordinal)}")
+        prompts[ordinal] = prompt, head or b""
+    return prompts
 
 
 def _rewrite(db: sqlite3.Connection, changed: list[tuple[int, int, Any]]) -> None:
@@ -321,7 +346,7 @@ def _rewrite(db: sqlite3.Connection, changed: list[tuple[int, int, Any]]) -> Non
     db.executemany(
         "UPDATE trajectories SET payload = ? WHERE ordinal = ? AND sample = ?",
         (
-            (packed.pack_trajectory(kept, name=name_of(ordinal, sample)), ordinal, sample)
+            (pack_trajectory(kept, name=name_of(ordinal, sample)), ordinal, sample)
             for ordinal, sample, kept in changed
         ),
     )

@@ -1,4 +1,4 @@
-"""The calls that record what happened to each prompt, and the rules of every ledger.
+"""The values of a journal and their bytes: states, unfinished rollouts, the point of a restart.
 
 A prompt is in one state. The loop moves it with the call at the arrow:
 
@@ -12,28 +12,31 @@ and from taken and trained back to finished for the steps after the restored wei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError, check_version
+from ..codec import pack, unpack
+from ..errors import CorruptionError, UnsupportedError
 from ..rollout import UNSAMPLED, Group, Rollout, freeze_trajectory, pickled
 
 __all__ = [
-    "MOVES",
     "Draft",
-    "Ledger",
     "Partial",
-    "Progress",
     "PromptState",
     "Restored",
     "group_rolled_back",
-    "refuse",
+    "pack_group",
+    "pack_trajectory",
+    "pack_whole_group",
     "rolled_back",
+    "unpack_group",
+    "unpack_trajectory",
+    "unpack_whole_group",
 ]
 
 
@@ -49,32 +52,11 @@ class PromptState(StrEnum):
     FAILED = "failed"
 
 
-# The states in which each call may find a prompt.
-MOVES = {
-    "started": (PromptState.DRAWN, PromptState.IN_FLIGHT),
-    "sampled": (PromptState.IN_FLIGHT,),
-    "finished": (PromptState.IN_FLIGHT,),
-    "dropped": (PromptState.IN_FLIGHT, PromptState.FINISHED),
-    "left_out": (PromptState.DRAWN, PromptState.IN_FLIGHT, PromptState.FINISHED),
-    "taken": (PromptState.FINISHED,),
-}
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
     """An unfinished rollout: the trajectory so far. Its arrays are read-only copies.
 
-    Args:
-        tokens: ids of the prompt, then of the completion so far, as int64.
-        prompt_length: the number of prompt tokens. All tokens may be prompt tokens.
-        logprobs: the engine's log-probability of each completion token, as float64.
-        versions: the policy version that sampled each completion token, or `UNSAMPLED`, as int64.
-        loss_mask: the completion tokens to train on, as bool. By default all sampled tokens.
-        attachments: values that travel with the trajectory unchanged, such as expert routes.
-
-    Raises:
-        ShapeError: lengths do not fit, or the mask is not bool.
-        UsageError: an id or a version is negative, or a log-probability is not finite.
+    Arguments and errors are those of `Rollout`, but all tokens may be prompt tokens.
     """
 
     tokens: NDArray[np.int64]
@@ -92,7 +74,7 @@ class Partial:
 
     @property
     def completion(self) -> NDArray[np.int64]:
-        """Ids of the completion: sampled tokens, and tokens that were given in between."""
+        """Ids of the completion so far."""
         return self.tokens[self.prompt_length :]
 
     @property
@@ -144,137 +126,108 @@ class Restored:
     finished: list[tuple[int, Group]]
 
 
-class Ledger(Protocol):
-    """A record of what happened to each prompt of a training run.
-
-    Prompts are numbered 0, 1, 2, ... as they are drawn. Every call is synchronous and quick, and
-    changes all or nothing. When it returns, the change is as durable as the ledger promises. A call
-    that cannot have happened, such as training a prompt twice, raises UsageError and changes
-    nothing.
-    """
-
-    def drawn(self, ordinal: int, prompt: Any) -> None:
-        """Add the next prompt of the iterable."""
-
-    def started(self, ordinal: int, version: int) -> None:
-        """Put a prompt in flight under policy `version`, for the first time or again."""
-
-    def sampled(self, ordinal: int, sample: int, partial: Partial | Rollout) -> None:
-        """Store a trajectory of a prompt in flight. It replaces the last one of that sample."""
-
-    def finished(self, ordinal: int, group: Group) -> None:
-        """Store the group of a prompt in flight. It replaces the prompt's trajectories."""
-
-    def dropped(self, ordinal: int) -> None:
-        """Delete the samples of a prompt, which is generated again from the start."""
-
-    def left_out(self, ordinal: int, reason: str) -> None:
-        """End a prompt without training on it: "filtered" or "failed", then ": why". Final."""
-
-    def taken(self, ordinals: Sequence[int], version: int) -> None:
-        """Take finished prompts for the step from policy `version`."""
-
-    def trained(self, version: int) -> None:
-        """End the step from policy `version`. The policy is `version + 1` then."""
-
-    def checkpointed(self, version: int) -> None:
-        """Make the steps before policy `version` final, because its weights are durable."""
-
-    def restore(self, version: int) -> Restored:
-        """Go back to policy `version`, the policy of the loaded weights. Return where to continue.
-
-        Prompts of steps from `version` on, taken or trained, are finished again. Prompts in flight
-        are generated again, from their trajectories. Earlier steps with a batch are done, because
-        the weights result from them. Tokens of policies after `version` count as tokens of
-        `version`.
-
-        Raises:
-            UsageError: steps from `version` on are final, or no recorded steps lead to `version`.
-        """
-        ...
-
-
 class Draft:
     """The trajectories of one prompt so far. `generate` continues them and saves new ones."""
 
-    def __init__(self, ordinal: int, partials: dict[int, Partial], ledger: Ledger) -> None:
-        self.ordinal, self.partials, self._ledger = ordinal, partials, ledger
+    def __init__(
+        self,
+        ordinal: int,
+        partials: dict[int, Partial],
+        store: Callable[[int, int, Partial], None],
+    ) -> None:
+        self.ordinal, self.partials, self._store = ordinal, partials, store
 
     def save(self, sample: int, partial: Partial) -> None:
         """Store a trajectory. It is durable when this returns."""
-        self._ledger.sampled(self.ordinal, sample, partial)
+        self._store(self.ordinal, sample, partial)
         self.partials[sample] = partial
 
 
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a training run in steps, and the rules of their order. Pure.
+_TRAJECTORIES = {"partial": Partial, "rollout": Rollout}
 
-    Args:
-        version: the policy from which the next step begins. None before it is known.
-        final: steps before this policy are final.
+
+def pack_trajectory(trajectory: Partial | Rollout, *, name: str) -> bytes:
+    """Pack every field of a trajectory.
+
+    Raises:
+        UnsupportedError: it is not a Partial or a Rollout, or an attachment cannot be packed.
     """
-
-    version: int | None = None
-    final: int = 0
-
-    def check_taken(self, version: int) -> int:
-        """Return the step for which a batch is taken. Raises UsageError if the step is past."""
-        if check_version(version) < (self.version or 0):
-            raise UsageError(
-                f"a batch cannot be taken for the step from policy {version}: the policy is "
-                f"{self.version} by now"
-            )
-        return version
-
-    def trained(self, version: int, *, taken: int) -> Progress:
-        """Return the progress after a step for which `taken` prompts were taken."""
-        if check_version(version) != (version if self.version is None else self.version):
-            raise UsageError(
-                f"the step from policy {version} cannot be done: the policy is {self.version}"
-            )
-        if not taken:
-            raise UsageError(
-                f"no batch was taken for the step from policy {version}. Call taken() before "
-                "trained()."
-            )
-        return replace(self, version=version + 1)
-
-    def checkpointed(self, version: int) -> Progress:
-        """Return the progress after weights of policy `version` became durable."""
-        if check_version(version) > (newest := self.version or 0):
-            raise UsageError(
-                f"weights of policy {version} cannot be durable: the policy is {newest}. Call"
-                " checkpointed() once the step has ended."
-            )
-        return replace(self, final=max(version, self.final))  # An older save may end later.
-
-    def restored(self, version: int, *, taken: Collection[int]) -> Progress:
-        """Return the progress after a rollback.
-
-        Args:
-            taken: the steps for which batches are taken. If the weights are one step ahead, that
-                step was done: the weights were saved, and the run ended before recording the step.
-        """
-        if check_version(version) < self.final:
-            raise UsageError(
-                f"cannot go back to policy {version}: steps before policy {self.final} are final, "
-                f"and their groups gone. Restore policy {self.final} or a later one, or begin a "
-                "new ledger."
-            )
-        ahead = 0 if self.version is None else version - self.version
-        if ahead > len(taken) or not {*range(version - max(0, ahead), version)} <= {*taken}:
-            raise UsageError(
-                f"cannot go on from policy {version}: the last step recorded led to policy "
-                f"{self.version}. The weights are of another run, or the ledger is."
-            )
-        return replace(self, version=version)
+    for kind, cls in _TRAJECTORIES.items():
+        if type(trajectory) is cls:
+            values = {each.name: getattr(trajectory, each.name) for each in fields(cls)}
+            return pack([kind, values], name=name)
+    raise UnsupportedError(f"{name} is a {type(trajectory).__name__}; give a Partial or a Rollout")
 
 
-def refuse(call: str, ordinal: int, state: str | None, *, cursor: int) -> NoReturn:
-    """Raise the UsageError of a call that finds a prompt in a wrong state."""
-    if state is None:
-        state = "final" if ordinal < cursor else f"not drawn yet: there are {cursor} prompts"
-    raise UsageError(
-        f"{call}() needs a prompt that is {' or '.join(MOVES[call])}; prompt {ordinal} is {state}"
-    )
+def unpack_trajectory(payload: bytes, *, name: str) -> Partial | Rollout:
+    """Return the trajectory that was packed.
+
+    Raises:
+        CorruptionError: bytes changed after packing.
+        UnsupportedError: it has fields that this version does not know.
+    """
+    kind, values = unpack(payload, name=name)
+    return _TRAJECTORIES[kind](**_known(values, _TRAJECTORIES[kind], name))
+
+
+def pack_group(group: Group, *, name: str) -> bytes:
+    """Pack the fields of a group except its prompt and its rollouts."""
+    others = {each.name for each in fields(Group)} - {"prompt", "rollouts"}
+    return pack({each: getattr(group, each) for each in sorted(others)}, name=name)
+
+
+def unpack_group(payload: bytes, prompt: Any, rollouts: Sequence[Any], *, name: str) -> Group:
+    """Return a group, given its prompt and its rollouts.
+
+    Raises:
+        CorruptionError: bytes changed after packing.
+        UnsupportedError: it has fields that this version does not know.
+    """
+    values = _known(unpack(payload, name=name), Group, name)
+    return Group(prompt=prompt, rollouts=tuple(rollouts), **values)
+
+
+def pack_whole_group(group: Group) -> bytes:
+    """Pack a group with its prompt and its rollouts, under its ordinal.
+
+    Raises:
+        UnsupportedError: a rollout is not a `Rollout`, or the prompt or an attachment cannot be
+            packed.
+    """
+    name = _named(group.ordinal)
+    if strange := [type(each).__name__ for each in group.rollouts if type(each) is not Rollout]:
+        raise UnsupportedError(f"{name} has a {strange[0]}, which would come back as a Rollout")
+    return pack(_values(group) | {"rollouts": [*map(_values, group.rollouts)]}, name=name)
+
+
+def unpack_whole_group(payload: bytes, ordinal: int) -> Group:
+    """Return the group that was packed. Forged bytes may raise other errors.
+
+    Raises:
+        CorruptionError: bytes changed after packing, or the group has another ordinal.
+        UnsupportedError: it has fields that this version does not know.
+    """
+    name = _named(ordinal)
+    values = _known(unpack(payload, name=name), Group, name)
+    rollouts = [Rollout(**_known(each, Rollout, name)) for each in values["rollouts"]]
+    group = Group(**values | {"rollouts": tuple(rollouts)})
+    if group.ordinal != ordinal:
+        raise CorruptionError(f"{name} says that it is of ordinal {group.ordinal}")
+    return group
+
+
+def _named(ordinal: int) -> str:
+    return f"the group of ordinal {ordinal}"
+
+
+def _values(item: Group | Rollout) -> dict[str, Any]:
+    return {each.name: getattr(item, each.name) for each in fields(item)}
+
+
+def _known(values: dict[str, Any], cls: type, name: str) -> dict[str, Any]:
+    if unknown := sorted(values.keys() - {each.name for each in fields(cls)}):
+        raise UnsupportedError(
+            f"{name} has {', '.join(unknown)}, which {cls.__name__} here does not know: another "
+            "version of primeblocks wrote it. Go on with that one."
+        )
+    return values

@@ -19,7 +19,7 @@ from ..errors import ClosedError, UsageError, check_counts, check_version
 from ..rollout import Group
 from .buffer import RolloutBuffer
 from .feeder import Feeder, Generate
-from .ledger import Ledger
+from .journal import Journal
 from .scheduler import AdaptiveLimit, Retries
 from .staleness import staleness
 from .step import Step
@@ -59,7 +59,7 @@ class AsyncLoop:
         retries: rules for rollouts that raise or take too long.
         rollout_timeout_s: the longest time of one call of `generate`. By default unbounded.
         source: returns the name of a prompt's source. `sources` counts by this name.
-        ledger: records the run, so that it can be resumed: a `Journal`.
+        ledger: records the run, so that it can be resumed.
         version: the policy with which the engine starts.
         step_timeout_s: the longest wait for a batch, a training step or a publish.
 
@@ -89,7 +89,7 @@ class AsyncLoop:
         retries: Retries | None = None,
         rollout_timeout_s: float | None = None,
         source: Callable[[Any], str] | None = None,
-        ledger: Ledger | None = None,
+        ledger: Journal | None = None,
         version: int = 0,
         step_timeout_s: float = 600.0,
         clock: Clock | None = None,
@@ -216,7 +216,7 @@ class AsyncLoop:
         """Record why there are fewer steps. Raise if failures are the only reason."""
         assert self._feeder is not None
         ends, feeder = self._ends, self._feeder
-        left = len(feeder.jobs) + feeder.finished + feeder.waiting
+        left = feeder.left
         self.ended = (
             f"{done} of {count} steps were trained, because the prompts are used up: "
             f"{ends['trained']} were trained on, {ends['failed']} failed, {ends['filtered']} were "
@@ -376,8 +376,7 @@ class AsyncLoop:
         requests = limit - feeder.requests
         feeder.start(groups=groups, requests=requests, version=self.published)
         self._pace(feeder.requests < limit and not feeder.exhausted)
-        left = len(feeder.jobs) + feeder.finished + feeder.waiting
-        if feeder.exhausted and left < self._batch_size:
+        if feeder.exhausted and feeder.left < self._batch_size:
             self._starve(_Exhausted())
 
     def _pace(self, idle: bool) -> None:

@@ -9,6 +9,9 @@ from ..errors import UsageError
 __all__ = ["AdaptiveLimit", "Retries"]
 
 
+# Parts of the KV cache: below the first the limit grows, and from the second on it is cut.
+_GROW_BELOW, _CUT_ABOVE = 0.6, 0.9
+_INCREASE, _CUT = 4, 0.8
 # A queue longer than 1 / 8 of the limit means that the engine is full.
 _QUEUED = 8
 
@@ -16,48 +19,26 @@ _QUEUED = 8
 class AdaptiveLimit:
     """A limit on requests in flight that follows the reports of the engine.
 
-    The limit grows by `increase` while it is reached and the KV cache has room. It is multiplied by
-    `cut` as soon as the cache is nearly full, or if requests are preempted or queued. An engine
-    computes preempted requests twice. Pass the object as `max_in_flight`, and call `observe` at
-    every poll of the engine. Local, without a clock.
+    The limit grows by 4 while it is reached and less than 0.6 of the KV cache are used. It is
+    multiplied by 0.8 if 0.9 of the cache are used, or if requests are preempted or queued. An
+    engine computes preempted requests twice. Pass the object as `max_in_flight`, and call `observe`
+    at every poll of the engine. Local, without a clock.
 
     Args:
         start: the first limit.
         most: the largest limit.
         least: the smallest limit.
-        grow_below: the used part of the KV cache below which the limit grows.
-        cut_above: the used part of the KV cache from which the limit is cut.
-        increase: the requests to add when the limit grows.
-        cut: the factor to multiply by when the limit is cut.
 
     Raises:
-        UsageError: the limits or the parts are not in ascending order, or `increase` or `cut` is
-            out of range.
+        UsageError: the limits are not in ascending order.
 
     Source: Chiu and Jain 1989; prime-rl's dispatcher has such a controller.
     """
 
-    def __init__(
-        self,
-        *,
-        start: int,
-        most: int,
-        least: int = 1,
-        grow_below: float = 0.6,
-        cut_above: float = 0.9,
-        increase: int = 4,
-        cut: float = 0.8,
-    ) -> None:
-        if not 1 <= least <= start <= most or not 0 < grow_below < cut_above <= 1:
-            raise UsageError(
-                "needs 1 <= least <= start <= most and 0 < grow_below < cut_above <= 1; got "
-                f"{least}, {start}, {most} and {grow_below}, {cut_above}"
-            )
-        if increase < 1 or not 0 < cut < 1:
-            raise UsageError(f"needs increase >= 1 and 0 < cut < 1; got {increase} and {cut}")
+    def __init__(self, *, start: int, most: int, least: int = 1) -> None:
+        if not 1 <= least <= start <= most:
+            raise UsageError(f"needs 1 <= least <= start <= most; got {least}, {start} and {most}")
         self.limit, self.least, self.most = start, least, most
-        self.grow_below, self.cut_above = grow_below, cut_above
-        self.increase, self.cut = increase, cut
         self._preempted = 0
 
     def observe(
@@ -72,10 +53,10 @@ class AdaptiveLimit:
             waiting: requests in the engine's queue that do not run yet.
         """
         more, self._preempted = preempted - self._preempted, preempted
-        if kv_used >= self.cut_above or more > 0 or waiting * _QUEUED > self.limit:
-            self.limit = max(self.least, int(min(self.limit, in_flight) * self.cut))
-        elif kv_used < self.grow_below and in_flight >= self.limit:
-            self.limit = min(self.most, self.limit + self.increase)
+        if kv_used >= _CUT_ABOVE or more > 0 or waiting * _QUEUED > self.limit:
+            self.limit = max(self.least, int(min(self.limit, in_flight) * _CUT))
+        elif kv_used < _GROW_BELOW and in_flight >= self.limit:
+            self.limit = min(self.most, self.limit + _INCREASE)
         return self.limit
 
 

@@ -15,7 +15,7 @@ from ..rollout import Group, Rollout
 
 __all__ = ["StalenessPolicy", "staleness"]
 
-ON_STALE = ("wait", "pace", "mask", "drop", "continue")
+_ON_STALE = ("wait", "pace", "mask", "drop", "continue")
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,14 @@ class StalenessPolicy:
             raise UsageError(
                 f"max_off_policy_steps must be 0 or more; got {self.max_off_policy_steps}"
             )
-        if self.on_stale not in ON_STALE:
-            raise UsageError(f"on_stale must be one of {list(ON_STALE)}; got {self.on_stale!r}.")
+        if self.on_stale not in _ON_STALE:
+            raise UsageError(f"on_stale must be one of {list(_ON_STALE)}; got {self.on_stale!r}.")
         if not self.correction and (self.max_off_policy_steps or self.on_stale == "continue"):
             raise UsageError(
                 f"max_off_policy_steps={self.max_off_policy_steps} with on_stale="
                 f"{self.on_stale!r} trains on tokens of older policies. Name what the loss does "
                 'about it: correction="truncated importance sampling", for instance.'
             )
-
-    def admits(self, item: Group | Rollout, *, version: int) -> bool:
-        """Say whether the policy `version` may train on all of `item`. Pure.
-
-        Raises:
-            UsageError: as for `staleness`.
-        """
-        return staleness(item, version=version) <= self.max_off_policy_steps
 
     def fresh(self, rollout: Rollout, *, version: int) -> NDArray[np.bool_]:
         """`[completion]`: a mask of tokens within the bound, for the policy `version`. Pure.
@@ -94,7 +86,8 @@ class StalenessPolicy:
         Raises:
             UsageError: as for `staleness`.
         """
-        if self.admits(group, version=version) or self.on_stale in ("pace", "continue"):
+        is_fresh = staleness(group, version=version) <= self.max_off_policy_steps
+        if is_fresh or self.on_stale in ("pace", "continue"):
             return group
         if self.on_stale != "mask":
             return None
@@ -107,9 +100,8 @@ class StalenessPolicy:
     def room(self, *, batch_size: int, in_flight: int, finished: int, behind: int = 0) -> int:
         """Return how many more groups may be started and still be trained on in time. Pure.
 
-        The trainer uses `batch_size` groups per step. So a group after
-        `(max_off_policy_steps + 1) * batch_size` other groups cannot be trained on in time. Under
-        "continue" there is always room.
+        A group after `(max_off_policy_steps + 1) * batch_size` other groups cannot be trained on in
+        time. Under "continue" there is always room.
 
         Args:
             in_flight: groups that are being generated.

@@ -32,10 +32,10 @@ class Step:
         lost: prompts that used up their attempts, each with the reason.
         masked_tokens: tokens of this batch that do not count in the loss because of their age.
         trainer_idle_s: seconds that training waited for rollouts.
-        engine_idle_s: seconds since the step before in which fewer requests ran than may, for
-            what they would make could not be trained on in time.
+        engine_idle_s: seconds since the step before in which fewer requests ran than allowed,
+            because their groups would be too old.
         train_s: seconds of `train`.
-        publish_s: seconds of `publish` that nothing else was done in.
+        publish_s: seconds of `publish` in which training waited.
         metrics: the result of `train`. `postfix` shows "ess" and "k3" of a mapping.
     """
 
@@ -81,11 +81,8 @@ class Step:
     def metrics_dict(self) -> dict[str, float]:
         """Return the step as a flat dictionary for a logger. Pure.
 
-        Every value is a float or an int. A value that this step does not have, such as the reward
-        of rollouts without rewards, is NaN. Only names in `Rollout.rewards` and names that `train`
-        returned change the keys.
-
-        If `train` returned a mapping, its numbers are added under their own names, and replace
+        A value that this step does not have, such as the reward of rollouts without rewards, is
+        NaN. If `train` returned a mapping, its numbers are added under their own names, and replace
         ours. The names of `losses.corrections.off_policy_metrics` get verl's prefix
         `rollout_corr/`. docs/recipes/metrics.md lists all names.
         """

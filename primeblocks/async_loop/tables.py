@@ -9,14 +9,14 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import CorruptionError, UsageError
-from .ledger import MOVES, Progress, PromptState, refuse
+from .ledger import PromptState
 
 __all__ = [
     "APPLICATION",
     "SCHEMA",
     "SCHEMA_VERSION",
-    "advance",
     "check",
+    "check_restart",
     "counts_of",
     "cursor_of",
     "delete",
@@ -27,13 +27,22 @@ __all__ = [
     "trajectories",
 ]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION = 0x50424A4C  # "PBJL"
 _MAX_INTEGER = (1 << 63) - 1
 # The states that a row may have. Final prompts and left out prompts have no row.
 _STATES = [*PromptState][: [*PromptState].index(PromptState.TRAINED) + 1]
-
-# Texts and trajectories have tables of their own, because an update rewrites the whole row.
+# The states in which each call may find a prompt.
+_MOVES = {
+    "started": (PromptState.DRAWN, PromptState.IN_FLIGHT),
+    "sampled": (PromptState.IN_FLIGHT,),
+    "finished": (PromptState.IN_FLIGHT,),
+    "dropped": (PromptState.IN_FLIGHT, PromptState.FINISHED),
+    "left_out": (PromptState.DRAWN, PromptState.IN_FLIGHT, PromptState.FINISHED),
+    "taken": (PromptState.FINISHED,),
+}
+# Steps before policy `final` are final. Values of prompts and trajectories have tables of their
+# own, because an update rewrites the whole row.
 SCHEMA = """
 CREATE TABLE progress (cursor INTEGER NOT NULL, version INTEGER, final INTEGER NOT NULL,
     trained INTEGER NOT NULL, filtered INTEGER NOT NULL, failed INTEGER NOT NULL);
@@ -41,7 +50,7 @@ INSERT INTO progress VALUES (0, NULL, 0, 0, 0, 0);
 CREATE TABLE prompts (ordinal INTEGER PRIMARY KEY, state TEXT NOT NULL, version INTEGER,
     step INTEGER, head BLOB);
 CREATE INDEX steps ON prompts (step) WHERE step IS NOT NULL;
-CREATE TABLE texts (ordinal INTEGER PRIMARY KEY, digest BLOB NOT NULL, text BLOB NOT NULL);
+CREATE TABLE drawn (ordinal INTEGER PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE trajectories (id INTEGER PRIMARY KEY, ordinal INTEGER NOT NULL,
     sample INTEGER NOT NULL, payload BLOB NOT NULL, UNIQUE (ordinal, sample));
 """
@@ -56,8 +65,23 @@ def integer(value: Any) -> int:
 
 
 def name_of(ordinal: int, sample: int | None = None) -> str:
-    """Return the name of a prompt or sample for messages and for its checksum."""
     return f"prompt {ordinal}" if sample is None else f"sample {sample} of prompt {ordinal}"
+
+
+def cursor_of(db: sqlite3.Connection) -> int:
+    return db.execute("SELECT cursor FROM progress").fetchone()[0]
+
+
+def progress_of(db: sqlite3.Connection) -> tuple[int | None, int]:
+    return db.execute("SELECT version, final FROM progress").fetchone()
+
+
+def counts_of(db: sqlite3.Connection) -> dict[PromptState, int]:
+    rows = dict(db.execute("SELECT state, count(*) FROM prompts GROUP BY state"))
+    ended = db.execute("SELECT trained, filtered, failed FROM progress").fetchone()
+    for state, count in zip(("trained", "filtered", "failed"), ended, strict=True):
+        rows[state] = rows.get(state, 0) + count
+    return {state: rows.get(state, 0) for state in PromptState}
 
 
 def expect(db: sqlite3.Connection, call: str, ordinals: Sequence[int]) -> list[int]:
@@ -72,45 +96,43 @@ def expect(db: sqlite3.Connection, call: str, ordinals: Sequence[int]) -> list[i
         )
     )
     for ordinal in wanted:
-        if (state := states.get(ordinal)) not in MOVES[call]:
-            refuse(call, ordinal, state, cursor=cursor_of(db))
+        if (state := states.get(ordinal)) in _MOVES[call]:
+            continue
+        if state is None:
+            cursor = cursor_of(db)
+            state = "final" if ordinal < cursor else f"not drawn yet: there are {cursor} prompts"
+        needed = " or ".join(_MOVES[call])
+        raise UsageError(f"{call}() needs a prompt that is {needed}; prompt {ordinal} is {state}")
     return wanted
 
 
-def trajectories(db: sqlite3.Connection, state: str, order: str) -> Iterable[Any]:
-    return db.execute(
-        "SELECT ordinal, sample, payload FROM trajectories JOIN prompts USING (ordinal)"
-        f" WHERE state = ? ORDER BY {order}",
-        (state,),
-    )
-
-
 def delete(db: sqlite3.Connection, ordinals: list[int]) -> None:
-    for name in ("prompts", "texts", "trajectories"):
+    for name in ("prompts", "drawn", "trajectories"):
         db.execute(
             f"DELETE FROM {name} WHERE ordinal IN (SELECT value FROM json_each(?))",
             (json.dumps(ordinals),),
         )
 
 
-def cursor_of(db: sqlite3.Connection) -> int:
-    return db.execute("SELECT cursor FROM progress").fetchone()[0]
+def check_restart(db: sqlite3.Connection, version: int) -> None:
+    """Refuse a policy whose steps are final, and one to which no recorded steps lead.
 
-
-def progress_of(db: sqlite3.Connection) -> Progress:
-    return Progress(*db.execute("SELECT version, final FROM progress").fetchone())
-
-
-def advance(db: sqlite3.Connection, progress: Progress) -> None:
-    db.execute("UPDATE progress SET version = ?, final = ?", (progress.version, progress.final))
-
-
-def counts_of(db: sqlite3.Connection) -> dict[PromptState, int]:
-    rows = dict(db.execute("SELECT state, count(*) FROM prompts GROUP BY state"))
-    ended = db.execute("SELECT trained, filtered, failed FROM progress").fetchone()
-    for state, count in zip(("trained", "filtered", "failed"), ended, strict=True):
-        rows[state] = rows.get(state, 0) + count
-    return {state: rows.get(state, 0) for state in PromptState}
+    The weights may be one step ahead. Then that step was done: they were saved, and the run ended
+    before it recorded the step.
+    """
+    now, final = progress_of(db)
+    if version < final:
+        raise UsageError(
+            f"cannot go back to policy {version}: steps before policy {final} are final, and their "
+            f"groups gone. Restore policy {final} or a later one, or begin a new journal."
+        )
+    taken = {step for (step,) in db.execute("SELECT step FROM prompts WHERE state = 'taken'")}
+    ahead = 0 if now is None else version - now
+    if ahead > len(taken) or not {*range(version - max(ahead, 0), version)} <= taken:
+        raise UsageError(
+            f"cannot go on from policy {version}: the last step recorded led to policy {now}. The "
+            "weights are of another run, or the journal is."
+        )
 
 
 def check(db: sqlite3.Connection) -> None:
@@ -123,3 +145,11 @@ def check(db: sqlite3.Connection) -> None:
             raise CorruptionError(f"{name_of(ordinal)} is in the state {state!r}")
     if (found := sum(counts_of(db).values())) != (cursor := cursor_of(db)):
         raise CorruptionError(f"{cursor} prompts were drawn, and {found} are accounted for")
+
+
+def trajectories(db: sqlite3.Connection, state: str, order: str) -> Iterable[Any]:
+    return db.execute(
+        "SELECT ordinal, sample, payload FROM trajectories JOIN prompts USING (ordinal)"
+        f" WHERE state = ? ORDER BY {order}",
+        (state,),
+    )

@@ -19,9 +19,8 @@ T = TypeVar("T")
 class WorkerThread:
     """A thread that runs blocking calls one after the other.
 
-    It is always the same thread, because the current CUDA device, its streams and OpenMP's teams
-    belong to a thread. It is a daemon: a call that hangs must not keep the process alive, as it
-    would with `asyncio.to_thread`.
+    It is one thread, because the current CUDA device, its streams and OpenMP's teams belong to a
+    thread. It is a daemon: a call that hangs does not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:

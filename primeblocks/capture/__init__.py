@@ -6,9 +6,9 @@ and `adapters.uvicorn.CaptureServer` serves them over HTTP.
 """
 
 from .conversation import Continuity, Conversation
+from .history import Renderer
 from .journal import CaptureJournal
-from .recorder import CaptureBounds, CaptureSession, Recorder
-from .seams import Generate, Renderer, Sampled
+from .recorder import CaptureBounds, CaptureSession, Generate, Recorder, Sampled
 
 __all__ = [
     "CaptureBounds",

@@ -1,10 +1,7 @@
 """Turns of a conversation, made into rollouts with exactly the tokens that the engine saw.
 
 A conversation is a list of branches, and each branch becomes a rollout. A new turn tries branches
-by the tokens that they share with its prompt, most first. If the prompt contains the whole branch,
-the turn continues it (CLEAN). If only the end of the last answer differs, by at most
-`max_realigned_tokens`, that end is cut (REALIGN). If no branch fits, the turn begins a new branch
-(FORK). Only `append` changes branches.
+by the tokens that they share with its prompt, most first. Only `append` changes branches.
 """
 
 from __future__ import annotations
@@ -26,7 +23,11 @@ __all__ = ["Continuity", "Conversation", "Turn", "common_prefix", "cut"]
 
 
 class Continuity(StrEnum):
-    """The relation of a prompt to the tokens of earlier turns."""
+    """The relation of a prompt to the tokens of earlier turns.
+
+    START begins the conversation. CLEAN continues exactly where an earlier turn ended. REALIGN cuts
+    the end of the last answer. FORK begins another rollout.
+    """
 
     START = "start"
     CLEAN = "clean"
@@ -39,8 +40,6 @@ class Turn:
     """One request to the engine, and how the conversation took it.
 
     Attributes:
-        continuity: START begins the conversation. CLEAN continues exactly where an earlier turn
-            ended. REALIGN cuts the end of the last answer. FORK begins another rollout.
         branch: the position of its rollout.
         matched: prompt tokens that its rollout already had.
         added: the other prompt tokens. They are not trained on.
@@ -63,11 +62,10 @@ class Conversation:
     the tokens that the engine saw. Each trained token has the log-probability with which it was
     sampled after exactly the tokens before it.
 
-    If a prompt does not continue where the last answer ended, it begins another rollout. Agents
-    make such prompts when they tokenise the answer again, leave out its reasoning, change an image,
-    or ask twice. The earlier rollout stays whole, and tokens common to both are trained on once. If
-    only the end of the last answer differs, the answer may be cut there instead. That saves a
-    rollout and loses the cut tokens.
+    If a prompt does not continue where the last answer ended, it begins another rollout. The
+    earlier rollout stays whole, and tokens common to both are trained on once. If only the end of
+    the last answer differs, the answer may be cut there instead. That saves a rollout and loses the
+    cut tokens.
 
     Cost per turn: the prompt and its images are compared with each rollout so far.
 

@@ -11,17 +11,67 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from ..errors import UsageError
-from .request import TurnRequest, read_messages
-from .response import TurnAnswer
-from .seams import Renderer
+from .request import TurnAnswer, TurnRequest, read_messages
 
-__all__ = ["History", "Prompt"]
+__all__ = ["History", "Prompt", "Renderer"]
+
+
+class Renderer(Protocol):
+    """Conversion between messages and ids in one model's format. Pure.
+
+    Messages are OpenAI's, with text as content and objects as the arguments of tool calls.
+    """
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """The ids that end an answer."""
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> list[int]:
+        """Return the ids of a prompt, up to where the assistant begins to answer.
+
+        Raises:
+            UsageError: the model's format does not allow these messages.
+        """
+
+    def go_on(
+        self,
+        before: Sequence[Mapping[str, Any]],
+        added: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        last_id: int,
+    ) -> list[int] | None:
+        """Return the ids after an answer, up to where the assistant answers again.
+
+        None if the format writes any of `before` differently now that more messages follow.
+
+        Args:
+            before: messages, with the answer last.
+            added: the messages after the answer.
+            last_id: the last sampled id of the answer, which may lack its end.
+
+        Raises:
+            UsageError: as for `render`.
+        """
+
+    def parse(self, ids: Sequence[int], *, calls: bool) -> tuple[str, list[tuple[str, str]]]:
+        """Return the text of an answer, and its calls as pairs of name and JSON arguments.
+
+        Args:
+            ids: of the answer, without the stop id.
+            calls: False if the model has no tools or may not call them. Then all ids are text.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text that stands alone or after other ids."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +84,7 @@ class Prompt:
 
 
 class History:
-    """The prompts and answers of a session. All messages up to an answer identify it.
-
-    Cost: memory for the ids that each turn added, a digest of each message of a request, and calls
-    of `Renderer`.
-    """
+    """The prompts and answers of a session. All messages up to an answer identify it."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
@@ -46,11 +92,7 @@ class History:
         self._texts: dict[str, _Held] = {}  # By prompt and answer.
 
     def prompt(self, request: TurnRequest) -> Prompt:
-        """Return the ids of a request. Known answers keep the ids that were sampled.
-
-        Raises:
-            UsageError: as for `Renderer`, or the request is nested too deeply.
-        """
+        """Return the ids of a request. Known answers keep the ids that were sampled."""
         if request.prompt is not None:
             return self._text_prompt(request.prompt)
         messages, renderer = request.messages, self._renderer

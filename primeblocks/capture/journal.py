@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,16 +46,10 @@ class CaptureJournal:
     A turn is on disk before the agent gets its answer, and survives SIGKILL. It takes disk space
     only for the tokens and rows that it adds to the turn before.
 
-    Args and errors: as for `primeblocks.async_loop.Journal`.
+    Errors: as for `primeblocks.async_loop.Journal`, whose default durability it has.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        durability: Literal["process", "power"] = "process",
-        timeout_s: float = 5.0,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         # Of open sessions: the number of turns, and all tokens of the last turn.
         self._last: dict[str, tuple[int, NDArray[np.int64]]] = {}
         self._gapped: set[str] = set()  # Sessions of which a turn could not be written.
@@ -64,8 +58,8 @@ class CaptureJournal:
             schema=_SCHEMA,
             schema_version=_SCHEMA_VERSION,
             application=_APPLICATION,
-            durability=durability,
-            timeout_s=timeout_s,
+            durability="process",
+            timeout_s=5.0,
         )
 
     def __enter__(self) -> CaptureJournal:

@@ -3,8 +3,8 @@
 A session forwards an agent's requests to the engine and records each turn token by token. A turn is
 recorded when the engine has answered, even if the agent has left. A session is open until its
 context ends or the recorder closes. Then it cancels running requests and refuses later ones. The
-recorded turns stay. Without bounds an agent could open sessions and requests without limit, so
-`CaptureBounds` limits both.
+recorded turns stay. Without bounds an agent could make requests without limit, so `CaptureBounds`
+limits them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import AsyncIterator, Collection, Hashable, Mapping
+from collections.abc import AsyncIterator, Collection, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ..attachments import Aligned
 from ..clock import Clock, MonotonicClock, within
@@ -26,18 +27,58 @@ from ..errors import (
     ClosedError,
     EngineError,
     PrimeblocksError,
-    UnsupportedError,
     UsageError,
 )
 from ..rollout import Rollout
 from .conversation import Conversation
-from .history import History, Prompt
+from .history import History, Prompt, Renderer
 from .journal import CaptureJournal, KeptTurn
-from .request import TurnRequest
-from .response import ToolCall, TurnAnswer
-from .seams import Generate, Renderer, Sampled
+from .request import ToolCall, TurnAnswer, TurnRequest
 
-__all__ = ["CaptureBounds", "CaptureSession", "Recorder"]
+__all__ = ["CaptureBounds", "CaptureSession", "Generate", "Recorder", "Sampled"]
+
+
+class Sampled(Protocol):
+    """A completion, such as `adapters.vllm.Completion`. Each sequence has one entry per token.
+
+    `routed_experts` has a row for each token of prompt and completion except the last. The engine
+    may leave out rows of the first tokens. None without routes.
+    """
+
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+    @property
+    def logprobs(self) -> ArrayLike: ...
+    @property
+    def versions(self) -> NDArray[np.int64]: ...
+    @property
+    def finish_reason(self) -> str: ...
+    @property
+    def routed_experts(self) -> NDArray | None: ...
+
+
+class Generate(Protocol):
+    """An engine that samples one completion of ids. The completion includes its stop id."""
+
+    async def __call__(
+        self,
+        prompt: Sequence[int],
+        /,
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop_token_ids: Sequence[int],
+        timeout_s: float,
+    ) -> Sampled:
+        """Sample one completion.
+
+        Raises:
+            UsageError: the request does not fit the engine.
+            CapacityError: the engine has no room now.
+            DeadlineError: the engine did not answer within `timeout_s`.
+            EngineError: the engine died or refused.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +86,6 @@ class CaptureBounds:
     """The limits of a recorder. Requests beyond a limit are refused with a typed error.
 
     Args:
-        sessions: open sessions.
         turns: turns of one session.
         in_flight: requests that wait for the engine, over all sessions.
         body_bytes: bytes of one request.
@@ -57,7 +97,6 @@ class CaptureBounds:
         UsageError: a limit is not positive.
     """
 
-    sessions: int = 4096
     turns: int = 1024
     in_flight: int = 4096
     body_bytes: int = 16 << 20
@@ -75,8 +114,7 @@ class CaptureSession:
 
     If an agent sends an answer back unchanged, the next prompt has the answer's sampled ids. Only
     the text after it is tokenised. If the agent changes earlier messages, the whole prompt is
-    tokenised, and the turn in `conversation` is REALIGN or FORK. In both cases a token is trained
-    on only after the tokens that it was sampled after.
+    tokenised, and the turn in `conversation` is REALIGN or FORK.
 
     Attributes:
         base_url: for the agent's client. It includes `name`.
@@ -125,9 +163,8 @@ class CaptureSession:
             sampled = await self._sample(prompt.ids, options, gone)
             ids, finish_reason = [*sampled.token_ids], sampled.finish_reason
             place = self._append(prompt.ids, ids, sampled)
-        return self._answer(
-            request, prompt, place, ids, finish_reason, stops=options["stop_token_ids"]
-        )
+        stops = options["stop_token_ids"]
+        return self._answer(request, prompt, place, ids, finish_reason, stops)
 
     def rollouts(
         self, *, reward: float | None = None, rewards: Mapping[str, float] | None = None
@@ -149,7 +186,6 @@ class CaptureSession:
         place: int,
         ids: list[int],
         finish_reason: str,
-        *,
         stops: Collection[int],
     ) -> TurnAnswer:
         """Return the agent's view of a turn, and remember it to recognise the ids later."""
@@ -174,7 +210,7 @@ class CaptureSession:
         return ClosedError(f"session {self.name} has ended. Open another session.")
 
     def _options(self, request: TurnRequest) -> dict[str, Any]:
-        most = self._recorder.bounds.max_tokens
+        most, stops = self._recorder.bounds.max_tokens, self._recorder.renderer.stop_token_ids
         if (count := request.max_tokens or most) > most:
             raise UsageError(
                 f"max_tokens={count} is more than the {most} of this server. Ask for fewer, or "
@@ -184,20 +220,9 @@ class CaptureSession:
             "max_tokens": count,
             "temperature": 1.0 if request.temperature is None else request.temperature,
             "seed": request.seed,
-            "stop_token_ids": self._stop_ids(request),
+            "stop_token_ids": tuple(dict.fromkeys([*stops, *request.stop_token_ids])),
             "timeout_s": self._recorder.bounds.timeout_s,
         }
-
-    def _stop_ids(self, request: TurnRequest) -> tuple[int, ...]:
-        ids = [*self._recorder.renderer.stop_token_ids, *request.stop_token_ids]
-        for text in request.stop:
-            if (found := self._recorder.renderer.stop_id(text)) is None:
-                raise UnsupportedError(
-                    f"stop={text[:40]!r} is no token of its own, so the engine, which stops at "
-                    "ids, would miss some spellings of it. Use a special token, or stop_token_ids."
-                )
-            ids.append(found)
-        return tuple(dict.fromkeys(ids))
 
     async def _sample(
         self,
@@ -206,14 +231,24 @@ class CaptureSession:
         gone: asyncio.Future[BaseException] | None,
     ) -> Sampled:
         """Call the engine within the bounds. The returned completion has at least one token."""
-        self._check_room()
+        bounds = self._recorder.bounds
+        if len(self.conversation.turns) + len(self._waiting) >= bounds.turns:
+            raise CapacityError(
+                f"session {self.name} has had its {bounds.turns} turns. End it, or raise "
+                "CaptureBounds(turns=)."
+            )
+        if len(self._recorder.in_flight) >= bounds.in_flight:
+            raise CapacityError(
+                f"{bounds.in_flight} requests are under way. Ask again later, or raise "
+                "CaptureBounds(in_flight=)."
+            )
         unless = asyncio.get_running_loop().create_future() if gone is None else gone
         self._recorder.in_flight.add(unless)
         self._waiting.add(unless)
         try:
             sampled = await within(
                 self._recorder.generate(prompt, **options),
-                timeout_s=self._recorder.bounds.timeout_s,
+                timeout_s=bounds.timeout_s,
                 clock=self._recorder.clock,
                 what=f"an answer in session {self.name}",
                 unless=unless,
@@ -228,19 +263,6 @@ class CaptureSession:
         if not len(sampled.token_ids):
             raise EngineError("the engine ended a request without a token")
         return sampled
-
-    def _check_room(self) -> None:
-        bounds = self._recorder.bounds
-        if len(self.conversation.turns) + len(self._waiting) >= bounds.turns:
-            raise CapacityError(
-                f"session {self.name} has had its {bounds.turns} turns. End it, or raise "
-                "CaptureBounds(turns=)."
-            )
-        if len(self._recorder.in_flight) >= bounds.in_flight:
-            raise CapacityError(
-                f"{bounds.in_flight} requests are under way. Ask again later, or raise "
-                "CaptureBounds(in_flight=)."
-            )
 
     def _append(self, prompt: list[int], ids: list[int], sampled: Sampled) -> int:
         """Record a turn and return its position."""
@@ -305,16 +327,10 @@ class Recorder:
 
         Raises:
             UsageError: the name is not made of letters, digits, "-" and "_", or is in use.
-            CapacityError: too many sessions are open.
             ClosedError: the recorder is closed.
         """
         if self._closed:
             raise ClosedError("the recorder is closed. Make another.")
-        if len(self._sessions) >= self.bounds.sessions:
-            raise CapacityError(
-                f"{self.bounds.sessions} sessions are open. End some, or raise "
-                "CaptureBounds(sessions=)."
-            )
         name = secrets.token_hex(8) if name is None else name
         if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
             raise UsageError(f'a name is made of letters, digits, "-" and "_"; got {name!r}')

@@ -1,16 +1,25 @@
-"""Requests of OpenAI's chat completions and completions, parsed and checked. Pure."""
+"""Requests and responses of OpenAI's chat completions and completions. Pure."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedError, UsageError
 
-__all__ = ["TurnRequest", "read_messages", "read_request"]
+__all__ = [
+    "ToolCall",
+    "TurnAnswer",
+    "TurnRequest",
+    "error_body",
+    "read_messages",
+    "read_request",
+    "response_body",
+    "response_events",
+]
 
 ROLES = {
     "system": "system",
@@ -33,6 +42,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "stop": ([],),  # An engine of ids stops at ids.
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("auto", "none"),
@@ -49,7 +59,7 @@ IGNORED = {
     "service_tier",
     "user",
 }
-COMMON = {"model", "seed", "stop", "stop_token_ids", "stream", "stream_options", "temperature"}
+COMMON = {"model", "seed", "stop_token_ids", "stream", "stream_options", "temperature"}
 CHAT = COMMON | {"max_completion_tokens", "max_tokens", "messages", "tools"}
 TEXT = COMMON | {"max_tokens", "prompt"}
 MESSAGE = {"content", "name", "reasoning_content", "role", "tool_call_id", "tool_calls"}
@@ -66,7 +76,6 @@ class TurnRequest:
         prompt: of a completion, as text or ids. None for a chat.
         tools: as the agent described them.
         calls: whether the model may call tools. The prompt is the same either way, as in vLLM.
-        stop: texts at which the answer ends.
     """
 
     model: str
@@ -77,7 +86,6 @@ class TurnRequest:
     max_tokens: int | None = None
     temperature: float | None = None
     seed: int | None = None
-    stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stream: bool = False
     include_usage: bool = False
@@ -116,7 +124,6 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
         max_tokens=_max_tokens(fields),
         temperature=_temperature(fields),
         seed=_integer(fields, "seed", least=-(1 << 63), most=(1 << 63) - 1),
-        stop=_stop(fields),
         stop_token_ids=_ids(_get(fields, "stop_token_ids", list) or [], "stop_token_ids"),
         stream=bool(_get(fields, "stream", bool)),
         include_usage=bool(_get(options, "include_usage", bool)),
@@ -124,11 +131,7 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
 
 
 def read_messages(values: list[Any]) -> tuple[dict[str, Any], ...]:
-    """Return messages as templates take them.
-
-    Raises:
-        UsageError, UnsupportedError: as for `read_request`.
-    """
+    """Return messages as templates take them. Errors as `read_request`."""
     if not values:
         raise UsageError("messages is empty; give one at least")
     return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(values))
@@ -189,14 +192,6 @@ def _temperature(fields: Mapping[str, Any]) -> float | None:
     if type(value) not in {int, float} or not (math.isfinite(value) and 0 <= value <= 2):
         raise UsageError("temperature must be a number in [0, 2]")
     return float(value)
-
-
-def _stop(fields: Mapping[str, Any]) -> tuple[str, ...]:
-    value = fields.get("stop")
-    texts = [value] if isinstance(value, str) else value or []
-    if not isinstance(texts, list) or not all(isinstance(x, str) and x for x in texts):
-        raise UsageError("stop must be a text, or a list of texts, none of them empty")
-    return tuple(texts)
 
 
 def _ids(values: list[Any], name: str) -> tuple[int, ...]:
@@ -278,3 +273,103 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     # Templates write an object themselves. Anything else stays text.
     function = {"name": name, "arguments": arguments if isinstance(arguments, dict) else text}
     return {"id": _get(value, "id", str) or "", "type": "function", "function": function}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function that the model calls. `arguments` is the JSON text of an object."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class TurnAnswer:
+    """The answer to a request. `finish_reason` is the word of the engine."""
+
+    id: str
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    def message(self) -> dict[str, Any]:
+        """Return the answer as OpenAI's message of the assistant."""
+        content = None if self.tool_calls and not self.content else self.content
+        found: dict[str, Any] = {"role": "assistant", "content": content}
+        if self.tool_calls:
+            found["tool_calls"] = [_call_json(call) for call in self.tool_calls]
+        return found
+
+
+def response_body(request: TurnRequest, answer: TurnAnswer, *, created: int) -> bytes:
+    """Return the JSON of a response. `created` is in seconds of Unix time."""
+    if request.prompt is None:
+        choice: dict[str, Any] = {"message": answer.message()}
+    else:
+        choice = {"text": answer.content}
+    choice |= {"index": 0, "finish_reason": _finish(answer), "logprobs": None}
+    head = _head(request, answer, created, "")
+    return _dump(head | {"choices": [choice], "usage": _usage(answer)})
+
+
+def response_events(request: TurnRequest, answer: TurnAnswer, *, created: int) -> Iterator[bytes]:
+    """Return the server-sent events of a response whose answer is complete already."""
+    head = _head(request, answer, created, ".chunk")
+    if request.include_usage:
+        head["usage"] = None
+
+    def event(delta: dict[str, Any] | str, finish: str | None = None) -> bytes:
+        key = "text" if isinstance(delta, str) else "delta"
+        choice = {"index": 0, key: delta, "finish_reason": finish, "logprobs": None}
+        return b"data: " + _dump(head | {"choices": [choice]}) + b"\n\n"
+
+    if request.prompt is None:
+        yield event({"role": "assistant", "content": answer.content})
+        for i, call in enumerate(answer.tool_calls):
+            yield event({"tool_calls": [_call_json(call) | {"index": i}]})
+        yield event({}, _finish(answer))
+    else:
+        yield event(answer.content)
+        yield event("", _finish(answer))
+    if request.include_usage:
+        yield b"data: " + _dump(head | {"choices": [], "usage": _usage(answer)}) + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def error_body(error: BaseException, kind: str) -> bytes:
+    """Return the JSON of an error in the form that OpenAI's clients read."""
+    said = {"message": str(error), "type": kind, "param": None, "code": type(error).__name__}
+    return _dump({"error": said})
+
+
+def _head(request: TurnRequest, answer: TurnAnswer, created: int, chunk: str) -> dict[str, Any]:
+    kind = "chat.completion" + chunk if request.prompt is None else "text_completion"
+    return {"id": answer.id, "object": kind, "created": created, "model": request.model}
+
+
+def _usage(answer: TurnAnswer) -> dict[str, int]:
+    asked, sampled = answer.prompt_tokens, answer.completion_tokens
+    return {
+        "prompt_tokens": asked,
+        "completion_tokens": sampled,
+        "total_tokens": asked + sampled,
+    }
+
+
+def _finish(answer: TurnAnswer) -> str:
+    if answer.tool_calls:
+        return "tool_calls"
+    # Any other word of an engine means that the answer was cut.
+    return "stop" if answer.finish_reason == "stop" else "length"
+
+
+def _call_json(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _dump(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""A fleet of engines behind one callable: which are open, what each holds, and a route.
+"""A fleet of engines behind one callable, and routes, which choose the engine of each request.
 
 An engine is open from `add` until `drain`, or until it raises `EngineError`. Only open engines get
 requests. The fleet does not ask an engine for its cache. It remembers the pages that the engine was
@@ -10,23 +10,161 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral
+from math import inf
+from numbers import Integral, Real
 from typing import Any
 
-from ..errors import EngineError, UsageError, check_counts, shown
-from .routes import EngineState, Request, Route, least_loaded
+import xxhash
 
-__all__ = ["Fleet", "engines_to_restart"]
+from ..errors import EngineError, UsageError, check_counts, shown
+
+__all__ = [
+    "EngineState",
+    "Fleet",
+    "PrefixAndLoad",
+    "Request",
+    "Route",
+    "consistent_hash",
+    "engines_to_restart",
+    "least_loaded",
+    "round_robin",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The facts of a request before it has an engine.
+
+    Args:
+        session: the conversation to which it belongs, as text.
+        pages: names of the whole pages of its prompt, first page first. Each name includes the
+            salt of the cache, so that pages of two policy versions differ. `kvoffload.page_hashes`
+            makes them.
+        ordinal: the number of earlier requests of the fleet.
+    """
+
+    session: str = ""
+    pages: tuple[Hashable, ...] = ()
+    ordinal: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """The state of one engine that may get a request.
+
+    Args:
+        name: its name in the fleet.
+        in_flight: the requests that it has.
+        max_in_flight: the requests that it can have before they wait for each other or its cache.
+        matched: the leading pages of the request that it is assumed to hold.
+
+    Raises:
+        UsageError: a number is negative or NaN, or `max_in_flight` is 0.
+    """
+
+    name: str
+    in_flight: int
+    max_in_flight: int
+    matched: int = 0
+
+    def __post_init__(self) -> None:
+        # Written so that NaN is refused too, and cheaply, because it runs per engine and request.
+        if not (self.in_flight >= 0 and self.max_in_flight > 0 and self.matched >= 0):
+            raise UsageError(
+                f"engine {self.name!r} needs in_flight >= 0, max_in_flight > 0 and matched >= 0; "
+                f"got {shown(self.in_flight)}, {shown(self.max_in_flight)}, {shown(self.matched)}"
+            )
+
+    @property
+    def load(self) -> float:
+        """Requests in flight, divided by `max_in_flight`."""
+        return self.in_flight / self.max_in_flight
+
+
+Route = Callable[[Request, Sequence[EngineState]], int]
+"""A function that returns a position in a sequence of engines, which is not empty."""
+
+
+def _some(engines: Sequence[EngineState]) -> Sequence[EngineState]:
+    if not engines:
+        raise UsageError("a route chooses among engines that are open; got none.")
+    return engines
+
+
+def round_robin(request: Request, engines: Sequence[EngineState]) -> int:
+    """Choose the engines in turn. Pure."""
+    return request.ordinal % len(_some(engines))
+
+
+def least_loaded(request: Request, engines: Sequence[EngineState]) -> int:
+    """Choose the engine with the least load, or the first of several. Pure."""
+    return min(range(len(_some(engines))), key=lambda place: engines[place].load)
+
+
+def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
+    """Choose the same engine for a session each time, whatever its load. Pure.
+
+    If an engine leaves or joins, only its own sessions move. Use this route for comparisons: a
+    session stays with a saturated engine while other engines are idle.
+
+    Source: highest random weight, Thaler and Ravishankar 1998.
+    """
+
+    def weight(place: int) -> int:
+        both = f"{engines[place].name}\0{request.session}"
+        # JSON may contain half a surrogate, which is a name like any other.
+        return xxhash.xxh3_64_intdigest(both.encode(errors="surrogatepass"))
+
+    return max(range(len(_some(engines))), key=weight)
+
+
+@dataclass(frozen=True)
+class PrefixAndLoad:
+    """Choose by the part of the prompt that an engine holds, less `beta` times its relative load.
+
+    The relative load is the engine's requests in flight, divided by the mean of all engines. A
+    saturated engine gets nothing while another engine has room. A session that moves computes its
+    prompt again on the new engine.
+
+    Args:
+        beta: the part of a prompt that is worth as much as one mean number of requests. 0 looks at
+            the prefix only. With a larger value, sessions move sooner.
+        saturated: the load from which an engine has no room.
+
+    Raises:
+        UsageError: a number is negative or infinite, or `saturated` is 0.
+
+    Source: the score is that of vLLM's production-stack, #1035.
+    """
+
+    beta: float = 0.4
+    saturated: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.beta, Real) or not 0 <= self.beta < inf:
+            raise UsageError(f"needs beta >= 0, and finite; got {shown(self.beta)}.")
+        if not isinstance(self.saturated, Real) or not self.saturated > 0:
+            raise UsageError(f"needs saturated > 0; got {shown(self.saturated)}.")
+
+    def __call__(self, request: Request, engines: Sequence[EngineState]) -> int:
+        # At least 1: with few requests, one more or less means little.
+        mean = max(1.0, sum(engine.in_flight for engine in engines) / len(_some(engines)))
+
+        def score(place: int) -> tuple[bool, float, float]:
+            engine = engines[place]
+            held = engine.matched / max(1, len(request.pages))
+            has_room = engine.load < self.saturated
+            return has_room, held - self.beta * engine.in_flight / mean, -engine.load
+
+        return max(range(len(engines)), key=score)
 
 
 def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) -> tuple[str, ...]:
     """Return the engines that must restart because one did, in their order. Pure.
 
     An engine that restarts leaves its transfer agent behind in every engine that read from it:
-    drain these, restart them, and add them. This is needed only if transfers do not notice the
-    restart. In vLLM these are transfers by NIXL up to 1.3 over RDMA. They are also transfers by any
-    NIXL if the engine comes back under its previous `engine_id`. By default vLLM draws a new id for
-    each start (docs/serving_vllm.md).
+    drain these, restart them, and add them. In vLLM this is needed for NIXL up to 1.3 over RDMA,
+    and for any NIXL if the engine comes back under its previous `engine_id`.
 
     Args:
         agents: for each engine, the engines whose agents it holds. A decode engine holds those of
@@ -58,10 +196,8 @@ class _Engine:
 class Fleet:
     """Several engines behind one `generate`. `route` chooses the engine of each request.
 
-    The fleet does not ask engines for their caches. It assumes that an engine holds the pages of
-    its last requests. An engine that raises `EngineError` gets no more requests until it is added
-    again. The error reaches the caller, and a retry goes to another engine (`scheduler.Retries`).
-    Local. Use a fleet from one event loop.
+    An engine that raises `EngineError` gets no more requests until it is added again. The error
+    reaches the caller, and a retry goes to another engine. Local. Use a fleet from one event loop.
 
     Args:
         engines: `generate` callables by name.

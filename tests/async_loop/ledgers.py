@@ -14,7 +14,7 @@ PROMPTS = [
     {"text": "a", "ids": [1, 2**70, -3], "nested": [{"x": None}, [True, 0.1, -0.0]]},
     [],
     None,
-    float("inf"),
+    (1, b"a", float("inf")),
 ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from primeblocks import codec
-from primeblocks.async_loop import packed
+from primeblocks.async_loop import ledger as packed
 from primeblocks.async_loop.ledger import Partial
 from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
 
@@ -23,11 +23,6 @@ scalars = st.one_of(
     st.integers(-(2**200), 2**200),
     st.floats(),
     st.text(st.characters()),  # Lone surrogates too.
-)
-json_values = st.recursive(
-    scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=12,
 )
 dtypes = st.one_of(
     arrays.boolean_dtypes(),
@@ -51,11 +46,6 @@ values = st.recursive(
 @given(values)
 def test_what_is_packed_comes_back_as_it_was(value):
     assert plain(codec.unpack(codec.pack(value, name="x"), name="x")) == plain(value)
-
-
-@given(json_values)
-def test_json_comes_back_as_it_was(value):
-    assert plain(codec.from_json(codec.to_json(value, name="x"))) == plain(value)
 
 
 @given(values, st.data())
@@ -139,22 +129,6 @@ HUGE = 10**5000  # More digits than Python writes.
 def test_what_cannot_be_kept_is_refused_by_name(value, said):
     with pytest.raises(UnsupportedError, match=said):
         codec.pack(value, name="x")
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        ((1, 2), "x is a tuple.*encode="),
-        ({"ids": np.arange(2)}, r"x\['ids'\] is a ndarray"),
-        ([0, [np.float64(1)]], r"x\[1\]\[0\] is a float64"),
-        ({"a": {3: 1}}, r"x\['a'\] has the key 3"),
-        (LOOP, "holds itself"),
-        ([HUGE], "JSON"),
-    ],
-)
-def test_what_is_no_json_is_refused_by_name(value, said):
-    with pytest.raises(UnsupportedError, match=said):
-        codec.to_json(value, name="x")
 
 
 def test_a_class_that_would_come_back_as_another_is_refused():

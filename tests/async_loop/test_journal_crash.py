@@ -1,177 +1,138 @@
-"""SIGKILL at every statement, again and again: the run ends as one that was never killed.
+"""SIGKILL before any SQL statement and after any call: the file is what the calls until then left.
 
-A driver (`crashing.py`) notes each call of the journal before and after, so that it is known to the
-call what a journal has to hold when its process is killed; a ledger in memory that hears of the
-same calls says what that is. Killed are forks of this file run as a script, before any SQL
-statement (BEGIN and COMMIT are some) or between the end of a call and the next line.
+Killed are forks of this file run as a script, which make the calls of `some_calls` one after the
+other. BEGIN and COMMIT are statements too. A life goes on where the last one was killed. What a
+loop makes of a journal that ends anywhere is the business of `test_loop_resume.py`.
 """
 
-import gc
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
 from collections import Counter
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 if __name__ == "__main__":
     from tests.async_loop import light  # noqa: F401
 
 from primeblocks.async_loop.journal import Journal
-from primeblocks.async_loop.reference import MemoryLedger
-from tests.async_loop.crashing import Driver, apply, how_it_ends, load_weights
-from tests.async_loop.ledgers import plain
+from tests.async_loop.ledgers import connection_of, fill, plain, some_calls
 from tests.deadlines import JOB_S
 
-
-class Run:
-    """Lives of one run, one after the other, and what the journal has to hold between them."""
-
-    def __init__(self, folder, prompts):
-        folder.mkdir(parents=True)
-        self.folder, self.prompts = folder, prompts
-        self.mirror, self.read = MemoryLedger(), 0
-        how_it_ends(prompts)  # Once, and not in every life.
-        self.killed_in, self.partials = Counter(), 0
-
-    def live(self, moment, seed):
-        """Run one life; True if it came to the end of the run."""
-        child = os.fork()
-        if child == 0:
-            try:
-                Driver(self.folder, self.prompts, moment, seed).run()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-        _, status = os.waitpid(child, 0)
-        assert status in {0, signal.SIGKILL}, status
-        self.hear(moment[0], killed=status != 0)
-        self.look()
-        return status == 0
-
-    def hear(self, when, *, killed):
-        """Tell the mirror what was done: a call with nothing after it, if it was killed after."""
-        with open(self.folder / "notes") as notes:
-            notes.seek(self.read)
-            lines = notes.read().splitlines()
-            self.read = notes.tell()
-        for i, line in enumerate(lines):
-            if line == "done":
-                continue
-            call, *args = json.loads(line)
-            done = lines[i + 1 : i + 2] == ["done"]
-            if not done:
-                assert killed
-                assert i == len(lines) - 1
-                self.killed_in[call, when] += 1
-            if done or when == "after":
-                apply(self.mirror, call, *args)
-
-    def look(self):
-        """Open what the last life left, and compare it with the mirror."""
-        version = len(load_weights(self.folder))
-        with Journal(self.folder / "journal") as journal:
-            restored, expected = journal.restore(version), self.mirror.restore(version)
-            assert plain(restored) == plain(sort(expected))
-            assert journal.counts() == self.mirror.counts()
-        self.partials += sum(len(partials) for *_, partials in restored.again)
-
-    def check_end(self):
-        tokens, ends = how_it_ends(self.prompts)
-        assert load_weights(self.folder) == tokens  # Each step once, on the prompts that are due.
-        counts = self.mirror.counts()
-        assert {state: count for state, count in counts.items() if count} == ends
-        assert sum(counts.values()) == self.prompts
+CALLS = [*some_calls()]
 
 
-def sort(restored):
-    for *_, partials in restored.again:
-        kept = sorted(partials.items())
-        partials.clear()
-        partials.update(kept)
-    return restored
+def content(path, count):
+    """What a copy of a journal holds after so many calls."""
+    with Journal(path) as journal:
+        counts = journal.counts()
+        return counts, plain(journal.restore(1 if count >= len(CALLS) - 1 else 0))
 
 
-def every_statement(folder):
-    """Kill at each statement of a short run, and after each call; some go on to the end."""
-    kills = Counter()
-    for when in ("before", "after"):
-        n, over = 1, False
-        while not over:
-            run = Run(folder / f"{when}{n}", prompts=9)
-            over = run.live((when, n), seed=0)
-            if not over and n % 4 == 0:
-                assert run.live(("never", 0), seed=-n)
-            if over or n % 4 == 0:
-                run.check_end()
-            kills += run.killed_in
-            n += 1
+@cache
+def expected(count):
+    with tempfile.TemporaryDirectory() as folder:
+        with Journal(Path(folder, "journal")) as journal:
+            fill(journal, calls=count)
+        return content(Path(folder, "journal"), count)
+
+
+def live(path, start, when, moment):
+    """Make calls in a fork, killed at a moment. Return how many calls took effect, of all."""
+    notes = path.with_name("notes")
+    notes.write_text("")
+    if (child := os.fork()) == 0:
+        try:
+            left = Counter({when: moment})
+
+            def pass_by(here):
+                left[here] -= 1
+                if left[here] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            note = os.open(notes, os.O_APPEND | os.O_WRONLY)
+            journal = Journal(path)
+            # No hook in the journal: SQLite itself says when a statement is about to run.
+            connection_of(journal).set_trace_callback(lambda _: pass_by("before"))
+            for call, *args in CALLS[start:]:
+                os.write(note, b".")
+                getattr(journal, call)(*args)
+                pass_by("after")
+            journal.close()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert status in {0, signal.SIGKILL}, status
+    begun = start + notes.stat().st_size
+    done = begun if status == 0 or when == "after" else begun - 1
+    copy = path.with_name("copy")
+    for end in ("", "-wal"):
+        Path(f"{copy}{end}").unlink(missing_ok=True)
+        if os.path.exists(f"{path}{end}"):
+            shutil.copy(f"{path}{end}", f"{copy}{end}")
+    assert content(copy, done) == expected(done)
+    return done, Counter() if status == 0 else Counter([(CALLS[begun - 1][0], when)])
+
+
+def run(folder, moments):
+    """Live until all calls are made. Return the kills by call and moment."""
+    folder.mkdir()
+    done, kills = 0, Counter()
+    while done < len(CALLS):
+        done, killed = live(folder / "journal", done, *next(moments, ("never", 0)))
+        kills += killed
     return kills
 
 
-def again_and_again(folder):
-    """Kill runs at random moments until they end, a thousand times."""
-    kills, chance = Counter(), random.Random(17)
-    while kills.total() < 1000:
-        run, lives, over = Run(folder / f"run{kills.total()}", prompts=100), 0, False
-        while not over:
-            when = chance.choice(["before", "before", "after"])
-            over = run.live((when, int(150 ** chance.random())), seed=lives)
-            lives += 1
-        run.check_end()
-        assert run.partials > lives / 2  # Lives begin with trajectories to go on with.
-        kills += run.killed_in
-    return kills
-
-
-def main(what, folder):
+def main(step, many, folder):
     assert "torch" not in sys.modules
-    gc.freeze()
-    gc.disable()
-    folder = Path(folder)
-    kills = every_statement(folder) if what == "every" else again_and_again(folder)
+    kills, chance, number = Counter(), random.Random(17), 0
+    for when, apart in (("before", step), ("after", 1)):
+        moment, killed = 1, True
+        while killed:  # Once in each run, at one moment later than in the run before.
+            killed = run(folder / f"{when}{moment}", iter([(when, moment)]))
+            kills += killed
+            moment += apart
+    random_kills = Counter()
+    while random_kills.total() < many:
+        moments = iter(
+            lambda: (chance.choice(["before", "after"]), int(40 ** chance.random())), None
+        )
+        random_kills += run(folder / f"run{number}", moments)
+        number += 1
+    kills += random_kills
     print(json.dumps([[call, when, count] for (call, when), count in kills.items()]))
 
 
-CALLS = {
-    *("drawn", "started", "sampled", "finished", "dropped"),
-    *("left_out", "taken", "trained", "checkpointed", "restore"),
-}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder in memory where there is one: a kill loses no more there, and fsync is free."""
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else tmp_path) as folder:
-        yield folder
-
-
-@pytest.mark.parametrize(("what", "at_least"), [("every", 400), ("again", 1000)])
-def test_a_run_that_is_killed_ends_as_one_that_was_not(what, at_least, folder):
+def test_a_killed_journal_is_what_its_calls_left(tmp_path, full):
+    memory = Path("/dev/shm")  # A kill loses no more there, and fsync is free.
+    where = memory if memory.is_dir() else tmp_path
+    step, many = (1, 800) if full else (2, 100)
     command = [sys.executable, "-W", "error", "-m", "tests.async_loop.test_journal_crash"]
-    done = subprocess.run(
-        [*command, what, folder],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=JOB_S,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory(dir=where) as folder:
+        done = subprocess.run(
+            [*command, str(step), str(many), folder],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            timeout=JOB_S,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr
     kills = {(call, when): count for call, when, count in json.loads(done.stdout)}
-    assert sum(kills.values()) >= at_least
-    assert {call for call, when in kills if when == "before"} == CALLS
-    assert {call for call, when in kills if when == "after"} == CALLS
+    assert sum(kills.values()) >= (1000 if full else 200)
+    for moment in ("before", "after"):
+        assert {call for call, when in kills if when == moment} == {call for call, *_ in CALLS}
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

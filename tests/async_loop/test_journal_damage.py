@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from primeblocks.async_loop.journal import Journal
-from primeblocks.async_loop.reference import MemoryLedger
 from primeblocks.errors import CapacityError, CorruptionError, DeadlineError, UsageError
 from primeblocks.rollout import Group, Rollout
 
@@ -112,9 +111,10 @@ def test_every_flipped_bit_is_refused_or_means_nothing(path, full):
     with Journal(path) as journal:
         expected = content(journal, 1)
     chance, seen = random.Random(0), Counter()
-    for i in range(4000 if full else 300):
+    places = [i for i, byte in enumerate(sound) if byte or full]  # Most zeros are unused.
+    for i in range(4000 if full else 100):
         damaged = bytearray(sound)
-        damaged[chance.randrange(len(sound))] ^= 1 << chance.randrange(8)
+        damaged[chance.choice(places)] ^= 1 << chance.randrange(8)
         copy = path.with_name(f"damaged{i}")
         copy.write_bytes(damaged)
         try:
@@ -131,8 +131,8 @@ def test_every_flipped_bit_is_refused_or_means_nothing(path, full):
     [
         ("trajectories", "payload", "ordinal = 4 AND sample = 1", "sample 1 of prompt 4"),
         ("trajectories", "payload", "ordinal = 7", "sample 1 of prompt 7"),
-        ("texts", "text", "ordinal = 3", "prompt 3"),
-        ("texts", "text", "ordinal = 2", "prompt 2"),
+        ("drawn", "value", "ordinal = 3", "prompt 3"),
+        ("drawn", "value", "ordinal = 2", "prompt 2"),
         ("prompts", "head", "ordinal = 4", "prompt 4"),
         ("prompts", "state", "ordinal = 4", "prompt 4"),
     ],
@@ -161,7 +161,7 @@ def test_what_is_damaged_is_named_and_nothing_is_rolled_back(path, table, column
 
 def test_rows_that_are_gone_or_elsewhere_are_missed(path):
     for damage in (
-        "DELETE FROM texts WHERE ordinal = 6",
+        "DELETE FROM drawn WHERE ordinal = 6",
         "DELETE FROM trajectories WHERE ordinal = 4",
         "DELETE FROM prompts WHERE ordinal = 6",
         "UPDATE trajectories SET ordinal = 2 WHERE ordinal = 6",
@@ -188,16 +188,18 @@ def test_a_log_that_ends_anywhere_is_the_calls_until_then(path, full):
             ends.append(os.path.getsize(f"{path}-wal"))
         log = Path(f"{path}-wal").read_bytes()
         shutil.copy(path, half)
-    chance = random.Random(0)
+    chance, expected = random.Random(0), {}
     anywhere = [chance.randrange(ends[0], ends[-1]) for _ in range(300 if full else 20)]
-    for cut in [*ends, *(end - 1 for end in ends), *anywhere]:
+    step = 1 if full else 3
+    for cut in [*ends[::step], *(end - 1 for end in ends[1::step]), *anywhere]:
         left = log[:cut] + bytes(chance.choice([0, ends[-1] - cut]))
         count = sum(left[:end] == log[:end] for end in ends)
-        memory = MemoryLedger()
-        fill(memory, calls=count)
         version = 1 if count >= len(calls) - 1 else 0
+        if count not in expected:
+            with Journal(path.with_name(f"until{count}")) as whole:
+                fill(whole, calls=count)
+                expected[count] = whole.counts(), plain(whole.restore(version))
         shutil.copy(half, copy)
         Path(f"{copy}-wal").write_bytes(left)
         with Journal(copy) as journal:
-            assert journal.counts() == memory.counts()
-            assert plain(journal.restore(version)) == plain(memory.restore(version))
+            assert (journal.counts(), plain(journal.restore(version))) == expected[count]

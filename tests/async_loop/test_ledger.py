@@ -1,4 +1,4 @@
-"""The ledger on disk and the one in memory against a table of states, whatever is called when."""
+"""The ledger on disk against a table of states, whatever is called when."""
 
 import random
 import shutil
@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeblocks.async_loop.journal import Journal
-from primeblocks.async_loop.reference import MemoryLedger
 from primeblocks.errors import UsageError
 
 from .ledgers import PROMPTS, make_group, make_partial, make_rollout, plain
@@ -41,22 +40,21 @@ class Row:
 
 
 class Ledgers:
-    """Calls of both ledgers; `rows` is what they mean, by the words of the protocol."""
+    """Calls of a journal; `rows` is what they mean, by the words of its methods."""
 
     def __init__(self, folder):
         self.path, self.lives = Path(folder) / "journal", 0
-        self.journal, self.memory = Journal(self.path), MemoryLedger()
+        self.journal = Journal(self.path)
         self.rows, self.version, self.final, self.places = [], None, 0, 0
         self.seen = Counter()
 
-    def both(self, legal, call, *args):
-        """Make a call of both, which refuse it exactly where it is not legal."""
-        for ledger in (self.journal, self.memory):
-            if legal:
-                getattr(ledger, call)(*args)
-            else:
-                with pytest.raises(UsageError):
-                    getattr(ledger, call)(*args)
+    def call(self, legal, call, *args):
+        """Make a call, which is refused exactly where it is not legal."""
+        if legal:
+            getattr(self.journal, call)(*args)
+        else:
+            with pytest.raises(UsageError):
+                getattr(self.journal, call)(*args)
         self.seen[call if legal else "refused"] += 1
         return legal
 
@@ -70,45 +68,45 @@ class Ledgers:
 
     def draw(self, chance):
         for prompt in chance.sample(PROMPTS, 2):
-            self.both(True, "drawn", len(self.rows), prompt)
+            self.call(True, "drawn", len(self.rows), prompt)
             self.rows.append(Row(prompt))
 
     def start(self, chance):
         for ordinal in self.some(chance, "started"):
-            self.both(True, "started", ordinal, chance.randrange(5))
+            self.call(True, "started", ordinal, chance.randrange(5))
             self.rows[ordinal].state = "in flight"
 
     def sample(self, chance):
         for ordinal in self.some(chance, "sampled"):
             sample, make = chance.randrange(3), chance.choice([make_partial, make_rollout])
             made = make(chance.randrange(200))
-            self.both(True, "sampled", ordinal, sample, made)
+            self.call(True, "sampled", ordinal, sample, made)
             self.rows[ordinal].partials[sample] = made
 
     def finish(self, chance):
         for ordinal in self.some(chance, "finished"):
             row = self.rows[ordinal]
             group = make_group(row.prompt, chance.randrange(200))
-            self.both(True, "finished", ordinal, group)
+            self.call(True, "finished", ordinal, group)
             row.state, row.group, row.partials, row.place = "finished", group, {}, self.places
             self.places += 1
 
     def drop(self, chance):
         for ordinal in self.some(chance, "dropped")[:1]:
-            self.both(True, "dropped", ordinal)
+            self.call(True, "dropped", ordinal)
             row = self.rows[ordinal]
             row.state, row.group, row.partials = "drawn", None, {}
 
     def leave_out(self, chance):
         for ordinal in self.some(chance, "left_out")[:1]:
             end = chance.choice(["filtered", "failed"])
-            self.both(True, "left_out", ordinal, f"{end}: for a reason")
+            self.call(True, "left_out", ordinal, f"{end}: for a reason")
             self.rows[ordinal] = Row(None, state=end)
 
     def take(self, chance):
         if ordinals := self.some(chance, "taken"):
             version = (self.version or 0) + chance.choice([0, 0, 0, 1])
-            self.both(True, "taken", ordinals, version)
+            self.call(True, "taken", ordinals, version)
             for ordinal in ordinals:
                 self.rows[ordinal].state, self.rows[ordinal].step = "taken", version
 
@@ -116,7 +114,7 @@ class Ledgers:
         if not (taken := [self.rows[ordinal] for ordinal in self.among("taken")]):
             return
         version = min(row.step for row in taken)
-        if self.both(self.version in {None, version}, "trained", version):
+        if self.call(self.version in {None, version}, "trained", version):
             self.version = version + 1
             for row in taken:
                 if row.step == version:
@@ -124,7 +122,7 @@ class Ledgers:
 
     def checkpoint(self, chance):
         version = max(0, (self.version or 0) - chance.choice([0, 0, 1, 2, -1]))
-        if self.both(version <= (self.version or 0), "checkpointed", version):
+        if self.call(version <= (self.version or 0), "checkpointed", version):
             self.final = max(self.final, version)
             for ordinal in self.among("trained"):
                 if self.rows[ordinal].step < version:
@@ -141,7 +139,7 @@ class Ledgers:
         while any(row.state == "taken" and row.step == last for row in self.rows):
             last += 1  # The weights may have been saved before anybody could say so.
         if not self.final <= version <= last:
-            self.both(False, "restore", version)
+            self.call(False, "restore", version)
             return
         self.version = version
         for row in self.rows:
@@ -163,13 +161,13 @@ class Ledgers:
                     )
         again = [(i, self.rows[i].prompt, self.rows[i].partials) for i in self.among("drawn")]
         finished = sorted(self.among("finished"), key=lambda i: self.rows[i].place)
-        for restored in (self.journal.restore(version), self.memory.restore(version)):
-            assert restored.cursor == len(self.rows)
-            kept = [(i, p, dict(sorted(partials.items()))) for i, p, partials in restored.again]
-            assert plain(kept) == plain([(i, p, dict(sorted(x.items()))) for i, p, x in again])
-            assert plain(restored.finished) == plain([(i, self.rows[i].group) for i in finished])
-            self.seen["restored partials"] += sum(len(partials) for *_, partials in kept)
-            self.seen["restored groups"] += len(finished)
+        restored = self.journal.restore(version)
+        assert restored.cursor == len(self.rows)
+        kept = [(i, p, dict(sorted(partials.items()))) for i, p, partials in restored.again]
+        assert plain(kept) == plain([(i, p, dict(sorted(x.items()))) for i, p, x in again])
+        assert plain(restored.finished) == plain([(i, self.rows[i].group) for i in finished])
+        self.seen["restored partials"] += sum(len(partials) for *_, partials in kept)
+        self.seen["restored groups"] += len(finished)
 
     def reopen(self, chance):
         """Close it, or leave the files as SIGKILL does and let the next process find them."""
@@ -197,22 +195,22 @@ class Ledgers:
             "left_out": (ordinal, "filtered"),
             "taken": ([*self.among("finished")[:1], ordinal], version),
         }
-        self.both(False, call, *args[call])
-        self.both(False, "drawn", len(self.rows) + chance.choice([-1, 1]), "text")
-        self.both(False, "left_out", ordinal, "for no good reason")
-        self.both(False, "taken", [], version)
+        self.call(False, call, *args[call])
+        self.call(False, "drawn", len(self.rows) + chance.choice([-1, 1]), "text")
+        self.call(False, "left_out", ordinal, "for no good reason")
+        self.call(False, "taken", [], version)
         if finished := self.among("finished")[:1]:
-            self.both(False, "taken", finished * 2, version)
+            self.call(False, "taken", finished * 2, version)
             if self.version:
-                self.both(False, "taken", finished, version - 1)
-        self.both(False, "trained", version + 9)
+                self.call(False, "taken", finished, version - 1)
+        self.call(False, "trained", version + 9)
 
     def check(self):
         """Every prompt is in one state, and it is the right one."""
         states = ["trained" if row.state == "final" else row.state for row in self.rows]
         names = [*UNDER_WAY, "filtered", "failed"]
         expected = {name: states.count(name) for name in names}
-        assert self.journal.counts() == self.memory.counts() == expected
+        assert self.journal.counts() == expected
         reader = sqlite3.connect(self.path)  # As somebody who watches a run does.
         found = reader.execute("SELECT ordinal, state FROM prompts").fetchall()
         reader.close()

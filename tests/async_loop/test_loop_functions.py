@@ -8,8 +8,7 @@ import threading
 
 import pytest
 
-from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
-from primeblocks.async_loop.reference import MemoryLedger
+from primeblocks.async_loop import AsyncLoop, Journal, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import EngineError, UsageError
 
@@ -27,7 +26,6 @@ async def _any(prompt, *, version):
         ({"generate": None}, "generate= must be callable; got None"),
         ({"generate": lambda prompt, *, version: []}, "generate= must be async; .* async def"),
         ({"generate": _any, "group_size": 2}, r"generate\(prompt, version=, sample=\), .*'sample'"),
-        ({"generate": _any, "ledger": MemoryLedger()}, "'draft'"),
         ({"train": 3}, "train= must be callable; got 3"),
         ({"train": lambda groups: None}, r"train\(groups, version=\), .*'version'"),
         ({"publish": lambda: None}, r"publish\(version\)"),
@@ -47,6 +45,16 @@ def test_functions_that_cannot_be_called_are_refused_at_once(changes, message):
             max_in_flight=1,
             **good | changes,
         )
+
+
+def test_a_generate_that_takes_no_draft_is_refused_with_a_journal(tmp_path):
+    world = World()
+    with Journal(tmp_path / "journal") as journal, pytest.raises(UsageError, match="'draft'"):
+        AsyncLoop(
+            prompts=[], generate=_any, train=world.train, publish=world.publish, batch_size=1,
+            buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(0)), max_in_flight=1,
+            ledger=journal,
+        )  # fmt: skip
 
 
 class Callable:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from primeblocks.async_loop import (
     AsyncLoop,
-    Group,
     RolloutBuffer,
     StalenessPolicy,
     staleness,
@@ -143,7 +142,7 @@ async def _run(options):
     return world, loop, steps
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(options=worlds)
 def test_bounds_are_kept_and_prompts_used_once(options):
     world, loop, steps = run_in_virtual_time(_run(options))
@@ -253,9 +252,3 @@ def test_a_rollout_that_raises_is_data_until_all_of_them_do():
         run_in_virtual_time(body(everything, retries=once))
     with pytest.raises(DeadlineError, match="the rollout of prompt 2 did not end within 0.5 s"):
         run_in_virtual_time(body(everything, retries=once, rollout_timeout_s=0.5))
-
-
-def test_a_group_is_as_old_as_its_oldest_part():
-    group = Group("p", (make_rollout(versions=(4, 6)),), 5)
-    assert group.oldest_version == 4
-    assert group.nbytes == sum(rollout.nbytes for rollout in group.rollouts) > 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 openai = pytest.importorskip("openai")
@@ -128,6 +128,7 @@ def test_any_other_answer_is_a_typed_error(answer, error, match):
 PLACES = ["index", "token_ids", "prompt_token_ids", "logprobs", "finish_reason", "routed_experts"]
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(
     st.sampled_from([(), *((name,) for name in PLACES), ("token_ids", 0)])
     | st.tuples(st.just("logprobs"), st.sampled_from(["tokens", "token_logprobs"]))

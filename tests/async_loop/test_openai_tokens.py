@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("openai")
@@ -116,6 +116,7 @@ def test_any_other_answer_of_vllm_is_a_typed_error(answer, error, match):
     assert type(caught.value) is error
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(
     st.sampled_from(["index", "token_ids", "logprobs", "weight_versions", "finish_reason"]),
     ANYTHING,

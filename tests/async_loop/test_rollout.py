@@ -14,8 +14,7 @@ from primeblocks.async_loop import (
     cache_salt,
     staleness,
 )
-from primeblocks.async_loop.ledger import Partial
-from primeblocks.async_loop.packed import pack_trajectory
+from primeblocks.async_loop.ledger import Partial, pack_trajectory
 from primeblocks.errors import ShapeError, UsageError
 from primeblocks.rollout import versions_from_spans
 
@@ -79,8 +78,8 @@ def test_a_group_is_as_old_as_its_oldest_part(make_rollout):
     group = Group("p", (make_rollout(versions=(4, 5)), make_rollout(versions=(6, 6))), 4)
     assert staleness(group, version=7) == 3
     policy = StalenessPolicy(2, "drop", "a test")
-    assert policy.admits(group, version=6)
-    assert not policy.admits(group, version=7)
+    assert policy.trainable(group, version=6) is group
+    assert policy.trainable(group, version=7) is None
     # Sampled late, but its prompt was cached under the version that it was submitted with.
     assert staleness(Group("p", (make_rollout(versions=(6, 6)),), 4), version=7) == 3
 
@@ -146,7 +145,7 @@ def test_a_rollout_of_a_later_policy_is_refused(on_stale):
     policy = StalenessPolicy(1, on_stale, "a test")
     for versions, submitted in (((5, 5), 3), ((3, 4), 3), ((3, 3), 4)):
         group = Group("which", (make_rollout(versions=versions),), submitted)
-        for call in (policy.trainable, policy.admits, staleness):
+        for call in (policy.trainable, staleness):
             with pytest.raises(
                 UsageError, match=r"policy 3 .*'which'.* policy [45], which is later"
             ):

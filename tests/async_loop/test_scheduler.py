@@ -10,7 +10,7 @@ from primeblocks.errors import UsageError
 
 
 def test_the_limit_grows_by_addition_while_it_binds_and_there_is_room():
-    limit = AdaptiveLimit(start=10, most=20, increase=4)
+    limit = AdaptiveLimit(start=10, most=20)
     assert [limit.observe(kv_used=0.3, in_flight=limit.limit) for _ in range(4)] == [14, 18, 20, 20]
     assert limit.observe(kv_used=0.3, in_flight=5) == 20  # It does not bind.
     assert limit.observe(kv_used=0.7, in_flight=20) == 20  # Neither room nor need.
@@ -18,9 +18,9 @@ def test_the_limit_grows_by_addition_while_it_binds_and_there_is_room():
 
 def test_the_limit_is_cut_by_a_factor():
     for full in ({"kv_used": 0.95}, {"kv_used": 0.1, "waiting": 30}):
-        limit = AdaptiveLimit(start=100, most=100, least=30, cut=0.5)
-        found = [limit.observe(in_flight=limit.limit, **full) for _ in range(3)]
-        assert found == [50, 30, 30]
+        limit = AdaptiveLimit(start=100, most=100, least=60)
+        found = [limit.observe(in_flight=limit.limit, **full) for _ in range(4)]
+        assert found == [80, 64, 60, 60]
     limit = AdaptiveLimit(start=100, most=100)
     assert limit.observe(kv_used=0.7, in_flight=100, preempted=3) == 80
     assert limit.observe(kv_used=0.7, in_flight=80, preempted=3) == 80  # None since.
@@ -40,10 +40,7 @@ def test_the_limit_stays_within_its_bounds(reports):
         assert 4 <= found == limit.limit <= 64
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"start": 0}, {"start": 9}, {"grow_below": 0.95}, {"cut": 1.0}, {"increase": 0}],
-)
+@pytest.mark.parametrize("wrong", [{"start": 0}, {"start": 9}, {"least": 3}])
 def test_limits_that_make_no_sense_are_refused(wrong):
     with pytest.raises(UsageError, match="needs"):
         AdaptiveLimit(**({"start": 2, "most": 8} | wrong))

@@ -1,7 +1,10 @@
-"""Completions of LoRA adapters on a real vLLM: tokens have the version of the adapter."""
+"""Completions of LoRA adapters on a real vLLM, with the version of the adapter, and its death."""
 
 import asyncio
 import importlib.util
+import os
+import signal
+import time
 
 import pytest
 import torch
@@ -87,7 +90,8 @@ async def _see(folder):
         saw = {"pages": [(await ask(one, 1)).num_cached_tokens for _ in range(2)]}
         salted = {"cache_salt": cache_salt(1)}
         saw["salted_pages"] = [(await ask(one, 1, **salted)).num_cached_tokens for _ in range(2)]
-        draft, in_parts = Draft(0, {}, Kept()), {"sample": 0, "part_tokens": 5, "timeout_s": 60}
+        saved, in_parts = [], {"sample": 0, "part_tokens": 5, "timeout_s": 60}
+        draft = Draft(0, {}, lambda *what: saved.append(what))
         in_parts |= {"max_tokens": SHORT, "temperature": 0.0}
         await generate_in_parts(
             engine, PROMPT, draft=draft, lora_request=one, adapter_version=1, **in_parts
@@ -102,7 +106,7 @@ async def _see(folder):
         saw["was_in_flight"] = not long.done()
         await engine.llm.resume_generation()
         seen = {"two": await ask(two, 2), "other": await ask(other, 1), "long": await long}
-        draft = Draft(0, {0: draft._ledger.saved[0][2]}, Kept())
+        draft = Draft(0, {0: saved[0][2]}, lambda *what: None)
         parts = await generate_in_parts(
             engine, PROMPT, draft=draft, lora_request=two, adapter_version=2, **in_parts
         )
@@ -114,6 +118,13 @@ async def _see(folder):
         saw["in_place"] = await error(type(one)("x", 7, "x", load_inplace=True), 1)
         await lora.remove_lora(engine.llm, one, timeout_s=HANG_S)
         saw["removed"], saw["after"] = await error(one, 1), await error(two, 2)
+        pending = [asyncio.create_task(error(two, 2, LONG)) for _ in range(4)]
+        await asyncio.sleep(0)  # They are sent.
+        for pid in engine.pids:
+            os.kill(pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        saw["killed"] = [*await asyncio.gather(*pending), await error(two, 2)]
+        saw["killed_s"] = time.monotonic() - killed_s
     saw["gaps"] = {
         "long": [_gap(policy, version, seen["long"]) for version in (1, 2)],
         "two": [_gap(policy, version, seen["two"]) for version in (2, 1)],
@@ -122,16 +133,6 @@ async def _see(folder):
     for trainer in (policy, critic):
         trainer.transport.close()
     return saw
-
-
-class Kept:
-    """Remembers what was saved."""
-
-    def __init__(self):
-        self.saved = []
-
-    def sampled(self, *what):
-        self.saved.append(what)
 
 
 @torch.no_grad()
@@ -174,3 +175,8 @@ def test_what_would_be_labelled_wrong_is_refused(saw):
         assert saw[name][0] == "UsageError"
         assert message in saw[name][1]
     assert saw["after"] == ("", "")
+
+
+def test_a_killed_engine_fails_every_request_at_once(saw):
+    assert [kind for kind, _ in saw["killed"]] == ["EngineError"] * 5
+    assert saw["killed_s"] < HANG_S / 2

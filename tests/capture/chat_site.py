@@ -144,7 +144,9 @@ class Engine:
         ids = spelled(text, self.rng)
         finish = "length" if len(ids) >= options["max_tokens"] else "stop"
         ids = (
-            ids[: options["max_tokens"]] if finish == "length" else [*ids, template().stop_id(END)]
+            ids[: options["max_tokens"]]
+            if finish == "length"
+            else [*ids, template().stop_token_ids[0]]
         )
         before, logprobs = tuple(prompt), []
         for i, token in enumerate(ids):

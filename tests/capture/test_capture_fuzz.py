@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from primeblocks.capture import CaptureBounds, Recorder
-from primeblocks.capture.adapters.starlette import capture_app
+from primeblocks.capture.adapters.uvicorn import capture_app
 from tests.capture.chat_site import ADD, Engine, template
 
 pytestmark = pytest.mark.stress
@@ -42,7 +42,7 @@ def valid(secret, rng):
         "stream": bool(rng.integers(2)),
         "max_tokens": int(rng.integers(1, 12)),
         "temperature": 1,
-        "stop": ["<|im_end|>"],
+        "stop_token_ids": [5],
     }
 
 

@@ -44,13 +44,13 @@ def test_sampled_ids_stay_and_the_text_is_the_templates(turns, seed):
             prompt = held + added
             # The text behind the answer has the ids that it has in the whole.
             whole = template().render(messages, [ADD])
-            cut = held[-1] != template().stop_id(END)
+            cut = held[-1] != template().stop_token_ids[0]
             assert whole[-len(added) :] == added
-            assert added[0] == template().stop_id(END) or not cut
+            assert added[0] == template().stop_token_ids[0] or not cut
         assert prompt[: len(held)] == held
         written, message = answer(text, arguments)
         ids = spelled(written, rng)
-        held = prompt + ids + ([] if is_cut and ids else [template().stop_id(END)])
+        held = prompt + ids + ([] if is_cut and ids else [template().stop_token_ids[0]])
         messages += read_messages([message])
 
 
@@ -79,7 +79,7 @@ def test_a_template_that_alters_an_answer_has_no_addition():
     thought = [{"role": "user", "content": "a"}]
     thought += [{"role": "assistant", "content": "<think>b</think>c"}]
     added = [{"role": "user", "content": "d"}]
-    end = strips.stop_id(END)
+    end = strips.stop_token_ids[0]
     assert strips.go_on(thought, added, [], last_id=end) is None
     plain = [thought[0], {"role": "assistant", "content": "c"}]
     assert strips.go_on(plain, added, [], last_id=end) is not None
@@ -92,5 +92,4 @@ def test_what_a_template_cannot_say_is_refused():
     told = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     with pytest.raises(UnsupportedError, match="no token of its own"):
         ChatTemplate(bare, chat_template=told)
-    assert template().stop_id(END) == template().stop_token_ids[0]
-    assert template().stop_id("a") is template().stop_id("nowhere") is None
+    assert [*template().stop_token_ids[:1]] == template().encode(END)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from primeblocks import losses, replay
 from primeblocks.async_loop import Group, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.adapters.zmq import RolloutReceiver, RolloutSender
-from primeblocks.async_loop.packed import pack_trajectory, unpack_trajectory
+from primeblocks.async_loop.ledger import pack_trajectory, unpack_trajectory
 from primeblocks.attachments import Aligned
 from primeblocks.capture import Conversation
 from primeblocks.capture.conversation import cut

@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 from primeblocks import replay
 from primeblocks.async_loop import cache_salt
-from primeblocks.async_loop.packed import pack_trajectory, unpack_trajectory
+from primeblocks.async_loop.ledger import pack_trajectory, unpack_trajectory
 from primeblocks.attachments import Aligned
 from primeblocks.capture import Conversation
 from primeblocks.errors import UsageError

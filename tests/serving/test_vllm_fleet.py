@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeblocks.async_loop import AsyncLoop, Rollout, RolloutBuffer, StalenessPolicy
@@ -245,6 +245,7 @@ def test_servers_get_calls_with_a_deadline_and_a_router_all_requests():
     asyncio.run(main())
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(
     events=st.lists(
         st.one_of(

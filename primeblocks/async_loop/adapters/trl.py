@@ -2,11 +2,8 @@
 
 Pass a `TrlWorker` as `rollout_worker=` of that trainer, and `TrlWorker.config_args()` to its
 `AsyncGRPOConfig`. Engines belong to an event loop, and TRL has none. `EventThread` runs one for the
-worker, the engine and the transfer of weights.
-
-The loop's step hands a batch to TRL and then waits until TRL reports the next version, through
-`update_model_version`. `TrlWorker` is started once. It runs until `stop`, an error, or the end of
-the prompts, and `check_health` raises the reason.
+worker, the engine and the transfer of weights. `TrlWorker` is started once. It runs until `stop`,
+an error, or the end of the prompts.
 """
 
 from __future__ import annotations
@@ -61,9 +58,9 @@ class EventThread:
     process alive.
     """
 
-    def __init__(self, name: str = "primeblocks-trl") -> None:
+    def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -120,11 +117,10 @@ class EventThread:
 class TrlWorker:
     """Feeds TRL's asynchronous trainer from an `AsyncLoop`, one batch per policy version.
 
-    A step of the loop is what TRL trains on between two updates of the engine. The loop hands over
-    a batch, and treats the next version as the engine's once TRL reports it. TRL looks one
-    micro-batch ahead, so `max_off_policy_steps` must be at least 1. The buffer's staleness policy
-    counts. TRL's own policy, which drops single samples of a batch, is off. Log-probabilities are
-    the engine's. A token that no policy sampled is context, without a loss.
+    The loop hands over a batch, and treats the next version as the engine's once TRL reports it.
+    TRL looks one micro-batch ahead, so `max_off_policy_steps` must be at least 1. The buffer's
+    staleness policy counts. TRL's own policy, which drops single samples of a batch, is off.
+    Log-probabilities are the engine's. A token that no policy sampled is context, without a loss.
 
     `check_health` raises the error that ended the loop, such as the death of the engine. TRL calls
     it once its queue has been empty for five seconds. Every wait inside ends at `step_timeout_s`.
@@ -238,12 +234,9 @@ class TrlWorker:
     def check_health(self, stale_after_s: float) -> None:
         """Raise the error that ended the loop, if it has ended.
 
-        Args:
-            stale_after_s: the longest time in which the event loop must answer.
-
         Raises:
             PrimeblocksError: as for `AsyncLoop.steps` and `generate`.
-            DeadlineError: the event loop is blocked.
+            DeadlineError: the event loop gave no answer within `stale_after_s`.
             ClosedError: the worker was stopped.
             UsageError: the prompts are used up, or the worker was not started.
         """

@@ -42,19 +42,16 @@ async def play_episode(
 ) -> tuple[Rollout, ...]:
     """Play one episode: reset, then generate and step until the environment is done.
 
-    Each prompt is compared with the tokens before it. If `render` changed these tokens,
-    `Conversation` makes several rollouts, in which each sampled token counts once.
-
-    The reward of each rollout is the sum of the steps' rewards, or None if no step had one. Its
-    attachments are those of the turns, "step_rewards" and "done". "step_rewards" is a list with
-    None for a step without a reward. "done" is False if `act` or `max_turns` ended the episode.
+    If `render` changes tokens of earlier turns, `Conversation` makes several rollouts. The reward
+    of each is the sum of the steps' rewards, or None if no step had one. Its attachments are those
+    of the turns, "step_rewards" and "done". "done" is False if `act` or `max_turns` ended the
+    episode.
 
     Args:
         env: a client in async use. It stays open, so `await env.state()` may follow.
         generate: samples one turn after a prompt.
         render: returns the next prompt, given all results and turns: the result of reset, the first
-            turn, the result of its step, and so on. To change no earlier token, begin with the
-            tokens of the last turn.
+            turn, the result of its step, and so on.
         act: returns the action of a turn, or None to end the episode.
         timeout_s: for the whole episode.
         reset: arguments of the environment's reset.
@@ -67,51 +64,38 @@ async def play_episode(
             `max_turns` is below 1.
     """
     clock = MonotonicClock() if clock is None else clock
-    conversation = Conversation()
-    done, rewards = await within(
-        _play(env, generate, render, act, max_turns, dict(reset or {}), conversation),
-        timeout_s=timeout_s,
-        clock=clock,
-        what="an episode of an OpenEnv environment",
-    )
+    conversation, rewards = Conversation(), list[float | None]()
+
+    async def play() -> bool:
+        """Fill the conversation. Return whether the environment is done."""
+        result = await _called("reset", env.reset, **(reset or {}))
+        happened: list[StepResult | Rollout] = [result]
+        while not result.done and len(conversation.turns) < max_turns:
+            turn = await generate([int(token) for token in render(tuple(happened))])
+            conversation.append(
+                turn.prompt,
+                turn.completion,
+                logprobs=turn.logprobs,
+                versions=turn.versions,
+                finish_reason=turn.finish_reason,
+                attachments=turn.attachments,
+            )
+            action = act(turn)
+            if action is None:
+                break
+            result = await _called("step", env.step, action)
+            happened += [turn, result]
+            rewards.append(result.reward)
+        return result.done
+
+    what = "an episode of an OpenEnv environment"
+    done = await within(play(), timeout_s=timeout_s, clock=clock, what=what)
     told = [reward for reward in rewards if reward is not None]
     rollouts = conversation.rollouts(prompt_id=prompt_id, reward=sum(told) if told else None)
     if not rollouts:
         raise UsageError(f"no turn was played, with max_turns={max_turns} and {done=} after reset")
     more = {"step_rewards": rewards, "done": done}
     return tuple(replace(each, attachments={**each.attachments, **more}) for each in rollouts)
-
-
-async def _play(
-    env: EnvClient,
-    generate: Sample,
-    render: Render,
-    act: Callable[[Rollout], Any],
-    max_turns: int,
-    reset: dict[str, Any],
-    conversation: Conversation,
-) -> tuple[bool, list[float | None]]:
-    """Fill the conversation. Return whether the environment is done, and the steps' rewards."""
-    rewards = []
-    result = await _called("reset", env.reset, **reset)
-    happened: list[StepResult | Rollout] = [result]
-    while not result.done and len(conversation.turns) < max_turns:
-        turn = await generate([int(token) for token in render(tuple(happened))])
-        conversation.append(
-            turn.prompt,
-            turn.completion,
-            logprobs=turn.logprobs,
-            versions=turn.versions,
-            finish_reason=turn.finish_reason,
-            attachments=turn.attachments,
-        )
-        action = act(turn)
-        if action is None:
-            break
-        result = await _called("step", env.step, action)
-        happened += [turn, result]
-        rewards.append(result.reward)
-    return result.done, rewards
 
 
 async def _called(

@@ -53,11 +53,10 @@ class ChatTemplate:
     ) -> None:
         self._tokenizer, self._options = tokenizer, options
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
-        self._added = tokenizer.get_added_vocab()
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         self._end = self._text(said, (), answers=False).rpartition(_PROBE)[2]
         ids = self.encode(self._end)
-        if not ids or ids[0] not in self._added.values():
+        if not ids or ids[0] not in tokenizer.get_added_vocab().values():
             raise UnsupportedError(
                 f"the template ends an answer with {self._end!r}, which begins with no token of "
                 "its own. Give such a model a renderer that knows its format."
@@ -99,10 +98,6 @@ class ChatTemplate:
         if self._fast is None:
             return list(self._tokenizer(text, add_special_tokens=False).input_ids)
         return self._fast.encode(text, add_special_tokens=False).ids
-
-    def stop_id(self, text: str) -> int | None:
-        """Return the id of a token that was added to the vocabulary, or None."""
-        return self._added.get(text)
 
     def _text(self, messages: Messages, tools: Messages, *, answers: bool) -> str:
         try:

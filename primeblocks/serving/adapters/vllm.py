@@ -63,10 +63,8 @@ class VllmFleet:
     """Several engines that hold one version, behind one `generate`.
 
     Requests follow the route of `serving.Fleet`, which closes an engine that raises `EngineError`.
-    `scheduler.Retries` then tries another engine. Control calls and updates go directly to every
-    open engine, one change at a time. If an update fails on some engines only, these are drained.
-    `join` opens an engine again, with the current version. Engines have no version before the first
-    update. Use a fleet from one event loop.
+    Control calls and updates go directly to every open engine. `join` opens an engine again, with
+    the current version. Use a fleet from one event loop.
 
     Args:
         members: by name.
@@ -113,9 +111,6 @@ class VllmFleet:
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Await the call of one engine, with the salt of the fleet's version.
 
-        During an update a request may meet the old weights, the new weights or both. It then has a
-        salt of its own, so that no other request finds its pages.
-
         Raises:
             EngineError: raised by the engine, or no engine is open, or no version was loaded yet.
         """
@@ -134,9 +129,8 @@ class VllmFleet:
         and may stay paused.
 
         Raises:
-            PrimeblocksError: all engines failed. The version may be at fault, so no engine is
-                drained and the fleet keeps its version. An engine that answered late may have
-                loaded the version, so requests share no pages until an update succeeds.
+            PrimeblocksError: all engines failed. No engine is drained, the fleet keeps its version,
+                and requests share no pages until an update succeeds.
             DeadlineError: the update did not end within `timeout_s`. Call it again.
             EngineError: no engine is open.
             UsageError: the version is below the fleet's.

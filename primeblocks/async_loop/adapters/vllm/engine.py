@@ -89,7 +89,7 @@ def base_engine_args(
 
 
 class VllmEngine:
-    """A running vLLM engine, in which every call has a deadline and every failure a type.
+    """A running vLLM engine.
 
     Make one with `await VllmEngine.start(...)`, and use it as an async context manager. It belongs
     to the event loop that started it. `llm` is vLLM's own `AsyncLLM`, for weight transfer.
@@ -132,7 +132,8 @@ class VllmEngine:
             )
         version = check_version(version)
         model = str(engine_kwargs["model"])
-        if engine_kwargs.get("load_format") != "dummy" and _is_path(model):
+        is_path = Path(model).is_dir() or Path(model).is_absolute() or model.startswith(".")
+        if is_path and engine_kwargs.get("load_format") != "dummy":
             check_checkpoint(model)
         clock = MonotonicClock() if clock is None else clock
         launch = Launch(engine_kwargs, clock)
@@ -174,7 +175,6 @@ class VllmEngine:
         stop_token_ids: Sequence[int] = (),
         cache_salt: str | None = None,
         seed: int | None = None,
-        request_id: str | None = None,
         extra_args: Mapping[str, Any] | None = None,
         routed_experts_prompt_start: int = 0,
         lora_request: LoRARequest | None = None,
@@ -221,7 +221,7 @@ class VllmEngine:
         inputs |= _image_inputs(images, salt=cache_salt)
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
-        name = f"primeblocks-{next(self._ids)}" if request_id is None else request_id
+        name = f"primeblocks-{next(self._ids)}"
         asked = self._last_output(inputs, params, name, lora_request)
         output = await self.call(asked, timeout_s=timeout_s)
         outputs = sorted(output.outputs, key=lambda one: one.index)
@@ -321,20 +321,11 @@ def _check_adapter(lora: LoRARequest | None, version: int | None) -> int | None:
     return None if version is None else check_version(version)
 
 
-def _is_path(model: str) -> bool:
-    return Path(model).is_dir() or Path(model).is_absolute() or model.startswith(".")
-
-
 def _image_inputs(images: Sequence[Aligned], *, salt: str | None) -> dict[str, Any]:
     """Return vLLM's inputs for the images of a prompt of ids, or {} without images. Local, copies.
 
-    Args:
-        salt: of the policy. vLLM caches outputs of the vision tower by the image's name only, also
-            when weights change, so the salt is part of the name.
-
-    Raises:
-        UsageError: a value has other names than Qwen-VL's, or its parts do not fit together.
-        UnsupportedError: a value is not a numpy array.
+    vLLM caches outputs of the vision tower by the image's name only, also when weights change. So
+    the salt is part of the name.
     """
     if not images:
         return {}

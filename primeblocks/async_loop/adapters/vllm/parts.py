@@ -32,9 +32,8 @@ async def generate_in_parts(
     """Sample one completion, and save the trajectory after every `part_tokens` tokens.
 
     Continues the trajectory that `draft` has for this sample. Each part is a request whose prompt
-    is the trajectory so far. With prefix caching and an unchanged salt, the engine computes only
-    the last page of it again. Every token keeps its log-probability, version and routes, also
-    across a crash.
+    is the trajectory so far. Every token keeps its log-probability, version and routes, also across
+    a crash.
 
     Args:
         sample: the position of the completion in its group.

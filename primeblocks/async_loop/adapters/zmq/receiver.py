@@ -7,19 +7,15 @@ import json
 import logging
 from dataclasses import dataclass
 
-from ....clock import Clock, MonotonicClock
 from ....errors import CapacityError, check_counts
 from ....rollout import Group
-from ... import packed
 from ...buffer import RolloutBuffer
+from ...ledger import unpack_whole_group
 from .wire import HEAD_BYTES, LOOK, Configure, GroupState, ServedSocket, check_ordinal, zmq
 
 __all__ = ["RolloutReceiver"]
 
 _log = logging.getLogger(__name__)
-
-# A connection that was silent for this long is forgotten, with its settled groups.
-_SILENT_S = 3600.0
 
 
 @dataclass
@@ -50,7 +46,6 @@ class RolloutReceiver:
             and ZeroMQ holds at most four messages per connection.
         max_group_bytes: the largest payload of a group. A larger one is refused, or ends its
             connection.
-        clock: the time after which silent senders are forgotten.
         configure: called with the socket before it is bound.
 
     Raises:
@@ -64,21 +59,16 @@ class RolloutReceiver:
         *,
         capacity_bytes: int = 4 << 30,
         max_group_bytes: int = 1 << 30,
-        clock: Clock | None = None,
         configure: Configure | None = None,
     ) -> None:
         check_counts(capacity_bytes=capacity_bytes, max_group_bytes=max_group_bytes)
         self._buffer = buffer
         self._capacity_bytes, self._max_group_bytes = capacity_bytes, max_group_bytes
         self._known: dict[int, _Known] = {}
-        # By connection, the number of its last message, and the time when it was read.
-        self._heard: dict[bytes, tuple[int, float]] = {}
-        self._clock = MonotonicClock() if clock is None else clock
-        self._read_s, self._now_s = 0.0, self._clock.now()  # Time spent reading, as of then.
+        self._heard: dict[bytes, int] = {}  # By connection, the number of its last message.
         self._waiting_bytes = 0
         self._room = asyncio.Event()
-        self.refused = 0
-        """Messages that were no groups."""
+        self.refused = 0  # Messages that were no groups.
         self._wire = ServedSocket(zmq.ROUTER, configure, max_bytes=max(max_group_bytes, HEAD_BYTES))
         self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._wire.open(self._wire.socket.bind, address)
@@ -115,10 +105,6 @@ class RolloutReceiver:
                 routes.add(known.route)
         for route in routes:
             self._answer(route)
-        for group in groups:  # Once it is told: its connection may live, and only be silent.
-            known = self._known.get(group.ordinal)
-            if known is not None and self._is_over(known):
-                del self._known[group.ordinal]
 
     async def _serve(self) -> None:
         while True:
@@ -129,9 +115,8 @@ class RolloutReceiver:
             refused = None
             try:
                 refused = self._read(route, message)
-            except (
-                Exception
-            ) as error:  # A stranger's bytes may raise any error. The receiver goes on.
+            # A stranger's bytes may raise any error. The receiver goes on.
+            except Exception as error:
                 self.refused += 1
                 _log.warning("refused a message: %s: %s", type(error).__name__, error)
             self._answer(route, refused)
@@ -141,7 +126,7 @@ class RolloutReceiver:
         kind, head, *rest = message
         said = json.loads(head)
         sender, number = str(said["sender"])[:64], int(said["number"])
-        self._hear(route, number)
+        self._heard[route] = number
         if kind == LOOK:
             self._forget(sender, route, kept={int(each) for each in said["kept"]})
             return None
@@ -153,7 +138,7 @@ class RolloutReceiver:
         try:
             if len(payload) > self._max_group_bytes:
                 raise CapacityError(f"{len(payload):,} bytes exceed {self._max_group_bytes:,}")
-            group = packed.unpack_whole_group(payload, ordinal)
+            group = unpack_whole_group(payload, ordinal)
         except Exception as error:  # As above.
             self.refused += 1
             return {ordinal: f"{type(error).__name__}: {error}"[:500]}
@@ -193,26 +178,12 @@ class RolloutReceiver:
                 known.waits.cancel()
             del self._known[ordinal]
 
-    def _hear(self, route: bytes, number: int) -> None:
-        """Note that a connection is alive, and forget connections that were silent for long."""
-        now_s = self._clock.now()
-        # What was sent during a pause of ours is read after it, so a pause counts as one second.
-        self._read_s += min(now_s - self._now_s, 1.0)
-        self._now_s = now_s
-        self._heard[route] = number, self._read_s
-        last_s = self._read_s - _SILENT_S
-        silent = {each for each, (_, heard_s) in self._heard.items() if heard_s < last_s}
-        if silent:
-            self._heard = {r: heard for r, heard in self._heard.items() if r not in silent}
-            self._known = {o: k for o, k in self._known.items() if not self._is_over(k)}
-
-    def _is_over(self, known: _Known) -> bool:
-        """Whether a group is settled, and its sender is forgotten."""
-        return known.state is GroupState.SETTLED and known.route not in self._heard
-
     def _answer(self, route: bytes, refused: dict[int, str] | None = None) -> None:
-        number, _ = self._heard.get(route, (0, 0.0))
         states = {o: k.state.value for o, k in self._known.items() if k.route == route}
-        answer = {"number": number, "states": states, "max_group_bytes": self._max_group_bytes}
+        answer = {
+            "number": self._heard.get(route, 0),
+            "states": states,
+            "max_group_bytes": self._max_group_bytes,
+        }
         answer["refused"] = refused or {}
         self._wire.send([route, json.dumps(answer).encode()])  # One that is too slow asks again.

@@ -12,7 +12,7 @@ from typing import Any
 from ....clock import Clock, MonotonicClock, within
 from ....errors import CapacityError, UnsupportedError, UsageError, check_counts
 from ....rollout import Group
-from ... import packed
+from ...ledger import pack_whole_group
 from .wire import GROUP, HEAD_BYTES, LOOK, Configure, GroupState, ServedSocket, check_ordinal, zmq
 
 __all__ = ["RolloutSender"]
@@ -95,7 +95,7 @@ class RolloutSender:
             UsageError: an unsettled group has the same ordinal.
             ClosedError: the sender was closed, or has failed.
         """
-        ordinal, payload = check_ordinal(group.ordinal), packed.pack_whole_group(group)
+        ordinal, payload = check_ordinal(group.ordinal), pack_whole_group(group)
         if len(payload) > self._capacity_bytes:
             raise CapacityError(
                 f"the group of ordinal {ordinal} has {len(payload):,} bytes, above "

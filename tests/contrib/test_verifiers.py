@@ -15,7 +15,7 @@ vf = pytest.importorskip("verifiers.v1", reason="verifiers is not installed; scr
 
 from verifiers.v1 import graph  # noqa: E402
 
-from primeblocks.async_loop.adapters.verifiers import (  # noqa: E402
+from primeblocks.contrib.adapters.verifiers import (  # noqa: E402
     episode_rollouts,
     trace_rollouts,
 )
@@ -214,14 +214,14 @@ def play(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any], **client
     """One episode of the environment in verifiers_guesses.py, on an endpoint that answers so."""
     from aiohttp import web
 
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "async_loop")
 
     async def serve(request: web.Request) -> web.Response:
         return web.json_response(answer(await request.json()))
 
     async def run() -> Any:
         app = web.Application()
-        app.router.add_post("/{path:inference/v1/generate|v1/chat/completions}", serve)
+        app.router.add_post("/inference/v1/generate", serve)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -229,8 +229,8 @@ def play(monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], Any], **client
         agent = {"harness": {"id": "verifiers_guesses"}, "runtime": {"type": "subprocess"}}
         config = {"taskset": {"id": "verifiers_guesses"}, "agent": agent}
         env = vf.SingleAgentEnv(vf.SingleAgentEnvConfig.model_validate(config))
-        kind = vf.TrainClientConfig if client else vf.EvalClientConfig
-        context = vf.ModelContext("m", kind(base_url=url, api_key_var="NONE", **client))
+        asks = vf.TrainClientConfig(base_url=url, api_key_var="NONE", **client)
+        context = vf.ModelContext("m", asks)
         try:
             async with env.serving():
                 (slot,) = env.slots(next(iter(env.taskset)))
@@ -258,19 +258,3 @@ def test_an_environment_runs_unchanged(monkeypatch, tokenizer):
         np.testing.assert_array_equal(routes.value, seen)
         assert counts.value[each.prompt_length :].tolist() == (2 * each.sampled).tolist()
         assert set(ids[1::2]) == {0}
-
-
-def test_an_endpoint_of_chats_is_asked_unchanged_and_leaves_no_ids(monkeypatch):
-    asked = []
-
-    def answer(body: Any) -> Any:
-        asked.append([message["role"] for message in body["messages"]])
-        message = {"role": "assistant", "content": f"answer {len(asked)}"}
-        choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        head = {"id": "c", "object": "chat.completion", "created": 0, "model": "m"}
-        return head | {"choices": [choice]}
-
-    episode = play(monkeypatch, answer)
-    assert [len(roles) for roles in asked] == [2, 4, 5, 6, 2]
-    with pytest.raises(UnsupportedError, match="no token ids.*TrainClientConfig"):
-        episode_rollouts(episode, version=0)

@@ -1,11 +1,11 @@
-"""Traces of `verifiers` 0.4 as rollouts, so that any of its environments is a source of rollouts.
+"""Traces of `verifiers` 0.4 as rollouts. Never run on the answers of a real engine.
 
 Only `TrainClientConfig` records token ids and log-probabilities in a trace. It calls
 `/inference/v1/generate` under its `base_url`, but cannot read the answers of vLLM 0.32. Its package
 `renderers` 0.1.12 expects `"token": "token_id:5"`, and vLLM sends `"token_id": 5`.
 
 `EvalClientConfig` sends an environment's chats to any OpenAI-compatible server, and records no ids.
-Point it at `adapters.uvicorn.CaptureServer`, which records ids and also versions. A trace has no
+Point it at a `CaptureServer`, which records ids and also versions. A trace has no
 versions.
 
 Take traces from memory or from verifiers' own wire format. Its JSON records round log-probabilities

@@ -1,0 +1,400 @@
+"""Servers as engines, through the `openai` client. They take token ids and return ids and logprobs.
+
+Expert routes become the attachment "routed_experts", in the form that the server sent.
+`replay.adapters.vllm.routes_from_base64` reads vLLM's text.
+
+`generate` speaks the OpenAI protocol, and the server must know `return_token_ids`: vLLM (run with
+0.32) or newer SGLang (never run). `generate_tokens` speaks vLLM's own protocol (with
+`--enable-scale-out`), in which every token names the weights that sampled it.
+
+Start vLLM with `--logprobs-mode processed_logprobs`. Otherwise its log-probabilities belong to
+another distribution than the one it sampled from. Also pass `--generation-config vllm`, or the
+checkpoint's own sampling defaults apply.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...clock import Clock, MonotonicClock, within
+from ...errors import (
+    CapacityError,
+    DeadlineError,
+    EngineError,
+    MissingPackageError,
+    PrimeblocksError,
+    ShapeError,
+    UnsupportedError,
+    UsageError,
+    check_version,
+)
+from ...rollout import Rollout, version_of, versions_from_spans
+
+try:
+    from openai import APIConnectionError, APIStatusError, APITimeoutError, AsyncOpenAI
+except ModuleNotFoundError as error:
+    if error.name != "openai":
+        raise
+    raise MissingPackageError("openai", "openai") from error
+
+__all__ = ["generate", "generate_split", "generate_tokens", "served_version"]
+
+_TRANSFER = "kv_transfer_params"
+# Errors of JSON that is not in the expected form.
+_OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+_NO_LOGPROB = -9999.0  # vLLM sends it for minus infinity, and if it has no log-probability.
+_MOST_LOGPROB = 1e-3  # A log-softmax in float32 may round to a little above zero.
+
+
+async def generate(
+    client: AsyncOpenAI,
+    prompt: Sequence[int],
+    *,
+    model: str,
+    version: int | Callable[[], Awaitable[int]],
+    max_tokens: int,
+    timeout_s: float,
+    n: int = 1,
+    temperature: float = 1.0,
+    stop_token_ids: Sequence[int] = (),
+    cache_salt: str | None = None,
+    seed: int | None = None,
+    prompt_id: Hashable = None,
+    extra_body: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
+) -> tuple[Rollout, ...]:
+    """Sample `n` completions of one prompt. Makes one request, or three if `version` is a function.
+
+    Args:
+        client: it may retry, within `timeout_s`.
+        version: of the weights, if they cannot change during the call. Otherwise a function that
+            asks the server before and after, because this protocol does not label tokens with
+            versions. For vLLM use `served_version`.
+        extra_body: more fields of the request. They override these arguments.
+
+    Raises:
+        DeadlineError: no answer within `timeout_s`.
+        CapacityError: the server has no room now.
+        EngineError: the server died or failed, or its answer is not in this form.
+        PrimeblocksError: the weights changed during the call, or the request was aborted before its
+            first token. The engine is well: a fleet keeps it, and `Retries` try again.
+        UnsupportedError: its answers have no log-probabilities or no token ids.
+        UsageError: the server refused the request.
+    """
+    tokens = [int(token) for token in prompt]
+    body = {
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,  # Each log-probability names the token that it is of.
+        "stop_token_ids": list(stop_token_ids),
+        **({} if cache_salt is None else {"cache_salt": cache_salt}),
+        **(extra_body or {}),
+    }
+
+    async def ask() -> int:
+        return check_version(await version() if callable(version) else version)
+
+    async def exchange() -> tuple[int, str, int]:
+        before = await ask()
+        raw = await client.completions.with_raw_response.create(
+            model=model, prompt=tokens, max_tokens=max_tokens, n=n, temperature=temperature,
+            logprobs=0, seed=seed, extra_body=body, timeout=timeout_s,
+        )  # fmt: skip
+        return before, raw.text, await ask()
+
+    what = f"a completion of {len(tokens)} tokens by {client.base_url}"
+    before, text, after = await _typed(exchange(), what, timeout_s, clock)
+    if before != after:
+        raise PrimeblocksError(
+            f"the weights went from version {before} to {after} during {what}, and the server does "
+            "not say at which token. Ask again, for fewer tokens, or hold requests during updates."
+        )
+    choices = _choices_of(text, what, n)
+    return tuple(_rollout(choice, tokens, before, what, prompt_id) for choice in choices)
+
+
+async def served_version(
+    client: AsyncOpenAI, *, timeout_s: float = 10.0, clock: Clock | None = None
+) -> int:
+    """Ask vLLM's server for its weights' version: `/weight_info`, of VLLM_SERVER_DEV_MODE=1.
+
+    Raises:
+        DeadlineError, CapacityError, EngineError: as for `generate`.
+        UsageError: the server does not have this path, or its label is not a version.
+    """
+    what = f"the version of the weights of {client.base_url}"
+    url = str(client.base_url.join("/weight_info"))
+    asked = client.get(url, cast_to=str, options={"timeout": timeout_s})
+    text = await _typed(asked, what, timeout_s, clock)
+    try:
+        label = json.loads(text)["weight_version"]
+    except _OTHER as error:
+        raise EngineError(f"{what}: the server answered {text[:200]!r}") from error
+    if (found := version_of(label)) is None:
+        raise UsageError(
+            f"{what} is {label!r:.200}; versions here are integers. Label them when they are "
+            "updated: /update_weight_version with str(version)."
+        )
+    return found
+
+
+def _rollout(
+    choice: dict[str, Any], prompt: list[int], version: int, what: str, prompt_id: Hashable
+) -> Rollout:
+    ids, told = choice.get("token_ids"), choice.get("logprobs")
+    told = told if isinstance(told, dict) else {}
+    values, names = told.get("token_logprobs"), told.get("tokens")
+    if ids is None:
+        raise UnsupportedError(
+            f"{what} got no token_ids: the server does not know return_token_ids. Text cannot be "
+            "made into the tokens that were sampled. Use a server that returns them, such as vLLM."
+        )
+    if values is None:
+        raise UnsupportedError(f"{what} got no log-probabilities, though it asked for them.")
+    _check_sampled(ids, values, what)
+    named = [str(name) for name in names] if isinstance(names, list) else []
+    by_id = any(name.startswith("token_id:") for name in named)
+    if by_id and named != [f"token_id:{token}" for token in ids]:
+        raise EngineError(f"{what} got log-probabilities of {named!r:.200} for {ids!r:.200}")
+    if (run := choice.get("prompt_token_ids")) is None:
+        raise UnsupportedError(
+            f"{what} got no prompt_token_ids, so the prompt that the server ran is unknown. Use a "
+            "server that returns them with return_token_ids, such as vLLM."
+        )
+    if run != prompt:
+        raise EngineError(f"{what}: the server ran another prompt: {run!r:.200}")
+    versions = np.full(len(ids), version)
+    return _rollout_of(choice, prompt, ids, values, versions, what=what, prompt_id=prompt_id)
+
+
+async def generate_tokens(
+    client: AsyncOpenAI,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    timeout_s: float,
+    n: int = 1,
+    temperature: float = 1.0,
+    stop_token_ids: Sequence[int] = (),
+    cache_salt: str | None = None,
+    seed: int | None = None,
+    prompt_id: Hashable = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    extra_body: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
+) -> tuple[Rollout, ...]:
+    """Sample `n` completions of one prompt by vLLM's server, or by servers behind a router.
+
+    Args:
+        client: its base URL may have any path below the server's address.
+        sampling_params: more sampling parameters of vLLM. They override these arguments.
+        extra_body: more fields of the request. They override these arguments.
+
+    Raises:
+        EngineError: as for `generate`, or the label of its weights is not a version, because it was
+            never given one.
+        UnsupportedError: its answers have no log-probabilities, or no versions.
+        DeadlineError, CapacityError, PrimeblocksError, UsageError: as for `generate`.
+    """
+    tokens = [int(token) for token in prompt]
+    sampling = {
+        "n": n,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "stop_token_ids": list(stop_token_ids),
+        **(sampling_params or {}),
+    }
+    what = f"a completion of {len(tokens)} tokens by {client.base_url}"
+    text = await _post(client, tokens, cache_salt, extra_body, sampling, what, timeout_s, clock)
+    choices = _choices_of(text, what, sampling["n"])
+    return tuple(_labelled_rollout(choice, tokens, what, prompt_id) for choice in choices)
+
+
+async def generate_split(
+    prefill: AsyncOpenAI,
+    decode: AsyncOpenAI,
+    prompt: Sequence[int],
+    *,
+    timeout_s: float,
+    cache_salt: str | None = None,
+    extra_body: Mapping[str, Any] | None = None,
+    clock: Clock | None = None,
+    **options: Any,
+) -> tuple[Rollout, Rollout]:
+    """Let one server compute the prompt, and another continue from its keys and values.
+
+    Returns the prompt with one token that the first server sampled, and the completion of the
+    second server, which sampled that token anew. Each result has the routes that its server
+    computed. `replay.adapters.vllm.join_prefill` joins them.
+
+    Args:
+        options: of `generate_tokens`, except `n`.
+
+    Raises:
+        UnsupportedError: the first server has no connector for transfers.
+        DeadlineError: not both ended within `timeout_s`.
+        EngineError: as for `generate_tokens`. It names both servers if the second failed.
+        PrimeblocksError: as for `generate_tokens`, or the weights changed between the prompt and
+            the completion.
+    """
+    tokens, extra = [int(token) for token in prompt], dict(extra_body or {})
+    clock = MonotonicClock() if clock is None else clock
+    end = clock.now() + timeout_s
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    what, one = f"a prompt of {len(tokens)} tokens by {prefill.base_url}", {"n": 1, "max_tokens": 1}
+    asked = extra | {_TRANSFER: wanted}
+    text = await _post(prefill, tokens, cache_salt, asked, one, what, timeout_s, clock)
+    (choice,) = _choices_of(text, what, 1)
+    transfer = json.loads(text).get(_TRANSFER)
+    if not isinstance(transfer, dict):
+        raise UnsupportedError(
+            f"{what} came without {_TRANSFER}: start both servers with --kv-transfer-config, such "
+            'as \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'.'
+        )
+    computed = _labelled_rollout(choice, tokens, what, options.get("prompt_id"))
+    try:
+        (completion,) = await generate_tokens(
+            decode.with_options(max_retries=0),  # Pages are read once.
+            tokens,
+            timeout_s=end - clock.now(),
+            cache_salt=cache_salt,
+            extra_body=extra | {_TRANSFER: transfer},
+            clock=clock,
+            n=1,
+            **options,
+        )
+    except EngineError as error:
+        error.add_note(f"It was to read the prompt's pages from {prefill.base_url}.")
+        raise
+    if (before := computed.versions[0]) != (after := completion.versions[0]):
+        raise PrimeblocksError(
+            f"{what}: version {before} computed it, and version {after} went on. Ask again."
+        )
+    return computed, completion
+
+
+async def _post(
+    client: AsyncOpenAI,
+    tokens: list[int],
+    cache_salt: str | None,
+    extra_body: Mapping[str, Any] | None,
+    sampling: dict[str, Any],
+    what: str,
+    timeout_s: float,
+    clock: Clock | None,
+) -> str:
+    body = {
+        "token_ids": tokens,
+        "sampling_params": {"logprobs": 0, "detokenize": False} | sampling,
+        **({} if cache_salt is None else {"cache_salt": cache_salt}),
+        **(extra_body or {}),
+    }
+    url = str(client.base_url.join("/inference/v1/generate"))
+    asked = client.post(url, cast_to=str, body=body, options={"timeout": timeout_s})
+    return await _typed(asked, what, timeout_s, clock)
+
+
+def _labelled_rollout(
+    choice: dict[str, Any], prompt: list[int], what: str, prompt_id: Hashable
+) -> Rollout:
+    ids, told, spans = (choice.get(name) for name in ("token_ids", "logprobs", "weight_versions"))
+    if not told:
+        raise UnsupportedError(f"{what} got no log-probabilities, though it asked for them.")
+    if not spans:
+        raise UnsupportedError(f"{what} got no weight_versions: needs vLLM 0.32 or later.")
+    try:
+        content = told["content"]
+        named, logprobs = ([each[key] for each in content] for key in ("token_id", "logprob"))
+        labels = [(each["version"], each["start"], each["end"]) for each in spans]
+    except _OTHER as error:
+        raise EngineError(f"{what} got no choice of this protocol: {choice!r:.200}") from error
+    _check_sampled(ids, logprobs, what)
+    if named != ids:
+        raise EngineError(f"{what} got log-probabilities of {named!r:.200} for {ids!r:.200}")
+    found = []
+    for label, start, end in labels:
+        if (version := version_of(label)) is None:
+            raise EngineError(
+                f"{what}: its weights are labelled {label!r:.200}; versions here are integers. It "
+                "has not been given a version since it started: update it before it gets requests."
+            )
+        if type(start) is not int or type(end) is not int:
+            raise EngineError(f"{what} got versions of tokens {start!r} to {end!r}")
+        found.append((version, start, end))
+    try:
+        versions = versions_from_spans(found, length=len(ids))
+    except ShapeError as error:
+        raise EngineError(f"{what} got versions that do not fit: {error}") from error
+    return _rollout_of(choice, prompt, ids, logprobs, versions, what=what, prompt_id=prompt_id)
+
+
+async def _typed(
+    awaitable: Awaitable[Any], what: str, timeout_s: float, clock: Clock | None
+) -> Any:
+    clock = MonotonicClock() if clock is None else clock
+    try:
+        return await within(awaitable, timeout_s=timeout_s, clock=clock, what=what)
+    except APITimeoutError as error:
+        raise DeadlineError(f"{what} did not end within {timeout_s:g} s") from error
+    except APIConnectionError as error:
+        cause = error.__cause__ or error
+        raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
+    except APIStatusError as error:
+        kind: type[PrimeblocksError] = EngineError if error.status_code >= 500 else UsageError
+        if error.status_code in (408, 429):  # It has no room now. A fleet keeps the engine.
+            kind = CapacityError
+        raise kind(f"{what} got status {error.status_code}: {error.message[:1000]}") from error
+
+
+def _choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
+    try:
+        choices = json.loads(text)["choices"]
+        choices.sort(key=lambda choice: choice["index"])
+        found = [choice["index"] for choice in choices]
+        aborted = any(c.get("finish_reason") == "abort" and not c.get("token_ids") for c in choices)
+    except _OTHER as error:
+        raise EngineError(f"{what} got no answer of this protocol: {text[:200]!r}") from error
+    if found != list(range(n)):
+        raise EngineError(f"{what} got choices {found} where {n} were asked for")
+    if aborted:
+        raise PrimeblocksError(f"{what} was aborted before its first token: ask again")
+    return choices
+
+
+def _check_sampled(ids: Any, values: Any, what: str) -> None:
+    if not isinstance(ids, list) or any(type(x) is not int or not 0 <= x < 2**63 for x in ids):
+        raise EngineError(f"{what} got token_ids that are none: {ids!r:.200}")
+    if not ids or not isinstance(values, list) or len(values) != len(ids):
+        raise EngineError(f"{what} got {len(ids)} tokens with log-probabilities {values!r:.200}")
+    for at, value in enumerate(values):
+        if type(value) not in (int, float) or not _NO_LOGPROB < value <= _MOST_LOGPROB:
+            raise EngineError(f"{what} got {value!r:.200} as the log-probability of token {at}")
+
+
+def _rollout_of(
+    choice: dict[str, Any],
+    prompt: list[int],
+    ids: list[int],
+    logprobs: list[float],
+    versions: NDArray[np.int64],
+    *,
+    what: str,
+    prompt_id: Hashable,
+) -> Rollout:
+    reason, routes = choice.get("finish_reason"), choice.get("routed_experts")
+    if not isinstance(reason, str):
+        raise EngineError(f"{what} got {reason!r:.200} as its finish_reason")
+    if routes is not None and not isinstance(routes, str):
+        raise EngineError(f"{what} got {routes!r:.200} as its routed_experts")
+    return Rollout(
+        tokens=np.array(prompt + ids),
+        prompt_length=len(prompt),
+        logprobs=np.array(logprobs, np.float64),
+        versions=versions,
+        finish_reason=reason,
+        prompt_id=prompt_id,
+        attachments={} if routes is None else {"routed_experts": routes},
+    )
