@@ -35,7 +35,6 @@ autodoc_mock_imports = [
     "httpx",
     "mooncake",
     "nixl",
-    "numba",
     "openai",
     "openenv",
     "starlette",

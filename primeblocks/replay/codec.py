@@ -55,22 +55,17 @@ _CHUNK = 1 << 18
 _OVERHEAD = _HEADER.size + _DIGEST  # Bytes around the body.
 
 
-def seal(
-    kind: bytes, format_version: int, parts: Sequence[Any], *, into: Bytes | None = None
-) -> memoryview:
+def seal(kind: bytes, format_version: int, parts: Sequence[Any]) -> memoryview:
     """Copy `parts` into one buffer between header and digest. Local. One copy.
 
     Args:
         kind: four bytes.
         parts: bytes or arrays. Arrays are written in C order.
-        into: a writable buffer to use instead of a new one. Its beginning is returned.
-
-    Raises:
-        ShapeError: `into` is too small.
     """
     arrays = [_bytes_of(part) for part in parts]
     length = sum(len(array) for array in arrays)
-    out = _room(length + _OVERHEAD, into)
+    # Not bytes: numpy asks for huge pages. Faulting in small pages costs four copies.
+    out = np.empty(length + _OVERHEAD, dtype=np.uint8)
     digest = xxhash.xxh3_128()
     position = 0
     for array in (_bytes_of(_HEADER.pack(kind, format_version, 0, length)), *arrays):
@@ -117,19 +112,6 @@ def _bytes_of(part: Any) -> np.ndarray:
     if isinstance(part, np.ndarray):
         return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     return np.frombuffer(part, dtype=np.uint8)
-
-
-def _room(length: int, into: Bytes | None) -> np.ndarray:
-    if into is None:
-        # Not bytes: numpy asks for huge pages. Faulting in small pages costs four copies.
-        return np.empty(length, dtype=np.uint8)
-    room = np.frombuffer(into, dtype=np.uint8)
-    if len(room) < length or not room.flags.writeable:
-        raise ShapeError(
-            f"needs a writable buffer of {length} bytes; got {len(room)} bytes,"
-            f" writable: {room.flags.writeable}"
-        )
-    return room[:length]
 
 
 _KIND, _FORMAT = b"PBRT", 3
@@ -242,7 +224,6 @@ def encode(
     layer_ids: tuple[int, ...],
     *,
     start: int,
-    into: Bytes | None,
 ) -> memoryview:
     """Write one contiguous buffer. Local. Copies the experts once."""
     tokens, layers, top_k = experts.shape
@@ -255,7 +236,7 @@ def encode(
         np.packbits(missing),
         np.packbits(padding if padded else padding[:0]),
     )
-    return seal(_KIND, _FORMAT, parts, into=into)
+    return seal(_KIND, _FORMAT, parts)
 
 
 def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:

@@ -115,7 +115,7 @@ def check_ratio(ratio: float | None) -> None:
 
 
 def weigh(
-    router: Router, output: Any, rows: ImposedRows, *, min_score_ratio: float | None
+    router: Router, output: Any, rows: ImposedRows, *, min_score_ratio: float | None = None
 ) -> tuple[Int64[torch.Tensor, "tokens top_k"], torch.Tensor, Any]:
     """Return the final choices, their live gates, and how many the filter replaced. Local.
 

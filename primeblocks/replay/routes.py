@@ -287,8 +287,7 @@ class Routes:
     def tensor(self, *, batch: int = 1) -> torch.Tensor:
         """Return int16 `[batch, sequence, layers, top_k]`, for `routed_experts` of `follow`.
 
-        From 2**15 experts on it is int32. A missing row is -1, and a row of padding is `-2 - id`.
-        Local. One copy, on the host.
+        From 2**15 experts on it is int32. A missing row is -1. Local. One copy, on the host.
 
         Raises:
             ShapeError: the tokens are not `batch` rows of one length.
@@ -300,21 +299,19 @@ class Routes:
                 " Routes.join(rows, pad_to=width) makes them so."
             )
         ids = self.experts.astype(np.int16 if self.num_experts < 1 << 15 else np.int32)
-        ids = np.where(self.padding[:, None, None], -2 - ids, ids)
         ids[self.missing] = -1
         return torch.from_numpy(ids).view(batch, self.tokens // batch, *ids.shape[1:])
 
-    def pack(self, *, start: int = 0, into: Bytes | None = None) -> memoryview:
+    def pack(self, *, start: int = 0) -> memoryview:
         """Return one self-describing, checksummed buffer. See `codec`. Local. One copy.
 
         The result is a view of memory: pass `bytes(payload)` to code that pickles.
 
         Args:
             start: pack only the rows from this token on. `unpack(onto=)` joins them again.
-            into: a writable buffer to use instead of a new one. Its beginning is returned.
 
         Raises:
-            ShapeError: `start` is outside the tokens, or `into` is too small.
+            ShapeError: `start` is outside the tokens.
         """
         if not 0 <= start <= self.tokens:
             raise ShapeError(f"start must be in 0..{self.tokens}; got {start}")
@@ -325,7 +322,6 @@ class Routes:
             self.num_experts,
             self.layer_ids,
             start=start,
-            into=into,
         )
 
     @classmethod

@@ -131,17 +131,6 @@ def test_the_payload_is_not_copied():
     assert not again.experts.flags.writeable
 
 
-def test_a_buffer_can_be_used_again():
-    buffer = bytearray(1000)
-    payload = VALUE.pack(into=buffer)
-    assert np.shares_memory(np.frombuffer(payload, np.uint8), np.frombuffer(buffer, np.uint8))
-    assert payload == VALUE.pack()
-    with pytest.raises(ShapeError, match=rf"{len(payload)} bytes; got 10 bytes"):
-        VALUE.pack(into=bytearray(10))
-    with pytest.raises(ShapeError, match="writable: False"):
-        VALUE.pack(into=bytes(1000))
-
-
 def test_slices_and_single_layers_pack():
     assert Routes.unpack(VALUE[1:].pack()) == VALUE[1:]
     assert Routes.unpack(VALUE.select_layers([5]).pack()) == VALUE.select_layers([5])

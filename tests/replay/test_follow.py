@@ -209,18 +209,6 @@ def test_recorded_gates_travel_too(inputs, foreign, reentrant):
         assert_equal(step(model, inputs, **rows), wanted)
 
 
-@pytest.mark.parametrize("reentrant", CHECKPOINTS)
-def test_the_score_filter_leaves_padding_alone(inputs, foreign, reentrant):
-    routes, plain = foreign()[:5].pad(8), ToyModel()
-    with impose(plain.routers, routes, min_score_ratio=0.9) as imposed:
-        wanted = step(plain, inputs)
-    assert imposed.replacement_rate > 0.2
-    model = Model(checkpoint=reentrant)
-    with follow(model, model.routers, min_score_ratio=0.9), record(model.routers) as tape:
-        assert_equal(step(model, inputs, routed_experts=routes.tensor(batch=2)), wanted)
-    assert np.array_equal(tape.routes.experts[5:], routes.experts[5:])
-
-
 def test_a_row_may_be_missing_in_one_layer_only(inputs, foreign):
     model, rows = Model(), foreign().tensor(batch=2)
     rows[0, 1, 2] = -1
@@ -307,8 +295,6 @@ def test_what_cannot_work_is_refused(inputs, foreign):
         follow(Model(), model.routers)
     with pytest.raises(PlanError, match=r"\[1, 2\] included"):
         follow(model, model.routers, layer_ids=[0])
-    with pytest.raises(UsageError, match="min_score_ratio must be"):
-        follow(model, model.routers, min_score_ratio=1.5)
     bare = Bare()
     with pytest.raises(UsageError, match="'layer.gate' is in no nn.ModuleList"):
         follow(bare, [bare.layer.gate])
