@@ -82,7 +82,7 @@ def test_sampled_orders_cost_no_more_than_promised(permutations):
         asked.append(removed)
         return torch.full((3,), -2.0 - 0.01 * (len(names) - len(removed)))
 
-    for seed in range(20):
+    for seed in range(5):
         generator = torch.Generator().manual_seed(seed)
         report = attribute(
             evaluate,
@@ -244,14 +244,6 @@ def whole(tapes):
     return Routes.join([piece for pair in zip(*each, strict=True) for piece in pair])
 
 
-def logprobs_of(side, targets):
-    logits, _ = logits_of(side)
-    kept = side.kept
-    if kept is None:
-        kept = KeptTokens.from_lists([[]] * len(targets), vocab_size=128)
-    return kept_logprobs(logits, targets, kept, temperature=side.temperature)
-
-
 def shifted(routes):
     """The second layer's rows, one token late."""
     experts = routes.experts.copy()
@@ -308,11 +300,17 @@ def find_causes(how, *, payload=lambda routes: routes):
     targets = torch.multinomial(chances, 1, generator=noise)[:, 0]
     rollout = (chances / chances.sum(-1, keepdim=True)).gather(1, targets[:, None]).log()[:, 0]
 
-    trainer = replace(Side(), routes=payload(captured))
+    trainer, seen = replace(Side(), routes=payload(captured)), {}
+    unlike = [name for name in CAUSES if getattr(trainer, name) != getattr(engine, name)]
+    free = KeptTokens.from_lists([[]] * len(targets), vocab_size=128)
 
     def evaluate(removed):
-        as_engine = {name: getattr(engine, name) for name in removed}
-        return logprobs_of(replace(trainer, **as_engine), targets)
+        side = replace(trainer, **{name: getattr(engine, name) for name in removed})
+        computed = removed & {*unlike} - {"temperature", "kept"}  # These decide the logits.
+        if computed not in seen:
+            seen[computed], _ = logits_of(side)
+        kept = free if side.kept is None else side.kept
+        return kept_logprobs(seen[computed], targets, kept, temperature=side.temperature)
 
     return attribute(evaluate, rollout, causes=CAUSES, permutations=1)
 
