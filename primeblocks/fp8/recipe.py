@@ -224,20 +224,8 @@ class Recipe:
             )
         return self.quantize(weight, self.weights)
 
-    def describe(self) -> dict[str, str]:
-        """Return by name every choice that decides codes, scales and their storage. Pure."""
-        return {
-            "codes": "float8_e4m3fn",
-            "activations": f"{self.activations.rows}x{self.activations.columns}",
-            "weights": f"{self.weights.rows}x{self.weights.columns}",
-            "scale": {"float32": "float32", "ue8m0": "ue8m0, rounded up"}[self.scale],
-            "quotient": self.quotient,
-            "source": self.source,
-            "layout": "codes [out, in], scales [out tiles, in tiles]",
-        }
-
     def fingerprint(self, layers: Iterable[str] = ()) -> str:
-        """Return sixteen hex digits of `describe()` and of the names of quantized layers. Pure.
+        """Return sixteen hex digits of all that decides codes, and of the quantized layers. Pure.
 
         The digits leave out engines, and options that only gradients use. These may differ between
         trainer and engine.
@@ -248,7 +236,16 @@ class Recipe:
         names = None if isinstance(layers, str) or not isinstance(layers, Iterable) else set(layers)
         if names is None or not all(isinstance(name, str) for name in names):
             raise UsageError(f"layers must be names, as convert returned them; got {layers!r:.60}.")
-        facts = [*self.describe().items(), *sorted(names)]
+        choices = {
+            "codes": "float8_e4m3fn",
+            "activations": f"{self.activations.rows}x{self.activations.columns}",
+            "weights": f"{self.weights.rows}x{self.weights.columns}",
+            "scale": {"float32": "float32", "ue8m0": "ue8m0, rounded up"}[self.scale],
+            "quotient": self.quotient,
+            "source": self.source,
+            "layout": "codes [out, in], scales [out tiles, in tiles]",
+        }
+        facts = [*choices.items(), *sorted(names)]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @property

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import MissingPackageError, ShapeError, UnsupportedError
-from ..hopper import SIDE, SQUARE, check_groups, check_hopper, check_operands
+from ..hopper import SIDE, SQUARE, check_hopper, check_operands
 from ..quantize import Quantized
 from ..recipe import Gemm
 
@@ -116,7 +116,16 @@ class DeepGemm:
             ShapeError: dims or devices do not fit.
             UnsupportedError, MissingPackageError: as for `a @ b.T`.
         """
-        check_groups(a, b, offsets, _ENGINE)
+        if a.codes.ndim != 2 or b.codes.ndim != 3 or offsets.shape != b.shape[:1]:
+            raise ShapeError(
+                "DeepGemm groups rows [tokens, in] by experts [experts, out, in] with offsets "
+                f"[experts]; got {list(a.shape)}, {list(b.shape)} and {list(offsets.shape)}."
+            )
+        if offsets.dtype != torch.int32 or offsets.device != a.codes.device:
+            raise ShapeError(
+                f"offsets must be int32 on {a.codes.device}; got {offsets.dtype} on "
+                f"{offsets.device}."
+            )
         if b.tile != SQUARE:
             raise UnsupportedError(
                 f"DeepGemm multiplies experts in tiles of 128 x 128; got {b.tile.rows} x "
