@@ -91,11 +91,9 @@ def audit(
     if the cause gives the engine's bits. If several causes give them, it names all. It counts
     differences without a known cause.
 
-    `audit` sees only weights. It does not see how the engine quantizes activations or its KV cache,
-    or which kernels run. It does not see codes that the engine makes after you read `engine`. It
-    cannot find a cause that changes no bit of a tensor.
-
-    Local. Compares one tensor at a time on the trainer's device, with some float32 copies of it.
+    `audit` sees only weights: not how the engine quantizes activations or its KV cache, nor codes
+    that it makes after you read `engine`. Local. Compares one tensor at a time on the trainer's
+    device, with some float32 copies of it.
 
     Args:
         trainer: the whole tensors by name. Pass the float32 masters if they exist.

@@ -115,18 +115,15 @@ class Recipe:
             the input. With one-row tiles weights are quantized again along the other dim.
         scale: kind of scales. `"ue8m0"` rounds them up to powers of two.
         quotient: form of a scaled value. See `quantize`.
-        source: the numbers of a weight that are quantized. `"bfloat16"` takes the weight's bfloat16
-            rounding, which FSDP2 gathers and an engine loads. `"float32"` takes the master weight,
-            and refuses a weight of less precision.
+        source: `"bfloat16"` quantizes the weight's bfloat16 rounding, which FSDP2 gathers and an
+            engine loads. `"float32"` quantizes the master weight, and refuses less precision.
         wgrad: operands of weights' gradients. Sums are always float32.
         saved: the data that forward keeps for the weight's gradient: the input, or its codes at one
             byte per value.
         nonfinite: `"nan"` passes a value that is not finite into the results as NaN, as other
             products do. `"raise"` checks every operand, for which the host waits for a GPU.
-        gemm: the engine that multiplies. Installed packages do not change it, and so do not change
-            your numbers.
-        quantizer: the engine that quantizes. All give the same bits. A `FusedQuantizer` needs fewer
-            passes.
+        gemm: the engine that multiplies. Installed packages do not change it.
+        quantizer: the engine that quantizes. All give the same bits.
 
     Raises:
         UsageError: a tile is not a `Tile`, or an engine is not callable.

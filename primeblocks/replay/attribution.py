@@ -86,11 +86,10 @@ def attribute(
 ) -> Attribution:
     """Split the mismatch among causes that can be switched off one by one.
 
-    A cause is a difference between the trainer and the engine. Examples are its own routes, its
-    dtype, another weight version, no fp8, a fresh prefix, and a plain softmax. `evaluate` computes
-    the trainer's log-probabilities of the sampled tokens with some causes *removed*. In these the
-    trainer then does as the engine did. `evaluate(frozenset())` is the unchanged trainer. You
-    choose the names of causes.
+    A cause is a difference between trainer and engine, such as its own routes, its dtype or another
+    weight version. You choose their names. `evaluate` computes the trainer's log-probabilities of
+    the sampled tokens with some causes *removed*, so that in these the trainer does as the engine
+    did. `evaluate(frozenset())` is the unchanged trainer.
 
     The cost is `2 ** n` evaluations for n causes, each a forward of the trainer. Local.
 

@@ -35,24 +35,21 @@ def follow(
     """Make `model(..., routed_experts=rows)` follow these rows. Call once, before the first step.
 
     `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`. A row of -1 lets
-    the token choose for itself in that layer. Gates are computed again from the live scores. To use
-    other gates, pass `routed_experts_weights`, float32 or float64 of the same shape, as with
-    `impose(gates=)`. A call without rows is a plain call. FSDP2 narrows float arguments to its
-    `param_dtype` unless its policy says `cast_forward_inputs=False`. Narrow gates are refused.
+    the token choose for itself in that layer. To replay gates too, as `impose(gates=)` does, pass
+    `routed_experts_weights`, float32 or float64 of the same shape. A call without rows is a plain
+    call.
 
     The rows go to each layer as an argument of its call. So any number of micro-batches may be in
-    flight. An activation checkpoint of the layer, reentrant or not, recomputes it under the same
-    rows. If the model's forward takes further keywords, it must pass them on to its layers, as
-    transformers does. Otherwise hooks give them to the layers, or to the `checkpoint_wrapper`
-    around them (torchtitan). Nothing is kept between two calls.
+    flight, and an activation checkpoint of the layer recomputes it under the same rows. If the
+    model's forward takes further keywords, it must pass them on to its layers, as transformers
+    does. Otherwise hooks give them to the layers, or to the `checkpoint_wrapper` around them.
 
-    Local: adds forward hooks to the model, its layers and routers. A layer's rows are widened on
-    their device where they are used, without waiting. Call it before `torch.compile`.
+    Local: adds forward hooks to the model, its layers and routers. Call it before `torch.compile`.
 
     Args:
         model: the module that is called with the rows: the model, or this rank's pipeline stage.
-        routers: the routers inside `model`, from an adapter. For a stage, find the routers of the
-            whole model, so that layer ids are those of the whole model, and pass the stage's own.
+        routers: the routers inside `model`, from an adapter. A stage passes its own of those found
+            in the whole model, so that layer ids are those of the whole model.
         layer_ids: the layers of `routed_experts`, in its order. By default those of the routers,
             ascending. Pass `routes.layer_ids` if a stage gets the rows of all layers.
 
@@ -67,7 +64,7 @@ def follow(
             GPU that ends the process.
         ShapeError: from within the forward, rows of other tokens, layers or top_k, or gates of
             another shape or a narrow dtype. Rows of as many tokens in another layout are noticed
-            if the layer's first argument, or its `hidden_states`, has three dimensions.
+            if the layer's hidden states have three dimensions.
 
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """
@@ -165,10 +162,7 @@ class Following:
 
 
 class _Layer:
-    """The rows of one layer, from the call of the layer to the call of its router.
-
-    They are kept only that long. A recomputation starts with the layer's call, which has the rows.
-    """
+    """The rows of one layer, from the call of the layer to the call of its router."""
 
     def __init__(self, router: Router, columns: tuple[int, ...]) -> None:
         self.router = router
@@ -276,7 +270,6 @@ def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def _drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Remove the keywords of `follow` for a layer without a router."""
     return args, _taken_from(kwargs)[1]
 
 
@@ -312,7 +305,6 @@ def _steps(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, nn.Module]]
 
 
 def _inside(layer: nn.Module) -> nn.Module:
-    """Return the layer inside torch's checkpoint_wrapper or a compiled module."""
     for name in ("_checkpoint_wrapped_module", "_orig_mod"):
         inner = layer._modules.get(name)
         if inner is not None:

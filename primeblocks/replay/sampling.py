@@ -1,8 +1,7 @@
 """The tokens that sampling could choose from, and log-probabilities among them.
 
-Temperature, top-k and top-p change the policy. If a trainer compares its plain log-softmax with an
-engine's processed log-probabilities, it measures that change as mismatch, and clips good tokens.
-Therefore the trainer renormalises over the ids that the engine kept.
+Temperature, top-k and top-p change the policy. So the trainer renormalises over the ids that the
+engine kept. Otherwise it would measure that change as mismatch.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ class KeptTokens:
     """The vocabulary ids that top-k, top-p and similar filters left for each token.
 
     A read-only value on the host in compressed rows: token `t` has
-    `ids[offsets[t]:offsets[t + 1]]`, in ascending order. A token without ids has no mask. It was
-    sampled from the whole vocabulary, belongs to a prompt, or is unknown. Partial coverage is safe,
-    token by token.
+    `ids[offsets[t]:offsets[t + 1]]`, in ascending order. A token without ids has no mask: it was
+    sampled from the whole vocabulary, belongs to a prompt, or is unknown.
 
     Args:
         ids: int32 `[kept]`.
@@ -130,11 +128,7 @@ class KeptTokens:
         )
 
     def __getitem__(self, tokens: slice) -> KeptTokens:
-        """`kept[a:b]`: a range of tokens. Ids are a view.
-
-        Raises:
-            ShapeError: the step is not 1.
-        """
+        """`kept[a:b]`: a range of tokens. Ids are a view."""
         first, last, step = tokens.indices(self.tokens)
         if step != 1:
             raise ShapeError(f"kept tokens are sliced with step 1; got {step}")
@@ -240,9 +234,9 @@ def kept_tokens(
 ) -> KeptTokens:
     """Return the ids that temperature, then top-k, then top-p leave. Local. Sorts the vocabulary.
 
-    Use it for an engine that does not return its ids. An id as likely as the last one of top-k is
-    kept too, and the most likely id always (as in vLLM 0.32). Prefer an engine's own rows: a
-    trainer's logits are rounded differently, so near the edge they keep other ids.
+    Use it for an engine that does not return its ids: near the edge a trainer's logits may keep
+    other ids. An id as likely as the last one of top-k is kept too, and the most likely id always
+    (as in vLLM 0.32).
 
     Args:
         logits: `[tokens, vocab]`.
