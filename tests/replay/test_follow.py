@@ -145,50 +145,6 @@ def test_micro_batches_in_flight_keep_their_rows(inputs, foreign, way, reentrant
     torch.testing.assert_close(found, one_at_a_time(inputs, foreign), rtol=1e-12, atol=1e-12)
 
 
-class LastCallWins:
-    """What a module's state would do: the rows of the latest call, whoever asks."""
-
-    def __init__(self, model):
-        self.calls = []
-        for column, router in enumerate(model.routers):
-            router.register_forward_hook(partial(self.put, column))
-
-    def put(self, column, router, args, output):
-        ids = torch.from_numpy(self.rows()[:, column].astype(np.int64))
-        return router.replace(output, ids, router.gates(output, ids))
-
-    def rows(self):
-        return self.calls[-1]
-
-    def call(self, model, x, routes):
-        self.calls += [routes.experts] * self.runs
-        return model(x)
-
-    runs = 1
-
-
-class Queue(LastCallWins):
-    """What a queue would do: each run of a router takes what is next."""
-
-    runs = 3
-
-    def rows(self):
-        return self.calls.pop(0) if len(self.calls) > 1 else self.calls[0]
-
-
-@pytest.mark.parametrize("naive", [LastCallWins, Queue])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_naive_ways_are_told_apart(inputs, foreign, naive, reentrant):
-    """The batches above would notice a queue, and rows that stay in a module."""
-    known = partial(_without_missing, foreign)
-    model = ToyModel(checkpoint=reentrant)
-    leaves, grads = in_flight(model, inputs, known, (0, 1, 2), naive(model).call)
-    wanted_leaves, wanted = one_at_a_time(inputs, known)
-    name = "layers.2.gate.weight"
-    assert not torch.allclose(grads[name], wanted[name], rtol=1e-3)
-    assert not torch.allclose(leaves[0], wanted_leaves[0], rtol=1e-3)
-
-
 def _without_missing(foreign, seed):
     routes = foreign(seed=seed)
     return Routes(routes.experts, 6, routes.layer_ids, np.zeros(8, dtype=np.bool_))
