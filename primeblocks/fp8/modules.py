@@ -147,8 +147,8 @@ class WeightCache:
     """Keeps the float8 codes of a converted model's weights until a weight changes.
 
     All micro-batches of a step share one rounding, in forward, backward and recomputation. The
-    cache drops codes when a torch optimizer of the process steps, a module loads a state dict, or a
-    weight is written in place or moves.
+    cache drops all codes when a torch optimizer of the process steps or a module loads a state
+    dict. It drops the codes of a weight that is written in place or moves.
 
     Some writes do not change a version counter: a write to `weight.data`, as PEFT does to merge
     adapters, and `torch._foreach_*` on a DTensor. After such a write, call `advance()`.

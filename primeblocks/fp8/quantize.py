@@ -167,9 +167,9 @@ def quantize(
 ) -> Quantized:
     """Round a matrix to E4M3 with one scale per tile, so that its largest value becomes 448.
 
-    The only floor of a scale is the smallest normal float32, so a tile of gradients keeps its
-    relative precision down to a largest value of 5e-36. A tile of zeros has scale 1. All steps are
-    in float32. Local. With `nonfinite="raise"` the host waits for the device.
+    The only floor of a scale is the smallest normal float32. A tile of gradients therefore keeps
+    its relative precision down to a largest value of 5e-36. A tile of zeros has scale 1. All steps
+    are in float32. Local. With `nonfinite="raise"` the host waits for the device.
 
     Args:
         x: `[..., rows, columns]`. Matrices of a batch do not share tiles.

@@ -176,8 +176,8 @@ def exact_kl(
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: no position is left, a value is NaN or above 0 by more than rounding, or the
-            trainer gives probability 0 to a token that the engine could sample.
+        UsageError: no position is left, or a value is NaN or above 0 by more than rounding. Also
+            raised if the trainer gives probability 0 to a token that the engine could sample.
     """
     trainer = _floating("trainer_logprobs", trainer_logprobs)
     rollout = _floating("rollout_logprobs", rollout_logprobs).to(trainer.device)

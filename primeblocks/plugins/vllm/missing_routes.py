@@ -26,9 +26,9 @@ class CapturedPages(_Store):
     chose the last expert in every layer is then taken for missing.
 
     If two different pages were put under one hash, it is unknown which of the two a later hit
-    means, so the hash stays missing. A digest of every page is remembered for that, also after its
-    eviction: sixteen times the pages that fit, and at least 65,536, at about 200 bytes each. A
-    difference from a page that was evicted longer ago is not noticed.
+    means, so the hash stays missing. For that the store remembers digests of pages, also after
+    their eviction: of sixteen times the pages that fit, and of at least 65,536. A digest takes
+    about 200 bytes. A difference from a page without a digest is not noticed.
     """
 
     def __init__(self, **sizes: int) -> None:

@@ -25,7 +25,7 @@ import numpy as np
 from ..patch import Patch
 from .scheduled_blocks import Assigned, build_with_blocks
 
-__all__ = ["CONNECTOR", "PATCH", "RowsBesidePages", "RowsLater"]
+__all__ = ["CONNECTOR", "PATCH", "RowTable", "RowsBesidePages", "RowsLater"]
 
 CONNECTOR = "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector"
 _BUILD = (

@@ -250,9 +250,9 @@ class TritonQuantizer:
     ) -> Quantized:
         """Quantize the SwiGLU of `gate_up` without storing it. Local.
 
-        Each bfloat16 value moves 5 bytes instead of 9. The kernel uses the GPU's exponential, so an
-        activation may differ from the definition by a part of (5 + |gate|) * 2**-23 before it is
-        rounded to its dtype. The codes are those of the activation, to the bit.
+        Each bfloat16 value moves 5 bytes instead of 9. The kernel uses the GPU's exponential. An
+        activation may therefore differ from the definition by a part of (5 + |gate|) * 2**-23
+        before it is rounded to its dtype. The codes are those of the activation, to the bit.
 
         Raises:
             ShapeError: shapes or dtypes do not fit.
