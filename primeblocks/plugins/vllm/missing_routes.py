@@ -13,10 +13,10 @@ __all__ = ["PATCH", "CapturedPages"]
 
 _STORE = "vllm.distributed.aux_output_connector.worker:BlockObjectStore"
 # vLLM's class, which exists when the patch is made.
-_Store: Any = object
+_HostStore: Any = object
 
 
-class CapturedPages(_Store):
+class CapturedPages(_HostStore):
     """vLLM's store of captured rows by page hash. A page without rows is filled with 0xFF.
 
     vLLM raises an error for a page that it evicted, or that a tier kept over a reset of the prefix
