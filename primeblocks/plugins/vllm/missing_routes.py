@@ -47,16 +47,20 @@ class CapturedPages(_HostStore):
         from vllm.distributed.aux_output_connector.store import BlockObjectStoreError
 
         super().put([], retain_keys=retain_keys, release_keys=release_keys)
-        for each in objects:
+        pages = list(objects)
+        for each in pages:
             digest = xxhash.xxh3_64_intdigest(each.payload)
             if each.key not in self._digests and self._stored(each.key) is not None:
                 self._digests[each.key] = None  # Its digest was forgotten: it may have differed.
             if self._digests.setdefault(each.key, digest) != digest:
                 self._digests[each.key] = None
             self._digests.move_to_end(each.key)
-            # One at a time: vLLM stores either all of a batch or none of it.
-            with suppress(BlockObjectStoreError):
-                super().put([each])
+        try:
+            super().put(pages)
+        except BlockObjectStoreError:  # vLLM stores either all of a batch or none of it.
+            for each in pages:
+                with suppress(BlockObjectStoreError):
+                    super().put([each])
         while len(self._digests) > self._remembered:
             self._digests.popitem(last=False)
 
