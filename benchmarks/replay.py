@@ -40,20 +40,17 @@ def measure() -> dict[str, tuple[float, str, str]]:
     routes = make_routes()
     turns = routes.split([TOKENS // TURNS] * TURNS)
     raw = routes.pack()
-    buffer = np.zeros(len(raw), dtype=np.uint8)
     target = np.zeros_like(routes.experts)
 
     def agree() -> None:
         np.copyto(target, routes.experts)
         assert np.array_equal(target, routes.experts)
         assert Routes.unpack(raw) == routes
-        assert Routes.unpack(routes.pack(into=buffer)) == routes
         assert Routes.join(turns) == routes
 
-    copy, pack, pack_again, unpack, join = compare(
+    copy, pack, unpack, join = compare(
         lambda: np.copyto(target, routes.experts),
         routes.pack,
-        lambda: routes.pack(into=buffer),
         lambda: Routes.unpack(raw),
         lambda: Routes.join(turns),
         agree=agree,
@@ -68,7 +65,6 @@ def measure() -> dict[str, tuple[float, str, str]]:
     fraction, rate = ("ratio", "numpy copyto"), ("GB/s a core", "")
     return {
         "replay.pack.copy_bandwidth_fraction": (copy.median / pack.median, *fraction),
-        "replay.pack_into.copy_bandwidth_fraction": (copy.median / pack_again.median, *fraction),
         "replay.unpack.copy_bandwidth_fraction": (copy.median / unpack.median, *fraction),
         "replay.join.copy_bandwidth_fraction": (copy.median / join.median, *fraction),
         "replay.pack.spread": (pack.spread, "ratio", ""),

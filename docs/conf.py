@@ -34,7 +34,6 @@ autodoc_mock_imports = [
     "httpx",
     "mooncake",
     "nixl",
-    "numba",
     "openai",
     "openenv",
     "torchtitan",

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CorruptionError, UnsupportedError, UsageError
 from ..layout import local_part
-from .causes import (
-    can_quantize,
-    explain_codes,
-    explain_plain,
-    explain_simulated,
-    is_same,
-)
 from .checkpoint import SCALES_SUFFIX
-from .quantize import Quantized
+from .quantize import Quantized, Quotient, Scale, quantize
 from .recipe import Recipe, check_recipe
 from .rules import Expression, Rule, choose_weights
 
 __all__ = ["Audit", "Finding", "audit"]
 
 _SHOWN = 5
+_MASTER, _EXPORT, _TWICE = "float32", "bfloat16", "codes"
+_SCALES = {"float32": "float32", "ue8m0": "UE8M0"}
+_SOURCES = {
+    _MASTER: "quantized from the float32 master, the recipe from the bfloat16 export",
+    _EXPORT: "quantized from the bfloat16 export, the recipe from the float32 master",
+    _TWICE: "quantized a second time, from codes times scales in bfloat16",
+}
 
 
 @dataclass(frozen=True)
@@ -40,14 +41,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The tensors that differ between a trainer and an engine.
+    """The tensors that differ between a trainer and an engine, and how many were compared.
 
-    `bool(audit)` raises UsageError, because an audit without findings would be false. Read
-    `findings`, or call `check()`.
-
-    Args:
-        findings: the tensors that differ.
-        compared: the number of the trainer's tensors.
+    `bool(audit)` raises UsageError, because an audit without findings would be false.
     """
 
     findings: tuple[Finding, ...]
@@ -87,20 +83,17 @@ def audit(
     only: Expression,
     exclude: Expression | None = None,
     excluded: Iterable[str] | None = None,
-    progress: Callable[[int, int], object] | None = None,
 ) -> Audit:
     """Compare a trainer's weights, quantized by a recipe, with an engine's weights, bit by bit.
 
     For each tensor that differs, `audit` tries known causes, alone and together. The causes are
-    another source, scale, quotient or tile, and codes that were rounded twice. `audit` names a
-    cause only if the cause gives the engine's bits. If several causes give them, it names all. It
-    counts differences without a known cause.
+    another source, scale or quotient, and codes that were rounded twice. `audit` names a cause only
+    if the cause gives the engine's bits. If several causes give them, it names all. It counts
+    differences without a known cause.
 
-    `audit` sees only weights. It does not see how the engine quantizes activations or its KV cache,
-    or which kernels run. It does not see codes that the engine makes after you read `engine`. It
-    cannot find a cause that changes no bit of a tensor.
-
-    Local. Compares one tensor at a time on the trainer's device, with some float32 copies of it.
+    `audit` sees only weights: not how the engine quantizes activations or its KV cache, nor codes
+    that it makes after you read `engine`. Local. Compares one tensor at a time on the trainer's
+    device, with some float32 copies of it.
 
     Args:
         trainer: the whole tensors by name. Pass the float32 masters if they exist.
@@ -113,7 +106,6 @@ def audit(
         exclude: a rule for weights that the trainer does not multiply in float8.
         excluded: the engine's list `modules_to_not_convert` of its `quantization_config`. With it
             `audit` can name the entry that made the engine leave out a weight.
-        progress: called with the tensors compared and to compare, after each one.
 
     Raises:
         UsageError: a rule names no weight, or matches inside a word by accident.
@@ -133,11 +125,7 @@ def audit(
     kept = tuple(name.removesuffix(".weight") for name in matrices if name not in chosen)
     # A value that is not finite is a finding, or equal on both sides.
     sides = _Sides(mine, held, replace(recipe, nonfinite="nan"), chosen, *rules, entries, kept)
-    reasons = {}
-    for name in mine:
-        reasons[name] = sides.compare(name)
-        if progress is not None:
-            progress(len(reasons), len(mine))
+    reasons = {name: sides.compare(name) for name in mine}
     reasons |= {name: sides.extra(name) for name in held if name not in mine}
     return Audit(tuple(Finding(n, reason) for n, reason in reasons.items() if reason), len(mine))
 
@@ -166,11 +154,10 @@ class _Sides:
             return self._codes(name, weight, held, scales.detach().to(weight.device))
         if name in self.chosen and weight.is_floating_point():
             return self._simulated(name, weight, held)
-        same = is_same(weight.to(held.dtype), held)
-        return "" if same else explain_plain(weight, held, self.recipe)
+        same = _is_same(weight.to(held.dtype), held)
+        return "" if same else _explain_plain(weight, held, self.recipe)
 
     def _unlike(self, name: str, weight: Tensor, held: Tensor, scales: Tensor | None) -> str:
-        """Return the reason if shape, dtype or scales differ, whatever the values are."""
         is_codes = held.is_floating_point() and held.element_size() == 1
         if held.shape != weight.shape:
             return f"shape {list(held.shape)} in the engine, {list(weight.shape)} in the trainer"
@@ -195,22 +182,24 @@ class _Sides:
         if (codes.dtype, scales.dtype) != (torch.float8_e4m3fn, torch.float32):
             return f"codes in {codes.dtype} with scales in {scales.dtype}"
         drifted = "" if name in self.chosen else self._quantized_by_the_engine(name)
-        if drifted and not can_quantize(weight, self.recipe):
+        if drifted and not _can_quantize(weight, self.recipe):
             return drifted
         made = self._quantize(name, weight)
-        if is_same(made.codes, codes) and is_same(made.scales, scales):
+        if _is_same(made.codes, codes) and _is_same(made.scales, scales):
             return drifted
-        return "; ".join(filter(None, [drifted, explain_codes(weight, codes, scales, self.recipe)]))
+        return "; ".join(
+            filter(None, [drifted, _explain_codes(weight, codes, scales, self.recipe)])
+        )
 
     def _simulated(self, name: str, weight: Tensor, held: Tensor) -> str:
         expected = self._quantize(name, weight).dequantize()
         # A trainer in bfloat16 sends bfloat16, whatever dtype the engine keeps it in.
         if any(
-            is_same(each.to(held.dtype), held) for each in (expected, expected.to(weight.dtype))
+            _is_same(each.to(held.dtype), held) for each in (expected, expected.to(weight.dtype))
         ):
             return ""
         words = self._left_by_the_engine(name)
-        return explain_simulated(weight, held, self.recipe, unquantized=words)
+        return _explain_simulated(weight, held, self.recipe, unquantized=words)
 
     def _quantize(self, name: str, weight: Tensor) -> Quantized:
         try:
@@ -275,3 +264,131 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
     if local_part(tensor) is not tensor:
         raise UnsupportedError(f"{name} is a DTensor; pass whole tensors, full_tensor().")
     return tensor.detach()
+
+
+class _Way(NamedTuple):
+    """One way to quantize. A way that differs from the recipe's is a possible cause."""
+
+    source: str
+    scale: Scale
+    quotient: Quotient
+
+    def make(self, weight: Tensor, recipe: Recipe) -> Quantized:
+        x = weight.bfloat16() if self.source == _EXPORT else weight
+        if self.source == _TWICE:
+            x = recipe.quantize_weight(weight).dequantize().bfloat16()
+        how: Any = {"scale": self.scale, "quotient": self.quotient}
+        return quantize(x, recipe.weights, **how, nonfinite="nan")
+
+    def against(self, usual: _Way) -> str:
+        words = [_SOURCES[self.source]] if self.source != usual.source else []
+        if self.scale != usual.scale:
+            words.append(f"{_SCALES[self.scale]} scales, the recipe's are {_SCALES[usual.scale]}")
+        if self.quotient != usual.quotient:
+            words.append(f"quotient {self.quotient!r}, the recipe's is {usual.quotient!r}")
+        return ", and ".join(words)
+
+
+def _causes(weight: Tensor, recipe: Recipe, fits: Callable[[_Way], bool]) -> list[str]:
+    """Return the ways with the fewest changes that fit, in words."""
+    usual = _Way(recipe.source, recipe.scale, recipe.quotient)
+    sources = (_EXPORT, _MASTER, _TWICE) if _is_master(weight) else (_EXPORT, _TWICE)
+    levels: dict[int, list[_Way]] = {1: [], 2: [], 3: []}
+    for way in map(_Way._make, itertools.product(sources, get_args(Scale), get_args(Quotient))):
+        changes = sum(a != b for a, b in zip(way, usual, strict=True))
+        # All quotients by a power of two are equal.
+        if changes and (way.scale == "float32" or way.quotient == usual.quotient):
+            levels[changes].append(way)
+    for ways in levels.values():
+        if found := [way for way in ways if fits(way)]:
+            return [way.against(usual) for way in found]
+    return []
+
+
+def _explain_codes(weight: Tensor, codes: Tensor, scales: Tensor, recipe: Recipe) -> str:
+    def fits(way: _Way) -> bool:
+        made = way.make(weight, recipe)
+        return _is_same(made.codes, codes) and _is_same(made.scales, scales)
+
+    expected = recipe.quantize_weight(weight)
+    shape = list(expected.scales.shape)
+    if list(scales.shape) != shape:
+        return f"scales of shape {list(scales.shape)} where the recipe has {shape}"
+    numbers = f"{_count(expected.codes, codes, 'codes')} and "
+    numbers += f"{_count(expected.scales, scales, 'scales')} differ"
+    if causes := _causes(weight, recipe, fits):
+        return _explained(causes, numbers)
+    held = Quantized(codes, scales, recipe.weights).dequantize()
+    return f"other values: {numbers}, largest difference {_largest(expected.dequantize(), held)}"
+
+
+def _explain_simulated(weight: Tensor, held: Tensor, recipe: Recipe, *, unquantized: str) -> str:
+
+    def fits(way: _Way) -> bool:
+        return _is_same(way.make(weight, recipe).dequantize().to(held.dtype), held)
+
+    causes = [f"on the float8 grid, but {cause}" for cause in _causes(weight, recipe, fits)]
+    if _is_rounding(weight, held):
+        causes.insert(0, unquantized)
+    return _explained(causes, _difference(recipe.quantize_weight(weight).dequantize(), held))
+
+
+def _explain_plain(weight: Tensor, held: Tensor, recipe: Recipe) -> str:
+    causes = []
+    if _is_rounding(weight, held):
+        causes.append(f"the bfloat16 rounding, in {held.dtype}")
+    if _can_quantize(weight, recipe):
+        rounded = recipe.quantize_weight(weight).dequantize()
+        if _is_same(rounded.to(held.dtype), held):
+            causes.append("rounded to the float8 grid, though the rule does not name it")
+    return _explained(causes, _difference(weight, held))
+
+
+def _explained(causes: list[str], numbers: str) -> str:
+    if not causes:
+        return f"other values: {numbers}"
+    several = "; the bits are the same" if len(causes) > 1 else ""
+    return f"{', or '.join(causes)}{several} ({numbers})"
+
+
+def _difference(expected: Tensor, held: Tensor) -> str:
+    cast = expected.to(held.dtype)
+    return f"{_count(cast, held, 'values')} differ, largest difference {_largest(cast, held)}"
+
+
+def _is_rounding(weight: Tensor, held: Tensor) -> bool:
+    """Return whether an engine's numbers are the weight, cast directly or via bfloat16."""
+    return any(_is_same(each.to(held.dtype), held) for each in (weight, weight.bfloat16()))
+
+
+def _is_master(weight: Tensor) -> bool:
+    return weight.dtype in (torch.float32, torch.float64)
+
+
+def _can_quantize(weight: Tensor, recipe: Recipe) -> bool:
+    is_matrix = weight.ndim > 1 and weight.is_floating_point()
+    return is_matrix and (_is_master(weight) or recipe.source == _EXPORT)
+
+
+def _count(expected: Tensor, held: Tensor, what: str) -> str:
+    return f"{int(_other_bits(expected, held).sum())} of {held.numel()} {what}"
+
+
+def _largest(expected: Tensor, held: Tensor) -> str:
+    difference, scale = (expected.float() - held.float()).abs().max(), expected.float().abs().max()
+    if scale == 0:
+        return f"{float(difference):.1e}, where all are zero"
+    return f"{float(difference / scale):.1e} of the largest value"
+
+
+def _is_same(some: Tensor, other: Tensor) -> bool:
+    if some.dtype != other.dtype or some.shape != other.shape:
+        return False
+    return not bool(_other_bits(some, other).any())
+
+
+def _other_bits(some: Tensor, other: Tensor) -> Tensor:
+    if not some.is_floating_point():
+        return some != other
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[some.element_size()]
+    return some.view(bits) != other.view(bits)

@@ -34,9 +34,8 @@ Form = Literal["float8", "simulated"]
 def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
     """Name the codes and the scales of a weight as DeepSeek-V3's checkpoints do. Local.
 
-    Codes get the weight's name. Scales get that name plus `_scale_inv`, although a scale is the
-    factor from a code to its value. Scales are float32, also with a UE8M0 recipe, because vLLM and
-    transformers read both kinds so. All tensors are contiguous, as files need them.
+    Codes get the weight's name, and scales that name plus `_scale_inv`. Scales are float32, also
+    with a UE8M0 recipe. All tensors are contiguous, as files need them.
 
     Raises:
         UsageError: `quantized` is not a `Quantized`, or `name` is a name of scales.
@@ -140,8 +139,7 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
 class WeightEncoder:
     """A function from a rank's part of a weight to the tensors to send. See `encode_weights`.
 
-    `weightsync.Publisher` calls `origins` and `describe` before the first tensor. So a cut through
-    a tile, or a rule that names no weight, raises early, also without `layouts`.
+    `weightsync.Publisher` calls `origins` and `describe`, and so checks the cuts of all shards.
     """
 
     def __init__(
@@ -240,15 +238,13 @@ def encode_weights(
 
     - `"float8"`: codes and scales, which take half the bytes of bfloat16.
     - `"simulated"`: numbers on the float8 grid in their own dtype, for engines without float8
-      kernels. This saves no bytes. In bfloat16, code times scale is rounded once more.
+      kernels. In bfloat16, code times scale is rounded once more.
 
-    Each rank quantizes its own part. The parts have the tiles of the whole weight only if every cut
-    lies between tiles of `recipe.weights`.
+    Each rank quantizes its own part. Every cut must lie between tiles of `recipe.weights`.
 
     Args:
         only: the names that `convert` returned, or a rule for weights or their modules. Other
-            weights, vectors and biases are sent unchanged. A rule may also name weights that
-            `convert` leaves out, such as a router's matrix or an embedding.
+            weights, vectors and biases are sent unchanged.
         exclude: a rule for weights that are sent unchanged.
         layouts: by name, the layout that this rank holds (`primeblocks.layout.layout_of`). None if
             it holds every tensor whole.

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError
 from .quantize import Quantized, Tile
 
-__all__ = ["ROW", "SIDE", "SQUARE", "check_groups", "check_hopper", "check_operands"]
+__all__ = ["ROW", "SIDE", "SQUARE", "check_hopper", "check_operands"]
 
 SIDE = 128
 ROW, SQUARE = Tile(1, SIDE), Tile(SIDE, SIDE)
@@ -74,20 +73,3 @@ def check_operands(a: Quantized, b: Quantized, engine: str) -> None:
                 f"{list(x.shape)} and strides {list(x.codes.stride())}. Copy them once per "
                 "version, as quantize_both_ways does."
             )
-
-
-def check_groups(a: Quantized, b: Quantized, offsets: Tensor, engine: str) -> None:
-    """Refuse anything but rows, experts and one offset per expert. Local. Does not read offsets.
-
-    Raises:
-        ShapeError: dims or dtypes do not fit, or offsets are on another device.
-    """
-    if a.codes.ndim != 2 or b.codes.ndim != 3 or offsets.shape != b.shape[:1]:
-        raise ShapeError(
-            f"{engine} groups rows [tokens, in] by experts [experts, out, in] with offsets "
-            f"[experts]; got {list(a.shape)}, {list(b.shape)} and {list(offsets.shape)}."
-        )
-    if offsets.dtype != torch.int32 or offsets.device != a.codes.device:
-        raise ShapeError(
-            f"offsets must be int32 on {a.codes.device}; got {offsets.dtype} on {offsets.device}."
-        )

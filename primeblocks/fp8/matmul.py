@@ -118,8 +118,7 @@ def swiglu_matmul(
     """Multiply `swiglu(gate_up, scores)` by a weight, without storing the activation. Local.
 
     The result and gradients equal those of `grouped_matmul` of the activation, or of `matmul`
-    without offsets. A `FusedQuantizer` computes the codes in one pass over `gate_up`. Only
-    `gate_up` is kept for backward, which computes the activation again.
+    without offsets. Only `gate_up` is kept for backward, which computes the activation again.
 
     Args:
         gate_up: `[tokens, 2 * in]`, the gate first.

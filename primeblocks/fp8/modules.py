@@ -147,16 +147,11 @@ class WeightCache:
     """Keeps the float8 codes of a converted model's weights until a weight changes.
 
     All micro-batches of a step share one rounding, in forward, backward and recomputation. The
-    cache drops codes after these events:
+    cache drops all codes when a torch optimizer of the process steps or a module loads a state
+    dict. It drops the codes of a weight that is written in place or moves.
 
-    - A torch optimizer of the process steps. All codes are dropped.
-    - A module loads a state dict.
-    - A weight is written in place, which its version counter shows.
-    - A weight's memory moves.
-
-    Under FSDP2 the cache watches the sharded parameter. Some writes do not change a version
-    counter: a write to `weight.data`, as PEFT does to merge adapters, and `torch._foreach_*` on a
-    DTensor. After such a write, call `advance()`.
+    Some writes do not change a version counter: a write to `weight.data`, as PEFT does to merge
+    adapters, and `torch._foreach_*` on a DTensor. After such a write, call `advance()`.
 
     The cache keeps codes of whole weights, also under FSDP2. They take one byte per value, or two
     if the engine copies transposed codes.

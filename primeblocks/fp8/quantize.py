@@ -169,17 +169,15 @@ def quantize(
 
     The only floor of a scale is the smallest normal float32. A tile of gradients therefore keeps
     its relative precision down to a largest value of 5e-36. A tile of zeros has scale 1. All steps
-    are in float32, rounded to nearest even. Local. With `nonfinite="raise"` the host waits for the
-    device.
+    are in float32. Local. With `nonfinite="raise"` the host waits for the device.
 
     Args:
         x: `[..., rows, columns]`. Matrices of a batch do not share tiles.
         tile: the tile that shares a scale.
         scale: `"ue8m0"` rounds scales up to powers of two, as engines on Blackwell need them.
-        quotient: form of the scaled value. `"reciprocal"` is DeepGEMM's form. Between forms about
-            one code in two thousand differs.
+        quotient: form of the scaled value. `"reciprocal"` is DeepGEMM's form.
         nonfinite: `"raise"` refuses values that are not finite. `"nan"` gives the scale NaN to a
-            tile with such a value, and so to its products. The host does not wait then.
+            tile with such a value.
 
     Raises:
         ShapeError: `x` is not a matrix of floating-point numbers.

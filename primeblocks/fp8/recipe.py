@@ -115,18 +115,15 @@ class Recipe:
             the input. With one-row tiles weights are quantized again along the other dim.
         scale: kind of scales. `"ue8m0"` rounds them up to powers of two.
         quotient: form of a scaled value. See `quantize`.
-        source: the numbers of a weight that are quantized. `"bfloat16"` takes the weight's bfloat16
-            rounding, which FSDP2 gathers and an engine loads. `"float32"` takes the master weight,
-            and refuses a weight of less precision.
+        source: `"bfloat16"` quantizes the weight's bfloat16 rounding, which FSDP2 gathers and an
+            engine loads. `"float32"` quantizes the master weight, and refuses less precision.
         wgrad: operands of weights' gradients. Sums are always float32.
         saved: the data that forward keeps for the weight's gradient: the input, or its codes at one
             byte per value.
         nonfinite: `"nan"` passes a value that is not finite into the results as NaN, as other
             products do. `"raise"` checks every operand, for which the host waits for a GPU.
-        gemm: the engine that multiplies. Installed packages do not change it, and so do not change
-            your numbers.
-        quantizer: the engine that quantizes. All give the same bits. A `FusedQuantizer` needs fewer
-            passes.
+        gemm: the engine that multiplies. Installed packages do not change it.
+        quantizer: the engine that quantizes. All give the same bits.
 
     Raises:
         UsageError: a tile is not a `Tile`, or an engine is not callable.
@@ -224,20 +221,8 @@ class Recipe:
             )
         return self.quantize(weight, self.weights)
 
-    def describe(self) -> dict[str, str]:
-        """Return by name every choice that decides codes, scales and their storage. Pure."""
-        return {
-            "codes": "float8_e4m3fn",
-            "activations": f"{self.activations.rows}x{self.activations.columns}",
-            "weights": f"{self.weights.rows}x{self.weights.columns}",
-            "scale": {"float32": "float32", "ue8m0": "ue8m0, rounded up"}[self.scale],
-            "quotient": self.quotient,
-            "source": self.source,
-            "layout": "codes [out, in], scales [out tiles, in tiles]",
-        }
-
     def fingerprint(self, layers: Iterable[str] = ()) -> str:
-        """Return sixteen hex digits of `describe()` and of the names of quantized layers. Pure.
+        """Return sixteen hex digits of all that decides codes, and of the quantized layers. Pure.
 
         The digits leave out engines, and options that only gradients use. These may differ between
         trainer and engine.
@@ -248,7 +233,16 @@ class Recipe:
         names = None if isinstance(layers, str) or not isinstance(layers, Iterable) else set(layers)
         if names is None or not all(isinstance(name, str) for name in names):
             raise UsageError(f"layers must be names, as convert returned them; got {layers!r:.60}.")
-        facts = [*self.describe().items(), *sorted(names)]
+        choices = {
+            "codes": "float8_e4m3fn",
+            "activations": f"{self.activations.rows}x{self.activations.columns}",
+            "weights": f"{self.weights.rows}x{self.weights.columns}",
+            "scale": {"float32": "float32", "ue8m0": "ue8m0, rounded up"}[self.scale],
+            "quotient": self.quotient,
+            "source": self.source,
+            "layout": "codes [out, in], scales [out tiles, in tiles]",
+        }
+        facts = [*choices.items(), *sorted(names)]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @property

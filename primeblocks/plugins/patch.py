@@ -1,4 +1,4 @@
-"""A patch of a host package, with its reason, its symbols and a proof that it is needed."""
+"""A patch of a host package, with its reason and its symbols."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -7,20 +7,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 
-__all__ = ["Patch", "SelfTest", "ours", "replace", "stock"]
-
-
-@dataclass(frozen=True)
-class SelfTest:
-    """The findings of a patch's self-test.
-
-    Args:
-        needed: the stock host still has the fault.
-        effective: the host in this process does not have the fault.
-    """
-
-    needed: bool
-    effective: bool
+__all__ = ["Patch", "ours", "replace"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +19,6 @@ class Patch:
         reason: the fault of the host without it.
         tested: the host versions with which it was tested, as a requirement.
         replacements: for each symbol (`module:path`) a function from the stock object to ours.
-        self_test: tries the stock and the current symbols, in well under a second.
         asked: whether a configuration of the host needs it.
         cpu_only: it repairs the host's CPU platform and is not for other platforms.
         needs: names of patches without which it would do harm.
@@ -43,7 +29,6 @@ class Patch:
     reason: str
     tested: str
     replacements: Mapping[str, Callable[[Any], Any]]
-    self_test: Callable[[], SelfTest]
     asked: Callable[[Any], bool]
     cpu_only: bool = True
     needs: tuple[str, ...] = ()
@@ -86,21 +71,13 @@ def ours(symbol: str) -> Any:
     return getattr(_owner(symbol), symbol.rpartition(":")[2].rpartition(".")[2])
 
 
-def stock(symbol: str) -> Any:
-    """Return the object that `module:path` named before patches replaced it. Local."""
-    return _layers(symbol)[-1]
-
-
 def _patches(symbol: str) -> set[str]:
     """Return the names of the patches on `module:path`."""
-    return {layer.primeblocks_patch for layer in _layers(symbol)[:-1]}
-
-
-def _layers(symbol: str) -> list[Any]:
-    layers = [ours(symbol)]
-    while hasattr(layers[-1], "primeblocks_stock"):
-        layers.append(layers[-1].primeblocks_stock)
-    return layers
+    found, names = ours(symbol), set()
+    while hasattr(found, "primeblocks_stock"):
+        names.add(found.primeblocks_patch)
+        found = found.primeblocks_stock
+    return names
 
 
 def _owner(symbol: str) -> Any:

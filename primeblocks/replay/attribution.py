@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -83,32 +83,25 @@ def attribute(
     *,
     causes: Sequence[str],
     mask: torch.Tensor | None = None,
-    permutations: int | None = None,
-    generator: torch.Generator | None = None,
 ) -> Attribution:
     """Split the mismatch among causes that can be switched off one by one.
 
-    A cause is a difference between the trainer and the engine. Examples are its own routes, its
-    dtype, another weight version, no fp8, a fresh prefix, and a plain softmax. `evaluate` computes
-    the trainer's log-probabilities of the sampled tokens with some causes *removed*. In these the
-    trainer then does as the engine did. `evaluate(frozenset())` is the unchanged trainer. You
-    choose the names of causes.
+    A cause is a difference between trainer and engine, such as its own routes, its dtype or another
+    weight version. You choose their names. `evaluate` computes the trainer's log-probabilities of
+    the sampled tokens with some causes *removed*, so that in these the trainer does as the engine
+    did. `evaluate(frozenset())` is the unchanged trainer.
 
-    The cost is evaluations, each a forward of the trainer. All sets of n causes take `2 ** n`. With
-    `permutations`, n > 1 causes take at most `2 * (permutations + 1) * (n - 1)`. Each random order
-    is followed by its reverse, and each cause is also removed alone and last. Local.
+    The cost is `2 ** n` evaluations for n causes, each a forward of the trainer. Local.
 
     Args:
         evaluate: from the removed causes to log-probabilities shaped like `rollout_logprobs`.
         rollout_logprobs: the engine's, of the same sampled tokens.
         causes: all names that `evaluate` knows.
         mask: True where a token counts.
-        permutations: the number of orders of removal to draw. None takes all sets of causes.
-        generator: draws the orders. None uses a fixed seed.
 
     Raises:
-        UsageError: `causes` is empty, repeats a name, or has more than 12 names without
-            `permutations`. Also raised if a log-probability is not finite.
+        UsageError: `causes` is empty, repeats a name, or has more than 12 names. Also raised if a
+            log-probability is not finite.
         ShapeError: `evaluate` returns another shape.
 
     Source: L. Shapley, "A value for n-person games" (1953).
@@ -116,18 +109,13 @@ def attribute(
     names = tuple(causes)
     if not names or len(set(names)) != len(names):
         raise UsageError(f"needs at least one cause, and each named once; got {names}")
-    if permutations is None and len(names) > 12:
+    if len(names) > 12:
         raise UsageError(
-            f"{len(names)} causes take {2 ** len(names)} evaluations. Pass permutations=4, say."
+            f"{len(names)} causes take {2 ** len(names)} evaluations. Remove some together, as one."
         )
-    if permutations is not None and permutations < 1:
-        raise UsageError(f"permutations must be positive; got {permutations}")
     k3 = _Measured(evaluate, rollout_logprobs, mask)
     everything = frozenset(names)
-    if permutations is None:
-        gains = {name: _exact_shapley(k3, name, names) for name in names}
-    else:
-        gains = _sampled_shapley(k3, names, permutations, generator)
+    gains = {name: _shapley(k3, name, names) for name in names}
     nothing = k3(frozenset())
     found = [
         Cause(
@@ -190,7 +178,7 @@ class _Measured:
         return self._known[removed]
 
 
-def _exact_shapley(k3: _Measured, name: str, names: tuple[str, ...]) -> torch.Tensor:
+def _shapley(k3: _Measured, name: str, names: tuple[str, ...]) -> torch.Tensor:
     """Return the k3 that removing `name` takes from each token, averaged over all sets."""
     others = [other for other in names if other != name]
     total = torch.zeros_like(k3(frozenset()))
@@ -200,28 +188,3 @@ def _exact_shapley(k3: _Measured, name: str, names: tuple[str, ...]) -> torch.Te
             before = frozenset(chosen)
             total += weight * (k3(before) - k3(before | {name}))
     return total
-
-
-def _sampled_shapley(
-    k3: _Measured, names: tuple[str, ...], permutations: int, generator: torch.Generator | None
-) -> dict[str, torch.Tensor]:
-    total = {name: torch.zeros_like(k3(frozenset())) for name in names}
-    for order in _orders(len(names), permutations, generator):
-        removed: Removed = frozenset()
-        for index in order:
-            name = names[index]
-            total[name] += (k3(removed) - k3(removed | {name})) / (2 * permutations)
-            removed |= {name}
-    return total
-
-
-def _orders(
-    count: int, permutations: int, generator: torch.Generator | None
-) -> Iterator[list[int]]:
-    """Random orders, each followed by its reverse, so that shared effects are split evenly."""
-    if generator is None:
-        generator = torch.Generator().manual_seed(0)
-    for _ in range(permutations):
-        order = torch.randperm(count, generator=generator).tolist()
-        yield order
-        yield order[::-1]

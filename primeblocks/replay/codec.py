@@ -4,10 +4,7 @@ The envelope is:
 
     header    kind (4 bytes), version (u16), 0 (u16), length of the body (u64)
     body
-    digest    xxh3-128 of header and body
-
-XXH3 runs at memory speed. A crc32 of routes costs several times as much as the copy that it guards.
-XXH3 finds accidental changes, but is not a signature. Source: https://xxhash.com (XXH3).
+    digest    xxh3-128 of header and body, which finds accidental changes and is not a signature
 
 The body of routes is:
 
@@ -17,8 +14,7 @@ The body of routes is:
     missing    one bit per token
     padding    one bit per token, if there is padding
 
-Experts unpack without a copy and keep the order of the slots. Bitwise replay of the gates'
-arithmetic needs that order. Compression does not pay, because ids are nearly uniform.
+Experts unpack without a copy and keep the order of the slots, which bitwise replay needs.
 """
 
 from __future__ import annotations
@@ -55,22 +51,17 @@ _CHUNK = 1 << 18
 _OVERHEAD = _HEADER.size + _DIGEST  # Bytes around the body.
 
 
-def seal(
-    kind: bytes, format_version: int, parts: Sequence[Any], *, into: Bytes | None = None
-) -> memoryview:
+def seal(kind: bytes, format_version: int, parts: Sequence[Any]) -> memoryview:
     """Copy `parts` into one buffer between header and digest. Local. One copy.
 
     Args:
         kind: four bytes.
         parts: bytes or arrays. Arrays are written in C order.
-        into: a writable buffer to use instead of a new one. Its beginning is returned.
-
-    Raises:
-        ShapeError: `into` is too small.
     """
     arrays = [_bytes_of(part) for part in parts]
     length = sum(len(array) for array in arrays)
-    out = _room(length + _OVERHEAD, into)
+    # Not bytes: numpy asks for huge pages. Faulting in small pages costs four copies.
+    out = np.empty(length + _OVERHEAD, dtype=np.uint8)
     digest = xxhash.xxh3_128()
     position = 0
     for array in (_bytes_of(_HEADER.pack(kind, format_version, 0, length)), *arrays):
@@ -117,19 +108,6 @@ def _bytes_of(part: Any) -> np.ndarray:
     if isinstance(part, np.ndarray):
         return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     return np.frombuffer(part, dtype=np.uint8)
-
-
-def _room(length: int, into: Bytes | None) -> np.ndarray:
-    if into is None:
-        # Not bytes: numpy asks for huge pages. Faulting in small pages costs four copies.
-        return np.empty(length, dtype=np.uint8)
-    room = np.frombuffer(into, dtype=np.uint8)
-    if len(room) < length or not room.flags.writeable:
-        raise ShapeError(
-            f"needs a writable buffer of {length} bytes; got {len(room)} bytes,"
-            f" writable: {room.flags.writeable}"
-        )
-    return room[:length]
 
 
 _KIND, _FORMAT = b"PBRT", 3
@@ -192,11 +170,7 @@ def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) ->
 
 
 def host_array(values: np.ndarray) -> np.ndarray:
-    """Return an array as numpy has it. Local.
-
-    Raises:
-        ShapeError: numpy cannot read it, or it is on a device.
-    """
+    """Return an array as numpy has it, or raise ShapeError. Local."""
     try:
         return np.asarray(values)
     except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError is torch's.
@@ -211,21 +185,13 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:
-    """Check that a mask has one bool per token. Local.
-
-    Raises:
-        ShapeError: it does not, by name.
-    """
+    """Raise ShapeError unless a mask has one bool per token. Local."""
     if mask.shape != (tokens,) or mask.dtype != np.bool_:
         raise ShapeError(f"{name} must be bool [{tokens}]; got {mask.dtype} {list(mask.shape)}")
 
 
 def checked_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return layer ids in the form in which they are written. Local.
-
-    Raises:
-        ShapeError: an id cannot be written.
-    """
+    """Return layer ids as integers that can be written, or raise ShapeError. Local."""
     if not isinstance(layer_ids, Iterable) or isinstance(layer_ids, str):
         raise ShapeError(f"layer_ids are indices of layers; got {shown(layer_ids)}")
     ids = tuple(layer_ids)
@@ -242,7 +208,6 @@ def encode(
     layer_ids: tuple[int, ...],
     *,
     start: int,
-    into: Bytes | None,
 ) -> memoryview:
     """Write one contiguous buffer. Local. Copies the experts once."""
     tokens, layers, top_k = experts.shape
@@ -255,16 +220,11 @@ def encode(
         np.packbits(missing),
         np.packbits(padding if padded else padding[:0]),
     )
-    return seal(_KIND, _FORMAT, parts, into=into)
+    return seal(_KIND, _FORMAT, parts)
 
 
 def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
-    """Read the fields of `Routes`, and their start. Experts are a view. Local. Reads it twice.
-
-    Raises:
-        CorruptionError: a byte was changed, added or lost.
-        UnsupportedError: the format has another version.
-    """
+    """Read the fields of `Routes`, and their start. Local. Raises as `unseal`."""
     body = unseal(payload, kind=_KIND, format_version=_FORMAT)
     if len(body) < _SIZES.size:
         raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of routes")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError, shown
-from .imposed_layer import ImposedRows, check_ratio, is_imposed, replaced, weigh
+from .imposed_layer import ImposedRows, is_imposed, replaced, weigh
 from .router import INTEGERS, Router, check_routers
 
 __all__ = ["Following", "follow"]
@@ -31,45 +31,40 @@ def follow(
     routers: Sequence[Router],
     *,
     layer_ids: Iterable[int] | None = None,
-    min_score_ratio: float | None = None,
 ) -> Following:
     """Make `model(..., routed_experts=rows)` follow these rows. Call once, before the first step.
 
     `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`. A row of -1 lets
-    the token choose for itself in that layer. Gates are computed again from the live scores. To use
-    other gates, pass `routed_experts_weights`, float32 or float64 of the same shape, as with
-    `impose(gates=)`. A call without rows is a plain call. FSDP2 narrows float arguments to its
-    `param_dtype` unless its policy says `cast_forward_inputs=False`. Narrow gates are refused.
+    the token choose for itself in that layer. To replay gates too, as `impose(gates=)` does, pass
+    `routed_experts_weights`, float32 or float64 of the same shape. A call without rows is a plain
+    call.
 
     The rows go to each layer as an argument of its call. So any number of micro-batches may be in
-    flight. An activation checkpoint of the layer, reentrant or not, recomputes it under the same
-    rows. If the model's forward takes further keywords, it must pass them on to its layers, as
-    transformers does. Otherwise hooks give them to the layers, or to the `checkpoint_wrapper`
-    around them (torchtitan). Nothing is kept between two calls.
+    flight, and an activation checkpoint of the layer recomputes it under the same rows. If the
+    model's forward takes further keywords, it must pass them on to its layers, as transformers
+    does. Otherwise hooks give them to the layers, or to the `checkpoint_wrapper` around them.
 
-    Local: adds forward hooks to the model, its layers and routers. A layer's rows are widened on
-    their device where they are used, without waiting. Call it before `torch.compile`.
+    Local: adds forward hooks to the model, its layers and routers. Call it before `torch.compile`.
 
     Args:
         model: the module that is called with the rows: the model, or this rank's pipeline stage.
-        routers: the routers inside `model`, from an adapter. For a stage, find the routers of the
-            whole model, so that layer ids are those of the whole model, and pass the stage's own.
+        routers: the routers inside `model`, from an adapter. A stage passes its own of those found
+            in the whole model, so that layer ids are those of the whole model.
         layer_ids: the layers of `routed_experts`, in its order. By default those of the routers,
             ascending. Pass `routes.layer_ids` if a stage gets the rows of all layers.
-        min_score_ratio: as for `impose`. Padding that `Routes.pad` added is left unchanged.
 
     Returns:
         The hooks. `close()` or the end of a `with` block removes them.
 
     Raises:
         PlanError: a router is not inside the model, or its layer is not among `layer_ids`.
-        UsageError: the ratio is outside (0, 1], or a router follows already or is not in a list of
-            layers. From within the forward: the rows did not reach each router, they meet an
-            `impose`, or a part of a layer was recomputed without the layer. On a CPU also if a row
-            names an unknown expert. On a GPU that ends the process.
+        UsageError: a router follows already, or is not in a list of layers. From within the
+            forward: the rows did not reach each router, they meet an `impose`, or a part of a layer
+            was recomputed without the layer. On a CPU also if a row names an unknown expert. On a
+            GPU that ends the process.
         ShapeError: from within the forward, rows of other tokens, layers or top_k, or gates of
             another shape or a narrow dtype. Rows of as many tokens in another layout are noticed
-            if the layer's first argument, or its `hidden_states`, has three dimensions.
+            if the layer's hidden states have three dimensions.
 
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """
@@ -82,22 +77,17 @@ def follow(
     absent = [router.layer_id for router in ordered if router.layer_id not in columns]
     if absent or len(set(columns)) != len(columns):
         raise PlanError(f"layer_ids must name each layer once, {absent} included; got {columns}")
-    check_ratio(min_score_ratio)
     again = [router.layer_id for router in ordered if _follows(router.module)]
     if again:
         raise UsageError(f"layers {again} follow already. close() the first one.")
-    return Following(model, ordered, columns, min_score_ratio)
+    return Following(model, ordered, columns)
 
 
 class Following:
     """Routers that follow the argument of a forward, until `close`. `follow` makes it."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        routers: Sequence[Router],
-        columns: tuple[int, ...],
-        min_score_ratio: float | None,
+        self, model: nn.Module, routers: Sequence[Router], columns: tuple[int, ...]
     ) -> None:
         places = _places(model, routers)
         parameters = inspect.signature(model.forward).parameters
@@ -112,7 +102,7 @@ class Following:
             model.register_forward_hook(self._leave, always_call=True),
         ]
         for router, (outer, _) in zip(routers, places, strict=True):
-            layer = _Layer(router, columns, min_score_ratio)
+            layer = _Layer(router, columns)
             self._layers.append(layer)
             self._handles += [
                 outer.register_forward_pre_hook(self._hand_to, with_kwargs=True),
@@ -172,18 +162,14 @@ class Following:
 
 
 class _Layer:
-    """The rows of one layer, from the call of the layer to the call of its router.
+    """The rows of one layer, from the call of the layer to the call of its router."""
 
-    They are kept only that long. A recomputation starts with the layer's call, which has the rows.
-    """
-
-    def __init__(self, router: Router, columns: tuple[int, ...], ratio: float | None) -> None:
+    def __init__(self, router: Router, columns: tuple[int, ...]) -> None:
         self.router = router
         self.reached = False
         self._layers = len(columns)
         # Torch compiles once for 0, once for 1, and once for all other numbers.
         self._column = columns.index(router.layer_id) + 2
-        self._min_score_ratio = ratio
         self._inside = False
         self._rows: torch.Tensor | None = None
         self._weights: torch.Tensor | None = None
@@ -230,9 +216,10 @@ class _Layer:
             raise UsageError(
                 f"layer {self.router.layer_id} is given {_NAME} under impose. Use one of the two."
             )
-        read = _read(rows, weights)
-        _check_range(self.router, read.ids)
-        ids, gates, _ = weigh(self.router, output, read, min_score_ratio=self._min_score_ratio)
+        rows = rows.to(torch.int64)
+        _check_range(self.router, rows)
+        read = ImposedRows(rows, (rows == -1).any(-1), weights=weights)
+        ids, gates, _ = weigh(self.router, output, read)
         return replaced(self.router, output, ids, gates)
 
     def _own_part(self, given: dict[str, torch.Tensor], name: str) -> torch.Tensor | None:
@@ -255,13 +242,6 @@ class _Layer:
                 " of the model takes routes.select_layers(layer_ids)."
             )
         return tensor.select(2, self._column - 2).flatten(0, 1)
-
-
-def _read(ids: torch.Tensor, weights: torch.Tensor | None) -> ImposedRows:
-    """Separate the ids of `Routes.tensor`: -1 means missing, -2 - id means padding."""
-    ids = ids.to(torch.int64)
-    missing, padding = (ids == -1).any(-1), (ids < -1).any(-1)
-    return ImposedRows(torch.where(ids < -1, -2 - ids, ids), missing, padding, weights)
 
 
 def _check_range(router: Router, ids: torch.Tensor) -> None:
@@ -290,7 +270,6 @@ def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def _drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Remove the keywords of `follow` for a layer without a router."""
     return args, _taken_from(kwargs)[1]
 
 
@@ -326,7 +305,6 @@ def _steps(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, nn.Module]]
 
 
 def _inside(layer: nn.Module) -> nn.Module:
-    """Return the layer inside torch's checkpoint_wrapper or a compiled module."""
     for name in ("_checkpoint_wrapped_module", "_orig_mod"):
         inner = layer._modules.get(name)
         if inner is not None:

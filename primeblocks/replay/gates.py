@@ -2,12 +2,10 @@
 
 Three formulas cover the routers in use. Each repeats the host's own arithmetic, including its
 dtype. For the experts that the router would have chosen, the results are the same bits. All are
-local and differentiable. Gradients reach the logits of every expert (softmax), or of the named
-experts (sigmoid, chosen softmax). Rows may name any number of experts, not only `top_k`.
+local and differentiable. Rows may name any number of experts, not only `top_k`.
 
-An engine may choose experts to which a saturated router gives exactly 0. The host would then divide
-by zero, and 0 / 0 in one row would make the whole batch NaN. Such a row gets the limit of its
-formula instead, which is the softmax over the named logits.
+An engine may choose experts to which a saturated router gives exactly 0, so that the host would
+divide 0 by 0. Such a row gets the limit of its formula, which is the softmax over the named logits.
 """
 
 from __future__ import annotations

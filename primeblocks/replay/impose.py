@@ -30,22 +30,19 @@ def impose(
 
     Only the indices are replayed, in their order. Gate weights are computed again from the live
     scores, so that gradients reach the gate. A missing token chooses for itself. The rows are those
-    of the flattened input, `[batch * sequence]`. Activation checkpointing works, because a layer
-    that runs again gets the same rows. Open one context per micro-batch. With activation
+    of the flattened input, `[batch * sequence]`. Open one context per micro-batch. With activation
     checkpointing call backward inside it too.
 
-    Local. Uses documented forward hooks. On entering, the ids are copied once to the device of each
-    router's weights, from pinned memory and without waiting. They stay there in the narrow dtype
-    until the context closes. For 131,072 tokens x 75 layers x 8 of up to 256 experts they take 79
-    MB.
+    Local. Uses forward hooks. On entering, the ids are copied once to the device of each router's
+    weights, from pinned memory and without waiting. They stay there in the narrow dtype until the
+    context closes.
 
     Args:
         routers: the routers of the model, from an adapter.
         routes: one row per token of the micro-batch.
         gates: the engine's weights of its choices, float32 `[tokens, layers, top_k]`, as
             `Tape.gates`. The model then computes with exactly these values, in its own dtype.
-            Gradients are those of the live weights. Missing tokens keep the live weights. Gates
-            take four bytes per slot on the device.
+            Gradients are those of the live weights. Missing tokens keep the live weights.
         min_score_ratio: in (0, 1]. Keep a replayed expert only if the trainer's score for it is at
             least this fraction of the weakest score of its own choices. Otherwise the best own
             choice that is not in the row takes the slot. Padding keeps its experts.
@@ -87,9 +84,7 @@ def allow_compile(routers: Sequence[Router]) -> None:
 
     torch does not look for hooks again on a module that had none when it was compiled. This call
     leaves an empty hook on each router, so that torch guards on the number of hooks. The first
-    context then compiles once more, and later contexts reuse that code, whatever their routes.
-    Without this call, a model that was compiled outside a context is refused on leaving a context.
-    Calling it again changes nothing.
+    context then compiles once more, and later contexts reuse that code. Idempotent.
     """
     for router in check_routers(routers):
         if _nothing not in router.module._forward_hooks.values():
@@ -202,7 +197,6 @@ def _upload(
 def _upload_mask(
     mask: np.ndarray, devices: Sequence[torch.device]
 ) -> list[torch.Tensor] | list[None]:
-    """Return each router's copy of the mask, or None if the mask is all False."""
     if not mask.any():
         return [None] * len(devices)
     copies = {device: _copy(mask, device) for device in set(devices)}

@@ -50,10 +50,7 @@ class ImposedRows(NamedTuple):
 
 
 class ImposedLayer:
-    """The forward hook of one router. Its rows are read-only, so running twice is harmless.
-
-    torch.compile traces it once for all contexts, because only tensors differ between them.
-    """
+    """The forward hook of one router. torch.compile traces it once for all contexts."""
 
     def __init__(self, router: Router, rows: ImposedRows, min_score_ratio: float | None) -> None:
         self.router = router
@@ -115,7 +112,7 @@ def check_ratio(ratio: float | None) -> None:
 
 
 def weigh(
-    router: Router, output: Any, rows: ImposedRows, *, min_score_ratio: float | None
+    router: Router, output: Any, rows: ImposedRows, *, min_score_ratio: float | None = None
 ) -> tuple[Int64[torch.Tensor, "tokens top_k"], torch.Tensor, Any]:
     """Return the final choices, their live gates, and how many the filter replaced. Local.
 
@@ -232,8 +229,7 @@ def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
 class _SameMicroBatch(torch.autograd.Function):
     """The identity. Its backward refuses a recomputation under another context's routes.
 
-    Checkpointing recomputes saved tensors and keeps attributes of `ctx`. If the two disagree,
-    forward ran in one context and its recomputation in another.
+    Checkpointing recomputes saved tensors and keeps attributes of `ctx`, so the two then disagree.
     """
 
     @staticmethod
@@ -256,10 +252,7 @@ class _SameMicroBatch(torch.autograd.Function):
 
 
 def _inside_saved_tensor_hooks() -> bool:
-    """Whether other code keeps the tensors that autograd saves: a checkpoint around compiled code.
-
-    Known while tracing. Code that was traced outside a checkpoint does not notice a later one.
-    """
+    """Whether a checkpoint is around code that is traced now. A later one is not noticed."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 

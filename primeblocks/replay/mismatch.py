@@ -165,9 +165,9 @@ def exact_kl(
 ) -> float:
     """Return KL(rollout || trainer) over the whole vocabulary, as a mean in nats per token.
 
-    This is not an estimate: it needs every token's probability on both sides, so use it for
-    studies. Tokens that the engine's top-k or top-p excludes are -inf there and do not count.
-    Local, on the trainer's device, in float64, in pieces.
+    Not an estimate: it needs every token's probability on both sides. Tokens that the engine's
+    top-k or top-p excludes are -inf there and do not count. Local, on the trainer's device, in
+    float64.
 
     Args:
         trainer_logprobs: floating `[..., vocab]`, normalised.
@@ -177,8 +177,7 @@ def exact_kl(
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
         UsageError: no position is left, or a value is NaN or above 0 by more than rounding. Also
-            raised if the trainer gives probability 0 to a token that the engine could sample,
-            because the KL is then infinite.
+            raised if the trainer gives probability 0 to a token that the engine could sample.
     """
     trainer = _floating("trainer_logprobs", trainer_logprobs)
     rollout = _floating("rollout_logprobs", rollout_logprobs).to(trainer.device)

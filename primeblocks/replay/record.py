@@ -29,23 +29,20 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
     """Record the choices of one forward.
 
     Open one context per forward. Activation checkpointing runs the routers again within backward,
-    and they must choose the same then. A second forward is refused, even with equal choices, such
-    as a step of `generate`. Opened inside `impose` the tape has the imposed choices, and opened
-    around it the model's own choices.
+    and they must choose the same then. A second forward is refused, such as a step of `generate`.
+    Opened inside `impose` the tape has the imposed choices, and around it the model's own.
 
     Local. Keeps narrow ids on the device. Waits for the device only when `tape.routes` is read, or
     on leaving if a layer ran twice. For a compiled model call `allow_compile` first.
 
     Args:
-        gates: also keep the weights of the choices, as the router computes them from its scores.
-            They take four more bytes per slot.
+        gates: also keep the weights of the choices. They take four more bytes per slot.
 
     Raises:
         UsageError: from within the forward, a layer ran a second time outside backward, or within
             backward on another number of tokens. On leaving or from `tape.routes`, a layer chose
             differently when it was recomputed.
-        ShapeError: from within the forward, the ids that a router reads from its output are not
-            `[tokens, top_k]` integers.
+        ShapeError: from within the forward, a router's ids are not `[tokens, top_k]` integers.
     """
     layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]
     handles = [layer.router.module.register_forward_hook(layer) for layer in layers]

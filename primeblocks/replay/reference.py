@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["agreement", "sigmoid_router", "softmax_router"]
+__all__ = ["sigmoid_router", "softmax_router"]
 
 Choices = list[list[int]]
 
@@ -73,11 +73,6 @@ def sigmoid_router(
         gates.append(torch.stack([scale * scores[expert] / total for expert in chosen]))
         choices.append(chosen)
     return torch.stack(gates), choices
-
-
-def agreement(a: Choices, b: Choices) -> float:
-    """Fraction of tokens with equal sets of experts."""
-    return sum(set(x) == set(y) for x, y in zip(a, b, strict=True)) / len(a)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> list[list[Tensor]]:

@@ -22,18 +22,16 @@ class Routes:
     """The experts that each token visited in each mixture-of-experts layer.
 
     A value on the host, in read-only numpy arrays that are copied only if needed. A slice or an
-    unpacked payload costs nothing. `impose` moves the narrow ids to the device once, and widens a
-    layer where it is used, because `torch.uint16` lacks most operations.
+    unpacked payload costs nothing.
 
     Args:
         experts: `[tokens, layers, top_k]`, uint8 for up to 256 experts, else uint16. The dtype
             follows `num_experts`, never the data, so that parts of one sequence always join.
         num_experts: experts in each layer.
         layer_ids: for each layer in `experts`, its index among all hidden layers.
-        missing: bool `[tokens]`, True if the choice is unknown. Such rows have zeros. When routes
-            are imposed, these tokens choose for themselves.
-        padding: bool `[tokens]`, True for tokens that `pad` added, by default none. Their rows load
-            all experts alike. Comparisons and score filters leave them out.
+        missing: bool `[tokens]`, True if the choice is unknown. Such rows have zeros.
+        padding: bool `[tokens]`, True for tokens that `pad` added, by default none. Comparisons and
+            score filters leave them out.
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. The values are not read: use
@@ -81,8 +79,7 @@ class Routes:
         Raises:
             ShapeError: the array is not `[tokens, layers, top_k]` of integers, or layers or mask do
                 not fit it.
-            UsageError: an id is out of range, or one row names an expert twice. No router does
-                the latter. An engine whose capture was compiled away returns rows of zeros.
+            UsageError: an id is out of range, or one row names an expert twice.
         """
         array = codec.host_array(array)
         if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
@@ -145,8 +142,7 @@ class Routes:
     def join(parts: Iterable[Routes], *, pad_to: int | None = None) -> Routes:
         """Join parts along the tokens, in one copy.
 
-        The padding of all parts visits the experts in turn, starting from its first row. So a batch
-        loads all experts alike, however its parts were padded.
+        The padding of all parts visits the experts in turn, so that a batch loads all alike.
 
         Args:
             pad_to: `pad` each part to this number of tokens, for a batch that is a rectangle.
@@ -190,8 +186,8 @@ class Routes:
     def extend(self, newer: Routes, *, start: int) -> Routes:
         """Join these tokens before `start` and all of `newer`, the next turn of a conversation.
 
-        An engine that returns only rows of new tokens sends rows from `start = previous.tokens - 1`
-        on. The last sampled token of a turn gets its row when the next turn reads it. One copy.
+        The last sampled token of a turn gets its row when the next turn reads it, so an engine
+        sends rows from `start = previous.tokens - 1` on. One copy.
 
         Raises:
             ShapeError: `start` leaves a gap, or the two come from different models.
@@ -206,9 +202,8 @@ class Routes:
     def fill(self, other: Routes) -> Routes:
         """Keep known rows, and take missing rows from `other`, for the same tokens.
 
-        With prefill and decode on different engines, each engine knows the rows that it computed.
-        If both know a row, the row of `self` is kept. So let `self` be the routes of the engine
-        whose KV the decoding used. One copy.
+        If both know a row, the row of `self` is kept. So with prefill and decode on different
+        engines, let `self` be the routes of the engine whose KV the decoding used. One copy.
 
         Raises:
             ShapeError: the two are not of the same tokens and model.
@@ -236,8 +231,7 @@ class Routes:
     def pad(self, tokens: int) -> Routes:
         """Pad to `tokens` with rows that visit all experts in turn.
 
-        Padding tokens are alike, so their own choices would all be the same few experts. Successive
-        experts are far apart in number, so that even a few rows load all ranks of an
+        Successive experts are far apart in number, so that even a few rows load all ranks of an
         expert-parallel group. The rows go to the end of the flattened input. For a batch call
         `with_missing` on each sequence, or `join(pad_to=)`.
 
@@ -287,8 +281,7 @@ class Routes:
     def tensor(self, *, batch: int = 1) -> torch.Tensor:
         """Return int16 `[batch, sequence, layers, top_k]`, for `routed_experts` of `follow`.
 
-        From 2**15 experts on it is int32. A missing row is -1, and a row of padding is `-2 - id`.
-        Local. One copy, on the host.
+        From 2**15 experts on it is int32. A missing row is -1. Local. One copy, on the host.
 
         Raises:
             ShapeError: the tokens are not `batch` rows of one length.
@@ -300,21 +293,19 @@ class Routes:
                 " Routes.join(rows, pad_to=width) makes them so."
             )
         ids = self.experts.astype(np.int16 if self.num_experts < 1 << 15 else np.int32)
-        ids = np.where(self.padding[:, None, None], -2 - ids, ids)
         ids[self.missing] = -1
         return torch.from_numpy(ids).view(batch, self.tokens // batch, *ids.shape[1:])
 
-    def pack(self, *, start: int = 0, into: Bytes | None = None) -> memoryview:
+    def pack(self, *, start: int = 0) -> memoryview:
         """Return one self-describing, checksummed buffer. See `codec`. Local. One copy.
 
         The result is a view of memory: pass `bytes(payload)` to code that pickles.
 
         Args:
             start: pack only the rows from this token on. `unpack(onto=)` joins them again.
-            into: a writable buffer to use instead of a new one. Its beginning is returned.
 
         Raises:
-            ShapeError: `start` is outside the tokens, or `into` is too small.
+            ShapeError: `start` is outside the tokens.
         """
         if not 0 <= start <= self.tokens:
             raise ShapeError(f"start must be in 0..{self.tokens}; got {start}")
@@ -325,7 +316,6 @@ class Routes:
             self.num_experts,
             self.layer_ids,
             start=start,
-            into=into,
         )
 
     @classmethod
@@ -382,7 +372,7 @@ class Routes:
 
 @lru_cache
 def _far_apart(num_experts: int) -> np.ndarray:
-    """All experts, with neighbours far apart, by reversed bits (van der Corput's sequence)."""
+    """All experts by reversed bits, as in van der Corput's sequence."""
     bits = (num_experts - 1).bit_length()
     index = np.arange(1 << bits)
     turned = sum(((index >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)) + 0 * index

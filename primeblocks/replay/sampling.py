@@ -1,8 +1,7 @@
 """The tokens that sampling could choose from, and log-probabilities among them.
 
-Temperature, top-k and top-p change the policy. If a trainer compares its plain log-softmax with an
-engine's processed log-probabilities, it measures that change as mismatch, and clips good tokens.
-Therefore the trainer renormalises over the ids that the engine kept.
+Temperature, top-k and top-p change the policy. So the trainer renormalises over the ids that the
+engine kept. Otherwise it would measure that change as mismatch.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from .codec import Bytes, read_only, seal, unseal
 
 __all__ = ["KeptTokens", "kept_logprobs", "kept_tokens"]
 
-_KIND, _FORMAT = b"PBKT", 1
-_SIZES = struct.Struct("<IBB2xQQ")
+_KIND, _FORMAT = b"PBKT", 2
+_SIZES = struct.Struct("<QQQ")
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,9 +27,8 @@ class KeptTokens:
     """The vocabulary ids that top-k, top-p and similar filters left for each token.
 
     A read-only value on the host in compressed rows: token `t` has
-    `ids[offsets[t]:offsets[t + 1]]`, in ascending order. A token without ids has no mask. It was
-    sampled from the whole vocabulary, belongs to a prompt, or is unknown. Partial coverage is safe,
-    token by token.
+    `ids[offsets[t]:offsets[t + 1]]`, in ascending order. A token without ids has no mask: it was
+    sampled from the whole vocabulary, belongs to a prompt, or is unknown.
 
     Args:
         ids: int32 `[kept]`.
@@ -130,11 +128,7 @@ class KeptTokens:
         )
 
     def __getitem__(self, tokens: slice) -> KeptTokens:
-        """`kept[a:b]`: a range of tokens. Ids are a view.
-
-        Raises:
-            ShapeError: the step is not 1.
-        """
+        """`kept[a:b]`: a range of tokens. Ids are a view."""
         first, last, step = tokens.indices(self.tokens)
         if step != 1:
             raise ShapeError(f"kept tokens are sliced with step 1; got {step}")
@@ -157,28 +151,10 @@ class KeptTokens:
             np.concatenate([part.ids for part in parts]), offsets, parts[0].vocab_size
         )
 
-    def with_unmasked(self, *, before: int = 0, after: int = 0) -> KeptTokens:
-        """Add tokens without a mask, such as a prompt or padding.
-
-        Raises:
-            ShapeError: a count is negative.
-        """
-        if before < 0 or after < 0:
-            raise ShapeError(f"cannot add {before} and {after} tokens")
-        offsets = np.pad(self.offsets, (before, after), mode="edge")
-        return KeptTokens(self.ids, offsets, self.vocab_size)
-
     def pack(self) -> memoryview:
-        """Return one checksummed buffer. Local.
-
-        A token's count takes one, two or four bytes, and an id two, three or four bytes.
-        """
-        counts = self.counts
-        count_bytes = _bytes_for(int(counts.max(initial=0)) + 1, (1, 2, 4))
-        id_bytes = _bytes_for(self.vocab_size, (2, 3, 4))
-        sizes = _SIZES.pack(self.vocab_size, count_bytes, id_bytes, self.tokens, len(self.ids))
-        ids = self.ids.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :id_bytes]
-        return seal(_KIND, _FORMAT, (sizes, counts.astype(f"<u{count_bytes}"), ids))
+        """Return one checksummed buffer. Local. A count takes four bytes, and so does an id."""
+        sizes = _SIZES.pack(self.vocab_size, self.tokens, len(self.ids))
+        return seal(_KIND, _FORMAT, (sizes, self.counts.astype("<u4"), self.ids.astype("<u4")))
 
     @classmethod
     def unpack(cls, payload: Bytes) -> KeptTokens:
@@ -191,23 +167,12 @@ class KeptTokens:
         body = unseal(payload, kind=_KIND, format_version=_FORMAT)
         if len(body) < _SIZES.size:
             raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes")
-        vocab_size, count_bytes, id_bytes, tokens, kept = _SIZES.unpack_from(body)
-        ids_begin = _SIZES.size + tokens * count_bytes
-        if (
-            count_bytes not in (1, 2, 4)
-            or id_bytes not in (2, 3, 4)
-            or len(body) != ids_begin + kept * id_bytes
-        ):
+        vocab_size, tokens, kept = _SIZES.unpack_from(body)
+        if len(body) != _SIZES.size + 4 * (tokens + kept):
             raise CorruptionError(f"{len(body)} bytes do not hold {tokens} tokens, {kept} ids")
-        counts = np.frombuffer(body[_SIZES.size : ids_begin], f"<u{count_bytes}").astype(np.int64)
-        wide = np.zeros((kept, 4), dtype=np.uint8)
-        wide[:, :id_bytes] = np.frombuffer(body[ids_begin:], np.uint8).reshape(kept, id_bytes)
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        return cls.from_arrays(wide.view("<u4")[:, 0], offsets, vocab_size=vocab_size)
-
-
-def _bytes_for(values: int, widths: tuple[int, ...]) -> int:
-    return next(width for width in widths if values <= 1 << (8 * width))
+        values = np.frombuffer(body[_SIZES.size :], "<u4").astype(np.int64)
+        offsets = np.concatenate([[0], np.cumsum(values[:tokens])])
+        return cls.from_arrays(values[tokens:], offsets, vocab_size=vocab_size)
 
 
 def _kind(array: np.ndarray) -> str:
@@ -269,9 +234,9 @@ def kept_tokens(
 ) -> KeptTokens:
     """Return the ids that temperature, then top-k, then top-p leave. Local. Sorts the vocabulary.
 
-    Use it for an engine that does not return its ids. An id as likely as the last one of top-k is
-    kept too, and the most likely id always (as in vLLM 0.32). Prefer an engine's own rows: a
-    trainer's logits are rounded differently, so near the edge they keep other ids.
+    Use it for an engine that does not return its ids: near the edge a trainer's logits may keep
+    other ids. An id as likely as the last one of top-k is kept too, and the most likely id always
+    (as in vLLM 0.32).
 
     Args:
         logits: `[tokens, vocab]`.

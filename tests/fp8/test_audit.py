@@ -1,5 +1,7 @@
 """An audit names each tensor that differs, with the cause if one gives the engine's bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -73,11 +75,9 @@ def test_equal_sides_have_no_findings(recipe, shape, form, scale, is_export):
     if is_export and recipe.source == "bfloat16":
         state = {name: tensor.bfloat16() for name, tensor in state.items()}
     engine = served(state, recipe, r"a\.proj", form)
-    told = []
-    found = audit(state, engine, recipe, only=r"a\.proj", progress=lambda *at: told.append(at))
+    found = audit(state, engine, recipe, only=r"a\.proj")
     assert found.findings == ()
     assert found.compared == 3
-    assert told == [(1, 3), (2, 3), (3, 3)]
     found.check()
 
 
@@ -111,8 +111,6 @@ CAUSES = {
     "master for export": (RECIPE, MASTER, "quantized from the float32 master"),
     "UE8M0 for float32": (RECIPE, Recipe(scale="ue8m0"), "UE8M0 scales, the recipe's are float32"),
     "float32 for UE8M0": (Recipe(scale="ue8m0"), RECIPE, "float32 scales, the recipe's are UE8M0"),
-    "a tile": (RECIPE, Recipe(Tile(1, 64), Tile(64, 64)), "tiles of 64 x 64, the recipe's are 128"),
-    "a wide tile": (RECIPE, Recipe(weights=Tile(256, 128)), "tiles of 256 x 128, the recipe's"),
     "two causes": (
         MASTER,
         Recipe(scale="ue8m0"),
@@ -213,29 +211,7 @@ def test_a_stale_tensor_is_other_values_and_no_cause():
     found = findings(served(old), state)
     assert set(found) == {Q, EXPERTS, HEAD}
     assert all(text.startswith("other values: ") for text in found.values())
-    assert "another rounding of the weight, or another version of it" in found[Q]
-    assert "rounding" not in found[EXPERTS]
-    assert "largest difference" in found[HEAD]
-
-
-def test_other_values_with_other_scales_say_both():
-    found = findings(served(weights(seed=1), Recipe(scale="ue8m0")))[Q]
-    assert found.startswith("other values: ")
-    assert "scales are all powers of two (UE8M0), the recipe's are float32" in found
-    found = findings(served(weights(seed=1)), recipe=Recipe(scale="ue8m0"))[Q]
-    assert "scales are float32, the recipe's are powers of two (UE8M0)" in found
-
-
-def test_doubled_codes_are_the_same_values():
-    # As vLLM makes UE8M0 weights anew for DeepGEMM: codes doubled up to 448, the scale halved.
-    state = {name: torch.full(x.shape, 224.0 / 256) for name, x in weights().items()}
-    recipe = Recipe(scale="ue8m0")
-    engine = served(state, recipe)
-    engine[Q] = (engine[Q].float() / 2).to(torch.float8_e4m3fn)
-    engine[f"{Q}_scale_inv"] = engine[f"{Q}_scale_inv"] * 2
-    (found,) = findings(engine, state, recipe).items()
-    assert found[0] == Q
-    assert "code times scale is the same" in found[1]
+    assert all("largest difference" in text for text in found.values())
 
 
 # --- two causes that fit, or none -----------------------------------------------------------------
@@ -285,7 +261,7 @@ def test_numbers_on_another_grid_already_may_be_either():
     assert "the bits are the same" in found[Q]
 
 
-WORDS = {"source": "quantized from", "scale": "scales,", "quotient": "quotient", "weights": "tiles"}
+WORDS = {"source": "quantized from", "scale": "scales,", "quotient": "quotient"}
 
 
 # Of a handful of values another cause may give the bits, too.
@@ -294,6 +270,7 @@ LARGE = st.sampled_from([(6, 40), (130, 64), (2, 20, 33)])
 
 @given(RECIPES, RECIPES, LARGE, st.booleans(), st.integers(0, 99))
 def test_no_cause_is_named_that_is_none(recipe, other, shape, is_exact, seed):
+    other = replace(other, activations=recipe.activations, weights=recipe.weights)
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     state = {"a.proj": x.bfloat16().float() if is_exact else x}
     found = audit(state, served(state, other, "a"), recipe, only="a").findings
@@ -312,8 +289,7 @@ def test_a_trainer_in_bfloat16_cannot_tell_of_a_master():
     export = {name: tensor.bfloat16() for name, tensor in state.items()}
     found = findings(served(state, MASTER), export)
     assert set(found) == {Q, GATE_UP, EXPERTS}
-    assert all("another rounding of the weight" in text for text in found.values())
-    assert not any("master" in text for text in found.values())
+    assert all(text.startswith("other values: ") for text in found.values())
     with pytest.raises(UsageError, match=f"{Q}.*quantizes master weights"):
         findings(served(state, MASTER), export, MASTER)
 

@@ -40,11 +40,6 @@ def applied(plugin: Any) -> list[str]:
     return [patch.name for patch in plugin.PATCHES if patch.applied()]
 
 
-def self_tests(plugin: Any) -> dict[str, list[bool]]:
-    tests = {patch.name: patch.self_test() for patch in plugin.PATCHES}
-    return {name: [test.needed, test.effective] for name, test in tests.items()}
-
-
 def required(plugin: Any, name: str) -> str:
     """The complaint."""
     try:
@@ -109,6 +104,7 @@ def phase(name: str) -> None:
 
 def main(folder: Path) -> None:
     import vllm
+    from host_faults import FAULTS
 
     from primeblocks.plugins import vllm as plugin
 
@@ -136,7 +132,7 @@ def main(folder: Path) -> None:
         "applied": applied(plugin),
         "required": required(plugin, "moe_reload_on_cpu"),
         "unknown": required(plugin, "no_such_patch"),
-        "self_tests": self_tests(plugin),
+        "faults": {name: look() for name, look in FAULTS.items()},
     }
     model = save_model(folder / "model")
     phase("capture")
@@ -187,7 +183,7 @@ def main(folder: Path) -> None:
         plugin.require(patch.name)
     facts["all_required"] = {
         "applied": applied(plugin),
-        "self_tests": self_tests(plugin),
+        "faults": {name: look() for name, look in FAULTS.items()},
     }
     engine.collective_rpc("reload_weights")
     facts["k3_patched_reload"] = k3()

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from primeblocks.plugins.vllm import missing_routes
 from primeblocks.plugins.vllm.routes_with_pages import CONNECTOR, PATCH
 from primeblocks.plugins.vllm.scheduled_blocks import Assigned, build_with_blocks, watch_loads
-from primeblocks.replay.adapters.vllm import CapturedPages
 
 pytestmark = pytest.mark.vllm
 
@@ -24,7 +24,10 @@ def made(*, kind="ours", block_tokens=PAGE, alone=True):
         warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
         from vllm.distributed.aux_output_connector import routed_experts, store, worker
 
-    store_type = store.BlockObjectStore if kind == "stock" else CapturedPages
+    store_type = store.BlockObjectStore
+    if kind == "ours":
+        (made_of,) = missing_routes.PATCH.replacements.values()
+        store_type = made_of(store_type)
     stock = getattr(
         worker.AuxOutputWorkerConnector, "primeblocks_stock", worker.AuxOutputWorkerConnector
     )
@@ -319,7 +322,40 @@ def test_the_scheduler_tells_which_blocks_a_tier_loads_into():
     assert [each.primeblocks_blocks.loading for each in metadata] == [[[[3, 4], [7]]], []]
 
 
-def test_its_own_test_sees_the_fault_and_the_repair():
-    found = PATCH.self_test()
-    assert found.needed
-    assert found.effective == PATCH.applied()
+def test_pages_come_back_as_they_were_and_forgotten_ones_hold_the_largest_number():
+    from vllm.distributed.aux_output_connector import store
+
+    def put(*pages, **keys):
+        objects = [store.BlockObject(page[:1].decode(), page) for page in pages]
+        pages_by_hash.put(objects, **keys)
+
+    (made_of,) = missing_routes.PATCH.replacements.values()
+    pages_by_hash = made_of(store.BlockObjectStore)(max_bytes=9, object_nbytes=4)
+    assert pages_by_hash.num_slots == 2
+    put(b"aaaa", b"bbbb", retain_keys=["a"])
+    put(b"cccc")  # In the place of b, the older one that is not retained.
+    assert pages_by_hash.get_concatenated(["c", "b", "a"]) == b"cccc\xff\xff\xff\xffaaaa"
+    put(b"cccd", b"dddd", b"eeee", release_keys=["a"])  # c was computed twice, differently.
+    assert pages_by_hash.get_concatenated(["c"]) == b"\xff" * 4
+    assert pages_by_hash.get_concatenated(["d", "e"]) == b"ddddeeee"
+    put(b"cccc")
+    assert pages_by_hash.get_concatenated(["c"]) == b"\xff" * 4
+    put(b"ffff", retain_keys=["f", "g", "h"])
+    put(b"gggg", b"hhhh")  # Without room for the last one.
+    assert pages_by_hash.get_concatenated(["f", "g", "h"]) == b"ffffgggg" + b"\xff" * 4
+    pages_by_hash.close()
+
+
+def test_a_digest_that_was_forgotten_leaves_its_page_missing():
+    from vllm.distributed.aux_output_connector import store
+
+    (made_of,) = missing_routes.PATCH.replacements.values()
+    pages = made_of(store.BlockObjectStore)(max_bytes=8, object_nbytes=4)
+    pages._remembered = 2
+    pages.put([store.BlockObject("a", b"aaaa")], retain_keys=["a"])
+    for key in ("b", "c", "d"):
+        pages.put([store.BlockObject(key, 4 * key.encode())])
+    assert pages.get_concatenated(["a"]) == b"\xff" * 4
+    pages.put([store.BlockObject("a", b"aaab")])  # another computation, and the first is stored
+    assert pages.get_concatenated(["a", "d"]) == b"\xff" * 4 + b"dddd"
+    pages.close()

@@ -45,7 +45,7 @@ IMPLEMENTS = {
         "v1.kv_offload.base:OffloadingManager",
         "v1.kv_offload.tiering.manager:TieringOffloadingManager",
     ],
-    "replay.adapters.vllm.pages:CapturedPages": [
+    "plugins.vllm.missing_routes:CapturedPages": [
         "distributed.aux_output_connector.store:BlockObjectStore"
     ],
     "weightsync.adapters.vllm.worker:PrimeblocksEngine": [

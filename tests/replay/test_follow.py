@@ -145,50 +145,6 @@ def test_micro_batches_in_flight_keep_their_rows(inputs, foreign, way, reentrant
     torch.testing.assert_close(found, one_at_a_time(inputs, foreign), rtol=1e-12, atol=1e-12)
 
 
-class LastCallWins:
-    """What a module's state would do: the rows of the latest call, whoever asks."""
-
-    def __init__(self, model):
-        self.calls = []
-        for column, router in enumerate(model.routers):
-            router.register_forward_hook(partial(self.put, column))
-
-    def put(self, column, router, args, output):
-        ids = torch.from_numpy(self.rows()[:, column].astype(np.int64))
-        return router.replace(output, ids, router.gates(output, ids))
-
-    def rows(self):
-        return self.calls[-1]
-
-    def call(self, model, x, routes):
-        self.calls += [routes.experts] * self.runs
-        return model(x)
-
-    runs = 1
-
-
-class Queue(LastCallWins):
-    """What a queue would do: each run of a router takes what is next."""
-
-    runs = 3
-
-    def rows(self):
-        return self.calls.pop(0) if len(self.calls) > 1 else self.calls[0]
-
-
-@pytest.mark.parametrize("naive", [LastCallWins, Queue])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_naive_ways_are_told_apart(inputs, foreign, naive, reentrant):
-    """The batches above would notice a queue, and rows that stay in a module."""
-    known = partial(_without_missing, foreign)
-    model = ToyModel(checkpoint=reentrant)
-    leaves, grads = in_flight(model, inputs, known, (0, 1, 2), naive(model).call)
-    wanted_leaves, wanted = one_at_a_time(inputs, known)
-    name = "layers.2.gate.weight"
-    assert not torch.allclose(grads[name], wanted[name], rtol=1e-3)
-    assert not torch.allclose(leaves[0], wanted_leaves[0], rtol=1e-3)
-
-
 def _without_missing(foreign, seed):
     routes = foreign(seed=seed)
     return Routes(routes.experts, 6, routes.layer_ids, np.zeros(8, dtype=np.bool_))
@@ -207,18 +163,6 @@ def test_recorded_gates_travel_too(inputs, foreign, reentrant):
             "routed_experts_weights": gates.view(2, 4, 3, 2),
         }
         assert_equal(step(model, inputs, **rows), wanted)
-
-
-@pytest.mark.parametrize("reentrant", CHECKPOINTS)
-def test_the_score_filter_leaves_padding_alone(inputs, foreign, reentrant):
-    routes, plain = foreign()[:5].pad(8), ToyModel()
-    with impose(plain.routers, routes, min_score_ratio=0.9) as imposed:
-        wanted = step(plain, inputs)
-    assert imposed.replacement_rate > 0.2
-    model = Model(checkpoint=reentrant)
-    with follow(model, model.routers, min_score_ratio=0.9), record(model.routers) as tape:
-        assert_equal(step(model, inputs, routed_experts=routes.tensor(batch=2)), wanted)
-    assert np.array_equal(tape.routes.experts[5:], routes.experts[5:])
 
 
 def test_a_row_may_be_missing_in_one_layer_only(inputs, foreign):
@@ -307,8 +251,6 @@ def test_what_cannot_work_is_refused(inputs, foreign):
         follow(Model(), model.routers)
     with pytest.raises(PlanError, match=r"\[1, 2\] included"):
         follow(model, model.routers, layer_ids=[0])
-    with pytest.raises(UsageError, match="min_score_ratio must be"):
-        follow(model, model.routers, min_score_ratio=1.5)
     bare = Bare()
     with pytest.raises(UsageError, match="'layer.gate' is in no nn.ModuleList"):
         follow(bare, [bare.layer.gate])

@@ -62,7 +62,9 @@ def _compiled(way, whole, checkpoint):
         ("wrapped", False, None),
     ],
 )
-def test_compiled_models_follow_with_code_they_share(way, whole, checkpoint):
+def test_compiled_models_follow_with_code_they_share(way, whole, checkpoint, full):
+    if way == "handed on" and not whole and not full:
+        pytest.skip("layers that are compiled one by one and get keywords: --full")
     (counts,) = ranks.run(_compiled, way, whole, checkpoint, world_size=1)
     assert counts[1] == counts[2] <= 12, counts
 

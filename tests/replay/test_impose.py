@@ -133,27 +133,6 @@ def test_own_routes_change_no_bit(toy, inputs, kind, checkpoint):
         assert_equal(step(model, inputs), own)
 
 
-def test_missing_tokens_choose_for_themselves(toy, inputs, foreign):
-    model = toy()
-    own = step(model, inputs)
-    with impose(model.routers, foreign()[:0].with_missing(after=8)):
-        assert_equal(step(model, inputs), own)
-
-
-def test_a_missing_token_leaves_the_others_imposed(toy, inputs, foreign):
-    model = toy()
-    with (
-        impose(model.routers, foreign()[:2].with_missing(after=6)),
-        record(model.routers) as tape,
-    ):
-        model(inputs)
-    with record(model.routers) as own:
-        model(inputs)
-    # In the first layer tokens have not mixed yet: exactly the two known tokens differ from ours.
-    assert np.array_equal(tape.routes.experts[2:, 0], own.routes.experts[2:, 0])
-    assert np.array_equal(tape.routes.experts[:2], foreign().experts[:2])
-
-
 def test_the_order_of_slots_is_kept(toy, inputs, foreign):
     model = toy()
     routes = foreign()
@@ -185,23 +164,6 @@ def test_hooks_are_gone_after_the_context_and_after_an_error(toy, inputs, foreig
     with pytest.raises(ZeroDivisionError), impose(model.routers, foreign()):
         raise ZeroDivisionError
     assert_equal(step(model, inputs), own)
-
-
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_micro_batches_accumulate(toy, inputs, foreign, checkpoint):
-    model = toy(checkpoint=checkpoint)
-    batches = [(inputs, foreign(seed=2)), (-inputs, foreign(seed=3))]
-    single = []
-    for x, routes in batches:
-        with impose(model.routers, routes):
-            single.append(step(model, x)[1])
-    model.zero_grad()
-    for x, routes in batches:
-        with impose(model.routers, routes):
-            model(x.clone().requires_grad_()).square().sum().backward()
-    assert_close(
-        gradients(model), {name: single[0][name] + single[1][name] for name in gradients(model)}
-    )
 
 
 def interleave(model, x, first, second):
@@ -251,14 +213,6 @@ def test_evaluation_needs_no_backward(toy, inputs, foreign, checkpoint):
         model(inputs)
     model.eval()
     with impose(model.routers, foreign()), torch.no_grad():
-        model(inputs)
-
-
-def test_a_second_context_on_the_same_routers_is_refused(toy, inputs, foreign):
-    model = toy()
-    with impose(model.routers, foreign()):
-        with pytest.raises(UsageError, match="imposed already"), impose(model.routers, foreign()):
-            pass
         model(inputs)
 
 

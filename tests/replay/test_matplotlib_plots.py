@@ -1,12 +1,10 @@
 import sys
-from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
 from primeblocks.errors import MissingPackageError
-from primeblocks.kvoffload.tier import TierStatistics
 from primeblocks.replay import Routes, attribute, compare
 from primeblocks.replay.adapters import matplotlib as plots
 
@@ -53,33 +51,6 @@ def test_attribution_ends_with_the_residual():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["routes", "residual"]
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == pytest.approx([report.causes[0].share, report.residual])
-
-
-def test_metrics_have_a_line_each_and_a_gap_where_there_is_none():
-    history = [{"training/global_step": 3, "reward": 0.5}, {"training/global_step": 4}]
-    (line,) = plots.plot_metrics(history, "reward").get_lines()
-    np.testing.assert_array_equal(line.get_xdata(), [3, 4])
-    np.testing.assert_array_equal(line.get_ydata(), [0.5, np.nan])
-
-
-def test_shares_of_ages_add_up():
-    axes = plots.plot_staleness([{0: 6, 2: 2}, {1: 4}])
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "age 0",
-        "age 1",
-        "age 2",
-    ]
-    tops = [area.get_paths()[0].vertices[:, 1].max() for area in axes.collections]
-    assert tops == [0.75, 1.0, 1.0]
-
-
-def test_tiers_are_side_by_side_also_as_words():
-    counts = {each.name: 0 for each in fields(TierStatistics)}
-    host = TierStatistics(**counts | {"hits": 3, "misses": 1, "stores": 4, "evictions": 2})
-    axes = plots.plot_tiers({"host": host, "disk": {"hits": 5}})
-    assert [bar.get_height() for bar in axes.patches] == [3, 1, 4, 2, 5, 0, 0, 0]
-    starts = [bar.get_x() for bar in axes.patches]
-    assert len({round(start, 6) for start in starts}) == 8
 
 
 def test_nothing_global_is_touched():

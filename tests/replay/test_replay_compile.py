@@ -1,5 +1,8 @@
 """torch.compile. In ranks of their own: annotations checked at run time cannot be compiled."""
 
+import traceback
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -74,17 +77,7 @@ def _contexts_share_code(whole, checkpoint, options):
     # Imposed and plain, with fixed shapes; the same with any shape.
     assert counts[1] == counts[5], counts
     assert counts[7] == counts[11], counts
-    return counts[-1]
-
-
-@pytest.mark.parametrize(("whole", "checkpoint"), [(False, None), (True, None), (True, False)])
-def test_contexts_share_compiled_code(whole, checkpoint):
-    (graphs,) = ranks.run(_contexts_share_code, whole, checkpoint, {}, world_size=1)
-    assert graphs <= 4
-
-
-def test_the_score_filter_compiles():
-    ranks.run(_contexts_share_code, False, None, {"min_score_ratio": 0.9}, world_size=1)
+    assert options or counts[-1] <= 4
 
 
 def _gates_loop():
@@ -107,10 +100,6 @@ def _gates_loop():
     _assert_equal(_step(model, _inputs(0)), own)
 
 
-def test_gates_compile():
-    ranks.run(_gates_loop, world_size=1)
-
-
 def _late_backward(model, closed):
     """Backward in the next micro-batch's context, or after the only one."""
     with impose(model.routers, _routes(1, 8)):
@@ -124,6 +113,7 @@ def _late_backward(model, closed):
 
 
 def _late_is_right(whole, checkpoint):
+    """Compiled code saves the rows that it was given; nothing is looked up again."""
     setattr(torch._dynamo.config, FLAG, True)
     for closed in (False, True):
         eager = ToyModel("sigmoid")
@@ -132,12 +122,6 @@ def _late_is_right(whole, checkpoint):
         _late_backward(eager, closed)
         for found, wanted in zip(model.parameters(), eager.parameters(), strict=True):
             torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_backward_may_come_later_even_with_a_checkpoint_inside_compiled_code():
-    """Compiled code saves the rows that it was given; nothing is looked up again."""
-    ranks.run(_late_is_right, True, False, world_size=1)
-    ranks.run(_late_is_right, False, None, world_size=1)
 
 
 def _checkpoint_around(fullgraph):
@@ -159,11 +143,6 @@ def _checkpoint_around(fullgraph):
             _assert_equal(found, _step(eager, _inputs(seed)))
 
 
-@pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_checkpoint_around_compiled_code_is_checked(fullgraph):
-    ranks.run(_checkpoint_around, fullgraph, world_size=1)
-
-
 def _recorded_twice():
     model, _ = _compiled(False, checkpoint=False, fullgraph=False)
     for seed in range(2):
@@ -175,10 +154,6 @@ def _recorded_twice():
         with record(eager.routers) as own:
             _assert_equal(found, _step(eager, _inputs(seed)))
         assert tape.routes == own.routes
-
-
-def test_a_second_forward_is_told_from_recomputation():
-    ranks.run(_recorded_twice, world_size=1)
 
 
 def _transformers(family):
@@ -210,10 +185,6 @@ def _transformers(family):
     assert len(set(counts)) == 1, counts
 
 
-def test_layers_of_transformers_compile():
-    ranks.run(_transformers, "gpt_oss", world_size=1)
-
-
 def _compiled_before():
     model = ToyModel("sigmoid")
     model.compile(backend="eager")
@@ -229,5 +200,40 @@ def _compiled_before():
         _ = tape.routes
 
 
-def test_a_model_compiled_without_its_hooks_is_reported():
-    ranks.run(_compiled_before, world_size=1)
+CASES = {
+    "contexts share code of layers": partial(_contexts_share_code, False, None, {}),
+    "contexts share code of a model": partial(_contexts_share_code, True, None, {}),
+    "contexts share code with checkpoints": partial(_contexts_share_code, True, False, {}),
+    "the score filter": partial(_contexts_share_code, False, None, {"min_score_ratio": 0.9}),
+    "gates": _gates_loop,
+    "a late backward, with a checkpoint inside": partial(_late_is_right, True, False),
+    "a late backward": partial(_late_is_right, False, None),
+    "a checkpoint around": partial(_checkpoint_around, False),
+    "a checkpoint around, fullgraph": partial(_checkpoint_around, True),
+    "a second forward is told from recomputation": _recorded_twice,
+    "layers of transformers": partial(_transformers, "gpt_oss"),
+    "a model compiled without its hooks is reported": _compiled_before,
+}
+
+
+def _run_all():
+    """The traceback of each case that failed, all in one process: starting the compiler is slow."""
+    failed = {}
+    for name, case in CASES.items():
+        torch._dynamo.reset()
+        setattr(torch._dynamo.config, FLAG, False)
+        try:
+            case()
+        except BaseException:
+            failed[name] = traceback.format_exc()
+    return failed
+
+
+@pytest.fixture(scope="module")
+def failed():
+    return ranks.run(_run_all, world_size=1)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_code_replays(failed, case):
+    assert case not in failed, failed[case]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
 from primeblocks.replay import Routes
 from primeblocks.replay.adapters.vllm import (
-    CapturedPages,
     RouterShape,
     engine_args,
     join_prefill,
@@ -288,22 +287,3 @@ def test_halves_that_are_no_halves_are_refused():
     other = Routes.from_array(array[:6], num_experts=9, layer_ids=(1, 2))
     with pytest.raises(ShapeError, match="not of the same tokens and model"):
         join_prefill(other, decode, **asked)
-
-
-def test_pages_come_back_as_they_were_and_forgotten_ones_hold_the_largest_number():
-    def page(key: str, payload: bytes) -> Any:
-        return SimpleNamespace(key=key, payload=payload)
-
-    pages = CapturedPages(max_bytes=9, object_nbytes=4)
-    assert pages.num_slots == 2
-    pages.put([page("a", b"aaaa"), page("b", b"bbbb")], retain_keys=["a"])
-    pages.put([page("c", b"cccc")])  # In the place of b, the older one that is not retained.
-    assert pages.get_concatenated(["c", "b", "a"]) == b"cccc\xff\xff\xff\xffaaaa"
-    pages.put([page("c", b"cccd")], release_keys=["a"])  # Computed twice, otherwise.
-    assert pages.get_concatenated(["c"]) == b"\xff" * 4
-    with pytest.raises(UsageError, match="a page takes 4 bytes; got 3"):
-        pages.put([page("d", b"ddd")])
-    assert (pages.statistics.evicted, pages.statistics.disputed) == (1, 1)
-    pages.close()
-    pages.put([page("e", b"eeee")])
-    assert pages.get_concatenated(["a", "e"]) == b"\xff" * 8

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import transformers
 
 from primeblocks.errors import UnsupportedError, UsageError
 from primeblocks.replay.adapters.transformers import routers
@@ -56,23 +55,6 @@ def test_the_ways_in_which_layers_are_told(published, moe_layers):
     for name in ("text_config", "thinker_config"):
         assert RouterShape.from_config({name: SIZES | published}) == shape
     assert RouterShape.from_config({"thinker_config": {"text_config": SIZES | published}}) == shape
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        transformers.Llama4TextConfig(num_hidden_layers=6, interleave_moe_layer_step=2),
-        transformers.Llama4TextConfig(num_hidden_layers=6, interleave_moe_layer_step=1),
-        transformers.JambaConfig(num_hidden_layers=8, expert_layer_period=2, expert_layer_offset=1),
-    ],
-    ids=["llama4 every second", "llama4", "jamba"],
-)
-def test_layers_are_those_that_the_configuration_of_transformers_names(config):
-    if isinstance(config, transformers.JambaConfig):
-        wanted = [i for i, n in enumerate(config.layers_num_experts) if n > 1]
-    else:
-        wanted = config.moe_layers
-    assert list(RouterShape.from_config(config).moe_layers) == list(wanted)
 
 
 @pytest.mark.parametrize(

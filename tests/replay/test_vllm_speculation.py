@@ -77,6 +77,8 @@ def _add_drafting_layer(path: Path) -> None:
 
 @pytest.fixture(scope="module", params=METHODS)
 def seen(request: Any, folder: Path) -> Seen:
+    if request.param == "ngram" and not request.config.getoption("--full"):
+        pytest.skip("a second engine, for n-grams: --full")
     return Seen(*call(_serve, folder, METHODS[request.param]))
 
 

@@ -56,12 +56,8 @@ class CublasGemm:
     A call makes one launch, and one or two that copy scales, at most a 32nd of the codes' bytes.
     Codes are not copied, and the host does not wait. UE8M0 scales work, stored as float32.
 
-    cuBLAS has no block-scaled product of groups. A loop over experts would need their sizes, for
-    which the host would wait. Another engine, `experts`, computes those products. You pass it in,
-    so that a recipe names every engine that multiplies.
-
     Args:
-        experts: the engine that multiplies groups.
+        experts: the engine that multiplies groups, of which cuBLAS has no block-scaled product.
 
     Source: cuBLAS, "128-element 1D and 128x128 2D Block Scaling For FP8 Data Types".
     """

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import MissingPackageError, ShapeError, UnsupportedError
-from ..hopper import SIDE, SQUARE, check_groups, check_hopper, check_operands
+from ..hopper import SIDE, SQUARE, check_hopper, check_operands
 from ..quantize import Quantized
 from ..recipe import Gemm
 
@@ -59,18 +59,13 @@ class DeepGemm:
     - Without weights in 128 x 128 tiles, outputs are a multiple of 64, and there are at least 64
       rows.
 
-    Codes are not copied.
-
     Each expert's rows must end at a multiple of `alignment`, so let the dispatcher pad its groups.
     Rows of padding belong to the expert before them. The device asserts this, so that the host does
     not wait. A failed assertion ends the CUDA context at a later call.
 
-    The library's product over each expert's tokens needs their counts on the host, all multiples of
-    128, and each expert's codes in a separate block. Another engine, `k_groups`, computes that
-    product.
-
     Args:
-        k_groups: the engine that multiplies over experts' tokens, for `wgrad="float8"`.
+        k_groups: the engine that multiplies over experts' tokens, for `wgrad="float8"`. The
+            library's own product would need their counts on the host.
 
     Source: github.com/deepseek-ai/DeepGEMM.
     """
@@ -116,7 +111,16 @@ class DeepGemm:
             ShapeError: dims or devices do not fit.
             UnsupportedError, MissingPackageError: as for `a @ b.T`.
         """
-        check_groups(a, b, offsets, _ENGINE)
+        if a.codes.ndim != 2 or b.codes.ndim != 3 or offsets.shape != b.shape[:1]:
+            raise ShapeError(
+                "DeepGemm groups rows [tokens, in] by experts [experts, out, in] with offsets "
+                f"[experts]; got {list(a.shape)}, {list(b.shape)} and {list(offsets.shape)}."
+            )
+        if offsets.dtype != torch.int32 or offsets.device != a.codes.device:
+            raise ShapeError(
+                f"offsets must be int32 on {a.codes.device}; got {offsets.dtype} on "
+                f"{offsets.device}."
+            )
         if b.tile != SQUARE:
             raise UnsupportedError(
                 f"DeepGemm multiplies experts in tiles of 128 x 128; got {b.tile.rows} x "
@@ -174,11 +178,7 @@ def _layout(offsets: Tensor, rows: int) -> Tensor:
 
 @functools.cache
 def _library() -> Any:
-    """Import the first module that has the functions. The version is not read.
-
-    Raises:
-        MissingPackageError: the message says why each module was passed over.
-    """
+    """Import the first module that has the functions. The version is not read."""
     passed_over = []
     for name in _MODULES:
         try:

@@ -4,7 +4,7 @@ It registers the blocks' adapters with vLLM's factories and looks at each engine
 Code without a hook is patched once a configuration asks for it. An engine that uses no part of
 primeblocks is not changed.
 
-Each patch names its reason and symbols, has a self-test, and logs that it is applied. It is applied
+Each patch names its reason and symbols, and logs that it is applied. It is applied
 only to tested versions of vLLM. Any other vLLM stays unchanged, with one warning, so that
 installing primeblocks never breaks an engine. Version 0.33 was compared and never run, because it
 has no build for CPUs. It is patched only for an engine that names a tier of ours, which is logged.
@@ -21,14 +21,7 @@ from typing import Any
 
 from ...errors import MissingPackageError, UnsupportedError, UsageError
 from ..patch import Patch, replace
-from . import (
-    amx,
-    missing_routes,
-    moe_reload,
-    routed_experts,
-    routes_over_nixl,
-    routes_with_pages,
-)
+from . import cpu_platform, missing_routes, routed_experts, routes_with_pages
 from .scheduled_blocks import carries_routes, lift_cap, watch_loads
 
 __all__ = ["COMPARED", "LOGGER", "OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
@@ -38,12 +31,12 @@ COMPARED = "0.33"  # Its signatures and its Python were compared, without an eng
 OFF = "PRIMEBLOCKS_VLLM_PATCHES_OFF"
 LOGGER = "vllm.primeblocks"  # vLLM shows only its own loggers, at VLLM_LOGGING_LEVEL.
 PATCHES = (
-    amx.PATCH,
+    cpu_platform.AMX,
     routed_experts.PATCH,
-    moe_reload.PATCH,
+    cpu_platform.MOE_RELOAD,
     missing_routes.PATCH,
     routes_with_pages.PATCH,
-    routes_over_nixl.PATCH,
+    routed_experts.OVER_NIXL,
 )
 _CONFIG = "vllm.config.vllm:VllmConfig.__post_init__"
 _FRONT = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
@@ -118,7 +111,7 @@ def _looking_config(stock_post_init: Callable[..., None]) -> Callable[..., None]
     """Apply the patches of a configuration's check before it runs, in front end and engine."""
 
     def post_init(config: Any, *more: Any, **kwargs: Any) -> None:
-        _apply_asked([routed_experts.PATCH, routes_over_nixl.PATCH], config)
+        _apply_asked([routed_experts.PATCH, routed_experts.OVER_NIXL], config)
         stock_post_init(config, *more, **kwargs)
 
     return post_init

@@ -1,26 +1,25 @@
-"""vLLM's routed-expert return on the V1 model runner of the CPU platform."""
+"""Routed-expert return on the CPU platform's V1 runner, and with engines joined by NIXL."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from ...errors import UnsupportedError
-from ..patch import Patch, SelfTest, ours, stock
+from ..patch import Patch
 
-__all__ = ["PATCH", "VERIFY", "check_capture", "refusal"]
+__all__ = ["OVER_NIXL", "PATCH", "check_capture"]
 
-VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
+_VERIFY = "vllm.config.vllm:VllmConfig._verify_aux_output_compatibility"
 _RUNNER = "vllm.v1.worker.cpu_worker:CPUModelRunner"
+_NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 
-class _AsModelRunnerV2:
-    """A view of a VllmConfig for the one check that asks for the model runner."""
+class _Seen:
+    """A view of a VllmConfig for one of vLLM's checks, with other values for some names."""
 
-    use_v2_model_runner = True
-
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, **values: Any) -> None:
         self._config = config
+        self.__dict__ |= values
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
@@ -28,9 +27,21 @@ class _AsModelRunnerV2:
 
 def _verify(stock_verify: Callable[[Any], None]) -> Callable[[Any], None]:
     def verify(config: Any) -> None:
-        stock_verify(_AsModelRunnerV2(config))  # Every other refusal of vLLM stays.
+        # Every other refusal of vLLM stays.
+        stock_verify(_Seen(config, use_v2_model_runner=True))
 
     return verify
+
+
+def _verify_over_nixl(inner: Callable[[Any], None]) -> Callable[[Any], None]:
+    def verify(config: Any) -> None:
+        inner(_Seen(config, kv_transfer_config=None) if _is_over_nixl(config) else config)
+
+    return verify
+
+
+def _is_over_nixl(config: Any) -> bool:
+    return getattr(config.kv_transfer_config, "kv_connector", None) in _NIXL
 
 
 def check_capture(config: Any) -> None:
@@ -119,49 +130,21 @@ def _batch_of(runner: Any) -> SimpleNamespace:
     )
 
 
-def refusal(
-    verify: Callable[[Any], None], *, v2: bool = False, prefix_caching: bool = True,
-    transfer: Any = None,
-) -> str:  # fmt: skip
-    """Return the refusal of vLLM's check for a configuration, without starting an engine."""
-    config = SimpleNamespace(
-        aux_output_config=SimpleNamespace(enabled=True),
-        use_v2_model_runner=v2,
-        model_config=SimpleNamespace(runner_type="generate", is_moe=True),
-        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
-        speculative_config=None,
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
-        ),
-        kv_transfer_config=transfer,
-    )
-    try:
-        verify(config)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _test_routed_experts() -> SelfTest:
-    """Ask vLLM's own check about a valid and an invalid configuration."""
-    step = inspect.unwrap(stock(_RUNNER).execute_model).__code__.co_names
-    refused = "Model Runner V2" in refusal(stock(VERIFY))
-    accepted = refusal(ours(VERIFY)) == ""
-    still_checked = "prefix caching" in refusal(ours(VERIFY), prefix_caching=False)
-    return SelfTest(
-        needed=refused and "aux_output_connector_metadata" not in step,
-        effective=accepted and still_checked and hasattr(ours(_RUNNER), "aux_output_connector"),
-    )
-
-
 PATCH = Patch(
     name="routed_experts_on_cpu",
     reason="Routed-expert return is wired to Model Runner V2 only, which needs a Triton with a CPU "
     "backend; the V1 CPU runner lacks a few calls on the same in-tree connector.",
     tested="vllm==0.32.*",
-    replacements={VERIFY: _verify, _RUNNER: _runner},
-    self_test=_test_routed_experts,
+    replacements={_VERIFY: _verify, _RUNNER: _runner},
     asked=lambda config: config.aux_output_config.enabled,
+)
+OVER_NIXL = Patch(
+    name="routes_over_nixl",
+    reason="Capture is refused beside NIXL: an engine has no rows of pages that another computed, "
+    "and would end. With `routes_with_pages` such rows come back missing.",
+    tested="vllm==0.32.*",
+    replacements={_VERIFY: _verify_over_nixl},
+    asked=lambda config: config.aux_output_config.enabled and _is_over_nixl(config),
+    cpu_only=False,
+    needs=("routes_with_pages", "missing_routes_survive"),  # Else rows that miss end the engine.
 )

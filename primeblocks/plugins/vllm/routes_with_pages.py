@@ -17,17 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Lock
-from types import SimpleNamespace
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from ..patch import Patch, SelfTest, ours, stock
+from ..patch import Patch
 from .scheduled_blocks import Assigned, build_with_blocks
 
-__all__ = ["CONNECTOR", "PATCH", "RowsBesidePages", "RowsLater"]
+__all__ = ["CONNECTOR", "PATCH", "RowTable", "RowsBesidePages", "RowsLater"]
 
 CONNECTOR = "vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector"
 _BUILD = (
@@ -66,6 +64,81 @@ class _Notes:
     hits: list[tuple[str, list[int]]] = field(default_factory=list)  # Pages that requests found.
 
 
+class RowTable:
+    """Rows by position: one page of rows for each KV page in the engine's memory.
+
+    Not thread-safe. The memory is claimed from the system as it fills.
+
+    Args:
+        places: pages in the engine's memory.
+        page_tokens: tokens of a page.
+        row_shape: the shape of one token's row, layers and top_k.
+    """
+
+    def __init__(
+        self, places: int, page_tokens: int, row_shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
+        self.page_tokens = page_tokens
+        self._rows = np.empty((places, page_tokens, *row_shape), dtype)
+        self._known = np.zeros((places, page_tokens), np.bool_)
+        self._missing = np.iinfo(dtype).max  # in every slot, as in `missing_routes`
+
+    @property
+    def page_nbytes(self) -> int:
+        """Bytes of one page's rows."""
+        return int(self._rows[0].nbytes)
+
+    def write(self, places: Sequence[int], start: int, rows: np.ndarray) -> None:
+        """Store the rows of tokens from `start` on. `places` are those of all pages in order."""
+        at = self._at(places, start, start + len(rows))
+        self._rows[at], self._known[at] = rows, True
+
+    def read(self, places: Sequence[int], start: int, stop: int) -> np.ndarray:
+        """Return a copy of the rows of tokens. Unknown rows have the largest number."""
+        at = self._at(places, start, stop)
+        rows = np.array(self._rows[at])
+        rows[~self._known[at]] = self._missing
+        return rows
+
+    def page(self, place: int) -> bytes | None:
+        """Return the rows of a page, or None if no row is known."""
+        is_empty = not self._known[place].any()
+        return None if is_empty else self.read([place], 0, self.page_tokens).tobytes()
+
+    def put(self, place: int, page: bytes | None) -> None:
+        """Set the rows that `page` returned. None makes all rows of the page missing."""
+        self.empty([place])
+        if page is not None:
+            rows = np.frombuffer(page, self._rows.dtype).reshape(self._rows[place].shape)
+            missing = (rows == self._missing).reshape(self.page_tokens, -1).all(axis=1)
+            self._rows[place], self._known[place] = rows, ~missing
+
+    def fill(self, place: int, page: bytes | None) -> None:
+        """Set only the rows that are missing, given a result of `page`."""
+        rows, known = self._rows[place].copy(), self._known[place].copy()
+        self.put(place, page)
+        self._rows[place, known], self._known[place, known] = rows[known], True
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy the rows of one place to another."""
+        self._rows[target], self._known[target] = self._rows[source], self._known[source]
+
+    def empty(self, places: Sequence[int]) -> None:
+        """Make all rows of pages missing."""
+        self._known[list(places)] = False
+
+    def is_whole(self, place: int) -> bool:
+        return bool(self._known[place].all())
+
+    def _at(self, places: Sequence[int], start: int, stop: int) -> tuple[Any, Any]:
+        tokens = self.page_tokens
+        if stop - start == 1:
+            return places[start // tokens], slice(start % tokens, start % tokens + 1)
+        page, inside = np.divmod(np.arange(start, stop), tokens)
+        first = start // tokens
+        return np.array(places[first : -(-stop // tokens)], np.int64)[page - first], inside
+
+
 # vLLM's class, which exists when the patch is made.
 _Connector: Any = object
 
@@ -88,8 +161,6 @@ class RowsBesidePages(_Connector):
             self.primeblocks_live[transfer.engine_id] = self
 
     def _lay_table(self, group: int, blocks: int, block_tokens: int, *, alone: bool) -> None:
-        from ...replay.adapters.vllm.pages import RowTable
-
         buffer = self._buffer
         self.group = group
         self._per_block = block_tokens // buffer.block_size
@@ -313,69 +384,12 @@ def _whole_group(kv_cache_config: Any, buffer: Any) -> int | None:
     return None
 
 
-def _survives_another_computation(connector_type: Any) -> bool:
-    """Check that a page that is computed twice, with other choices, brings the rows of its block.
-
-    Runs on a connector without a model.
-    """
-    from vllm.distributed.aux_output_connector import connector as control
-    from vllm.distributed.aux_output_connector import routed_experts, store
-
-    connector = object.__new__(connector_type)
-    connector._store = store.BackgroundBlockObjectStore(
-        store.BlockObjectStore(max_bytes=8, object_nbytes=2), max_pending_batches=2
-    )
-    connector._buffer = routed_experts.RoutedExpertsBuffer(
-        np.dtype(np.uint8), (1, 1), block_size=2, max_num_seqs=3, max_num_batched_tokens=4,
-        max_concurrent_batches=1,
-    )  # fmt: skip
-    connector._requests, connector._pending_outputs = {}, []
-    connector._generation, connector._lock, connector._max_concurrent_batches = 0, Lock(), 1
-    connector._capturer = SimpleNamespace(snapshot_routing_data=lambda count: None)
-    if hasattr(connector, "_lay_table"):
-        connector._lay_table(0, 4, 2, alone=True)
-
-    def step(name: str, blocks: list[int], start: int, experts: list[int]) -> list[int]:
-        hashes = {name: control.PackedBlockHashes(b"page", 4)}
-        metadata = control.AuxOutputConnectorMetadata(0, {name: 0}, hashes, ())
-        vars(metadata)["primeblocks_blocks"] = Assigned({name: ([blocks], start)})
-        connector.begin_step(metadata)
-        batch = SimpleNamespace(
-            req_ids=[name],
-            query_start_loc_np=np.array([0, len(experts)]),
-            num_computed_tokens_np=np.array([start]),
-        )
-        pending = connector.prepare_output(batch)
-        pending.routed_experts = np.array(experts, np.uint8).reshape(-1, 1, 1)
-        pending.num_sampled, pending.num_rejected = np.array([1]), np.array([0])
-        rows: list[int] = connector.process_output(pending)[name].rows.ravel().tolist()
-        return rows
-
-    try:
-        step("first", [1, 2], 0, [1, 2, 3])
-        step("again", [3, 0], 0, [4, 5, 6])
-        return step("hits", [3, 0], 2, [7]) == [4, 5, 7]
-    except (store.BlockObjectStoreError, AssertionError):
-        return False
-    finally:
-        connector.close()
-
-
-def _test() -> SelfTest:
-    return SelfTest(
-        needed=not _survives_another_computation(stock(CONNECTOR)),
-        effective=_survives_another_computation(ours(CONNECTOR))
-        and hasattr(ours(_BUILD), "primeblocks_stock"),
-    )
-
-
 PATCH = Patch(
     name="routes_with_pages",
     reason="Captured routes are kept by the hash of a page, and a hash can be computed twice, with "
     "other choices; nor do they leave and come back with a page that an offloading tier moves.",
     tested="vllm==0.32.*",
     replacements={CONNECTOR: _beside_pages, _BUILD: build_with_blocks},
-    self_test=_test,
     asked=lambda config: config.aux_output_config.enabled,
     cpu_only=False,
     compared="vllm==0.33.*",

@@ -252,8 +252,7 @@ class TritonQuantizer:
 
         Each bfloat16 value moves 5 bytes instead of 9. The kernel uses the GPU's exponential. An
         activation may therefore differ from the definition by a part of (5 + |gate|) * 2**-23
-        before it is rounded to its dtype. In bfloat16 at most 5 + |gate| of 16,384 values then
-        round to a neighbour. The codes are those of the activation, to the bit.
+        before it is rounded to its dtype. The codes are those of the activation, to the bit.
 
         Raises:
             ShapeError: shapes or dtypes do not fit.
@@ -291,14 +290,9 @@ def _quantize(
     gated: bool = False,
     scores: Tensor | None = None,
 ) -> list[Quantized]:
-    """Run the kernel for one result, or with `both` also for the transpose. Local.
+    """Run the kernel for one result, or with `both` also for the transpose.
 
-    Args:
-        gated: x is `[..., rows, 2 * columns]`, and its SwiGLU is quantized.
-        scores: `[rows]`, which multiply the rows.
-
-    Raises:
-        UsageError, UnsupportedError, ShapeError: as for `TritonQuantizer`.
+    With `gated`, x is `[..., rows, 2 * columns]`, and its SwiGLU is quantized.
     """
     check_operands(x, tile, scale, quotient, nonfinite)
     _check(x, tile)

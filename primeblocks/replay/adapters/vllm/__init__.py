@@ -5,14 +5,12 @@ it. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (prim
 """
 
 from .http import MEDIA_TYPE, Answer, RoutesMiddleware, read_answer
-from .pages import CapturedPages
 from .rows import CompletionOutput, join_prefill, routes_from_base64, routes_from_output
 from .shape import RouterShape, engine_args, plan_capture_bytes, server_args
 
 __all__ = [
     "MEDIA_TYPE",
     "Answer",
-    "CapturedPages",
     "CompletionOutput",
     "RouterShape",
     "RoutesMiddleware",

@@ -45,8 +45,8 @@ def routes_from_output(
 
     The last sampled token is missing, because the model never read it. The prompt before
     `prompt_start` (vLLM's `routed_experts_prompt_start`) is missing, and so are pages that the
-    engine had forgotten (see `CapturedPages`). A request aborted before its first token has no
-    rows, so all its tokens are missing. Local. Copies the rows.
+    engine had forgotten (our plug-in fills them with 0xFF). A request aborted before its first
+    token has no rows, so all its tokens are missing. Local. Copies the rows.
 
     Raises:
         UnsupportedError: the engine returned no rows for tokens that it generated.

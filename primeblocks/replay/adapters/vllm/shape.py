@@ -94,19 +94,16 @@ def plan_capture_bytes(
 ) -> int:
     """Return how many bytes of rows the engine must keep, so that no hit outlives its rows. Pure.
 
-    Rows of the engine's own pages are stored next to them, and rows of `kvoffload`'s tiers travel
-    with the pages. Neither needs `offloaded_pages`. Pages of other tiers are looked up by hash in a
-    store of this many bytes. If the store forgot a page, the page is missing with the plug-in's
+    Rows of `kvoffload`'s tiers travel with the pages. Pages of other tiers are looked up by hash in
+    a store of this many bytes. If the store forgot a page, the page is missing with the plug-in's
     patch `missing_routes_survive`. Without the patch the *engine dies*.
-
-    Other tiers evict in another order than the store. Therefore `slack` multiplies their pages.
-    With `offload_prompt_only=True` generated pages take rows but no room of a tier. Then let
-    `slack` be at least 1 + generated/prompt tokens.
 
     Args:
         page_tokens: tokens in a KV page (vLLM's block size).
         device_pages: pages of the engine's own KV cache.
-        offloaded_pages: pages of all tiers behind it together.
+        offloaded_pages: pages of all tiers that do not carry rows.
+        slack: multiplies these, because tiers evict in another order than the store. With
+            `offload_prompt_only=True` it must be at least 1 + generated/prompt tokens.
 
     Raises:
         UsageError: a count is not positive, or slack is below 1.
