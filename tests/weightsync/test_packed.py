@@ -185,15 +185,6 @@ def test_a_restarted_trainer_is_followed(site):
     assert site.has(1)
 
 
-def test_close_is_final_and_twice_is_fine(site):
-    site.publish(1)
-    for one in (site.owner, site.reader):
-        one.close()
-        one.close()
-        with pytest.raises(Exception, match="was closed"):
-            one.markers()
-
-
 # --- the parts ---------------------------------------------------------------------------------
 
 

@@ -273,15 +273,3 @@ def test_going_back_takes_the_time_it_needs(setup, monkeypatch):
     with pytest.raises(TransferError, match="Version 1 was loaded again"):
         setup.receive()
     assert setup.served() == 1
-
-
-def test_an_engine_that_lost_its_weights_gets_the_version_again(setup):
-    setup.publish(1)
-    setup.receive()
-    setup.engine.serves.clear()
-    assert setup.receive(1).version == 1
-    assert setup.engine.serves == {}
-    setup.subscriber.forget()
-    assert setup.subscriber.version is None
-    assert setup.receive().version == 1
-    assert (setup.served(), setup.engine.loads) == (1, 2)
