@@ -110,18 +110,6 @@ def test_corrupt_bytes_are_refused_and_the_old_version_stays(site):
     assert site.has(3)
 
 
-def test_a_failed_publish_is_dropped_and_tried_again(site, monkeypatch):
-    site.publish(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(site.owner, "commit", lambda marker, deadline: 1 / 0)
-        with pytest.raises(TransferError, match="ZeroDivisionError"):
-            site.publish(2)
-    assert site.receive().version == 1
-    site.publish(2)
-    assert site.receive().version == 2
-    assert site.has(2)
-
-
 def test_a_load_that_fails_goes_back(site, monkeypatch):
     site.publish(1)
     site.receive()
