@@ -2,12 +2,10 @@
 
 The roofline counts one copy each way, tensor by tensor, by torch's `copy_` with as many threads,
 into and out of shared memory that is mapped and touched already: what a transfer without names,
-versions or checks costs. `publish` is one copy, digested in the cache; so is `receive`, into the
-engine's parameters (`check="ahead"`; in "before", the default, all is checked before the first
-copy). Both take every core, also where the roofline has one thread. push is copy over publish,
-pull is copy over receive; `copy_bandwidth_fraction` is both copies over publish + receive. All take
-turns in one run. Stages are timed on their own: a digest pass in one thread, and what a new mapping
-of known pages costs.
+versions or checks costs. `publish` is one copy, digested in the cache. `receive` digests all bytes,
+and then copies them into the engine's parameters. Both take every core, also where the roofline has
+one thread. push is copy over publish, pull is copy over receive; `copy_bandwidth_fraction` is both
+copies over publish + receive. All take turns in one run.
 """
 
 from __future__ import annotations
@@ -78,10 +76,6 @@ def measure(trainer: Worker, engine: Worker, runs: int) -> dict[str, Timing]:
         round_s["receive"], _ = engine.call("receive", version)
         if engine.call("digest") != sent:
             raise AssertionError(f"version {version} arrived with other bytes than were sent")
-        round_s["push_digest"] = trainer.call("seconds_of_digest")
-        round_s["pull_digest"] = engine.call("seconds_of_digest")
-        round_s["push_map"] = trainer.call("seconds_of_map")
-        round_s["pull_map"] = engine.call("seconds_of_map")
         if version >= WARM:
             for key, value in round_s.items():
                 seconds[key].append(value)

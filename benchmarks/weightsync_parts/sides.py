@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -64,22 +63,18 @@ class _Side:
 
     @cached_property
     def room(self) -> list[Tensor]:
-        return self._map()
+        sizes = [tensor.nbytes for tensor in self.parameters.values()]
+        room = torch.from_file(str(self.file), shared=True, size=sum(sizes), dtype=torch.uint8)
+        return [
+            part.view(torch.bfloat16).view(tensor.shape)
+            for part, tensor in zip(room.split(sizes), self.parameters.values(), strict=True)
+        ]
 
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.parameters.values())
 
     def digest(self) -> str:
         return digest(self.parameters)
-
-    def seconds_of_digest(self) -> float:
-        """One XXH3-128 pass over the parameters, one thread."""
-        return _seconds(self.digest)
-
-    def seconds_of_map(self) -> float:
-        """A copy through a new mapping of known pages, less one through a known mapping."""
-        fresh = _seconds(lambda: self.copy_through(self._map()))
-        return max(0.0, fresh - self.copy())
 
     def copy(self) -> float:
         """The same bytes by `copy_`, through shared memory that is mapped already."""
@@ -88,14 +83,6 @@ class _Side:
     def copy_through(self, room: Iterable[Tensor]) -> None:
         """Between the parameters and `room`."""
         raise NotImplementedError
-
-    def _map(self) -> list[Tensor]:
-        sizes = [tensor.nbytes for tensor in self.parameters.values()]
-        room = torch.from_file(str(self.file), shared=True, size=sum(sizes), dtype=torch.uint8)
-        return [
-            part.view(torch.bfloat16).view(tensor.shape)
-            for part, tensor in zip(room.split(sizes), self.parameters.values(), strict=True)
-        ]
 
 
 class Trainer(_Side):
@@ -149,13 +136,7 @@ class Trainer(_Side):
 class Engine(_Side):
     """Copies what arrives into its own parameters."""
 
-    def __init__(
-        self,
-        name: str,
-        scale: float,
-        threads: int,
-        check: Literal["before", "ahead"] = "ahead",
-    ) -> None:
+    def __init__(self, name: str, scale: float, threads: int) -> None:
         super().__init__(name, scale, threads, seed=1, owner=False)
         load = load_into(self.parameters, self.plan)
 
@@ -163,9 +144,7 @@ class Engine(_Side):
             self.loaded_s = _seconds(lambda: load(named))
 
         self.loaded_s = 0.0
-        self.subscriber = Subscriber(
-            self.plan, load if check == "ahead" else timed, self.transport, check=check
-        )
+        self.subscriber = Subscriber(self.plan, timed, self.transport)
 
     def forget(self) -> None:
         """Nothing that arrived before is left."""
@@ -173,10 +152,7 @@ class Engine(_Side):
             tensor.zero_()
 
     def receive(self, version: int) -> tuple[float, float]:
-        """Seconds, and those inside `load` (with the check, where it is done in passing).
-
-        An engine that checks ahead does not tell its `load` apart.
-        """
+        """Seconds, and those inside `load`."""
         whole = _seconds(lambda: self.subscriber.receive(version, timeout_s=TIMEOUT_S))
         return whole, self.loaded_s
 

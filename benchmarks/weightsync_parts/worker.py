@@ -34,15 +34,7 @@ class Worker:
             RuntimeError: it raised, or gave no answer in time.
             EOFError: the process died.
         """
-        self.start(method, *args)
-        return self.finish()
-
-    def start(self, method: str, *args: Any) -> None:
-        """The first half of `call`."""
         self._pipe.send((method, args))
-
-    def finish(self) -> Any:
-        """The second half of `call`."""
         if not self._pipe.poll(TIMEOUT_S):
             raise RuntimeError(f"no answer within {TIMEOUT_S} s")
         failed, answer = self._pipe.recv()

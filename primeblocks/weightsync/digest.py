@@ -94,8 +94,6 @@ def crossing(
 ) -> Parts:
     """Yield parts on the host. Each is valid until the next, which is copied during its use.
 
-    This function ran on one H100. The order of its steps is tested on the host.
-
     Args:
         allocate: returns pinned memory of the given number of bytes.
         send: starts a copy into the first tensor from the second, and returns a function that

@@ -10,7 +10,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import prod
@@ -24,7 +25,7 @@ from torch import Tensor
 from ..errors import CorruptionError, DeadlineError, PlanError, TransferError
 from ..layout import Shard
 from .digest import as_buffer
-from .lease import FileLease, SealedLease
+from .lease import Hold, Mapped
 from .plan import Copy, Plan
 
 __all__ = [
@@ -51,9 +52,7 @@ _UNUSED = 2
 class Held(Protocol):
     """The bytes of one version, or of the part that one reader wants, in memory of this process.
 
-    Attributes:
-        stays: whether a reader keeps the bytes after a load, to go back to and as a base of deltas.
-        device: the device that has the bytes.
+    If it `stays`, a reader keeps it after a load, to go back to and as a base of deltas.
     """
 
     stays: bool
@@ -76,11 +75,7 @@ class Held(Protocol):
 class Lent(Protocol):
     """The bytes of one version where other processes may write, such as a file.
 
-    Lent bytes are never used in place. They are copied, and the copies are checked.
-
-    Attributes:
-        stays: as in `Held`.
-        device: the device for the copies.
+    Lent bytes are never used in place. They are copied to `device`, and the copies are checked.
     """
 
     stays: bool
@@ -92,10 +87,6 @@ class Lent(Protocol):
         """Yield the bytes of one copy of a bucket, in C order. Each chunk is valid until the next.
 
         The chunks fill `into` in order. Without `into`, they are in memory of their own.
-
-        Raises:
-            CorruptionError: there are fewer bytes than the plan says.
-            TransferError: the bytes cannot be read.
         """
         ...
 
@@ -112,11 +103,9 @@ class Blob:
         self._tensors: dict[str, Tensor] = {}
 
     def views(self, index: int) -> list[Tensor]:
-        """Return the copies of a bucket, each shaped as its box."""
         return [self.box(copy.name, copy.box) for copy in self._plan.buckets[index].copies]
 
     def box(self, name: str, box: Shard) -> Tensor:
-        """Return a view of a box of a tensor."""
         if name not in self._tensors:
             spec, start = self._plan.target[name], self._plan.offsets[name]
             whole = self._buffer[start : start + spec.bytes]
@@ -128,15 +117,32 @@ class Blob:
 class Sealed:
     """A `Held` over a blob in sealed memory, which no process can write. It begins at byte `start`.
 
-    The memory is mapped anew for each use. So a load's writes to its tensors are lost afterwards.
+    The memory is mapped in private pages, for one use at a time. So a load's writes to its tensors
+    are lost afterwards. Writers leave the memory unchanged until `close`, and while a tensor of a
+    mapping exists.
+
+    Args:
+        take: returns a mapping.
+        give: keeps a mapping for the next version in this memory.
     """
 
     stays, device = True, torch.device("cpu")
 
-    def __init__(self, plan: Plan, lease: SealedLease, *, start: int) -> None:
-        self._plan, self._lease, self._start = plan, lease, start
+    def __init__(
+        self,
+        plan: Plan,
+        hold: Hold,
+        take: Callable[[], np.ndarray],
+        give: Callable[[np.ndarray], object],
+        *,
+        start: int,
+    ) -> None:
+        self._plan, self._take, self._start = plan, take, start
+        self._mapped = Mapped(hold, give)
+        self._whole: UInt8[Tensor, " bytes"] | None = None
         self._blob: Blob | None = None
         self._lock = threading.Lock()
+        self._end = weakref.finalize(self, self._mapped.close)
 
     def views(self, index: int) -> list[Tensor]:
         return self._used().views(index)
@@ -145,19 +151,24 @@ class Sealed:
         return self._used().box(name, box)
 
     def rest(self, *, is_right: bool = True) -> None:
-        """End a use of the bytes, and say whether the bytes were found to be right."""
+        """End a use. A mapping with wrong bytes, or that was written to, is not used again."""
         with self._lock:
-            self._blob = None
-            self._lease.unmap(is_right=is_right)
+            if self._whole is not None:
+                self._mapped.is_clean = is_right and self._whole._version == 0
+                # Where nobody keeps a tensor, this is the end of the mapping.
+                self._blob = self._whole = None
+                self._mapped.is_clean = False
 
     def close(self) -> None:
         self.rest()
-        self._lease.close()
+        self._end()
 
     def _used(self) -> Blob:
         with self._lock:
             if self._blob is None:
-                self._blob = Blob(self._plan, self._lease.map()[self._start :])
+                with torch.inference_mode(False):  # Which counts no writes.
+                    self._whole = torch.from_numpy(self._mapped.add(self._take()))
+                self._blob = Blob(self._plan, self._whole[self._start :])
             return self._blob
 
 
@@ -181,9 +192,9 @@ class BlobFile:
 
     stays, device = True, torch.device("cpu")
 
-    def __init__(self, plan: Plan, lease: FileLease, *, start: int) -> None:
-        self._plan, self._lease, self._start = plan, lease, start
-        self.close = lease.close
+    def __init__(self, plan: Plan, hold: Hold, *, start: int) -> None:
+        self._plan, self._hold, self._start = plan, hold, start
+        self.close = weakref.finalize(self, hold.close)
 
     def chunks(
         self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
@@ -206,7 +217,6 @@ class BlobFile:
     def _rows(
         self, at: int, count: int, stride: int, size: int, into: UInt8[Tensor, " bytes"] | None
     ) -> UInt8[Tensor, " bytes"]:
-        """Read `count` rows of `size` bytes, `stride` bytes apart."""
         if into is None:
             into = torch.empty(count * size, dtype=torch.uint8)
         if count == 1:
@@ -221,7 +231,7 @@ class BlobFile:
         room, done = as_buffer(into), 0
         while done < len(room):
             try:
-                count = os.preadv(self._lease.fd, [room[done:]], at + done)
+                count = os.preadv(self._hold.fd, [room[done:]], at + done)
             except OSError as error:
                 raise TransferError(f"a file of weights cannot be read: {error}") from error
             if count == 0:
@@ -233,12 +243,7 @@ class BlobFile:
 
 
 class Boxes:
-    """The boxes that one reader wants. Each is a tensor of its own, allocated at its first use.
-
-    Args:
-        served: an engine's own tensors, one for each name, to use instead of new memory.
-        memory: the source of new memory on the host.
-    """
+    """The boxes that one reader wants. Each is a tensor of its own, allocated at its first use."""
 
     def __init__(
         self,
@@ -247,16 +252,13 @@ class Boxes:
         *,
         stays: bool,
         device: torch.device | str = "cpu",
-        served: Mapping[str, Tensor] | None = None,
         memory: CachingAllocator | None = None,
     ) -> None:
         self._plan, self.stays, self.device = plan, stays, torch.device(device)
         self._wants = plan.wants[reader]
         self._memory = CachingAllocator() if memory is None else memory
         self._lock = threading.Lock()
-        self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {
-            name: [(self._wants[name][0], tensor)] for name, tensor in (served or {}).items()
-        }
+        self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {}
 
     def views(self, index: int) -> list[Tensor]:
         return [self.box(copy.name, copy.box) for copy in self._plan.buckets[index].copies]
@@ -272,7 +274,6 @@ class Boxes:
         )
 
     def drop(self, name: str) -> None:
-        """Forget the boxes of a tensor."""
         self._boxes.pop(name, None)
 
     def close(self) -> None:
@@ -315,9 +316,7 @@ def chunks_of(
 ) -> Iterator[UInt8[Tensor, " chunk"]]:
     """Yield copies of a lent bucket's bytes, in digest order. Each is valid until the next.
 
-    Args:
-        into: tensors that keep the bytes, one for each copy of the bucket. They are complete once
-            all chunks were consumed.
+    `into` are tensors that keep the bytes, one for each copy of the bucket.
     """
     for place, copy in enumerate(plan.buckets[index].copies):
         if into is None:
@@ -329,12 +328,8 @@ def chunks_of(
             into[place].copy_(room)
 
 
-def copied(plan: Plan, reader: int, held: Held | Lent, *, stays: bool, deadline: float) -> Boxes:
-    """Copy a reader's boxes, unchecked, into the reader's memory, and close their source.
-
-    Raises:
-        DeadlineError: the boxes were not copied in time.
-    """
+def copied(plan: Plan, reader: int, held: Lent, *, stays: bool, deadline: float) -> Boxes:
+    """Copy a reader's boxes, unchecked, into the reader's memory, or raise DeadlineError."""
     boxes = Boxes(plan, reader, stays=stays, device=held.device)
     mine = plan.of_reader(reader)
     for done, index in enumerate(mine):
@@ -347,7 +342,6 @@ def copied(plan: Plan, reader: int, held: Held | Lent, *, stays: bool, deadline:
         raise DeadlineError(
             f"copied all {len(mine)} buckets, and not in time. Pass a longer timeout_s."
         )
-    held.close()
     return boxes
 
 

@@ -1,10 +1,4 @@
-"""Locks that end with their process, and the files and sealed memory that they protect.
-
-A reader holds a `FileLease` or a `SealedLease`. Each owns a `Hold`, an flock on an open file.
-Writers leave a version unchanged while a reader has such a lock. `close()` ends a lease, and so
-does the end of the process. The lock of a `SealedLease` also waits for the last tensor that uses
-the mapped memory. A forked child drops its copies of its parent's locks.
-"""
+"""Locks: of one call at a time, and of files, which end with their process."""
 
 from __future__ import annotations
 
@@ -17,22 +11,15 @@ from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
-import torch
-from jaxtyping import UInt8
-from torch import Tensor
 
 from ..errors import UnsupportedError, UsageError
 
-__all__ = ["FileLease", "Hold", "SealedLease", "alone"]
+__all__ = ["Hold", "Mapped", "alone"]
 
 
 @contextmanager
 def alone(lock: threading.Lock, call: str) -> Iterator[None]:
-    """Hold a lock of this process, or refuse the call if another call has the lock.
-
-    Raises:
-        UsageError: another call has the lock.
-    """
+    """Hold a lock of this process, or refuse the call with UsageError if another call has it."""
     if not lock.acquire(blocking=False):
         raise UsageError(
             f"{call} was called while another call of the same object is under way. This call "
@@ -51,12 +38,12 @@ class Hold:
     which does not end the lock of the parent.
 
     Args:
-        fd: the descriptor of the open file. The lock owns it, and closes it if it raises.
+        fd: the descriptor of the open file. The lock owns it, and closes it if it raises. It is
+            -1 after `close`, and in a forked child.
         how: fcntl.LOCK_SH or fcntl.LOCK_EX. None takes no lock.
 
     Raises:
         BlockingIOError: another process has the lock.
-        UnsupportedError: the file system does not support locks.
     """
 
     def __init__(self, fd: int, how: int | None) -> None:
@@ -76,7 +63,7 @@ class Hold:
             ) from error
 
     def close(self) -> None:
-        """Release the lock, even if a forked child that ran no Python shares it. Idempotent."""
+        # Unlocked first: a forked child that ran no Python may share it.
         if self.fd >= 0 and self._is_locked:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
         self._drop()
@@ -87,73 +74,30 @@ class Hold:
             os.close(fd)
 
 
-class FileLease:
-    """A committed file, open for reading. Writers leave it unchanged until `close`."""
-
-    def __init__(self, hold: Hold) -> None:
-        self._hold = hold
-        self.close = weakref.finalize(self, hold.close)
-
-    @property
-    def fd(self) -> int:
-        """The descriptor to read from. It is -1 after `close`, and in a forked child."""
-        return self._hold.fd
-
-
-class SealedLease:
-    """A committed version in sealed memory. Writers leave it unchanged until `close`.
-
-    The memory is mapped for one use at a time. A tensor of a mapping keeps the version alive while
-    the tensor exists.
-
-    Args:
-        take: returns a mapping in private pages, so that writes stay in this process.
-        give: keeps a mapping for the next lease that needs one.
-    """
-
-    def __init__(
-        self, hold: Hold, take: Callable[[], np.ndarray], give: Callable[[np.ndarray], object]
-    ) -> None:
-        self._take, self._state = take, _State(hold, give)
-        self._mapped: UInt8[Tensor, " bytes"] | None = None
-        self.close = weakref.finalize(self, self._state.close)
-
-    def map(self) -> UInt8[Tensor, " bytes"]:
-        """Return the version's bytes, as they were written. They are valid until `unmap`."""
-        if self._mapped is None:
-            mapping = self._take()
-            whole = mapping[:]  # Ends with the last tensor.
-            self._state.mapped += 1
-            weakref.finalize(whole, self._state.unmapped, mapping).atexit = False
-            with torch.inference_mode(False):  # Which counts no writes.
-                self._mapped = torch.from_numpy(whole)
-        return self._mapped
-
-    def unmap(self, *, is_right: bool = True) -> None:
-        """Forget the mapping. A wrong mapping, or a mapping that was written to, is not reused."""
-        if self._mapped is not None:
-            self._state.is_clean = is_right and self._mapped._version == 0
-            self._mapped = None  # Where nobody keeps a tensor, this is its end.
-            self._state.is_clean = False
-
-
-class _State:
-    """The state that outlives a lease while somebody keeps a tensor."""
+class Mapped:
+    """The mappings of sealed memory, and its lock, which ends with the last tensor of them."""
 
     def __init__(self, hold: Hold, give: Callable[[np.ndarray], object]) -> None:
         self._hold, self._give = hold, give
-        self.mapped, self.is_clean, self._is_closed = 0, False, False
+        self._count, self.is_clean, self._is_closed = 0, False, False
 
-    def unmapped(self, mapping: np.ndarray) -> None:
-        self.mapped -= 1
-        if self.is_clean:
-            self._give(mapping)
-        if self._is_closed and self.mapped == 0:
-            self._hold.close()
+    def add(self, mapping: np.ndarray) -> np.ndarray:
+        """Return a view of a new mapping. It ends with the last tensor of it."""
+        view = mapping[:]
+        self._count += 1
+        weakref.finalize(view, self._unmapped, mapping).atexit = False
+        return view
 
     def close(self) -> None:
         self._is_closed = True
-        if self.mapped == 0:
+        if self._count == 0:
+            self._hold.close()
+
+    def _unmapped(self, mapping: np.ndarray) -> None:
+        self._count -= 1
+        if self.is_clean:
+            self._give(mapping)
+        if self._is_closed and self._count == 0:
             self._hold.close()
 
 

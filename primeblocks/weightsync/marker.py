@@ -77,7 +77,6 @@ class Marker:
         buckets: tuple[str, ...],
         base: int | None = None,
     ) -> Marker:
-        """Return a marker with its digest filled in."""
         fields = [run, version, plan, base, list(sizes), list(buckets)]
         digest = xxhash.xxh3_128_hexdigest(json.dumps(fields).encode())
         return cls(run, version, plan, base, sizes, buckets, digest)
@@ -87,11 +86,7 @@ class Marker:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Marker:
-        """Read a marker.
-
-        Raises:
-            CorruptionError: the text is not the one that was written.
-        """
+        """Read a marker, or raise CorruptionError for a text that was not written so."""
         with as_corruption("a commit marker"):
             raw = json.loads(text)
             lists = {"sizes": tuple(raw["sizes"]), "buckets": tuple(raw["buckets"])}

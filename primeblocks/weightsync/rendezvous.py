@@ -13,9 +13,8 @@ from .convert.conversion import Wiring, union
 from .manifest import NamedTensors, describe, gather_manifests
 from .plan import Plan
 from .planner import BUCKET_BYTES, plan_sync
-from .transports.commits import ANNOUNCED, Commits
 from .transports.directory import SharedMemoryTransport
-from .transports.transport import Transport
+from .transports.transport import ANNOUNCED, Commits, Transport
 
 __all__ = ["announce", "find"]
 

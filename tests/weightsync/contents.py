@@ -7,7 +7,13 @@ import torch.distributed as dist
 
 from primeblocks.layout import Layout
 from primeblocks.testing.faults import flip_byte
-from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber
+from primeblocks.weightsync import (
+    Publisher,
+    SharedMemoryTransport,
+    Subscriber,
+    describe,
+    plan_sync,
+)
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.reference import gather_whole, slice_again
 from primeblocks.weightsync.transports import (
@@ -22,10 +28,9 @@ from primeblocks.weightsync.transports.directory import DirectoryTransport
 from tests.deadlines import HANG_S
 
 # Packed buffers: commits and the carrier.
-PACKED = ("directory-handles", "store-handles", "directory-tcp", "store-tcp")
-# All readers commit, or none: over a group of theirs, or one that they make over a store.
-TOGETHER = ("group", "joined")
-KINDS = ("shared_memory", "file", *TOGETHER, *PACKED)
+PACKED = ("directory-handles", "store-tcp")
+# Of "group" all readers commit, or none.
+KINDS = ("shared_memory", "file", "group", *PACKED)
 
 
 class Engine:
@@ -98,14 +103,11 @@ def oracle(sources, parts, target):
     return slice_again(gather_whole(sources, parts, whole), target)
 
 
-def transport_of(kind, where, plan, **group_options):
+def transport_of(kind, where, plan):
     """This rank's end of a transport at a folder, or at a store; collective."""
     if kind == "group":
-        return GroupTransport(store=store_at(where), trainers=plan.world_size, **group_options)
-    owner = dist.get_rank() == 0
-    if kind == "joined":
-        return joined(store_at(where), plan, keep=group_options.get("keep", False))
-    made = None
+        return joined(store_at(where), plan)
+    owner, made = dist.get_rank() == 0, None
     if owner:
         made = directory(kind, where, owner=True)
     dist.barrier()
@@ -120,12 +122,12 @@ def directory(kind, where, *, owner):
     return SharedMemoryTransport("policy", owner=owner, root=str(where))
 
 
-def joined(store, plan, *, keep):
+def joined(store, plan):
     """Trainer ranks construct it; readers open what rank 0 says."""
     rank, spec, made = dist.get_rank(), [None], None
     if rank < plan.world_size:
         counts = {"trainers": plan.world_size, "readers": len(plan.wants)}
-        made = GroupTransport(store=store, **counts, rank=rank, keep=keep)
+        made = GroupTransport(store=store, **counts, rank=rank)
     if rank == 0:
         spec = [made.spec()]
     dist.broadcast_object_list(spec, 0)
@@ -134,11 +136,9 @@ def joined(store, plan, *, keep):
 
 def packed_end(kind, where, *, wire=None, **options):
     """One process's end of packed buffers, at a folder or a store."""
-    if wire is None and not kind.endswith("handles"):
-        wire = TcpWire("127.0.0.1")
-    if kind.startswith("directory"):
-        return IpcTransport("policy", root=str(where), wire=wire, **options)
-    return PullTransport(store_at(where), wire, **options)
+    if kind == "directory-handles":
+        return IpcTransport("policy", root=str(where), **options)
+    return PullTransport(store_at(where), wire or TcpWire("127.0.0.1"), **options)
 
 
 def store_at(where):
@@ -172,6 +172,11 @@ class Side:
         return self.publisher.publish(version, timeout_s=timeout_s)
 
 
+def plan_of_bytes(size_bytes):
+    source = describe({"w": torch.zeros(size_bytes, dtype=torch.uint8)})
+    return plan_sync([source], source, bucket_bytes=max(64, size_bytes))
+
+
 class Versions(DirectoryTransport):
     """A transport whose steps are taken one by one."""
 
@@ -186,5 +191,5 @@ class Versions(DirectoryTransport):
     def commit(self, marker):
         super().commit(marker, deadline=0.0)
 
-    def lease(self, marker, *, size_bytes):
-        return self._lease(marker, size_bytes)
+    def open(self, marker, *, size_bytes):
+        return self._open(marker, plan_of_bytes(size_bytes), start=0)

@@ -11,7 +11,6 @@ from primeblocks.weightsync import plan_sync
 from tests.deadlines import HANG_S
 from tests.weightsync.contents import (
     KINDS,
-    TOGETHER,
     Side,
     contents,
     oracle,
@@ -23,7 +22,7 @@ from tests.weightsync.link_layouts import manifest
 TRAINERS, RANKS = 2, 4
 # For a loaded machine. What does not keep to its deadline waits for ever.
 # Readers of these come and go as they like.
-PULL = tuple(kind for kind in KINDS if kind not in TOGETHER)
+PULL = tuple(kind for kind in KINDS if kind != "group")
 
 
 def small_sides():
@@ -45,10 +44,8 @@ def small_sides():
 class Small:
     """This rank of the small sync, and what its engine should hold. Constructing is collective."""
 
-    def __init__(
-        self, kind, where, *, keep=False, bucket_bytes=64, wrap=None, sparse=False, **options
-    ):
-        self.kind, self.where, self.keep, self.options = kind, where, keep, options
+    def __init__(self, kind, where, *, bucket_bytes=64, wrap=None, sparse=False, **options):
+        self.kind, self.where, self.options = kind, where, options
         self.sparse = sparse
         self.sources, self.targets = small_sides()
         self.plan = plan_sync(self.sources, self.targets, bucket_bytes=bucket_bytes)
@@ -74,12 +71,9 @@ class Small:
         self.engine = self.side.engine
 
     def renew(self, wrap=None):
-        """What an error tells to do: a new group and new transports, where ranks are tied."""
+        """What an error tells to do: new transports, where ranks are tied."""
         if self.kind not in PULL:
-            # Not the default group: a test goes on after a fault.
-            group = dist.new_group(list(range(RANKS)), backend="gloo")
-            options = {"group": group, "keep": self.keep}
-            self.transport = transport_of(self.kind, self.where, self.plan, **options)
+            self.transport = transport_of(self.kind, self.where, self.plan)
         self.join(wrap)
 
     def contents(self, version):
@@ -116,6 +110,6 @@ class Small:
 
     def is_refused(self):
         """Whether the group is declared broken, before anything is tried."""
-        with pytest.raises(TransferError, match=r"[Mm]ake a new group") as met:
+        with pytest.raises(TransferError, match=r"[Mm]ake new transports") as met:
             self.sync(99)
         return "failed earlier" in str(met.value)

@@ -22,12 +22,13 @@ from primeblocks.weightsync.held import Boxes
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import blobs
 from tests.deadlines import HANG_S as TIMEOUT_S
+from tests.weightsync.contents import plan_of_bytes
 
 
 class Site:
     """A trainer and an engine of one process. The engine keeps what `take` makes of each tensor."""
 
-    def __init__(self, root, *, check="before", take=torch.clone):
+    def __init__(self, root, *, take=torch.clone):
         self.root, self.kept = root, {}
         self.weights = {f"t{i}": torch.zeros(500, 3) for i in range(4)}
         manifest = describe(self.weights)
@@ -36,7 +37,7 @@ class Site:
         self.publisher = Publisher(self.plan, self.weights, self.transport)
         self.engine = SharedMemoryTransport("policy", root=str(root))
         self.take = take
-        self.subscriber = Subscriber(self.plan, self.load, self.engine, check=check)
+        self.subscriber = Subscriber(self.plan, self.load, self.engine)
 
     def load(self, tensors):
         self.kept = {name: self.take(tensor) for name, tensor in tensors}
@@ -57,9 +58,9 @@ class Site:
         return next(Path(self.root).rglob(f"version-{version}.safetensors"))
 
 
-@pytest.fixture(params=["before", "ahead"])
-def site(request, tmp_path):
-    site = Site(tmp_path, check=request.param)
+@pytest.fixture
+def site(tmp_path):
+    site = Site(tmp_path)
     yield site
     site.subscriber.close()
     site.engine.close()
@@ -221,7 +222,7 @@ def test_versions_end_with_a_killed_owner_and_leave_no_memory(tmp_path):
     assert not link.exists()
     reader = SharedMemoryTransport("policy", root=str(tmp_path))
     with pytest.raises(TransferError, match="it has ended, or let go of it"):
-        reader._lease(reader.markers()[0], 1000)
+        reader._open(reader.markers()[0], plan_of_bytes(1000), start=0)
     with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)):
         assert not link.is_symlink()
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from primeblocks.errors import TransferError
 from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.transports.commits import chain_to, choose
+from primeblocks.weightsync.transports.transport import chain_to, choose
 
 
 def marker(version, base=None, run="r"):

@@ -25,7 +25,7 @@ from primeblocks.testing.faults import FaultyTransport
 from primeblocks.weightsync import Subscriber, plan_sync
 from primeblocks.weightsync.transports import Transport, open_transport
 from tests.deadlines import EXPIRES_S, HANG_S
-from tests.weightsync.contents import KINDS, TOGETHER, Engine, contents, oracle, same_bytes
+from tests.weightsync.contents import KINDS, Engine, contents, oracle, same_bytes
 from tests.weightsync.small_sync import PULL, RANKS, Small
 
 ranks.preload(__name__)  # With all that it imports.
@@ -33,8 +33,19 @@ ranks.preload(__name__)  # With all that it imports.
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
 
-def run(body, *args, **kwargs):
-    return ranks.run(body, *args, world_size=RANKS, **kwargs)
+def run(bodies, kind, where):
+    """Run bodies one after the other in one gang, each in a folder of its own."""
+    for number in range(len(bodies)):
+        (where / str(number)).mkdir()
+    return ranks.run(several, bodies, kind, str(where), world_size=RANKS)
+
+
+def several(bodies, kind, where):
+    found = []
+    for number, (body, *args) in enumerate(bodies):
+        found.append(body(kind, f"{where}/{number}", *args))
+        dist.barrier()
+    return found
 
 
 def arrives_body(kind, where):
@@ -61,7 +72,7 @@ def arrives_body(kind, where):
 
 
 def test_sharded_readers_get_the_bytes_of_the_reference(kind, tmp_path):
-    digests = run(arrives_body, kind, str(tmp_path))
+    digests = [digests for (digests,) in run([(arrives_body,)], kind, tmp_path)]
     assert digests == [digests[0]] * RANKS
     assert len(set(digests[0])) == 3
 
@@ -76,7 +87,7 @@ def fault_body(kind, where, method, at):
     small.sync(1)
     # Who waits for what does not come waits to the end; the others have time.
     in_vain = small.is_engine and (kind in PULL or method == "begin")
-    sent_in_vain = kind in TOGETHER and method == "send"
+    sent_in_vain = kind == "group" and method == "send"
     said = small.attempt(2, timeout_s=0.7 if in_vain else EXPIRES_S if sent_in_vain else HANG_S)
     assert small.holds(1)  # Nothing was seen of what was not committed.
     if small.is_engine:
@@ -102,9 +113,9 @@ def fault_body(kind, where, method, at):
     small.transport.close()
 
 
-@pytest.mark.parametrize(("method", "at"), [("begin", 0), ("send", 1), ("commit", 0)])
-def test_a_fault_is_typed_and_in_time_and_a_retry_goes_through(kind, method, at, tmp_path):
-    run(fault_body, kind, str(tmp_path), method, at)
+def test_a_fault_is_typed_and_in_time_and_a_retry_goes_through(kind, tmp_path):
+    faults = [("begin", 0), ("send", 1), ("commit", 0)]
+    run([(fault_body, *fault) for fault in faults], kind, tmp_path)
 
 
 def deadline_body(kind, where):
@@ -131,12 +142,8 @@ def deadline_body(kind, where):
     small.transport.close()
 
 
-def test_who_waits_in_vain_waits_until_the_deadline_and_can_go_on(kind, tmp_path):
-    run(deadline_body, kind, str(tmp_path))
-
-
 def joiner_body(kind, where):
-    small = Small(kind, where, full_every=4, keep=True)
+    small = Small(kind, where, full_every=4)
     for version in (1, 2):
         small.sync(version)
     dist.barrier()
@@ -162,8 +169,8 @@ def joiner_body(kind, where):
     small.transport.close()
 
 
-def test_a_late_joiner_catches_up(kind, tmp_path):
-    run(joiner_body, kind, str(tmp_path))
+def test_who_waits_in_vain_can_go_on_and_a_late_joiner_catches_up(kind, tmp_path):
+    run([(deadline_body,), (joiner_body,)], kind, tmp_path)
 
 
 def plan_body(kind, where):
@@ -187,16 +194,9 @@ def plan_body(kind, where):
     small.transport.close()
 
 
-def test_another_plan_is_refused_and_breaks_nothing(kind, tmp_path):
-    run(plan_body, kind, str(tmp_path))
-
-
 def spec_body(kind, where):
     small = Small(kind, where)
-    if kind == "group":
-        with pytest.raises(UnsupportedError, match="Construct GroupTransport on each rank"):
-            small.transport.spec()
-    elif kind == "joined" and small.rank == 1:
+    if kind == "group" and small.rank == 1:
         with pytest.raises(UnsupportedError, match="rank 0 has the spec"):
             small.transport.spec()
     else:
@@ -207,16 +207,11 @@ def spec_body(kind, where):
     small.transport.close()
 
 
-def test_a_spec_opens_the_reading_end_or_is_refused(kind, tmp_path):
-    run(spec_body, kind, str(tmp_path))
+def test_another_plan_is_refused_and_a_spec_opens_the_reading_end(kind, tmp_path):
+    files = [(file_body,)] if kind in ("shared_memory", "file") else []
+    run([(plan_body,), (spec_body,), *files], kind, tmp_path)
     with pytest.raises(UnsupportedError, match="no transport for"):
         open_transport({"kind": "pigeon"})
-
-
-def test_a_committed_version_is_a_safetensors_file(kind, tmp_path):
-    if kind not in ("shared_memory", "file"):
-        pytest.skip(f"{kind} leaves no files")
-    run(file_body, kind, str(tmp_path))
 
 
 def file_body(kind, where):

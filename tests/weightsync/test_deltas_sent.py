@@ -64,9 +64,8 @@ def random_body(kind, where, seed):
         for name, (_, shape) in SHAPES.items()
     }
     mine = slice_again(whole, sources[rank]) if rank < 2 else None
-    keep = {"keep": True} if kind not in PULL else {}
     options = {"source": sources[rank], "full_every": FULL_EVERY} if rank < 2 else {}
-    transport = transport_of(kind, where, plan, **keep)
+    transport = transport_of(kind, where, plan)
     side = Side(plan, transport, mine, **options)
     sent = []
     for version in range(VERSIONS):

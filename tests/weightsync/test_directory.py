@@ -128,7 +128,7 @@ def test_without_an_owner_an_engine_takes_nothing_from_another_user(everybodys):
     (folder,) = root.iterdir()
     for path in (folder, *folder.iterdir()):
         os.chown(path, STRANGER, STRANGER)
-    with pytest.raises(DeadlineError, match=rf"of user \[{STRANGER}\] is not looked into"):
+    with pytest.raises(DeadlineError, match="Run trainer and engine on one host as one user"):
         received(plan, SharedMemoryTransport("policy", root=str(root)), timeout_s=0.05)
 
 
@@ -258,9 +258,8 @@ def test_what_a_killed_owner_left_is_removed_by_an_owner_of_another_name(kind, t
         assert not left.exists()
         plan = published(living, 3.0)
         ranks.run(_owner_dies, kind, str(tmp_path), world_size=1)
-        assert [path.name[:16] for path in SharedMemoryTransport.sweep(str(tmp_path))] == [
-            "primeblocks-gone" if kind == "shared_memory" else "primeblocks-ipc-"
-        ]
+        SharedMemoryTransport("other", owner=True, root=str(tmp_path)).close()
+        assert len([*tmp_path.iterdir()]) == 1
         assert received(plan, SharedMemoryTransport("living", root=str(tmp_path))) == 3.0
     assert list(tmp_path.iterdir()) == []
 

@@ -12,19 +12,17 @@ import torch
 
 from primeblocks.errors import (
     CapacityError,
-    ClosedError,
     CorruptionError,
     TransferError,
     UsageError,
 )
-from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.lease import SealedLease
+from primeblocks.weightsync.held import copy_bucket
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import blobs, directory, directory_commits
 from primeblocks.weightsync.transports.blobs import DiskBlobs, MemoryBlobs
 from primeblocks.weightsync.transports.place import DiskPlace, PrivatePlace
-from tests.weightsync.contents import Versions
+from tests.weightsync.contents import Versions, plan_of_bytes
 
 SIZE = 1000
 
@@ -87,31 +85,12 @@ def read_part(reader, version, at, size):
 
 
 def values(reader, marker, *, size_bytes=SIZE):
-    lease = reader.lease(marker, size_bytes=size_bytes)
-    value = in_lease(lease, size_bytes)
-    lease.close()
-    return value
-
-
-def in_lease(lease, size_bytes=SIZE):
-    """The values of the bytes that are held."""
-    if isinstance(lease, SealedLease):
-        return lease.map().unique().tolist()
-    return sorted(set(os.pread(lease.fd, size_bytes + 1, 0)))
-
-
-def test_nothing_is_seen_before_the_commit_and_the_old_version_stays(make):
-    owner, writer, reader = make(owner=True), make(owner=False), make(owner=False)
-    assert reader.markers() == ()
-    markers = [put(owner, version, version, writer=writer) for version in (1, 2)]
-    owner.allocate(3, size_bytes=SIZE)
-    writer.writable(3, size_bytes=SIZE).fill_(99)
-    assert reader.markers() == (markers[1],)
-    assert values(reader, markers[1]) == [2]
-    owner.abort(3)
-    assert reader.markers() == (markers[1],)
-    put(owner, 3, 3, writer=writer)
-    assert [marker.version for marker in reader.markers()] == [2, 3]
+    """The values of the bytes of a version."""
+    held, plan = reader.open(marker, size_bytes=size_bytes), plan_of_bytes(size_bytes)
+    found = torch.empty(size_bytes, dtype=torch.uint8)
+    copy_bucket(plan, 0, held, [found])
+    held.close()
+    return found.unique().tolist()
 
 
 def test_a_version_can_be_read_the_moment_it_is_seen(make, monkeypatch):
@@ -125,39 +104,6 @@ def test_a_version_can_be_read_the_moment_it_is_seen(make, monkeypatch):
     monkeypatch.setattr(owner.commits, "_write_commits", write_and_look)
     put(owner, 1, 5)
     assert seen == [[5]]
-
-
-def test_two_versions_are_kept(make, tmp_path):
-    owner, reader = make(owner=True), make(owner=False)
-    markers = [put(owner, version, version) for version in range(5)]
-    assert [values(reader, marker) for marker in reader.markers()] == [[3], [4]]
-    blobs = [name for name in files(tmp_path) if name.endswith(".safetensors")]
-    assert blobs == ["version-3.safetensors", "version-4.safetensors"]
-    with pytest.raises(TransferError, match="version 1 was retired"):
-        reader.lease(markers[1], size_bytes=SIZE)
-
-
-def test_a_lease_never_changes(make):
-    owner, reader = make(owner=True), make(owner=False)
-    lease = reader.lease(put(owner, 0, 5), size_bytes=SIZE)
-    for version in range(1, 6):
-        put(owner, version, 100 + version)
-    assert in_lease(lease) == [5]
-    lease.close()
-    lease.close()
-
-
-def test_a_lease_cannot_be_written_to(make):
-    owner, reader = make(owner=True), make(owner=False)
-    marker = put(owner, 0, 5)
-    lease = reader.lease(marker, size_bytes=SIZE)
-    if isinstance(lease, SealedLease):
-        lease.map().fill_(6)  # In pages of its own.
-    else:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.pwrite(lease.fd, b"1", 0)
-    assert values(reader, marker) == [5]
-    lease.close()
 
 
 def test_beginning_again_forgets_the_first_attempt(make):
@@ -189,16 +135,7 @@ def test_a_blob_of_another_size_is_refused(make):
     owner.abort(1)
     marker = put(owner, 1, 0)
     with pytest.raises(CorruptionError, match="1000 bytes; 999 were sent"):
-        owner.lease(marker, size_bytes=SIZE - 1)
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b"5", b"[5]", b'["{}"]'])
-def test_broken_commits_are_refused(make, tmp_path, content):
-    owner = make(owner=True)
-    put(owner, 1, 0)
-    next(tmp_path.rglob("commits.json")).write_bytes(content)
-    with pytest.raises(CorruptionError):
-        owner.markers()
+        owner.open(marker, size_bytes=SIZE - 1)
 
 
 def test_one_owner_at_a_time(make):
@@ -207,38 +144,6 @@ def test_one_owner_at_a_time(make):
         make(owner=True)
     owner.close()
     make(owner=True)
-
-
-def test_close_leaves_nothing_in_memory_and_one_version_on_a_disk(make, tmp_path):
-    owner, reader = make(owner=True), make(owner=False)
-    put(owner, 1, 0)
-    owner.allocate(2, size_bytes=SIZE)
-    owner.close()
-    owner.close()
-    # On a disk the last version stays.
-    left = ["commits.json", "version-1.safetensors"] if make.durable else []
-    assert files(tmp_path) == left
-    assert make.durable or list(tmp_path.iterdir()) == []
-    assert [marker.version for marker in reader.markers()] == [1][: len(left)]
-    with pytest.raises(ClosedError):
-        owner.markers()
-
-
-def _die(path, durable):
-    owner = commits_at(path, durable=durable)
-    put(owner, 8, 1)
-    owner.allocate(9, size_bytes=SIZE)
-    ranks.kill(0)
-
-
-def test_a_new_owner_clears_what_a_dead_one_left(make, tmp_path):
-    ranks.run(_die, tmp_path, make.durable, world_size=1)
-    reader = make(owner=False)
-    assert [marker.version for marker in reader.markers()] == [8]
-    owner = make(owner=True)
-    assert reader.markers() == ()
-    assert files(tmp_path) == []
-    assert values(reader, put(owner, 1, 4)) == [4]
 
 
 def test_a_full_disk_is_a_typed_error_and_changes_nothing(make, monkeypatch, tmp_path):
@@ -262,19 +167,6 @@ def test_more_than_there_is_room_for_is_refused():
     owner = commits_at(Path("/dev/shm"))
     with closing(owner), pytest.raises(CapacityError, match="bytes free"):
         owner.allocate(0, size_bytes=1 << 50)
-
-
-def test_pages_of_a_retired_version_are_used_again(tmp_path):
-    with closing(commits_at(tmp_path)) as owner:
-        inodes = []
-        for version in range(6):
-            marker = put(owner, version, version)
-            inodes.append(next(tmp_path.rglob(f"version-{version}.safetensors")).stat().st_ino)
-            if version == 3:  # Its pages are held, and must not be used again.
-                lease = owner.lease(marker, size_bytes=SIZE)
-        assert inodes[2] == inodes[0] == inodes[4]
-        assert inodes[3] == inodes[1] != inodes[5]
-        lease.close()
 
 
 def test_the_owner_cleans_up_when_it_is_forgotten(tmp_path):
@@ -304,26 +196,6 @@ def test_what_a_delta_leads_back_to_is_kept(make, tmp_path):
         read_part(reader, 3, 0, 1)
 
 
-def test_a_part_that_is_too_short_is_refused(make):
-    owner = make(owner=True)
-    put(owner, 0, 0)
-    put_delta(owner, 1, b"1234")
-    with pytest.raises(CorruptionError, match=r"version-1.0.delta ends at 4 bytes; 5 needed"):
-        read_part(owner, 1, 2, 3)
-
-
-def test_an_aborted_delta_leaves_nothing(make, tmp_path):
-    owner = make(owner=True)
-    put(owner, 0, 0)
-    for attempt in range(2):
-        owner.allocate(1, size_bytes=SIZE, delta=True)
-        write_part(owner, 1, attempt, b"half")
-    assert "version-1.0.delta" not in files(tmp_path)  # Of the first attempt.
-    owner.abort(1)
-    assert not [name for name in files(tmp_path) if name.endswith(".delta")]
-    assert [marker.version for marker in owner.markers()] == [0]
-
-
 def test_a_full_disk_under_a_delta_is_a_typed_error(make, monkeypatch):
     owner = make(owner=True)
     put(owner, 0, 0)
@@ -348,7 +220,7 @@ def test_a_commit_that_is_seen_stays_though_it_was_reported_to_fail(tmp_path, mo
                 owner.commit(marker_of(1))
         owner.abort(1)
         (marker,) = owner.markers()
-        owner.lease(marker, size_bytes=SIZE).close()
+        owner.open(marker, size_bytes=SIZE).close()
 
 
 def test_a_version_that_goes_while_it_is_opened_is_a_typed_error(make, monkeypatch):
@@ -365,7 +237,7 @@ def test_a_version_that_goes_while_it_is_opened_is_a_typed_error(make, monkeypat
         assert values(reader, marker) == [7]
     else:
         with pytest.raises(TransferError, match="retired while it was being opened"):
-            reader.lease(marker, size_bytes=SIZE)
+            reader.open(marker, size_bytes=SIZE)
 
 
 def test_nothing_is_leaked(make):

@@ -15,7 +15,6 @@ import torch
 
 from primeblocks.errors import (
     CapacityError,
-    ClosedError,
     CorruptionError,
     TransferError,
     UnsupportedError,
@@ -24,10 +23,8 @@ from primeblocks.errors import (
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.transports import (
     IpcTransport,
-    Transport,
     carriers,
     directory_commits,
-    open_transport,
 )
 from primeblocks.weightsync.transports.carriers import HandleCarrier, Span
 from tests.deadlines import HANG_S as TIMEOUT_S
@@ -122,19 +119,6 @@ def test_buffers_that_end_leave_no_descriptors(end):
 # --- the transport -----------------------------------------------------------------------------
 
 
-def test_it_is_opened_by_its_spec(site, tmp_path):
-    weights, planned, owner, publisher = site
-    assert isinstance(owner, Transport)
-    publisher.publish(1, timeout_s=TIMEOUT_S)
-    for keep in (False, True):
-        here = IpcTransport("policy", root=str(tmp_path), keep=keep)
-        engine = Engine()
-        with open_transport(here.spec()) as reader:
-            assert reader.spec() == here.spec()
-            Subscriber(planned, engine, reader).receive(timeout_s=TIMEOUT_S)
-        assert engine.tensors["a"].equal(weights["a"])
-
-
 def test_each_buffer_is_opened_once(site, monkeypatch):
     _, planned, owner, publisher = site
     tokens, inner = [], carriers._opened
@@ -177,25 +161,6 @@ def test_complex_weights_go_as_deltas(dtype, tmp_path):
     assert sent.bytes < planned.bytes_total // 4
 
 
-def test_an_engine_that_writes_to_what_it_is_given_harms_itself_and_recovers(site, tmp_path):
-    weights, planned, _, publisher = site
-    seen = []
-
-    def load(tensors):
-        for name, tensor in tensors:
-            if name == "b":  # It lies in one bucket, and is not copied.
-                seen.append(tensor.clone())
-                tensor.zero_()
-
-    with IpcTransport("policy", root=str(tmp_path)) as reader:
-        subscriber = Subscriber(planned, load, reader)
-        for version in range(1, 7):
-            weights["b"].fill_(version)
-            publisher.publish(version, timeout_s=TIMEOUT_S)
-            subscriber.receive(timeout_s=TIMEOUT_S)
-            assert seen[-1].eq(version).all()
-
-
 def test_a_version_retired_between_open_and_lock_is_not_read(site, tmp_path, monkeypatch):
     _, _, owner, publisher = site
     publisher.publish(1, timeout_s=TIMEOUT_S)
@@ -213,16 +178,6 @@ def test_a_version_retired_between_open_and_lock_is_not_read(site, tmp_path, mon
         with pytest.raises(TransferError, match="version 1 was retired"):
             reader.commits.hold(marker, deadline=0.0)
         reader.commits.hold(owner.markers()[0], deadline=0.0).close()
-
-
-def test_close_leaves_nothing(site, tmp_path):
-    _, _, owner, publisher = site
-    publisher.publish(1, timeout_s=TIMEOUT_S)
-    assert folder(tmp_path).stat().st_mode & 0o777 == 0o700
-    owner.close()
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ClosedError):
-        owner.markers()
 
 
 def test_a_directory_that_others_write_to_is_refused(site, tmp_path):

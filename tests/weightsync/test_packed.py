@@ -110,18 +110,6 @@ def test_corrupt_bytes_are_refused_and_the_old_version_stays(site):
     assert site.has(3)
 
 
-def test_a_failed_publish_is_dropped_and_tried_again(site, monkeypatch):
-    site.publish(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(site.owner, "commit", lambda marker, deadline: 1 / 0)
-        with pytest.raises(TransferError, match="ZeroDivisionError"):
-            site.publish(2)
-    assert site.receive().version == 1
-    site.publish(2)
-    assert site.receive().version == 2
-    assert site.has(2)
-
-
 def test_a_load_that_fails_goes_back(site, monkeypatch):
     site.publish(1)
     site.receive()
@@ -183,15 +171,6 @@ def test_a_restarted_trainer_is_followed(site):
     site.publish(1)
     assert site.receive().version == 1
     assert site.has(1)
-
-
-def test_close_is_final_and_twice_is_fine(site):
-    site.publish(1)
-    for one in (site.owner, site.reader):
-        one.close()
-        one.close()
-        with pytest.raises(Exception, match="was closed"):
-            one.markers()
 
 
 # --- the parts ---------------------------------------------------------------------------------

@@ -269,14 +269,11 @@ def test_a_perturbation_makes_nothing_larger():
 # --- the receipt of a load -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("check", ["before", "ahead"])
-def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path, check):
+def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path):
     served = Served(tmp_path)
     keeps = [True, False, True]
     load = lambda ts: served.load(ts) if keeps.pop(0) else [None for _ in ts]  # noqa: E731
-    subscriber = Subscriber(
-        served.subscriber.plan, load, served.transport, check=check, observe=served.observe
-    )
+    subscriber = Subscriber(served.subscriber.plan, load, served.transport, observe=served.observe)
     served.publisher.publish(1, timeout_s=HANG_S)
     assert subscriber.receive(timeout_s=HANG_S).version == 1
     served.model[0].weight.data.add_(1)

@@ -17,7 +17,7 @@ import torch
 from primeblocks import weightsync
 from primeblocks.errors import PrimeblocksError, UsageError
 from primeblocks.weightsync import SharedMemoryTransport
-from primeblocks.weightsync.transports import FileTransport, IpcTransport, TcpWire
+from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from tests.deadlines import HANG_S
 from tests.weightsync.conftest import STRANGER
 from tests.weightsync.test_directory import AS_ROOT, published, received
@@ -26,18 +26,15 @@ MAKES = {
     "shared_memory": lambda where, **how: SharedMemoryTransport("p", root=str(where), **how),
     "file": FileTransport,
     "ipc": lambda where, **how: IpcTransport("p", root=str(where), **how),
-    "wire": lambda where, **how: IpcTransport(
-        "p", root=str(where), wire=TcpWire("127.0.0.1"), **how
-    ),
 }
 WHAT = ("link", "dangling link", "pipe", "directory", "mode", "owner", "hard link")
 READ = {
-    "commits.json": tuple(MAKES),
-    "announced.json": tuple(MAKES),
+    "commits.json": ("shared_memory", "file"),
+    "announced.json": ("file",),
     "version-1.safetensors": ("shared_memory", "file"),
-    "version-2.0.delta": ("shared_memory", "file"),
-    "version-2.lock": ("ipc", "wire"),
-    "rank-0.json": ("ipc", "wire"),
+    "version-2.0.delta": ("file",),
+    "version-2.lock": ("ipc",),
+    "rank-0.json": ("ipc",),
     "primeblocks-run.json": ("file",),
 }
 PLACES = [(kind, name) for name, kinds in READ.items() for kind in kinds]
@@ -166,7 +163,7 @@ def test_the_next_owner_leaves_what_another_user_planted(everybodys, tmp_path):
         with SharedMemoryTransport("a", owner=True, root=str(root)) as owner:
             plan = published(owner, 3.0)
             assert received(plan, SharedMemoryTransport("a", root=str(root))) == 3.0
-        with pytest.raises(PrimeblocksError, match="of user"):
+        with pytest.raises(PrimeblocksError, match="as one user"):
             received(plan, SharedMemoryTransport("a", root=str(root)), timeout_s=0.05)
     assert sorted(root.rglob("*")) == before
     assert (mine / "version-1.safetensors").read_text() == "precious"

@@ -111,7 +111,7 @@ def _transport(kind, where, workers):
         return FileTransport(where, owner=True)
     if kind == "group":
         counts = {"trainers": 1, "readers": workers}
-        return GroupTransport(store=store_at(where), rank=0, keep=True, **counts)
+        return GroupTransport(store=store_at(where), rank=0, **counts)
     return packed_end(kind, where, owner=True, keep=True)
 
 

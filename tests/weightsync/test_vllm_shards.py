@@ -160,7 +160,7 @@ def _transport(kind, where):
         return FileTransport(str(where), owner=True)
     if kind == "group":  # Its workers join it: gloo, beside their own.
         counts = {"trainers": 1, "readers": RANKS}
-        return GroupTransport(store=store_at(where), rank=0, keep=True, **counts)
+        return GroupTransport(store=store_at(where), rank=0, **counts)
     return packed_end(kind, where, owner=True, keep=True)
 
 

@@ -74,8 +74,7 @@ class JsonServer:
                 "server."
             ) from error
         except httpx.TransportError as error:
-            first = _first_cause(error)
-            said = f"{type(first).__name__}: {first}"
+            said = f"{type(error).__name__}: {error}".rstrip(":. ")
             raise EngineError(f"{what}: {said}. Restart it.") from error
         if not {"content-length", "transfer-encoding"} & set(response.headers):
             # A connection that is cut looks like its end.
@@ -89,15 +88,6 @@ class JsonServer:
         request = self.exchange(method, path, body, deadline=deadline)
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, request).result()
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the operating system's error, which says more than the error of httpx."""
-    if isinstance(error, BaseExceptionGroup):
-        return _first_cause(error.exceptions[0])
-    held = (each for each in error.args if isinstance(each, BaseException))
-    below = error.__cause__ or next(held, None)
-    return error if below is None else _first_cause(below)
 
 
 def _parse(text: bytes) -> dict[str, Any]:

@@ -65,11 +65,9 @@ class NixlWire:
         self._known: dict[str, dict[str, range]] = {}
 
     def spec(self) -> dict[str, Any]:
-        """Return the arguments that open the reading end in another process."""
         return {"kind": "nixl", "backend": self._backend}
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Register a buffer, and return the note with which other processes read from it."""
         with _typed(f"{len(buffer):,} bytes on {buffer.device} cannot be registered"):
             registered = self._agent.register_memory([buffer])
             metadata = self._agent.get_agent_metadata()
@@ -85,18 +83,12 @@ class NixlWire:
         }
 
     def unshare(self, buffer: Tensor) -> None:
-        """Deregister a buffer."""
         _, registered = self._shared.pop(buffer.data_ptr())
         with _typed("a buffer cannot be taken back"):
             self._agent.deregister_memory(registered)
 
     def read(self, reads: Sequence[Read], *, deadline: float) -> None:
-        """Do all reads, into buffers that this process has shared.
-
-        Raises:
-            TransferError: the other agent has ended, or does not have the buffer any more.
-            DeadlineError: the reads were not done in time.
-        """
+        """Do all reads, into buffers that this process has shared."""
         running: list[tuple[Any, str]] = []
         for read in reads:
             with self._reading(read.note["agent"]):
@@ -127,7 +119,6 @@ class NixlWire:
                     self._agent.release_xfer_handle(handle)
 
     def close(self) -> None:
-        """Release all buffers and stop the agent. Idempotent."""
         for agent in list(self._known):
             self._forget(agent)
         for buffer, _ in list(self._shared.values()):
@@ -149,7 +140,6 @@ class NixlWire:
             self._agent.release_xfer_handle(handle)
 
     def _meet(self, read: Read) -> None:
-        """Load the other agent's metadata, once for each of its buffers."""
         note = read.note
         known = self._known.setdefault(note["agent"], {})
         if note["token"] in known:

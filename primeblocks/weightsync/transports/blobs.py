@@ -5,7 +5,7 @@ never changes. A buffer of memory goes through these states:
 
 - `make`: the owner reserves the memory, and trainer ranks write through shared mappings.
 - `seal`: the owner seals it before the commit. From then on only the existing mappings can write.
-- `lease`: a reader holds it by a shared flock, which ends with the reader's process.
+- `open`: a reader holds it by a shared flock, which ends with the reader's process.
 - `reuse`: the owner writes the next version into a retired buffer that has no reader.
 - `drop`: the owner removes it. A reader that holds the buffer keeps it.
 """
@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import re
 import stat
-import sys
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +28,9 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CorruptionError, TransferError, UnsupportedError, UsageError
-from ..lease import FileLease, Hold, SealedLease
+from ..held import BlobFile, Sealed
+from ..lease import Hold
+from ..plan import Plan
 from .place import open_own
 
 __all__ = ["DiskBlobs", "MemoryBlobs", "allocate", "check_size", "mapped", "open_of"]
@@ -66,12 +66,7 @@ def allocate(name: str, size_bytes: int) -> int:
 
 
 def open_of(pid: int, fd: int, name: str, flags: int) -> int:
-    """Open memory of another process, given its descriptor in that process and its name.
-
-    Raises:
-        TransferError: the other process has ended, has closed the memory, or cannot be seen.
-        UnsupportedError: this process may not open the memory.
-    """
+    """Open memory of another process, given its descriptor in that process and its name."""
     path = f"/proc/{pid}/fd/{fd}"
     gone = TransferError(
         f"memory of process {pid} is gone: it has ended, or let go of it. A trainer in another "
@@ -96,18 +91,12 @@ def mapped(fd: int, size_bytes: int, *, shared: bool) -> UInt8[Tensor, " bytes"]
     """Map an open file as a tensor. Without `shared`, writes stay in this process."""
     # mmap.mmap keeps a duplicate of the descriptor, and with it a lock.
     with torch.inference_mode(False):
-        if sys.platform.startswith("linux"):
-            path = f"/proc/self/fd/{fd}"
-            return torch.from_file(path, shared=shared, size=size_bytes, dtype=torch.uint8)
-        return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
+        path = f"/proc/self/fd/{fd}"
+        return torch.from_file(path, shared=shared, size=size_bytes, dtype=torch.uint8)
 
 
 class DiskBlobs:
-    """Buffers as files, with a new file for each version. Raises as `MemoryBlobs`.
-
-    Args:
-        user: as in `PrivatePlace`.
-    """
+    """Buffers as files, with a new file for each version. Raises as `MemoryBlobs`."""
 
     def __init__(self, user: int | None) -> None:
         self._user = user
@@ -132,15 +121,16 @@ class DiskBlobs:
 
     abort = drop
 
-    def lease(self, path: Path, size_bytes: int) -> FileLease:
-        lease = FileLease(Hold(open_own(path, os.O_RDONLY, user=self._user), None))
-        size = os.fstat(lease.fd).st_size
+    def open(self, path: Path, plan: Plan, *, start: int) -> BlobFile:
+        size_bytes = start + plan.blob_bytes
+        hold = Hold(open_own(path, os.O_RDONLY, user=self._user), None)
+        size = os.fstat(hold.fd).st_size
         if size != size_bytes:
-            lease.close()
+            hold.close()
             raise CorruptionError(
                 f"{path} has {size} bytes; {size_bytes} were sent. Publish again."
             )
-        return lease
+        return BlobFile(plan, hold, start=start)
 
 
 class MemoryBlobs:
@@ -160,11 +150,7 @@ class MemoryBlobs:
         self.close = weakref.finalize(self, _close_all, self._owned, self._written, self._read)
 
     def make(self, path: Path, size_bytes: int) -> None:
-        """Owner: reserve a buffer.
-
-        Raises:
-            OSError: there is not enough memory.
-        """
+        """Owner: reserve a buffer. Raises OSError without enough memory."""
         fd = allocate(_name(path), size_bytes)
         fcntl.flock(fd, fcntl.LOCK_EX)
         self._owned[path.name] = fd
@@ -207,11 +193,7 @@ class MemoryBlobs:
             os.close(fd)
 
     def seal(self, path: Path) -> None:
-        """Owner: forbid all writes to a buffer except through existing mappings.
-
-        Raises:
-            UnsupportedError: the kernel is older than Linux 5.1.
-        """
+        """Owner: forbid all writes to a buffer except through existing mappings."""
         try:
             fcntl.fcntl(self._owned[path.name], fcntl.F_ADD_SEALS, _FUTURE_WRITE)
         except OSError as error:
@@ -236,15 +218,15 @@ class MemoryBlobs:
             # A writer may have no mapping of the others, and would get none.
             self._fixed = set(self._owned.values())
 
-    def lease(self, path: Path, size_bytes: int) -> SealedLease:
-        """Reader: hold a finished buffer.
+    def open(self, path: Path, plan: Plan, *, start: int) -> Sealed:
+        """Reader: hold a finished buffer. Its tensors begin at byte `start`.
 
         Raises:
             FileNotFoundError, BlockingIOError: the buffer was removed, or reused for a new version.
             TransferError: the owner has ended.
             CorruptionError: the buffer has another size, or may still be written to.
         """
-        target = _target(path)
+        target, size_bytes = _target(path), start + plan.blob_bytes
         try:
             hold = Hold(open_of(*target, _name(path), os.O_RDONLY), fcntl.LOCK_SH)
         except TransferError:
@@ -272,15 +254,10 @@ class MemoryBlobs:
         def give(mapping: np.ndarray) -> None:
             self._read[found.st_ino] = mapping
 
-        return SealedLease(hold, take, give)
+        return Sealed(plan, hold, take, give, start=start)
 
 
 def check_size(path: Path, found: int | None, size_bytes: int) -> None:
-    """Refuse to write to a blob of another size.
-
-    Raises:
-        TransferError: the blob has another size.
-    """
     if found != size_bytes:
         raise TransferError(
             f"{path} has {found} bytes, the plan {size_bytes}. "
@@ -312,7 +289,6 @@ def _is_sealed(fd: int) -> bool:
 
 
 def _name(path: Path) -> str:
-    """Return the name of memory whose link is in this directory. It ends in random digits."""
     return f"primeblocks-{path.parent.name[-16:]}"
 
 

@@ -31,10 +31,8 @@ class Board:
 
     Each call runs in a thread of its own, because a store that hangs would block its caller for
     ever. A call made at its deadline or later still gives the store one second to answer. While a
-    call hangs, the next call waits for it, until its own deadline.
-
-    Raises:
-        TransferError: raised by every method if the store fails or does not answer in time.
+    call hangs, the next call waits for it, until its own deadline. Every method raises
+    TransferError if the store fails or does not answer in time.
     """
 
     def __init__(self, store: dist.Store, prefix: str) -> None:
@@ -42,11 +40,9 @@ class Board:
         self._hanging: threading.Thread | None = None
 
     def add(self, key: str, amount: int, *, deadline: float) -> int:
-        """Add to a number, and return the sum."""
         return self.call(lambda: self._store.add(self._key(key), amount), deadline=deadline)
 
     def post(self, key: str, text: str, *, deadline: float) -> None:
-        """Write a note."""
         self.call(lambda: self._store.set(self._key(key), text), deadline=deadline)
 
     def post_first(self, key: str, text: str, *, deadline: float) -> str:
@@ -122,10 +118,7 @@ class Board:
 
 
 class Go(NamedTuple):
-    """The decision to begin: with a delta to `base`, or in full without a base.
-
-    If `error` is given, the sync was called off for this reason, and no weights are sent.
-    """
+    """The decision to begin, with a delta to `base` or in full, or why to call the sync off."""
 
     base: int | None
     error: str
@@ -141,14 +134,10 @@ class Transaction:
         self.number, self._board, self._rank = number, board, rank
 
     def post(self, key: str, value: Any, *, deadline: float) -> None:
-        """Write a note of this sync."""
         self._board.post(self._key(key), json.dumps(value), deadline=deadline)
 
     def read_begun(self, *, deadline: float) -> dict[str, Any] | None:
-        """Reader: return the version and the plan of the sync.
-
-        Returns {} if the sync was called off, and None at the deadline.
-        """
+        """Reader: return version and plan, {} if the sync was called off, None at the deadline."""
         found = self._first_of("go", "begun", deadline=deadline)
         if found is None:
             return None
@@ -161,8 +150,7 @@ class Transaction:
     def read_join(self, reader: int, *, deadline: float) -> int | None:
         """Rank 0: wait for a reader, and return the version that it holds.
 
-        Raises:
-            TransferError: the reader did not join, or a rank called the sync off.
+        Raises TransferError if the reader did not join, or a rank called the sync off.
         """
         found = self._first_of("go", f"join/{reader}", deadline=deadline)
         if found is None:
@@ -191,12 +179,7 @@ class Transaction:
         return None if found is None else _go(found[1])
 
     def read_or_abort(self, key: str, *, deadline: float) -> Any:
-        """Wait for a note, unless the sync is aborted.
-
-        Raises:
-            DeadlineError: the note was not written in time.
-            TransferError: the sync was aborted.
-        """
+        """Wait for a note. Raises TransferError if the sync was aborted, or DeadlineError."""
         found = self._first_of("decision", key, deadline=deadline)
         if found is None:
             raise DeadlineError(f"waited for the {key} in vain: it did not come in time")
@@ -220,10 +203,7 @@ class Transaction:
         """Do this rank's last step before the decision, and wait for the decision.
 
         A rank whose step or wait fails decides to abort. The first decision stands. It may be to
-        commit, if the store did the step and only lost the answer.
-
-        Raises:
-            TransferError: the decision is not to commit.
+        commit, if the store did the step and only lost the answer. Otherwise, TransferError.
         """
         decision, why = None, "waited for the others in vain"
         try:
@@ -262,11 +242,7 @@ def _version(value: Any) -> int | None:
 
 
 def store_spec(store: dist.Store) -> dict[str, Any]:
-    """Return the arguments that open a store in another process. JSON-able.
-
-    Raises:
-        UnsupportedError: only this process can use the store, or its address is unknown.
-    """
+    """Return the arguments that open a store in another process. JSON-able."""
     match store:
         case dist.FileStore():
             path: str = store.path  # type: ignore[attr-defined]  # Its stub lacks it.
@@ -280,16 +256,10 @@ def store_spec(store: dist.Store) -> dict[str, Any]:
 
 
 def file_store(path: str) -> dist.Store:
-    """Open a store in a file."""
     return dist.FileStore(path)
 
 
 def tcp_store(host: str, port: int) -> dist.Store:
-    """Open a store that another process hosts.
-
-    Raises:
-        TransferError: the store does not answer.
-    """
     patience = timedelta(seconds=_OPEN_S)
     try:
         return dist.TCPStore(host, port, wait_for_workers=False, timeout=patience)

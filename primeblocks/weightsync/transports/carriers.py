@@ -67,11 +67,7 @@ class OpenedSpans(NamedTuple):
 
 
 def noted(note: Mapping[str, Any], key: str) -> int:
-    """Return a number from a note that another process has written.
-
-    Raises:
-        CorruptionError: the note has no such number.
-    """
+    """Return a number from a note of another process, or raise CorruptionError."""
     value = note.get(key) if isinstance(note, Mapping) else None
     if is_count(value):
         return value
@@ -88,11 +84,7 @@ class Carrier(Protocol):
         ...
 
     def make(self, size_bytes: int) -> Shared:
-        """Return a new buffer.
-
-        Raises:
-            CapacityError: there is not enough memory.
-        """
+        """Return a new buffer. Raises CapacityError without enough memory."""
         ...
 
     def drop(self, shared: Shared) -> None:
@@ -102,8 +94,7 @@ class Carrier(Protocol):
     def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
         """Return spans of other processes' buffers, in order.
 
-        Args:
-            again: whether to keep what a later fetch of the same buffers or sizes can reuse.
+        `again` keeps what a later fetch of the same buffers or sizes can reuse.
 
         Raises:
             TransferError: a process has ended, or has dropped its buffer.
@@ -128,16 +119,7 @@ def starts_of(
 
 
 class HandleCarrier:
-    """A `Carrier` whose reader opens the buffers in place. Each buffer is opened once.
-
-    On a GPU, close the engines' ends before the trainer's, because they use its memory.
-
-    Args:
-        device: the device of this process's buffers. Engines use the device of the trainer.
-
-    Raises:
-        UnsupportedError: the device cannot be used.
-    """
+    """A `Carrier` whose reader opens the buffers in place. Each buffer is opened once."""
 
     def __init__(self, *, device: torch.device | str = "cpu") -> None:
         self._device = torch.device(device)
@@ -176,7 +158,6 @@ class HandleCarrier:
             ) from error
 
     def drop(self, shared: Shared) -> None:
-        """Make a buffer unreachable. On the CPU, readers that opened it keep its memory."""
         self._end(shared.note["token"])
 
     def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
@@ -258,12 +239,7 @@ class Wire(Protocol):
 
 
 class WireCarrier:
-    """A `Carrier` whose reader copies the spans into one registered buffer of its own.
-
-    Args:
-        wire: this process's wire.
-        device: the device of this process's buffers.
-    """
+    """A `Carrier` whose reader copies the spans into one registered buffer of its own."""
 
     def __init__(self, wire: Wire, *, device: torch.device | str = "cpu") -> None:
         self._wire, self._device = wire, torch.device(device)
@@ -316,12 +292,7 @@ def _token(note: Mapping[str, Any]) -> str:
 
 
 def _opened(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
-    """Open the buffer of another process. On the CPU, writes to it stay in this process.
-
-    Raises:
-        TransferError: the process has ended, or has closed the buffer.
-        UnsupportedError: the buffer is on a GPU that this process does not see.
-    """
+    """Open the buffer of another process. On the CPU, writes to it stay in this process."""
     if "cuda" in note:
         return _open_cuda(note)
     fd = open_of(noted(note, "pid"), noted(note, "fd"), _name(_token(note)), os.O_RDONLY)

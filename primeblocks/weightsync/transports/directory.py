@@ -15,17 +15,23 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ...errors import CorruptionError, TransferError, UnsupportedError
-from ..held import Blob, BlobFile, Held, Lent, Sealed
-from ..lease import FileLease, SealedLease
+from ..held import Blob, Held, Lent
 from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Plan
 from .blobs import DiskBlobs, MemoryBlobs, check_size
-from .commits import await_versions, last_chain, newest_only, retired
 from .directory_commits import DirectoryCommits, fsync
 from .packed import starts_of_version
-from .place import DiskPlace, Place, PrivatePlace, sweep
-from .transport import Begun, Incoming, ReceiveRequest
+from .place import DiskPlace, Place, PrivatePlace
+from .transport import (
+    Begun,
+    Incoming,
+    ReceiveRequest,
+    await_versions,
+    last_chain,
+    newest_only,
+    retired,
+)
 
 __all__ = ["DirectoryTransport", "FileTransport", "SharedMemoryTransport"]
 
@@ -58,9 +64,6 @@ class DirectoryTransport:
     A full version is one safetensors file with all tensors. Every rank writes its boxes into this
     file. A delta is one file per rank. The transport keeps the last version and the versions that
     it depends on. It keeps the version before until the next version begins.
-
-    Attributes:
-        commits: the commit records and notes.
     """
 
     def __init__(
@@ -72,11 +75,9 @@ class DirectoryTransport:
         self._head: tuple[Plan, bytes] | None = None
 
     def spec(self) -> dict[str, Any]:
-        """Return the argument of `open_transport` for another process."""
         return dict(self._spec)
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: make room for a version."""
         head = self._header(plan)
         base = newest_only(base, self.markers())
         size_bytes = len(head) + plan.blob_bytes
@@ -116,11 +117,6 @@ class DirectoryTransport:
         return self.commits.markers()
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
-        """Reader: wait for a version. Looks every 2 ms.
-
-        Raises:
-            UsageError: a file there belongs to another user, or other users may write to it.
-        """
         chain, start = await_versions(self.commits, request), len(self._header(request.plan))
         return [_Incoming(self, request.plan, marker, start) for marker in chain]
 
@@ -175,16 +171,10 @@ class DirectoryTransport:
             check_size(path, None, size_bytes)
             raise
 
-    def _lease(self, marker: Marker, size_bytes: int) -> FileLease | SealedLease:
-        """Reader: hold the file of a committed version.
-
-        Raises:
-            TransferError: the version was retired.
-            CorruptionError: the file has another size.
-        """
+    def _open(self, marker: Marker, plan: Plan, *, start: int) -> Held | Lent:
         self.commits.check()
         try:
-            return self._blobs.lease(self._path(marker.version), size_bytes)
+            return self._blobs.open(self._path(marker.version), plan, start=start)
         except (FileNotFoundError, BlockingIOError) as error:
             raise retired(marker.version) from error
 
@@ -201,7 +191,7 @@ class SharedMemoryTransport(DirectoryTransport):
     Links to the memory, deltas and commits are in a directory of mode 700 whose name ends in random
     digits. Engines find the directory by `name` and by its user. Directories of other users are
     ignored. The owner removes its directory at `close`, or when its process ends. After a killed
-    owner, the next owner of this user removes the directory, under any name. So does `sweep`.
+    owner, the next owner of this user removes the directory, under any name.
 
     Args:
         name: one word that trainer and engine agree on.
@@ -218,14 +208,6 @@ class SharedMemoryTransport(DirectoryTransport):
     def __init__(self, name: str, *, owner: bool = False, root: str = "/dev/shm") -> None:
         spec = {"kind": "shared_memory", "name": name, "root": root}
         super().__init__(spec, PrivatePlace(name, root), MemoryBlobs(), owner=owner)
-
-    @staticmethod
-    def sweep(root: str = "/dev/shm") -> list[Path]:
-        """Remove the directories that killed owners of this user left, also with `IpcTransport`.
-
-        Local. Leaves the directories of living owners. Returns the removed directories.
-        """
-        return sweep(Path(root))
 
 
 class FileTransport(DirectoryTransport):
@@ -268,10 +250,7 @@ class _Incoming:
         self._transport, self._plan, self._start = transport, plan, start
 
     def whole(self) -> Held | Lent:
-        lease = self._transport._lease(self.marker, self._start + self._plan.blob_bytes)
-        if isinstance(lease, SealedLease):
-            return Sealed(self._plan, lease, start=self._start)
-        return BlobFile(self._plan, lease, start=self._start)
+        return self._transport._open(self.marker, self._plan, start=self._start)
 
     def payload(self, index: int) -> memoryview:
         name = _part(self.marker.version, self._plan.buckets[index].rank)
@@ -308,11 +287,8 @@ def _part(version: int, rank: int) -> str:
 def _header(plan: Plan) -> bytes:
     """Return the safetensors header, which precedes the blob of a plan's whole tensors. Pure.
 
-    With it, other programs can read a committed version. The format is 8 bytes of length,
-    little-endian, then JSON: name -> dtype, shape, first byte and end.
-
-    Raises:
-        UnsupportedError: the format has no name for a dtype.
+    The format is 8 bytes of length, little-endian, then JSON: name -> dtype, shape, first byte and
+    end.
 
     Source: the safetensors format description, huggingface.co/docs/safetensors.
     """

@@ -24,8 +24,8 @@ from typing import Any
 from ...errors import CapacityError, TransferError, UsageError
 from ..lease import Hold
 from ..marker import Marker, as_corruption
-from .commits import ANNOUNCED, Lease, check_call, last_chain, retired
 from .place import Owned, Place, open_own, read_own, removable, remove, write_over
+from .transport import ANNOUNCED, Lease, check_call, last_chain, retired
 
 __all__ = ["DirectoryCommits", "fsync"]
 
@@ -35,12 +35,8 @@ _COMMITS = "commits.json"
 class DirectoryCommits:
     """A record of all markers in one file, and a lock file per version, which its readers lock.
 
-    Calls that write wait for each other, in all threads.
-
-    Args:
-        place: the directory.
-        owner: whether this end begins and commits.
-        durable: whether to fsync before a commit, and to leave the last version at the end.
+    Calls that write wait for each other, in all threads. If `durable`, they fsync before a commit,
+    and leave the last version at the end.
     """
 
     look_s = 0.002
@@ -68,11 +64,7 @@ class DirectoryCommits:
 
     @property
     def directory(self) -> Path:
-        """The directory that has the files now.
-
-        Raises:
-            FileNotFoundError: an owner has not started yet, or has removed everything.
-        """
+        """The directory that has the files now. Raises FileNotFoundError without an owner."""
         return self._place.here() if self._owned is None else self._owned.directory
 
     def spec(self) -> dict[str, Any]:
@@ -106,7 +98,6 @@ class DirectoryCommits:
         return gone
 
     def open(self, version: int) -> None:
-        """Owner: note that a version may be committed."""
         self._begun.add(version)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
@@ -168,12 +159,7 @@ class DirectoryCommits:
         return None if text is None else text.decode(errors="replace")
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        """Replace a small file. If `durable`, it is on the disk when the call returns.
-
-        Raises:
-            CapacityError: there is not enough room.
-            TransferError: an owner has not begun, or the file cannot be written.
-        """
+        """Replace a small file. If `durable`, it is on the disk when the call returns."""
         self.check()
         try:
             with self._writing:
@@ -202,7 +188,6 @@ class DirectoryCommits:
         check_call(closed=self._closed, may=not owner or self._owned is not None)
 
     def no_room(self, error: OSError, size_bytes: int) -> Exception:
-        """Return the error to raise after a file could not be written."""
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
             return TransferError(f"{self.directory}: {error}")
         free = os.statvfs(self.directory)

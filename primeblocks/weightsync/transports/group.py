@@ -1,4 +1,4 @@
-"""A transport over a process group of trainer ranks and readers. All of them commit, or none.
+"""A transport of messages between trainer ranks and readers. All of them commit, or none.
 
 A sync is a `Transaction`. Its states are notes in the store, and the first text of a note stands:
 
@@ -9,7 +9,8 @@ A sync is a `Transaction`. Its states are notes in the store, and the first text
 Rank 0 writes `begun`. Each reader joins. When all have joined, rank 0 writes `go`. Until then any
 rank may call the sync off. Then trainer ranks send, and readers check and vote. The last vote
 writes "commit". A rank that fails or is late writes "abort". After "abort", messages may still be
-on their way, so this end refuses further use (`_broken`).
+on their way, so this end refuses further use (`_broken`). Each life of rank 0 has a generation, a
+number in the store, so that notes of an earlier life are never read again.
 """
 
 from __future__ import annotations
@@ -23,55 +24,48 @@ import torch
 import torch.distributed as dist
 
 from ...errors import DeadlineError, PlanError, TransferError, UnsupportedError, UsageError
-from ..agree import Messenger
 from ..held import Boxes
 from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Plan
 from .board import Board, Go, Transaction, store_spec
-from .group_wire import Arrived, Group, Link, Rounds, join, receive_buckets, send_buckets
+from .group_wire import Arrived, Link, Rounds, join, receive_buckets, send_buckets
 from .transport import Begun, Incoming, ReceiveRequest
 
 __all__ = ["GroupTransport"]
 
 _REASON_CHARS = 600
-_GRACE_S = 1.0
 
 
 class GroupTransport:
-    """Sends versions from trainer ranks to readers over gloo or NCCL. Every rank constructs one.
+    """Sends versions from trainer ranks to readers over gloo or NCCL.
+
+    Trainer ranks construct it. A reader opens the `spec()` of trainer rank 0. The ranks need no
+    group of torch.distributed: they meet through the store at the first version.
 
     A publish waits until every reader calls `receive`. A reader returns a version only if all
-    readers have it. The decision is in the store. All ranks follow it even if ranks die, as long as
-    the store survives.
+    readers have it. It keeps the received bytes, for deltas and to go back to, which costs its
+    boxes once more, or twice with deltas. The decision is in the store. All ranks follow it even if
+    ranks die, as long as the store survives.
 
-    A TransferError may say that the group cannot be used again. Then make a new group of living or
-    restarted ranks, and new transports with the same store. Publish the same version again, which
-    is then sent in full.
-
-    With `group`, the construction is collective. With `readers`, the ranks need no group. They meet
-    through the store, over gloo, at the first version. Trainer rank 0's `spec()` then lets another
-    process be a reader, such as an engine's worker. The engine must receive during the publish.
+    A TransferError may say that the group cannot be used again. Then make new transports, with the
+    same store, on living or restarted ranks. Publish the same version again, which is then sent in
+    full.
 
     Args:
         store: the same on all ranks, also after a failure. A TCPStore that no rank hosts, or a
             FileStore on a shared disk.
-        trainers: how many ranks are trainers. The first ranks of `group` are the trainers, in the
-            plan's order. The other ranks are the plan's readers, in order, one process each.
-        readers: the number of readers, without a group.
-        rank: the trainer's rank, without a group. None for a reader.
+        trainers: the number of trainer ranks.
+        readers: the number of the plan's readers. Each is one process.
+        rank: the trainer's rank in the plan. None for a reader.
         generation: the generation in the `spec()` that a reader got.
-        group: a group with gloo for CPU tensors, such as "gloo" or "cpu:gloo,cuda:nccl". None is
-            the default group.
-        device: the device of messages. It decides which backend carries them.
-        keep: whether a reader keeps the received bytes, for deltas and to go back to. It costs the
-            reader's boxes once more, or twice with deltas.
-        timeout_s: how long the construction waits.
+        device: "cpu" sends messages over gloo, and "cuda" over NCCL, which was never run.
+        timeout_s: how long the construction waits for the store.
 
     Raises:
-        UsageError: trainers or readers are missing.
-        UnsupportedError: the group does not support gloo.
-        TransferError: not all ranks came in time, or rank 0 cannot reach the store.
+        UsageError: trainers or readers are missing, or the rank of a trainer.
+        UnsupportedError: torch was built without gloo or NCCL.
+        TransferError: rank 0 cannot reach the store.
     """
 
     def __init__(
@@ -79,60 +73,40 @@ class GroupTransport:
         *,
         store: dist.Store,
         trainers: int,
-        readers: int | None = None,
+        readers: int,
         rank: int | None = None,
         generation: int | None = None,
-        group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
-        keep: bool = False,
         timeout_s: float = 60.0,
     ) -> None:
         deadline = time.monotonic() + timeout_s
-        size = dist.get_world_size(group) if readers is None else trainers + readers
-        if not 0 < trainers < size:
+        if min(trainers, readers) < 1:
             raise UsageError(
-                f"got {trainers} trainers of {size} ranks. Pass at least one trainer and one reader"
+                f"got {trainers} trainers and {readers} readers. Pass at least one of each."
             )
-        self._store, self._trainers, self._readers = store, trainers, size - trainers
-        self._device, self._keep = torch.device(device), keep
+        if rank is None and generation is None:
+            raise UsageError("got no rank. A reader opens the spec() of trainer rank 0.")
+        self._store, self._trainers, self._readers = store, trainers, readers
+        self._device = torch.device(device)
+        is_there = dist.is_nccl_available if self._device.type == "cuda" else dist.is_gloo_available
+        if not is_there():
+            raise UnsupportedError(
+                f"this build of torch cannot send messages on {device}. Use another transport."
+            )
         self._broken = ""
         self._open = False
         self._markers: tuple[Marker, ...] = ()
         self._rounds: tuple[Plan, Rounds] | None = None
-        self._group: Group | None = None
+        self._link: Link | None = None
         # A reader learns from its first request which it is.
         self._rank, self._is_any = (trainers, True) if rank is None else (rank, False)
         self._named = Board(store, "weightsync")
         self._generation: int | None = None
-        if readers is None:
-            self._group = dist.group.WORLD if group is None else group
-            agreement = Messenger(world_size=size, group=group)
-            self._rank, self._is_any = agreement.rank, False
-            generation = self._agreed_generation(agreement, deadline)
-        elif rank == 0:
-            generation = self._new_generation(deadline)
+        if rank == 0:
+            generation = self._named.add("generations", 1, deadline=deadline)
             self._named.post("generation", str(generation), deadline=deadline)
         if generation is not None:
             self._start(generation)
-
-    def _new_generation(self, deadline: float) -> int:
-        """Draw a new number, so that notes of an earlier group are never read again."""
-        return self._named.add("generations", 1, deadline=deadline)
-
-    def _agreed_generation(self, agreement: Messenger, deadline: float) -> int:
-        """Return a number that rank 0 draws. Collective."""
-        mine: dict[str, Any] = {}
-        if agreement.rank == 0:
-            try:
-                mine["generation"] = self._new_generation(deadline)
-            except TransferError as error:
-                mine["error"] = str(error)
-        # The others hear a little later that rank 0 did not reach the store in time.
-        late = deadline + _GRACE_S
-        said = agreement.exchange(mine, deadline=late)[0]
-        if "error" in said:
-            raise TransferError(f"rank 0: {said['error']}")
-        return int(said["generation"])
 
     def _start(self, generation: int) -> None:
         self._generation = generation
@@ -143,18 +117,13 @@ class GroupTransport:
         """Return the argument of `open_transport` for a reader in another process.
 
         Raises:
-            UnsupportedError: it has a group of torch.distributed, or this is not trainer rank 0.
+            UnsupportedError: this is not trainer rank 0, or only this process can use the store.
         """
-        if self._group is not None and isinstance(self._group, dist.ProcessGroup):
-            raise UnsupportedError(
-                "a process group cannot be opened by name. Construct GroupTransport on each rank, "
-                "or without a group: readers=..., rank=..."
-            )
         if self._generation is None:
             raise UnsupportedError("only trainer rank 0 has the spec. Call spec() on that rank.")
-        counts = {"trainers": self._trainers, "readers": self._readers, "keep": self._keep}
+        counts = {"trainers": self._trainers, "readers": self._readers}
         where = {"store": store_spec(self._store), "generation": self._generation}
-        return {"kind": "group", **counts, **where}
+        return {"kind": "group", **counts, **where, "device": self._device.type}
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
         """Rank 0: wait until every reader calls `receive`.
@@ -177,11 +146,7 @@ class GroupTransport:
         return Begun(str(self._generation), go.base)
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: send every bucket to each of its readers.
-
-        Raises:
-            TransferError: a reader died or failed. Make a new group.
-        """
+        """Trainer rank: send every bucket to each of its readers."""
         self._check(outgoing.plan, trainer=True)
         if self._rank > 0:
             self._follow(deadline)
@@ -198,11 +163,7 @@ class GroupTransport:
             send_buckets(self._joined(deadline), outgoing, messages, deadline=deadline)
 
     def commit(self, marker: Marker, *, deadline: float) -> None:
-        """Rank 0: send the digests, and wait until every reader has checked its bytes.
-
-        Raises:
-            TransferError: the check of a reader failed, or a reader failed. Make a new group.
-        """
+        """Rank 0: send the digests, and wait until every reader has checked its bytes."""
         now, text = self._now, marker.to_json()
         with self._aborting(deadline):
             now.finish(lambda: now.post("marker", text, deadline=deadline), deadline=deadline)
@@ -234,7 +195,6 @@ class GroupTransport:
 
         Raises:
             DeadlineError: no version was published in time. The group can still be used.
-            TransferError: a rank failed.
             PlanError: the publisher has another plan.
         """
         if self._is_any:
@@ -290,10 +250,8 @@ class GroupTransport:
         return go
 
     def close(self) -> None:
-        """Refuse further use. The group stays. Idempotent."""
         self._broken = self._broken or "it was closed"
-        if isinstance(self._group, dist.ProcessGroupGloo):
-            self._group = None
+        self._link = None
 
     def __enter__(self) -> Self:
         return self
@@ -321,7 +279,7 @@ class GroupTransport:
                     for index, size in said:
                         if index in sizes:
                             sizes[index] = range(plan.buckets[index].bytes + 1)[size]
-        boxes = Boxes(plan, reader, stays=self._keep, device=self._device)
+        boxes = Boxes(plan, reader, stays=True, device=self._device)
         arrived = Arrived(plan, boxes if base is None else None, settle=self._settle)
         messages = self._rounds_of(plan).by_reader.get(reader, [])
         link = self._joined(deadline)
@@ -347,14 +305,15 @@ class GroupTransport:
             self._broken = reason
             if isinstance(error, RuntimeError | TransferError | DeadlineError):
                 raise TransferError(
-                    f"{reason}. {kept}. Make a new group and publish the same version again."
+                    f"{reason}. {kept}. Make new transports on all ranks, and publish the same "
+                    "version again."
                 ) from error
             raise
 
     def _check(self, plan: Plan, *, trainer: bool) -> None:
         if self._broken:
             raise TransferError(
-                f"the group failed earlier: {self._broken}. Make a new group and new transports."
+                f"the group failed earlier: {self._broken}. Make new transports on all ranks."
             )
         if (plan.world_size, len(plan.wants)) != (self._trainers, self._readers):
             raise UsageError(
@@ -368,8 +327,8 @@ class GroupTransport:
             )
 
     def _follow(self, deadline: float) -> None:
-        """Trainer rank: read the generation that rank 0 has posted, if there is no group."""
-        if self._group is None:
+        """Trainer rank: read the generation that rank 0 has posted, if there is no link."""
+        if self._link is None:
             said = self._named.read("generation", deadline=deadline)
             if said is None:
                 raise TransferError("rank 0 did not post its generation in time. Is it running?")
@@ -377,11 +336,18 @@ class GroupTransport:
                 self._start(int(said))
 
     def _joined(self, deadline: float) -> Link:
-        """Return this end of the group. Without a group, make one through the store."""
-        if self._group is None:
-            name, size = f"weightsync/{self._generation}/gloo", self._trainers + self._readers
-            self._group = join(self._store, name, rank=self._rank, size=size, deadline=deadline)
-        return Link(self._group, self._trainers, self._device)
+        """Return this end of the group. The first call makes the group, through the store."""
+        if self._link is None:
+            own = self._store.clone()  # type: ignore[attr-defined]  # Its stub lacks it.
+            self._link = join(
+                dist.PrefixStore(f"weightsync/{self._generation}/group", own),
+                rank=self._rank,
+                trainers=self._trainers,
+                readers=self._readers,
+                device=self._device,
+                deadline=deadline,
+            )
+        return self._link
 
     def _rounds_of(self, plan: Plan) -> Rounds:
         if self._rounds is None or self._rounds[0] is not plan:

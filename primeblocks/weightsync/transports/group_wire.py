@@ -1,7 +1,4 @@
-"""The messages of one rank of a process group: two at a time, in rounds. And what a sync costs.
-
-A group is either one of torch.distributed, or one that the ranks make over a store.
-"""
+"""The messages of one rank of a process group: two at a time, in rounds. And what a sync costs."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +23,6 @@ from .board import Board
 __all__ = [
     "Arrived",
     "Estimate",
-    "Group",
     "Link",
     "Message",
     "Rounds",
@@ -37,8 +33,6 @@ __all__ = [
 ]
 
 _IN_FLIGHT = 2
-
-Group = dist.ProcessGroup | dist.ProcessGroupGloo
 
 
 class Message(NamedTuple):
@@ -93,45 +87,53 @@ class Rounds:
         return cls(dict(by_rank), dict(by_reader))
 
 
-def join(store: dist.Store, name: str, *, rank: int, size: int, deadline: float) -> Group:
-    """Make a gloo group of all ranks that join this name. Collective.
-
-    torch.distributed does not know the group, so a process that has other groups may join.
-
-    Raises:
-        TransferError: not all ranks came in time.
-    """
-    # A store does one thing at a time, and this one waits.
-    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # Its stub lacks it.
-    patience = timedelta(seconds=max(0.001, deadline - time.monotonic()))
-    groups: list[Group] = []
-
-    def connect() -> None:
-        groups.append(dist.ProcessGroupGloo(dist.PrefixStore(name, own), rank, size, patience))
-
-    try:
-        Board(own, name).call(connect, deadline=deadline)
-    except TransferError as error:
-        raise TransferError(
-            f"not all {size} ranks came together in time: {error}. Start all of them."
-        ) from error
-    return groups[0]
-
-
 class Link(NamedTuple):
-    """This rank's end of a group. The first `trainers` ranks send."""
+    """This rank's end of a group, of gloo or NCCL. The first `trainers` ranks send."""
 
-    group: Group
+    group: Any
     trainers: int
     device: torch.device
 
 
-class Arrived:
-    """A version in this reader's memory. Other readers may not have the whole version yet.
+def join(
+    store: dist.Store,
+    *,
+    rank: int,
+    trainers: int,
+    readers: int,
+    device: torch.device,
+    deadline: float,
+) -> Link:
+    """Make a group of all ranks that join in this store. Collective.
 
-    Args:
-        boxes: the memory for a full version. None for a delta.
+    torch.distributed does not know the group, so a process that has other groups may join. Other
+    calls may not use the store meanwhile: it does one thing at a time, and this call waits.
     """
+    patience = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    size = trainers + readers
+    links: list[Link] = []
+
+    def connect() -> None:
+        group: Any
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = patience
+            group = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            group = dist.ProcessGroupGloo(store, rank, size, patience)
+        links.append(Link(group, trainers, device))
+
+    try:
+        Board(store, "").call(connect, deadline=deadline)
+    except TransferError as error:
+        raise TransferError(
+            f"not all {size} ranks came together in time: {error}. Start all of them."
+        ) from error
+    return links[0]
+
+
+class Arrived:
+    """A version in this reader's memory, which is `boxes` for a full version."""
 
     marker: Marker
 
@@ -142,7 +144,6 @@ class Arrived:
         self._payloads: dict[int, memoryview] = {}
 
     def take(self, index: int, message: Tensor) -> None:
-        """Copy a message out of its buffer."""
         if self._boxes is None:
             self._payloads[index] = memoryview(message.cpu().numpy().tobytes())
             return
@@ -170,7 +171,6 @@ def send_buckets(
 
     Raises:
         RuntimeError: the backend's error after a reader died or the deadline passed.
-        DeadlineError: the deadline passed.
     """
     buckets = outgoing.plan.buckets
     size = max((buckets[message.bucket].bytes for message in messages), default=0)
@@ -181,7 +181,7 @@ def send_buckets(
         _wait(works[turn], deadline)
         filled = [_fill(outgoing, message.bucket, buffers[turn])]
         to = link.trainers + message.reader
-        works[turn] = link.group.send(filled, to, 0)  # type: ignore[union-attr]
+        works[turn] = link.group.send(filled, to, 0)
     for work in works:
         _wait(work, deadline)
 
@@ -206,7 +206,7 @@ def receive_buckets(
     def post(number: int) -> None:
         index = messages[number].bucket
         buffer, sender = buffers[number % _IN_FLIGHT][: sizes[index]], plan.buckets[index].rank
-        works[number % _IN_FLIGHT] = link.group.recv([buffer], sender, 0)  # type: ignore[union-attr]
+        works[number % _IN_FLIGHT] = link.group.recv([buffer], sender, 0)
 
     for number in range(len(buffers)):
         post(number)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ...errors import UnsupportedError
 from .board import file_store, tcp_store
-from .carriers import Carrier, HandleCarrier, Wire, WireCarrier
+from .carriers import HandleCarrier, Wire, WireCarrier
 from .directory import FileTransport, SharedMemoryTransport
 from .directory_commits import DirectoryCommits
 from .group import GroupTransport
@@ -47,16 +47,15 @@ def IpcTransport(
     name: str,
     *,
     owner: bool = False,
-    wire: Wire | None = None,
     device: torch.device | str = "cpu",
     keep: bool = False,
     root: str = "/dev/shm",
 ) -> PackedTransport:
     """Return a transport of packed buffers, on one host and for one user.
 
-    Engines read the buffers in place, or over a wire. If an engine dies, its hold on a version
-    ends. Markers and notes are small files in a directory like that of `SharedMemoryTransport`,
-    which only this user can read.
+    Engines read the buffers in place, through CUDA IPC or a memfd. If an engine dies, its hold on a
+    version ends. Markers and notes are small files in a directory like that of
+    `SharedMemoryTransport`, which only this user can read.
 
     On a GPU, close the engines' ends before the trainer's, because they use its memory. On a GPU
     it ran with one trainer and one engine process. With CPU tensors only the handles differ.
@@ -64,7 +63,6 @@ def IpcTransport(
     Args:
         name: one word that trainer and engines agree on.
         owner: true on trainer rank 0, and only there.
-        wire: this process's wire. None gives engines handles of memory: memfd, or CUDA IPC.
         device: the device on which this trainer rank packs.
         keep: as for `PackedTransport`.
         root: the parent of the directory, on a tmpfs.
@@ -74,14 +72,14 @@ def IpcTransport(
         UsageError: `name` is not one path component, or has a living owner, or other users may
             rename the files in `root`.
     """
-    carrier = _carrier(wire, device)
+    carrier = HandleCarrier(device=device)
     place = PrivatePlace(name, root, prefix="primeblocks-ipc")
     return PackedTransport(DirectoryCommits(place, owner=owner), carrier, keep=keep)
 
 
 def PullTransport(
     store: dist.Store,
-    wire: Wire | None = None,
+    wire: Wire,
     *,
     name: str = "policy",
     owner: bool = False,
@@ -97,8 +95,7 @@ def PullTransport(
 
     Args:
         store: the same store for all processes. It must outlive the ranks.
-        wire: this process's wire. It is closed with the transport. None gives engines on the same
-            host handles of memory.
+        wire: this process's wire. It is closed with the transport.
         name: the name of this policy, if several policies share the store.
         owner: true on trainer rank 0, and only there.
         device: the device of this process's buffers.
@@ -110,13 +107,7 @@ def PullTransport(
         TransferError: the store does not answer.
     """
     commits = StoreCommits(store, name=name, owner=owner, lease_s=lease_s, timeout_s=timeout_s)
-    return PackedTransport(commits, _carrier(wire, device), keep=keep)
-
-
-def _carrier(wire: Wire | None, device: torch.device | str) -> Carrier:
-    if wire is None:
-        return HandleCarrier(device=device)
-    return WireCarrier(wire, device=device)
+    return PackedTransport(commits, WireCarrier(wire, device=device), keep=keep)
 
 
 def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Transport:

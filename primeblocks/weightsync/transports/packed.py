@@ -8,7 +8,6 @@ bytes to an engine, in one of two ways. `Packed` bytes are copied into a buffer 
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 import weakref
@@ -27,8 +26,16 @@ from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Copy, Plan
 from .carriers import ALIGN_BYTES, Carrier, OpenedSpans, Shared, Span, noted, starts_of
-from .commits import Commits, Lease, await_versions, last_chain, newest_only
-from .transport import Begun, Incoming, ReceiveRequest
+from .transport import (
+    Begun,
+    Commits,
+    Incoming,
+    Lease,
+    ReceiveRequest,
+    await_versions,
+    last_chain,
+    newest_only,
+)
 
 __all__ = ["Borrowed", "Packed", "PackedTransport", "Pool", "starts_of_version"]
 
@@ -62,21 +69,11 @@ class PackedTransport:
         self._full, self._deltas = Pool(carrier), Pool(carrier)
 
     def spec(self) -> dict[str, Any]:
-        """Return the argument of `open_transport` for another process.
-
-        Raises:
-            UnsupportedError: only this process can use the store of the commits.
-        """
         parts = {"commits": self.commits.spec(), "carrier": self._carrier.spec()}
         return {"kind": "packed", **parts, "keep": self._keep}
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: wait until the version whose buffers are needed has no reader.
-
-        Raises:
-            CapacityError: an engine still reads that version at the deadline.
-            TransferError: another owner took over.
-        """
+        """Owner: wait until the version whose buffers are needed has no reader."""
         markers = self.commits.markers(deadline=deadline)
         self.commits.begin(version, keep=last_chain(markers), deadline=deadline)
         return Begun(self.commits.run, newest_only(base, markers))
@@ -110,18 +107,12 @@ class PackedTransport:
         return self.commits.markers(deadline=max(self._receive_until, time.monotonic()))
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
-        """Reader: wait for a version.
-
-        Raises:
-            UsageError: the directory belongs to another user, or other users may write to it.
-        """
         self._receive_until = request.deadline
         ends = self.commits, self._carrier
         chain = await_versions(self.commits, request)
         return [_Incoming(*ends, request, marker, keep=self._keep) for marker in chain]
 
     def close(self) -> None:
-        """Release this end. The owner's versions end. Idempotent."""
         try:
             self.commits.close()
         finally:
@@ -137,13 +128,7 @@ class PackedTransport:
 
 
 class Pool:
-    """The buffers of one trainer rank. A buffer without readers is reused.
-
-    At most one spare buffer waits for the next version of its size.
-
-    Attributes:
-        used: the buffers in use, by version.
-    """
+    """The buffers of one trainer rank, by version. At most one spare waits for the next version."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -166,7 +151,6 @@ class Pool:
         return self.used[version].buffer
 
     def close(self) -> None:
-        """Drop all buffers."""
         self.keep(())
         self._drop_spare()
 
@@ -180,9 +164,6 @@ class Packed:
     """A `Held`: the boxes that one reader wants, as views of packed buckets.
 
     A box inside one copy is a view. Any other box is put together in new memory.
-
-    Args:
-        close: called once, when the boxes are released.
     """
 
     def __init__(
@@ -270,13 +251,12 @@ class _Incoming:
         lease = self._commits.hold(self.marker, deadline=request.deadline)
         try:
             buckets, opened = self._fetch(lease, again=True)
-            if opened.is_own:
-                held = Packed(plan, buckets, stays=self._keep, close=opened.close)
-                lease.close()
-                return held
         except BaseException:
             lease.close()
             raise
+        if opened.is_own:
+            lease.close()
+            return Packed(plan, buckets, stays=self._keep, close=opened.close)
 
         def close() -> None:
             try:
@@ -285,11 +265,10 @@ class _Incoming:
                 lease.close()
 
         lent = Borrowed(buckets, close=close)
-        if not self._keep and lease.until == math.inf:
+        if not self._keep:
             return lent
         try:
-            until = min(lease.until, request.deadline)
-            return copied(plan, request.reader, lent, stays=self._keep, deadline=until)
+            return copied(plan, request.reader, lent, stays=True, deadline=request.deadline)
         finally:
             lent.close()
 
@@ -318,14 +297,12 @@ class _Incoming:
         return payloads
 
     def _fetch(self, lease: Lease, *, again: bool) -> tuple[dict[int, Tensor], OpenedSpans]:
-        """Return the buckets that this reader wants, and the opened spans that they are in."""
         spans = dict(self._spans())
         until = min(lease.until, self._request.deadline)
         opened = self._carrier.fetch(list(spans.values()), again=again, deadline=until)
         return dict(zip(spans, opened.parts, strict=True)), opened
 
     def _spans(self) -> Iterator[tuple[int, Span]]:
-        """Yield the spans of the buckets that this reader wants."""
         plan, marker, deadline = self._request.plan, self.marker, self._request.deadline
         mine = set(plan.of_reader(self._request.reader))
         ranks = sorted({plan.buckets[index].rank for index in mine})
@@ -366,7 +343,6 @@ def starts_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, 
 
 
 def _pack_all(outgoing: Shipment, pool: Pool) -> None:
-    """Write a rank's buckets to one buffer."""
     plan = outgoing.plan
     sizes = {index: plan.buckets[index].bytes for index in plan.of_rank(outgoing.rank)}
     starts, size_bytes = starts_of(sizes)
@@ -378,7 +354,6 @@ def _pack_all(outgoing: Shipment, pool: Pool) -> None:
 
 
 def _pack_payloads(outgoing: Shipment, pool: Pool) -> None:
-    """Write a rank's deltas to one buffer."""
     payloads = {index: outgoing.payload(index) for index in outgoing.plan.of_rank(outgoing.rank)}
     sizes = {index: len(payload) for index, payload in payloads.items()}
     starts, size_bytes = starts_of(sizes, align_bytes=1)

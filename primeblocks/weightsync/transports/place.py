@@ -36,7 +36,6 @@ __all__ = [
     "read_own",
     "removable",
     "remove",
-    "sweep",
     "write_over",
 ]
 
@@ -66,16 +65,9 @@ class PrivatePlace:
     """A directory in `root` that only this user can read. It is found by its name and its user.
 
     One owner at a time stores versions there. Directories of other users are ignored.
-
-    Attributes:
-        user: the user that the files must belong to. None is the user of this process.
-
-    Raises:
-        UnsupportedError: this is not Linux, or `root` does not exist.
-        UsageError: `name` is not one path component, or other users may rename files in `root`.
     """
 
-    user: int | None = None
+    user: int | None = None  # The user that the files must belong to: that of this process.
 
     def __init__(self, name: str, root: str, *, prefix: str = "primeblocks") -> None:
         if not sys.platform.startswith("linux"):
@@ -106,7 +98,7 @@ class PrivatePlace:
         Raises:
             UsageError: the place has a living owner, or cannot be written to.
         """
-        sweep(self._root)
+        _sweep(self._root)
         self._refuse_a_second(None)
         while True:
             run = secrets.token_hex(_TOKEN_BYTES)
@@ -155,17 +147,8 @@ class PrivatePlace:
             owned.lock.close()
 
     def hint(self) -> str:
-        """Return a hint about other users' directories of this name, or ""."""
-        users = set()
-        for path in self._named():
-            with suppress(FileNotFoundError):
-                users |= {path.lstat().st_uid} - {os.geteuid()}
-        if not users:
-            return ""
-        return (
-            f" {self._root}/{self._name}-* of user {sorted(users)} is not looked into: run trainer "
-            "and engine as one user."
-        )
+        """Return what a reader needs to find the owner's versions."""
+        return f" Run trainer and engine on one host as one user, with {self._root}/{self._name}."
 
     def _named(self) -> list[Path]:
         name = re.compile(rf"{re.escape(self._name)}-{_TOKEN}")
@@ -185,10 +168,7 @@ class PrivatePlace:
 
 
 class DiskPlace:
-    """A directory at a path of your choice. Each owner makes a directory in it, named by a note.
-
-    Methods and `user` are those of `PrivatePlace`.
-    """
+    """A directory at a path. Each owner makes a directory in it, named by a note."""
 
     def __init__(self, path: str, *, user: int | None = None) -> None:
         if "\0" in path:
@@ -265,11 +245,8 @@ class DiskPlace:
 Place = PrivatePlace | DiskPlace
 
 
-def sweep(root: Path) -> list[Path]:
-    """Remove the private directories that this user's dead owners left in `root`. Local."""
-    swept: list[Path] = []
-    if not os.path.isdir(root):
-        return swept
+def _sweep(root: Path) -> None:
+    """Remove the private directories that this user's dead owners left in `root`."""
     for path in root.glob(OWNED):
         if not _is_own(path):
             continue
@@ -283,15 +260,12 @@ def sweep(root: Path) -> list[Path]:
             continue
         _remove_dead(path)
         lock.close()
-        swept.append(path)
-    return swept
 
 
 def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
     """Open a file that belongs to this user, and that other users cannot write to.
 
-    Args:
-        user: the user that the file must belong to, on a mount that shows other users and modes.
+    With `user`, it has to belong to that user, on a mount that shows other users and modes.
 
     Raises:
         FileNotFoundError, FileExistsError: as os.open.
@@ -354,12 +328,7 @@ def removable(directory: Path, *, keep: Collection[str] = ()) -> list[Path]:
 
 
 def _take_lock(path: Path, *, user: int | None = None) -> Hold:
-    """Take the lock of an owner, on the file of this name.
-
-    Raises:
-        BlockingIOError: another process has the lock.
-        FileNotFoundError: the file was removed before it was locked.
-    """
+    """Take an owner's lock, or raise BlockingIOError, or FileNotFoundError if it was removed."""
     fd = open_own(path, os.O_RDWR | os.O_CREAT, user=user)
     inode = os.fstat(fd).st_ino
     lock = Hold(fd, fcntl.LOCK_EX)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ...errors import CapacityError, DeadlineError, TransferError, UsageError
 from ..marker import Marker, as_corruption
 from .board import Board, store_spec
-from .commits import Lease, check_call, retired
+from .transport import Lease, check_call, retired
 
 __all__ = ["StoreCommits"]
 
@@ -44,13 +44,7 @@ class StoreCommits:
 
     Every call ends by its deadline. A new owner takes over from the owner before. If that owner
     still lives, its next commit is refused. Calls that write wait for each other, in all threads.
-
-    Args:
-        store: the same store for all processes. It must outlive the ranks.
-        name: the name of this policy, if several policies share the store.
-        owner: whether this end begins and commits.
-        lease_s: how long a reader may hold one version. The owner's value counts.
-        timeout_s: how long the construction waits for the store.
+    The arguments are those of `PullTransport`.
     """
 
     look_s = 0.02
@@ -81,10 +75,6 @@ class StoreCommits:
         return {"kind": "store", "name": self._name, "store": store_spec(self._store)}
 
     def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
-        """Owner: hide all versions except `keep`, and wait until their readers are done.
-
-        For a reader that died, it waits until the lease is over.
-        """
         with self._write(deadline):
             mine = self._owned(deadline)
             gone = [marker for marker in mine.markers if marker not in keep]

@@ -62,15 +62,9 @@ class TcpWire:
         self.close()
 
     def spec(self) -> dict[str, Any]:
-        """Return the arguments that open the reading end in another process."""
         return {"kind": "tcp"}
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Serve a buffer to readers, and return the note by which they read it.
-
-        Raises:
-            UnsupportedError: the buffer is not in CPU memory.
-        """
         if buffer.device.type != "cpu":
             raise UnsupportedError(
                 f"TcpWire reads and sends CPU memory; got a buffer on {buffer.device}. "
@@ -83,19 +77,12 @@ class TcpWire:
         return {"host": self._host, "port": self._server.server_address[1], "token": token.hex()}
 
     def unshare(self, buffer: Tensor) -> None:
-        """Refuse reads of a buffer from now on."""
         for token, shared in list(self._shared.items()):
             if shared is buffer:
                 del self._shared[token]
 
     def read(self, reads: Sequence[Read], *, deadline: float) -> None:
-        """Do all reads, one after the other.
-
-        Raises:
-            TransferError: the other process has ended, or does not have the buffer any more.
-            DeadlineError: the reads were not done in time.
-            CorruptionError: a note is not of this kind of wire.
-        """
+        """Do all reads, one after the other. Raises CorruptionError for another wire's note."""
         links: dict[_Address, socket.socket] = {}
         with ExitStack() as until_read:
             for done, read in enumerate(reads):
@@ -116,7 +103,6 @@ class TcpWire:
                     ) from error
 
     def close(self) -> None:
-        """Stop serving, and release all buffers. Idempotent."""
         self._forgotten.detach()
         self._shared.clear()
         if self._server is not None:
@@ -146,7 +132,6 @@ class _Server(socketserver.ThreadingTCPServer):
         """Stay silent, because a reader that went away has its own error, and may return."""
 
     def end(self) -> None:
-        """Stop listening, and close all connections. Idempotent."""
         if self._thread.is_alive():
             self.shutdown()
             self._thread.join()

@@ -1,17 +1,37 @@
-"""The protocol of transports, and the values that their two sides exchange."""
+"""The protocols of transports and commits, and a reader's choice among the versions."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from ...errors import ClosedError, DeadlineError, TransferError, UsageError
 from ..held import Held, Lent
 from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Plan
 
-__all__ = ["Begun", "Incoming", "ReceiveRequest", "Transport"]
+__all__ = [
+    "ANNOUNCED",
+    "Begun",
+    "Commits",
+    "Incoming",
+    "Lease",
+    "ReceiveRequest",
+    "Transport",
+    "await_versions",
+    "chain_to",
+    "check_call",
+    "choose",
+    "last_chain",
+    "newest_only",
+    "retired",
+]
+
+ANNOUNCED = "announced"
 
 
 class Begun(NamedTuple):
@@ -31,8 +51,6 @@ class ReceiveRequest:
     """A reader's request for a version.
 
     Attributes:
-        plan: the plan of the reader.
-        reader: the number of the reader in the plan.
         version: the version to return. None is the newest version, if newer than `served`.
         held: the version whose bytes the reader has. Deltas may be applied to them.
         served: the version that was loaded last.
@@ -53,9 +71,7 @@ class Incoming(Protocol):
     marker: Marker
 
     def whole(self) -> Held | Lent:
-        """Return the bytes. Writers leave them unchanged until they are closed.
-
-        Call it only for a version without `marker.base`.
+        """Return the bytes of a full version. Writers leave them unchanged until they are closed.
 
         Raises:
             CorruptionError: the bytes are not as sent.
@@ -64,10 +80,7 @@ class Incoming(Protocol):
         ...
 
     def payload(self, index: int) -> memoryview:
-        """Return a bucket as it travelled. Raises as `whole`.
-
-        Call it only if `marker.base` is given.
-        """
+        """Return a bucket of a delta as it travelled. Raises as `whole`."""
         ...
 
     def settle(self, error: str, *, deadline: float) -> None:
@@ -75,7 +88,6 @@ class Incoming(Protocol):
 
         Args:
             error: why the reader does not have the version. "" if it has the version.
-            deadline: a time of `time.monotonic()`.
 
         Raises:
             TransferError: some reader does not have the version, so every reader must drop it.
@@ -88,7 +100,8 @@ class Transport(Protocol):
     """Carries versions from trainer ranks to readers.
 
     Trainer rank 0 owns the transport, and calls `begin`, `commit` and `abort`. Every trainer rank
-    sends its buckets. Readers see only committed versions.
+    sends its buckets. Readers see only committed versions. Deadlines are times of
+    `time.monotonic()`.
     """
 
     def spec(self) -> dict[str, Any]:
@@ -148,3 +161,169 @@ class Transport(Protocol):
     def close(self) -> None:
         """Release this end. The owner removes all versions. Idempotent."""
         ...
+
+
+class Lease(NamedTuple):
+    """A hold on a version. Its writers leave the version unchanged until the lease ends.
+
+    Attributes:
+        until: the end by time.monotonic(). Infinity if the lease ends with this process.
+        close: ends the lease. Idempotent.
+    """
+
+    until: float
+    close: Callable[[], object]
+
+
+class Commits(Protocol):
+    """The versions of one owner, which begins and commits them, and the readers of each version.
+
+    One process constructs it with `owner=True`, and starts without versions. A wait looks at the
+    state of other processes every `look_s` seconds.
+    """
+
+    look_s: float
+
+    @property
+    def run(self) -> str:
+        """Owner: the name of this life of the owner."""
+        ...
+
+    def spec(self) -> dict[str, Any]:
+        """Return the arguments that open its reading end in another process. JSON-able."""
+        ...
+
+    def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
+        """Owner: hide all versions except `keep`, and wait until their readers are done.
+
+        Raises:
+            CapacityError: a reader was not done in time.
+            TransferError: another owner took over.
+        """
+        ...
+
+    def commit(self, marker: Marker, *, deadline: float) -> None:
+        """Owner: make a version that was begun visible, atomically."""
+        ...
+
+    def abort(self, version: int) -> None:
+        """Owner: give up a version that was begun and not committed. Otherwise, do nothing."""
+        ...
+
+    def markers(self, *, deadline: float) -> tuple[Marker, ...]:
+        """Return the committed versions, oldest first."""
+        ...
+
+    def hold(self, marker: Marker, *, deadline: float) -> Lease:
+        """Reader: hold a version, so that its bytes stay unchanged."""
+        ...
+
+    def post(self, name: str, text: str, *, deadline: float) -> None:
+        """Write a note, over an earlier note of the same name. Notes end with the run."""
+        ...
+
+    def look(self, name: str, *, run: str | None = None, deadline: float) -> str | None:
+        """Return a note, or None without such a note. The default is the current run."""
+        ...
+
+    def hint(self) -> str:
+        """Return a hint for the error of a wait that found no version, or ""."""
+        ...
+
+    def close(self) -> None:
+        """Release this end. The owner's versions end. Idempotent."""
+        ...
+
+
+def check_call(*, closed: bool, may: bool = True) -> None:
+    """Refuse a call after `close`, or a call that only the owner may make."""
+    if closed:
+        raise ClosedError("the transport was closed. Construct a new one.")
+    if not may:
+        raise UsageError(
+            "only the owner begins and commits. "
+            "Construct the transport of trainer rank 0 with owner=True."
+        )
+
+
+def retired(version: int) -> TransferError:
+    """Return the error of a reader that came too late."""
+    return TransferError(
+        f"version {version} was retired while it was being opened. Receive the newest."
+    )
+
+
+def newest_only(base: int | None, markers: Sequence[Marker]) -> int | None:
+    """Return the base of a delta, which is the newest version, or None to send in full."""
+    return base if base in [marker.version for marker in markers[-1:]] else None
+
+
+def choose(
+    markers: Sequence[Marker], version: int | None, *, served: Marker | None
+) -> Marker | None:
+    """Return the requested version, or None if the reader must wait for it.
+
+    Without a `version`, it is the newest, if newer than `served`. Raises TransferError if it was
+    retired.
+    """
+    newest = markers[-1] if markers else None
+    if version is None:
+        # Another run of the trainer starts counting again.
+        old = newest is None or (
+            served is not None and served.run == newest.run and served.version >= newest.version
+        )
+        return None if old else newest
+    for marker in markers:
+        if marker.version == version:
+            return marker
+    if newest is not None and newest.version > version:
+        raise TransferError(
+            f"version {version} was retired; the transport holds "
+            f"{[marker.version for marker in markers]}. Receive the newest."
+        )
+    return None
+
+
+def chain_to(
+    wanted: Marker, markers: Sequence[Marker], *, held: Marker | None
+) -> tuple[Marker, ...]:
+    """Return the chain to `wanted`: deltas after `held`, or a full version and its deltas."""
+    by_version = {marker.version: marker for marker in markers}
+    chain = [wanted]
+    while chain[-1].base is not None:
+        if held is not None and (held.run, held.version) == (wanted.run, chain[-1].base):
+            break
+        base = by_version.get(chain[-1].base)
+        if base is None:
+            raise TransferError(
+                f"version {wanted.version} is a delta to version {chain[-1].base}, which was "
+                "retired. Receive the newest."
+            )
+        chain.append(base)
+    return tuple(reversed(chain))
+
+
+def last_chain(markers: Sequence[Marker]) -> tuple[Marker, ...]:
+    """Return the last version, after the versions that it depends on."""
+    return chain_to(markers[-1], markers, held=None) if markers else ()
+
+
+def await_versions(commits: Commits, request: ReceiveRequest) -> tuple[Marker, ...]:
+    """Wait for the requested version, and return its chain from the version held."""
+    never, deadline = threading.Event(), request.deadline
+    while True:
+        # A store that stalls has until the deadline to answer.
+        markers = commits.markers(deadline=deadline)
+        found = choose(markers, request.version, served=request.served)
+        if found is not None:
+            return chain_to(found, markers, held=request.held)
+        if time.monotonic() >= deadline:
+            wanted = f"version {request.version}"
+            if request.version is None:
+                wanted = "a newer version"
+            raise DeadlineError(
+                f"{wanted} was not committed in time; this engine holds "
+                f"{request.served and request.served.version}, the transport "
+                f"{[marker.version for marker in markers]}.{commits.hint()}"
+            )
+        never.wait(min(commits.look_s, max(0.0, deadline - time.monotonic())))
