@@ -7,7 +7,6 @@ its pages. Before anything is timed, and after every timed transfer, the bytes a
 - `delta_sync`: deltas from publish to load, against full versions.
 - `shared_memory`: publish and receive between two processes, against copies of the same bytes.
 - `torchstore`: the same beside torchstore's put and get; needs `--torchstore PYTHON`.
-- `ladder`: the rungs of slime's colocated update, on shared memory and gloo.
 - `plan`: bytes of a plan over the least possible; a sync of 1T parameters on paper.
 """
 
@@ -20,13 +19,13 @@ from pathlib import Path
 
 from . import peers
 
-PARTS = ("delta", "delta_sync", "shared_memory", "torchstore", "ladder", "plan")
+PARTS = ("delta", "delta_sync", "shared_memory", "torchstore", "plan")
 
 
 def measure(options: argparse.Namespace) -> dict[str, tuple[float, str, str]]:
     import torch
 
-    from .weightsync_parts import delta, delta_sync, ladder, plan, shared_memory, torchstore_peer
+    from .weightsync_parts import delta, delta_sync, plan, shared_memory, torchstore_peer
 
     torch.set_num_threads(1)
     scale, runs = options.scale, options.runs
@@ -35,7 +34,6 @@ def measure(options: argparse.Namespace) -> dict[str, tuple[float, str, str]]:
         "delta_sync": lambda: delta_sync.figures(scale=scale, runs=runs),
         "shared_memory": lambda: shared_memory.figures(scale=scale, runs=runs),
         "torchstore": lambda: torchstore_peer.figures(options.torchstore, scale=scale, runs=runs),
-        "ladder": lambda: ladder.figures(scale=scale, runs=runs),
         "plan": lambda: plan.figures() | plan.paper(),
     }
     found: dict[str, tuple[float, str, str]] = {}

@@ -1,14 +1,12 @@
 """The benchmark of weight transfer: gates that refuse, real processes at a small scale."""
 
 import os
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
 
 import pytest
 
-from benchmarks.weightsync_parts import ladder, model, plan, shared_memory, torchstore_peer
-from benchmarks.weightsync_parts.ladder_sides import Rungs
+from benchmarks.weightsync_parts import model, plan, shared_memory, torchstore_peer
 from benchmarks.weightsync_parts.worker import Worker
 
 TINY = 1e-4
@@ -66,8 +64,6 @@ def test_other_bytes_than_were_sent_are_refused():
     engine = Fake(digest="b", receive=(0.1, 0.1), copy=0.1)
     with pytest.raises(AssertionError, match="other bytes"):
         shared_memory.measure(trainer, engine, 1)
-    with pytest.raises(AssertionError, match="other bytes"):
-        ladder.sync(trainer, Fake(), engine, Rungs())
 
 
 def test_shared_memory_brings_every_byte_and_leaves_no_file():
@@ -76,31 +72,6 @@ def test_shared_memory_brings_every_byte_and_leaves_no_file():
     assert plain == figures["weightsync.shared_memory.1_threads.copy_bandwidth_fraction"]
     assert 0 < plain[0] < 2
     assert not list(Path("/dev/shm").glob(f"*weightsync-benchmark-{os.getpid()}*"))
-
-
-def test_rungs_come_one_by_one_and_each_is_taken_away_once():
-    variants = ladder.ladder()
-    names = list(asdict(Rungs()))
-    assert [name for name in variants if name[0].isdigit()] == [
-        "0_values",
-        *(f"{index + 1}_{name}" for index, name in enumerate(names)),
-    ]
-    for index, name in enumerate(names):
-        assert sum(asdict(variants[f"{index + 1}_{name}"]).values()) == index + 1
-        off = [key for key, on in asdict(variants[f"without_{name}"]).items() if not on]
-        assert off == [name]
-
-
-def test_rungs_bring_every_byte_and_leave_no_file():
-    variants = {
-        name: rungs
-        for name, rungs in ladder.ladder().items()
-        if name in ("0_values", "6_kept_segments", "without_flatten")
-    }
-    times = ladder.measure(variants, scale=TINY, runs=1)
-    assert times.keys() == variants.keys()
-    assert all(timing.median > 0 for timing in times.values())
-    assert not list(Path("/dev/shm").glob(f"weightsync-ladder-{os.getpid()}*"))
 
 
 def test_the_model_has_the_tensors_of_its_checkpoint():
