@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeblocks.contrib.adapters.sglang import Sglang
+from primeblocks.contrib.model_folders import ModelFolders
 from primeblocks.errors import (
     CorruptionError,
     DeadlineError,
@@ -22,7 +23,6 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
-from primeblocks.weightsync.engines.model_folder import ModelFolders
 from tests.contrib.sglang_fake import FakeSglang
 from tests.deadlines import EXPIRES_S
 from tests.deadlines import HANG_S as TIMEOUT_S
