@@ -140,7 +140,6 @@ def run(options: argparse.Namespace, folder: str, thread: EventThread, transport
         ),
         run=thread.call,
         full_every=FULL_EVERY,
-        bucket_bytes=1 << 20,
         timeout_s=2 * TIMEOUT_S,
     )
     config = AsyncGRPOConfig(

@@ -22,12 +22,10 @@ class Messenger:
     After a failed exchange the group's state is unknown, so every later exchange is refused.
 
     Args:
-        world_size: how many ranks must take part.
-        group: a group with gloo for CPU tensors. None is the default group, or no group for one
-            rank.
+        group: a gloo group. None is the default group, or no group for one rank.
 
     Raises:
-        UsageError: the group has another size.
+        UsageError: the group does not have `world_size` ranks.
         UnsupportedError: the group does not support gloo.
     """
 

@@ -94,10 +94,7 @@ class Manifest(Mapping[str, TensorSpec]):
         return len(self.tensors)
 
     def whole(self, *, dtype: torch.dtype | None = None) -> Manifest:
-        """Return the same tensors held in full, as an engine wants them.
-
-        If `dtype` is given, floating tensors get it.
-        """
+        """Return the same tensors held in full, with floats in `dtype` if it is given."""
         return Manifest(
             tuple(
                 (name, TensorSpec(_cast(spec.dtype, dtype), Layout.whole(spec.shape)))
@@ -151,11 +148,7 @@ def as_plan_error(what: str) -> Iterator[None]:
 
 
 def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Shard:
-    """Return a box that another process has written.
-
-    Raises:
-        PlanError: an offset or a size is not a count.
-    """
+    """Return a box that another process has written, or raise PlanError."""
     if not all(map(is_count, (*offsets, *sizes))):
         raise PlanError(
             f"no box has offsets {str(offsets)[:99]} and sizes {str(sizes)[:99]}. "
@@ -167,8 +160,7 @@ def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Shard:
 def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
     """Return tensors by name: a module's parameters and persistent buffers, or those given. Local.
 
-    A module's names come without the parts that wrappers add, such as torch.compile, DDP, FSDP1
-    and activation checkpoints.
+    Names come without the parts that torch.compile, DDP, FSDP1 and activation checkpoints add.
 
     Raises:
         PlanError: a name occurs twice, FSDP1 has flattened the parameters, or a value is not a
@@ -211,8 +203,7 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
     Args:
         source: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
-        dtype: the dtype with which floating tensors are described. None keeps theirs. Integers
-            always keep theirs.
+        dtype: the dtype with which floating tensors are described. None keeps theirs.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.
@@ -262,7 +253,6 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def unwrapped(name: str, owners: Mapping[str, nn.Module]) -> str:
-    """Return a name without the parts that wrappers put into it."""
     parts, kept = name.split("."), list[str]()
     for at, part in enumerate(parts):
         owner = owners.get(".".join(parts[:at]))

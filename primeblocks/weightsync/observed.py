@@ -15,9 +15,9 @@ from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
 from .convert.pieces import Piece
 from .digest import as_buffer
-from .manifest import NamedTensors, as_plan_error, box_of, converts, named_tensors, unwrapped
+from .manifest import NamedTensors, as_plan_error, box_of, named_tensors, unwrapped
 from .marker import Digests
-from .plan import Copy, Plan
+from .plan import Plan
 
 __all__ = [
     "HELD",
@@ -28,7 +28,6 @@ __all__ = [
     "Observed",
     "Seen",
     "are_digests",
-    "digest_as",
     "digest_form",
     "digest_tensors",
     "kept",
@@ -46,8 +45,8 @@ _PIECES, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
 class Seen(NamedTuple):
     """A tensor in one form in which an engine has it.
 
-    `HELD` is the tensor itself. `MULTIPLIED` is what a kernel multiplies by, which does not show
-    the sign of zeros, nor subnormal numbers.
+    `HELD` is the tensor itself. `MULTIPLIED` is what a kernel multiplies by, in which the sign of
+    zeros and subnormal numbers do not show.
     """
 
     way: str
@@ -74,8 +73,8 @@ class Observed:
     Attributes:
         plan: the fingerprint of the plan.
         reader: the number of this process's reader in the plan.
-        forms: for each copy of the plan that this reader wants, in order, its boxes in each form
-            that this process has. A box that the process does not hold has no form.
+        forms: for each copy of the plan that this reader wants, its boxes in each form that this
+            process has. A box that the process does not hold has no form.
         unexpected: parameters that no tensor of the plan leads to.
         absent: wanted tensors of zero elements that are missing here, or have another shape.
     """
@@ -87,17 +86,12 @@ class Observed:
     absent: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Return a value that JSON can carry."""
         rows = [[[f.box.offsets, f.box.sizes, *f[1:]] for f in row] for row in self.forms]
         return {**vars(self), "forms": rows}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Observed:
-        """Return what `to_json` made.
-
-        Raises:
-            PlanError: `to_json` did not make this value.
-        """
+        """Return what `to_json` made, or raise PlanError."""
         with as_plan_error("an observation"):
             forms = tuple(
                 tuple(Form(box_of(at, size), *map(str, rest)) for at, size, *rest in row)
@@ -110,22 +104,20 @@ class Observed:
 
     def check(self, plan: Plan) -> None:
         """Raise PlanError unless this was observed by `plan`, copy by copy."""
-        copies: list[Copy] = []
         if self.plan == plan.fingerprint():
             plan.check_reader(self.reader)
             copies = [c for i in plan.of_reader(self.reader) for c in plan.buckets[i].copies]
-        dims = [len(copy.box.sizes) for copy in copies]
-        fits = len(dims) == len(self.forms) and all(
-            len(form.box.sizes) == dim
-            for row, dim in zip(self.forms, dims, strict=True)
-            for form in row
+            if len(copies) == len(self.forms) and all(
+                len(form.box.sizes) == len(copy.box.sizes)
+                for row, copy in zip(self.forms, copies, strict=True)
+                for form in row
+            ):
+                return
+        raise PlanError(
+            f"reader {self.reader} was observed by plan {self.plan}, in {len(self.forms)} copies; "
+            f"this is plan {plan.fingerprint()}, which has others. Attach the engine anew with "
+            "this plan."
         )
-        if not fits or self.plan != plan.fingerprint():
-            raise PlanError(
-                f"reader {self.reader} was observed by plan {self.plan}, in {len(self.forms)} "
-                f"copies; this is plan {plan.fingerprint()}, which has others. Attach the engine "
-                "anew with this plan."
-            )
 
 
 def observe(
@@ -141,9 +133,9 @@ def observe(
     Args:
         held: the engine's tensors, by the names that `load` gets or that `convert` leads to. Or a
             function that looks up one tensor by name.
-        convert: the wiring to this process's parameters. A box that the wiring does not place
-            belongs to another process.
-        lost: name -> why the place of its elements is unknown, as in `Reads`.
+        convert: the wiring to this process's parameters. Boxes that it does not place belong to
+            other processes.
+        lost: as in `Reads`.
 
     Raises:
         PlanError: the plan has no such reader.
@@ -182,8 +174,6 @@ def observe(
 def digest_tensors(tensors: NamedTensors) -> Digests:
     """Return the dtype and shape of each tensor, and the XXH3-64 of each of its pieces. Local.
 
-    A piece is a 64th of the tensor, but at least 256 bytes and at most 64 KiB.
-
     Raises:
         PlanError: a tensor is on the meta device, or `tensors` is not tensors by name.
     """
@@ -193,20 +183,8 @@ def digest_tensors(tensors: NamedTensors) -> Digests:
     }
 
 
-def digest_as(tensors: Mapping[str, Tensor], like: Digests) -> Digests:
-    """Return `digest_tensors` of the tensors that `like` names, cast to their dtypes in `like`."""
-    digests: dict[str, Sequence[str]] = {}
-    for name in (name for name in like if name in tensors):
-        mine = local_part(tensors[name].detach())
-        dtype = getattr(torch, like[name][0].split(" ")[0].removeprefix("torch."), None)
-        # Digests of another kind tell no dtype.
-        is_cast = isinstance(dtype, torch.dtype) and converts(mine.dtype, dtype)
-        digests[name] = tuple(_piece_digests(mine.to(dtype) if is_cast else mine))
-    return digests
-
-
 def are_digests(held: object) -> TypeGuard[Digests]:
-    """Whether a value is a result of `digest_tensors`, also after a way through JSON."""
+    """Whether a value is a result of `digest_tensors`, or was read from its JSON."""
     rows = held.values() if isinstance(held, Mapping) else ()
     return bool(rows) and all(
         isinstance(row, tuple | list) and row and all(isinstance(one, str) for one in row)
@@ -232,7 +210,7 @@ def kept(given: Digests, held: NamedTensors) -> Digests:
 
 
 def digest_form(way: str, tensor: Tensor) -> str:
-    """Return the digest of a tensor's bytes in one form (see `Seen`). Local."""
+    """Return the digest of a tensor in one form (see `Seen`). Local."""
     tensor = tensor.detach().cpu().contiguous()
     if way == MULTIPLIED:
         tensor = torch.where(tensor.abs() < torch.finfo(tensor.dtype).tiny, 0, tensor)
@@ -280,7 +258,6 @@ def _piece_digests(tensor: Tensor) -> Iterator[str]:
 
 
 def _look_into(held: NamedTensors, known: Container[str]) -> tuple[Look, tuple[str, ...]]:
-    """Return a function that looks up tensors, and the names neither known nor tied to a known."""
     if not isinstance(held, nn.Module):
         held = named_tensors(held)  # Pairs can be read once.
     tensors = {name: local_part(one.detach()) for name, one in with_aliases(held).items()}
@@ -295,7 +272,7 @@ def _look_into(held: NamedTensors, known: Container[str]) -> tuple[Look, tuple[s
 
 
 def _in_place(name: str, box: Shard) -> Piece:
-    """Return the piece from a box of a tensor to a tensor of the same name that holds it."""
+    """Return the piece from a box of a tensor to a tensor of the same name that is this box."""
     inside = Shard((0,) * len(box.sizes), box.sizes)
     return Piece(name, box, name, inside, tuple(range(len(box.sizes))))
 

@@ -63,8 +63,7 @@ class Pace:
 
     Attributes:
         fulls: the number of full versions since the last delta.
-        deltas: the number of deltas since the last full version.
-        delta_bytes: the bytes of these deltas.
+        deltas, delta_bytes: the number and the bytes of deltas since the last full version.
     """
 
     full: Sent | None = None
@@ -74,7 +73,6 @@ class Pace:
     delta_bytes: int = 0
 
     def after(self, sent: Sent, *, is_delta: bool) -> Pace:
-        """Return the pace after one more version."""
         if is_delta:
             size = self.delta_bytes + sent.bytes
             return replace(self, delta=sent, fulls=0, deltas=self.deltas + 1, delta_bytes=size)
@@ -83,9 +81,8 @@ class Pace:
     def wants_delta(self, *, full_every: int, link_bytes_per_s: float | None) -> bool:
         """Whether the next version should be a delta.
 
-        It is full if `full_every` demands it, or if the deltas since the last full version have
-        reached the bytes of that version. Otherwise the faster kind wins. If no delta was sent in
-        the last `full_every` versions, one is tried.
+        The faster kind wins, and each is tried once in `full_every` versions. A version is also
+        full if the deltas since the last full version have reached its bytes.
         """
         if self.full is None or self.deltas + 1 >= full_every:
             return False
@@ -118,7 +115,7 @@ class SentBytes:
         self.buffers = {}
 
     def kept(self, plan: Plan, index: int) -> UInt8[Tensor, " bytes"]:
-        """Return the memory of a bucket. Allocates it at the first call."""
+        """Return the memory of a bucket."""
         if index not in self.buffers:
             self.buffers[index] = torch.empty(plan.buckets[index].bytes, dtype=torch.uint8)
         return self.buffers[index]
@@ -127,8 +124,8 @@ class SentBytes:
 class Shipment:
     """The buckets of one version that a trainer rank sends. A transport asks for them in any order.
 
-    The shipment reads the parameters, and overwrites `history` with their bytes. If it or the
-    commit fails, the caller must call `history.forget()`.
+    Reads the parameters, and overwrites `history` with their bytes. If it or the commit fails, call
+    `history.forget()`.
 
     Args:
         base: the version to which buckets are sent as deltas. None sends them in full.
@@ -238,10 +235,7 @@ class Shipment:
     def _each(
         self, work: Callable[..., T], buckets: Iterable[tuple[int, Sequence[Tensor] | None]]
     ) -> Iterator[tuple[int, T]]:
-        """Work on buckets, several at a time, and yield each with its result, in order.
-
-        Tensors are looked up and encoded in the caller's thread.
-        """
+        """Work on buckets, several at a time. Tensors are encoded in the caller's thread."""
 
         def in_time(*args: object) -> T:
             self._check_deadline()

@@ -1,7 +1,4 @@
-"""`Parts`: the boxes of its local tensors that one trainer rank sends.
-
-The head of `Parts` says when its map from boxes to tensors is made anew.
-"""
+"""`Parts`: the boxes of its local tensors that one trainer rank sends."""
 
 from __future__ import annotations
 
@@ -59,8 +56,8 @@ class _Source(NamedTuple):
 class Parts:
     """Maps the boxes of a plan to the parameters of one rank.
 
-    The map is made at the first `refresh`. A later `refresh` makes the map again if a tensor has
-    another shape, other placements or another mesh.
+    The first `refresh` makes the map. A later `refresh` makes it again if a tensor has another
+    shape, other placements or another mesh.
     """
 
     def __init__(
@@ -152,12 +149,11 @@ class Parts:
         if not isinstance(self._encode, Encoder) and shapes != {name: tuple(local.shape)}:
             raise UnsupportedError(
                 f"encode made {shapes} of {name!r} with shape {tuple(local.shape)}; it has to keep "
-                "the name and the shape. For codes and scales pass Quantize(...).by(encode)."
+                "the name and the shape. For codes and scales pass fp8.encode_weights()."
             )
         return encoded
 
     def _map(self) -> dict[int, list[_Source]]:
-        """Return the source of each copy that this rank writes."""
         held, origins = self._source, dict[str, str]()
         names: Iterable[str] = self._tensors
         if held is None or isinstance(self._encode, Encoder):
@@ -240,7 +236,7 @@ class Parts:
 
 
 def _place(tensor: Tensor) -> object:
-    """Return all that a tensor's layout depends on. The result is cheap to compare."""
+    """Return all that a tensor's layout depends on."""
     if isinstance(tensor, DTensor):
         return tensor.shape, tensor.placements, tensor.device_mesh
     return tensor.shape

@@ -37,7 +37,7 @@ class Copy(NamedTuple):
 class Bucket:
     """The bytes of one transfer, under one digest. Trainer rank `rank` sends them to `readers`.
 
-    Wider dtypes come first, so that every copy is aligned to the size of its elements.
+    Wider dtypes come first, so that elements are aligned.
     """
 
     rank: int
@@ -54,8 +54,8 @@ class Bucket:
 class Plan:
     """Says which of `world_size` trainer ranks sends which box to which reader.
 
-    A reader is a role. Over shared memory or files, any number of processes can take the role. Over
-    a process group, exactly one process takes it. Every wanted element is in exactly one bucket.
+    Several processes may be the same reader, except over a process group. Every wanted element is
+    in exactly one bucket.
 
     Attributes:
         target: the tensors that travel, whole, with the names and dtypes under which they travel.
@@ -90,7 +90,7 @@ class Plan:
 
     @cached_property
     def blob_bytes(self) -> int:
-        """Bytes of a blob of all whole tensors."""
+        """Bytes of all whole tensors."""
         return sum(spec.bytes for spec in self.target.values())
 
     @cached_property
@@ -112,11 +112,11 @@ class Plan:
         return total
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
-        """Return the buckets that a trainer rank writes, by their place in `buckets`."""
+        """Return the indices of the buckets that a trainer rank writes."""
         return self._places.get(("rank", rank), ())
 
     def of_reader(self, reader: int) -> tuple[int, ...]:
-        """Return the buckets that a reader wants, by their place in `buckets`."""
+        """Return the indices of the buckets that a reader wants."""
         return self._places.get(("reader", reader), ())
 
     def written_bytes(self, rank: int) -> int:
@@ -127,30 +127,16 @@ class Plan:
         """Return the bytes that a reader reads of one version."""
         return sum(self.buckets[index].bytes for index in self.of_reader(reader))
 
-    def box_bytes(self, reader: int) -> int:
-        """Return the bytes of a reader's boxes, counted from what it wants."""
-        return sum(
-            box.numel * self.target[name].dtype.itemsize
-            for name, boxes in self.wants[reader].items()
-            for box in boxes
-        )
-
     def writer_peak_bytes(self, rank: int) -> int:
-        """Return the bytes that a full sync over a process group needs on a trainer rank.
-
-        That is the size of two buckets.
-        """
+        """Return the bytes that a full sync over a process group needs on a rank: two buckets."""
         mine = self.of_rank(rank)
         messages = sum(len(self.buckets[index].readers) for index in mine)
         return min(2, messages) * self._largest(mine)
 
     def reader_peak_bytes(self, reader: int) -> int:
-        """Return the bytes that a full sync over a process group needs on a reader.
-
-        That is the size of the reader's boxes and of two buckets.
-        """
+        """Return the same for a reader: its boxes and two buckets."""
         mine = self.of_reader(reader)
-        return self.box_bytes(reader) + min(2, len(mine)) * self._largest(mine)
+        return self.read_bytes(reader) + min(2, len(mine)) * self._largest(mine)
 
     def table(self) -> str:
         """Tabulate what each rank writes and each reader reads, with the total and its lower bound.
@@ -220,19 +206,16 @@ class Plan:
                 )
                 for rank, readers, copies in head["buckets"]
             )
-            ranks, readers = int(head["world_size"]), range(len(wants))
-            if not 0 < ranks <= _MOST_RANKS:
+            ranks, readers = int(head["world_size"]), {*range(len(wants))}
+            fits = all(
+                b.copies and 0 <= b.rank < ranks and {*b.readers} <= readers for b in buckets
+            )
+            if not (fits and 0 < ranks <= _MOST_RANKS):
                 raise PlanError(
-                    f"from_json() got a plan of {ranks} ranks; it reads 1 to {_MOST_RANKS}. "
-                    "Pass on what to_json() returned."
+                    f"from_json() got a plan of {ranks} ranks (at most {_MOST_RANKS}) and "
+                    f"{len(wants)} readers, or a bucket that is empty or has other ranks or "
+                    "readers. Pass on what to_json() returned."
                 )
-            for one in buckets:
-                if not (one.copies and 0 <= one.rank < ranks and {*one.readers} <= {*readers}):
-                    raise PlanError(
-                        f"from_json() got a bucket of rank {one.rank} for readers {one.readers} in "
-                        f"a plan of {ranks} ranks and {len(wants)} readers. Pass on what to_json() "
-                        "returned."
-                    )
             unsent = tuple(map(str, head.get("unsent", ())))
             return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets, unsent)
 
@@ -285,8 +268,8 @@ def owned_boxes(
 ) -> tuple[list[tuple[Shard, tuple[int, ...]]], list[Shard]]:
     """Split a tensor along every border of a held box.
 
-    Returns the boxes with the ranks that hold each box, then the boxes that no rank holds. Together
-    they tile `shape`. Boxes that form a grid, as sharding makes them, are returned unchanged.
+    Returns the boxes with the ranks that hold each, then the boxes that no rank holds. Together
+    they tile `shape`. Boxes that form a grid are returned unchanged.
     """
     ranks_of: dict[Shard, list[int]] = defaultdict(list)
     for rank, shard in held:
@@ -335,10 +318,7 @@ def cut(box: Shard, limit: int) -> Iterator[Shard]:
 
 
 def _inside(target: Manifest, name: str, row: Sequence[Sequence[int]]) -> Shard:
-    """Return a box that another process has written, or raise PlanError if it leaves its tensor.
-
-    Every method of the plan then works with the box.
-    """
+    """Return a box that another process has written, or raise PlanError if it leaves its tensor."""
     box = box_of(*row)
     box.within(Layout.whole(target[name].shape).shard)
     return box

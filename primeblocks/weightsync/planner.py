@@ -30,16 +30,14 @@ def plan_sync(
 ) -> Plan:
     """Plan which rank sends each element that a reader wants. Pure.
 
-    A sync by this plan gathers no tensor. Each rank writes parts of its own shards, and each reader
-    reads its own boxes. If several ranks hold the same box, the rank with the fewest bytes to write
-    sends it. The sender converts floats to the target's dtype.
+    No rank gathers a tensor. If several ranks hold the same box, the rank with the fewest bytes to
+    write sends it. The sender converts floats to the target's dtype.
 
     Args:
-        sources: the manifest of each trainer rank, by rank. Tensors that no reader wants are not
-            sent.
+        sources: the manifest of each trainer rank, by rank.
         targets: one target for each reader, or a single target for a single reader. A target is
             a manifest of the boxes that the reader wants, the `Reads` of its loader, or the
-            `Wiring` that leads to its parameters. With a wiring the reader wants all of them.
+            `Wiring` that leads to its parameters.
         bucket_bytes: the most bytes under one digest.
         convert: the wiring from the trainer's names and shapes to those that `targets` use.
 
@@ -72,7 +70,6 @@ def plan_sync(
 
 
 def _held(source: Manifest, convert: Wiring | None) -> dict[str, list[Shard]]:
-    """Return the boxes that a rank holds, by name."""
     held: dict[str, list[Shard]] = defaultdict(list)
     if convert is None:
         return {name: [spec.layout.shard] for name, spec in source.items()}
@@ -98,7 +95,6 @@ def _wants(reader: _Target) -> Boxes:
 
 
 def _target(readers: Sequence[_Target], wants: Sequence[Boxes]) -> Manifest:
-    """Return the manifest of all that travels, whole."""
     specs: dict[str, TensorSpec] = {}
     manifests = [reader if isinstance(reader, Manifest) else reader.sources for reader in readers]
     for manifest, boxes in zip(manifests, wants, strict=True):
@@ -171,7 +167,6 @@ def _check_pair(name: str, rank: int, have: TensorSpec, want: TensorSpec) -> Non
 
 
 def _cells(held: Sequence[Mapping[str, list[Shard]]], bare: Plan) -> Iterator[tuple[str, _Cell]]:
-    """Yield every box that travels in one piece."""
     # Layers repeat: equal layouts are intersected once.
     alike: dict[object, list[_Cell]] = {}
     for name, spec in bare.target.items():

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -35,11 +34,11 @@ _GRACE_S = 2.0
 class Publisher:
     """Sends a model's weights over a transport, one version at a time. Make one on each rank.
 
-    Only one call of `publish` runs at a time. A second call, from any thread, is refused.
+    A second call of `publish` while one runs is refused, from any thread.
 
     Args:
         plan: must be equal on all ranks. Its sources are the ranks of `group`, in order.
-        parameters: as for `describe`. A module is read again at each publish.
+        parameters: as for `describe`. They are read again at each publish.
         transport: must lead to the same place on all ranks. Rank 0 owns the transport.
         group: a gloo group. None is the default group, or no group if the plan has one rank.
         source: the manifest that `plan_sync` got for this rank. Needed only if it differs from
@@ -47,13 +46,12 @@ class Publisher:
         convert: as for `plan_sync`.
         encode: called with each name and this rank's part of the tensor, before the cast to the
             target's dtype. A function returns the same name and shape, in a dtype that converts
-            to the target's. `Quantize(...).by(...)` makes codes and scales.
-        full_every: send at least one in this many versions in full. 1 sends no deltas. More costs
-            each rank a copy, in host memory, of all that it sends. A version is also sent in full
-            if a delta is expected to take longer, or if the deltas since then reach its bytes.
+            to the target's. `fp8.encode_weights` makes codes and scales.
+        full_every: send at least one in this many versions in full, and the others as deltas if
+            deltas are expected to be faster. 1 sends no deltas. More costs each rank a copy, in
+            host memory, of all that it sends.
         link_bytes_per_s: the rate at which a reader gets bytes. Pass it if `publish` does not wait
-            for readers. Without it, the choice between full and delta counts only the time of
-            `publish`.
+            for readers. Without it, the choice counts only the time of `publish`.
 
     Raises:
         UsageError: the plan is for another number of ranks, or `full_every` is not positive.
@@ -100,7 +98,7 @@ class Publisher:
         Readers see either the whole version or none of it. After a failure, call `publish` again
         with the same version. If that version is already committed, `publish` compares it with the
         parameters and sends no weights. If another rank hangs, the call ends two seconds after
-        `timeout_s`. In those two seconds a rank whose own work ended at the deadline can report it.
+        `timeout_s`.
 
         Cost: one copy and one XXH3-128 of what this rank sends, in up to four threads, and eight
         small all-gathers. A delta costs one more pass, over the bytes sent before.
@@ -158,12 +156,7 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _step(
@@ -189,7 +182,6 @@ class Publisher:
         return replies
 
     def _check(self, version: int, deadline: float) -> dict[str, Any]:
-        """Refuse what can be refused before anything is begun."""
         self._parts.refresh()
         return {"version": check_version(version), "plan": self._plan.fingerprint()}
 
@@ -289,13 +281,12 @@ class Publisher:
 
 
 def _pool(size_bytes: int) -> AbstractContextManager[Executor | None]:
-    """Open threads that take buckets, where there is enough to do to be worth their start."""
+    """Open threads that take buckets, if there are enough bytes to be worth their start."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), size_bytes // _WORTH_A_THREAD_BYTES)
     return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
 
 
 def _expect_equal(replies: list[dict[str, Any]]) -> None:
-    """Refuse ranks that publish different versions, or by different plans."""
     for key in ("version", "plan"):
         said = [reply[key] for reply in replies]
         if len(set(said)) > 1:

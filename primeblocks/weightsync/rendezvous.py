@@ -32,10 +32,9 @@ def announce(
 ) -> tuple[Plan, Transport]:
     """Plan for engines that hold whole tensors, and announce the plan so that they can `find` it.
 
-    Collective. Gathers the manifests of all ranks, and waits as long as the group's timeout. Pass
-    the plan, the transport, and the same parameters and `convert` to a `Publisher`. If `where` is a
-    name, the plan and the weights are removed when this process ends. So keep the process alive
-    until the engines have loaded.
+    Collective, with the group's timeout. Pass the results, and the same parameters and `convert`,
+    to a `Publisher`. If `where` is a name, the plan and the weights are removed when this process
+    ends. So keep the process alive until the engines have loaded.
 
     Args:
         where: a name, for `SharedMemoryTransport`, or this rank's end of a transport.
@@ -65,12 +64,11 @@ def announce(
 def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     """Wait until a trainer has announced its plan, and return the plan and a transport. Local.
 
-    The plan of a killed trainer can be found until the next trainer starts. If the next trainer has
+    The plan of a killed trainer can be found until the next trainer starts. If that trainer has
     another plan, `receive` raises PlanError, and `find` returns the new plan.
 
     Args:
         where: the announced name, or the reading end of the transport.
-        timeout_s: how long to wait for the announcement.
 
     Raises:
         DeadlineError: a trainer did not announce a plan in time.

@@ -28,7 +28,6 @@ from .observed import (
     Form,
     Observed,
     are_digests,
-    digest_as,
     digest_form,
     digest_tensors,
     observe,
@@ -39,7 +38,7 @@ from .parts import Encode, Parts
 from .plan import Copy, Plan, owned_boxes
 from .planner import plan_sync
 
-__all__ = ["RoundTrip", "Verified", "prove_round_trip", "verify_engine"]
+__all__ = ["Verified", "prove_round_trip", "verify_engine"]
 
 _BUCKET_BYTES = 64 << 20
 _KINDS = ("differing", "missing", "unexpected", "unobservable")
@@ -116,9 +115,9 @@ def verify_engine(
     Args:
         parameters: this rank's, unchanged since the last update of the engine. Or the `held` of a
             `Receipt`, to see whether the engine still has what it loaded.
-        engine: on rank 0, a module or tensors by name, or an `Observed` or `digest_tensors` of
-            them. For several processes, a list with one for each. It may also be a function that
-            returns one of these. On other ranks, None.
+        engine: on rank 0, a module, tensors by name, or an `Observed`. For several processes, a
+            list with one for each. It may also be a function that returns one of these. On other
+            ranks, None.
         into: for each reader, the wiring to its parameters if they are fused, stacked or sliced.
         plan, convert, source, encode, group: as for the `Publisher`. Without a plan, one is made
             for `into`. Without both, tensors that both sides have are compared by name.
@@ -134,11 +133,12 @@ def verify_engine(
     deadline = time.monotonic() + timeout_s
     if callable(engine) and not isinstance(engine, nn.Module):
         engine = engine()
-    parameters = _once(parameters)
+    is_digested = are_digests(parameters)
+    if not is_digested and not isinstance(parameters, nn.Module):
+        parameters = named_tensors(parameters)  # Pairs can be read once.
     given = engine if isinstance(engine, list) else [] if engine is None else [engine]
-    held = [_once(one) for one in given]
+    held = [e if isinstance(e, nn.Module | Observed) else named_tensors(e) for e in given]
     wirings = [into] if isinstance(into, Wiring) else list(into)
-    is_digested = any(map(are_digests, [parameters, *held]))
     if is_digested or (plan is None and not wirings):
         is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         if len(held) != 1 or isinstance(held[0], Observed) or not (is_digested or is_alone):
@@ -176,90 +176,54 @@ def verify_engine(
     return Verified(len(compared), **{kind: dict(sorted(wrong[kind].items())) for kind in _KINDS})
 
 
-@dataclass(frozen=True)
-class RoundTrip:
-    """A proof that succeeded: the versions pushed, how long it took, and how many tensors."""
-
-    versions: tuple[int, int, int]
-    seconds: float
-    tensors: int
-
-
 def prove_round_trip(
     parameters: NamedTensors,
     push: Callable[[int], object],
-    observe: Callable[[], object] | None,
+    verify: Callable[[], Verified],
     *,
     version: int,
-    timeout_s: float,
-    into: Wiring | Sequence[Wiring] = (),
-    plan: Plan | None = None,
-    convert: Wiring | None = None,
-    source: Manifest | None = None,
-    encode: Encode | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> RoundTrip:
+) -> Verified:
     """Prove that an engine gets the trainer's weights, before training relies on it.
 
     Pushes the parameters, then changed parameters, then the original parameters again. After each
-    push, `verify_engine` must find the pushed values. The change gives every floating element the
-    other sign and a random size, seeded by the tensor's name and place. So equal tensors become
+    push, `verify` must find the pushed values. The change gives every floating element the other
+    sign and a random size, seeded by the tensor's name and place. So equal tensors become
     different, and tied tensors change once. The parameters are always restored. If the call
     returns, the engine holds them.
 
-    Collective. Cost: three pushes, three observations, and memory for a copy of the parameters.
+    Collective if `push` or `verify` is. Cost: three pushes, three proofs, and memory for a copy of
+    the parameters.
 
     Args:
         parameters: this rank's. They are changed in place and restored.
         push: makes the engine load a version of them, for example by a publish and an update.
-        observe: returns the `engine` of `verify_engine`. None on ranks that cannot see it.
+        verify: calls `verify_engine` on the engine, and returns the result.
         version: the version of the first push. The next two versions are used too.
-        timeout_s: for the whole proof. `push` and `observe` have deadlines of their own.
-        into, plan, convert, source, encode, group: as for `verify_engine`.
 
     Raises:
-        TransferError: the engine does not hold what was pushed, on all ranks, or time is up.
-        UsageError: no parameter is floating, or there are several ranks and no plan.
-        PlanError: as for `verify_engine`.
+        TransferError: the engine does not hold what was pushed, on all ranks.
+        UsageError: no parameter of any rank is floating.
 
     Source: tokenspeed issue 1373, an update that reports success and loads unwritten memory.
     """
-    start = time.monotonic()
-    every = named_tensors(parameters)
-    floating = [name for name, one in every.items() if _is_floating(one)]
-    is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
-    if not floating and is_alone:  # Of several ranks, others may have some.
+    floating = any(map(_is_floating, named_tensors(parameters).values()))
+    if not floating and (not dist.is_initialized() or dist.get_world_size() == 1):
         raise UsageError("there is nothing to prove: no parameter is floating. Pass weights.")
-    by_name = plan is None and not into
-    if by_name and not is_alone:
-        raise UsageError("got several ranks and no plan. Pass the Publisher's plan=, or into=.")
 
-    def look(version: int) -> None:
+    def look(version: int) -> Verified:
         push(version)
-        wrong = verify_engine(
-            parameters,
-            None if observe is None else observe(),
-            into=into,
-            plan=plan,
-            convert=convert,
-            source=source,
-            encode=encode,
-            group=group,
-            timeout_s=max(0.0, start + timeout_s - time.monotonic()),
-        ).wrong
-        if by_name:  # Integers, tables for example, may be of one side alone.
-            wrong = [name for name in wrong if name in floating or name not in every]
-        if wrong:
+        found = verify()
+        if found.wrong:
             raise TransferError(
-                f"{len(wrong)} of {len(floating)} tensors, such as {wrong[0]!r}, are others in the "
-                f"engine after the push of version {version}. verify_engine() says where they are."
+                f"{len(found.wrong)} tensors, such as {found.wrong[0]!r}, are others in the engine "
+                f"after the push of version {version}:\n{found.table()}"
             )
+        return found
 
     look(version)
     with _perturbed(parameters):
         look(version + 1)
-    look(version + 2)
-    return RoundTrip((version, version + 1, version + 2), time.monotonic() - start, len(floating))
+    return look(version + 2)
 
 
 def _shared(
@@ -282,37 +246,29 @@ def _shared(
     return seen
 
 
-def _once(source: Any) -> Any:
-    """Return tensors by name that can be read again; what else a side may be as it is."""
-    is_kept = isinstance(source, nn.Module | Observed) or are_digests(source)
-    return source if is_kept else named_tensors(source)
-
-
-def _by_name(parameters: Any, engine: Any) -> Verified:
+def _by_name(parameters: NamedTensors | Digests, engine: NamedTensors) -> Verified:
     """Compare digests of the tensors that both have, under each of their names."""
-    hidden: dict[str, str] = {}
-    theirs = engine
-    if not are_digests(engine):
-        every = {name: local_part(one.detach()) for name, one in with_aliases(engine).items()}
-        hidden = {name: UNSEEN for name, one in every.items() if one.is_meta}
-        theirs = digest_tensors({n: one for n, one in every.items() if n not in hidden})
-    names = mine = parameters
-    if not are_digests(parameters):
-        names = with_aliases(parameters)
-        mine = digest_as(names, theirs)
-    both = [name for name in theirs if name in mine]
-    hidden = {name: why for name, why in hidden.items() if name in names}
-    is_digested = theirs is engine or names is parameters
-    if not (both or hidden or is_digested):
-        first = f"{list(names)[:2]} and {list(theirs)[:2]}"
+    names: Mapping[str, Any] = (
+        parameters if are_digests(parameters) else with_aliases(cast(NamedTensors, parameters))
+    )
+    every = {name: local_part(one.detach()) for name, one in with_aliases(engine).items()}
+    differing: dict[str, str] = {}
+    both = [name for name in every if name in names]
+    hidden = {name: UNSEEN for name in both if every[name].is_meta}
+    for name in (name for name in both if name not in hidden):
+        theirs, mine = every[name], names[name]
+        if isinstance(mine, Tensor):
+            mine = local_part(mine.detach())
+            mine = mine.to(theirs.dtype) if converts(mine.dtype, theirs.dtype) else mine
+            mine = digest_tensors({name: mine})[name]
+        have, want = digest_tensors({name: theirs})[name], tuple(mine)
+        if have != want:
+            differing[name] = have[0] if have[0] == want[0] else f"{have[0]}, not {want[0]}"
+    if not both and not are_digests(parameters):
+        first = f"{list(names)[:2]} and {list(every)[:2]}"
         raise UsageError(f"trainer and engine have no name in common: {first}. Pass into=.")
-    differing = {}
-    for name in both:
-        (have, *_), (want, *_) = theirs[name], mine[name]
-        if tuple(theirs[name]) != tuple(mine[name]):
-            differing[name] = have if have == want else f"{have}, not {want}"
-    missing, unexpected = only_in(parameters, {*theirs, *hidden}), only_in(engine, names)
-    return Verified(len(both), differing, missing, unexpected, hidden)
+    missing, unexpected = only_in(parameters, every), only_in(engine, names)
+    return Verified(len(both) - len(hidden), differing, missing, unexpected, hidden)
 
 
 def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wrong: _Wrong) -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from primeblocks.contrib.adapters.sglang import Sglang
+from primeblocks.contrib.model_folders import ModelFolders
 from primeblocks.errors import (
     CorruptionError,
     DeadlineError,
@@ -21,7 +22,6 @@ from primeblocks.errors import (
     UsageError,
 )
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
-from primeblocks.weightsync.engines.model_folder import ModelFolders
 from tests.contrib.sglang_fake import FakeSglang
 from tests.deadlines import EXPIRES_S
 from tests.deadlines import HANG_S as TIMEOUT_S

@@ -7,17 +7,17 @@ from primeblocks.weightsync import fetched
 from tests.weightsync.test_delta_faults import Setup
 
 
-@pytest.fixture(params=["shared_memory", "file"])
-def setup(request, tmp_path):
-    setup = Setup(request.param, tmp_path, full_every=100)
+@pytest.fixture
+def setup(tmp_path):
+    setup = Setup("file", tmp_path, full_every=100)
     with setup.transport, setup.subscriber:
         setup.publish(0)
         setup.receive()
         yield setup
 
 
-@pytest.mark.parametrize("deltas_before", [0, 1, 2])
-@pytest.mark.parametrize("bucket", [1, 2, 3, 4])
+@pytest.mark.parametrize("deltas_before", [0, 2])
+@pytest.mark.parametrize("bucket", [1, 4])
 def test_a_delta_that_ends_halfway_leaves_its_base(setup, monkeypatch, deltas_before, bucket):
     for version in range(1, 1 + deltas_before):
         setup.publish(version)

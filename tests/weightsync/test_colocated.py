@@ -10,18 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from primeblocks.contrib.adapters.sglang import Sglang
 from primeblocks.errors import CapacityError, DeadlineError, EngineError, UsageError
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync.engines import colocated
 from primeblocks.weightsync.engines.colocated import ColocatedEngine
-from primeblocks.weightsync.engines.model_folder import ModelFolders
-from tests.contrib.sglang_fake import FakeSglang
 from tests.weightsync.colocated_site import (
     MIB,
     TIMEOUT_S,
@@ -73,7 +68,7 @@ def _stages(tmp_path):
     with site.host.released():
         pass  # The copies on the host are allocated here, once.
     site.memory = _anonymous_bytes
-    for version in (1, 2, 3):
+    for version in (1, 2):
         there = site.colocated.to_engine(version, timeout_s=TIMEOUT_S)
         back = site.colocated.to_trainer(timeout_s=TIMEOUT_S)
         if version == 1:
@@ -94,9 +89,9 @@ def test_the_bytes_of_each_stage_as_the_kernel_counts_them(tmp_path):
     ranks.run(_stages, tmp_path, world_size=1)
 
 
-@pytest.mark.parametrize("error", [CapacityError("full"), RuntimeError("CUDA")], ids=repr)
 @pytest.mark.parametrize("fails", TO_ENGINE + TO_TRAINER)
-def test_a_stage_that_fails_gives_the_turn_back(site, fails, error):
+def test_a_stage_that_fails_gives_the_turn_back(site, fails):
+    error = RuntimeError("CUDA")
     site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
     take = lambda: site.colocated.to_trainer(timeout_s=TIMEOUT_S)  # noqa: E731
     if fails in TO_ENGINE:
@@ -217,58 +212,3 @@ def test_an_interrupted_turn_is_given_back(site):
     with pytest.raises(KeyboardInterrupt):
         site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
     assert_same_state(site.state(), before)
-
-
-def _sglang(engine, folders):
-    """What a user writes to take turns with SGLang. Its folders stay where they are."""
-
-    def sleep(timeout_s):
-        engine.pause("abort", timeout_s=timeout_s)
-        engine.release_memory("kv_cache", "weights", timeout_s=timeout_s)
-
-    def wake(part, timeout_s):
-        engine.resume_memory(part, timeout_s=timeout_s)
-        if part == "kv_cache":
-            engine.resume(timeout_s=timeout_s)
-
-    def update(receipt, timeout_s):
-        folder = folders.make(receipt.version, timeout_s=timeout_s)
-        engine.load(folder, timeout_s=timeout_s)
-
-    return ColocatedEngine(sleep=sleep, wake=wake, update=update)
-
-
-@pytest.mark.parametrize("fails", ["update", "restore", None])
-def test_turns_with_the_fake_of_sglang(tmp_path, fails):
-    site = Site(tmp_path, drives=False)
-    start = tmp_path / "start"
-    start.mkdir()
-    save_file({"weight": torch.zeros(4, 4, dtype=torch.bfloat16)}, start / "model.safetensors")
-    fake = FakeSglang(start)
-    engine = Sglang(fake.url)
-    engine.attach(timeout_s=TIMEOUT_S)
-    folders = ModelFolders(site.plan, site.transport, like=start, root=tmp_path / "folders")
-    driven = _sglang(engine, folders)
-    driven.sleep(TIMEOUT_S)
-    site.colocated._engine = ColocatedEngine(
-        sleep=driven.sleep, wake=driven.wake, update=site._faulty("update", driven.update)
-    )
-    for version in (1, 2):
-        site.step()
-        weights = site.model.weight.detach().bfloat16()
-        if fails == "update":
-            site.faults[fails] = RuntimeError("once")
-            with pytest.raises(RuntimeError, match="once"):
-                site.colocated.to_engine(version, timeout_s=TIMEOUT_S)
-            assert (fake.released, fake.blocked) == ({"kv_cache", "weights"}, True)
-        site.colocated.to_engine(version, timeout_s=TIMEOUT_S)
-        if fails == "restore":
-            site.faults[fails] = RuntimeError("once")
-            with pytest.raises(RuntimeError, match="once"):
-                site.colocated.to_trainer(timeout_s=TIMEOUT_S)
-        assert_same_bits(fake.weights["weight"], weights)
-        assert (fake.label, fake.released, fake.blocked) == (str(version), set(), False)
-        site.colocated.to_trainer(timeout_s=TIMEOUT_S)
-        assert fake.released == {"kv_cache", "weights"}
-    fake.close()
-    site.close()

@@ -12,6 +12,7 @@ from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import describe
 from primeblocks.weightsync.convert import record_wiring
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
+from tests.weightsync.toy_engine import moved
 
 
 def without(shape, dim):
@@ -152,10 +153,9 @@ def assert_same(got, wanted):
 
 
 @given(chains())
-def test_chains_do_what_torch_does_and_come_back(chain):
+def test_chains_do_what_torch_does(chain):
     wiring = record_wiring(chain, describe(chain.sources))
-    assert_same(wiring.move(chain.sources), chain.now)
-    assert_same(wiring.inverse().move(chain.now), chain.sources)
+    assert_same(moved(wiring, chain.sources), chain.now)
 
 
 @given(chains(), st.data())
@@ -200,8 +200,10 @@ def test_every_bit_pattern_survives():
         return dict(zip("bc", tensors["a"].T.chunk(2), strict=True))
 
     wiring = record_wiring(halves, describe(tensors))
-    whole = wiring.inverse().move(wiring.move(tensors))["a"]
-    assert torch.equal(whole.view(torch.int16), tensors["a"].view(torch.int16))
+    made = moved(wiring, tensors)
+    assert all(
+        made[n].view(torch.int16).equal(t.view(torch.int16)) for n, t in halves(tensors).items()
+    )
 
 
 def apart(tensors):
@@ -243,14 +245,6 @@ def test_ranks_with_different_names_are_recorded_together():
     assert piece.target_box == Shard((2, 0, 0), (1, 2, 3))
 
 
-def test_what_was_cut_off_or_left_out_has_no_way_back():
-    tensors = {"a": torch.arange(1, 11).reshape(5, 2), "cache": torch.full((3,), 7.0)}
-    wiring = record_wiring(lambda tensors: {"a": tensors["a"][1:4]}, describe(tensors))
-    assert torch.equal(wiring.move(tensors)["a"], tensors["a"][1:4])
-    with pytest.raises(PlanError, match="2 tensors were dropped or cropped, such as 'a'"):
-        wiring.inverse()
-
-
 @pytest.mark.parametrize(
     ("convert", "why"),
     [
@@ -278,8 +272,6 @@ def test_other_tensors_than_those_recorded_are_refused():
         wiring.map(describe({"a": torch.zeros(3)}))
     with pytest.raises(PlanError, match=r"'z' is \(3,\); bound was not there"):
         wiring.map(describe({"z": torch.zeros(3)}))
-    with pytest.raises(PlanError, match="1 tensors are missing and 0 sharded, first 'a'"):
-        wiring.move({})
     other = describe({"a": torch.zeros(2, 2, dtype=torch.bfloat16)})
     with pytest.raises(PlanError, match="'a' is torch.bfloat16 .* on one rank and torch.float32"):
         record_wiring(dict, wiring.sources, other)

@@ -19,11 +19,13 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.adapters.transformers import to_checkpoint
 from primeblocks.weightsync.manifest import Manifest, gather_manifests, named_tensors
 from primeblocks.weightsync.observed import observe
-from tests.weightsync.toy_engine import wirings
+from tests.weightsync.toy_engine import moved, wirings
 
 pytest.importorskip("transformers")
 
 SIZES = {"num_layers": 4, "hidden": 64, "num_experts": 3, "top_k": 1, "vocab": 72}
+# With sinks and biases; with corrections of routers and latent attention; linear attention; plain.
+FEW = ("gpt_oss", "deepseek_v3", "qwen3_5_moe", "qwen3_moe")
 TINY = (*tiny_models.FAMILIES, *tiny_models.OTHER_FAMILIES)
 
 
@@ -38,19 +40,19 @@ def assert_same(got, wanted):
 
 
 @pytest.mark.parametrize("family", TINY)
-def test_the_wiring_makes_what_save_pretrained_writes_and_undoes_it(family, tmp_path):
+def test_the_wiring_makes_what_save_pretrained_writes(family, tmp_path):
     model = tiny_models.build(family, **SIZES)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     module = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
     wiring = to_checkpoint(model)
-    assert_same(wiring.move(module), saved)
-    assert_same(wiring.inverse().move(saved), module)
-    assert wiring.inverse().targets == describe(module)
+    assert_same(moved(wiring, module), saved)
 
 
 @pytest.mark.parametrize("family", TINY)
-def test_a_sink_a_bias_or_a_norm_that_changed_alone_arrives_and_is_named(family, tmp_path):
+def test_a_sink_a_bias_or_a_norm_that_changed_alone_arrives_and_is_named(family, full, tmp_path):
+    if family not in FEW and not full:
+        pytest.skip("runs under --full")
     model = tiny_models.build(family, **SIZES)
     convert, vectors = to_checkpoint(model), {}
     for name, tensor in named_tensors(model).items():
@@ -66,7 +68,7 @@ def test_a_sink_a_bias_or_a_norm_that_changed_alone_arrives_and_is_named(family,
     ways, got = wirings(checkpoint, 2), {}
 
     def found():
-        held = [(way.move(got), way) for way in ways]
+        held = [(moved(way, got), way) for way in ways]
         seen = [observe(plan, parameters, convert=way) for parameters, way in held]
         return verify_engine(model, seen, plan=plan, convert=convert)
 
@@ -97,7 +99,7 @@ def _shards(folder):
         fully_shard(part)
     wiring = to_checkpoint(model, *gather_manifests(describe(model)))
     dist.barrier()
-    assert_same(wiring.move(whole), load_file(folder / "model.safetensors"))
+    assert_same(moved(wiring, whole), load_file(folder / "model.safetensors"))
 
 
 def test_a_sharded_model_has_the_checkpoint_of_the_whole_one(tmp_path):
@@ -150,4 +152,4 @@ def test_rows_in_another_order_are_followed(monkeypatch, tmp_path):
     saved = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     assert not torch.equal(saved[name], module[name])
-    assert_same(to_checkpoint(model).move(module), saved)
+    assert_same(moved(to_checkpoint(model), module), saved)

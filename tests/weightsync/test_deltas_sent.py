@@ -25,7 +25,7 @@ SHAPES = {  # As they travel; "cast" is float32 in the trainer.
     "int64": (torch.int64, (300,)),
     "cast": (torch.bfloat16, (16, 8, 12)),
 }
-FULL_EVERY, VERSIONS = 6, 30
+FULL_EVERY, VERSIONS = 6, 18
 
 
 def part(name, rank, *, trainer):

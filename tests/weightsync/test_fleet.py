@@ -110,16 +110,6 @@ def test_the_calls_of_an_update():
     run(body())
 
 
-def test_all_engines_load_and_never_serve_two_versions():
-    async def body():
-        fleet = Fleet([[1, 1], [1], [1, 1, 1]])
-        await fleet.update(2)
-        assert fleet.weights == [[2, 2], [2], [2, 2, 2]]
-        assert fleet.mixed == []
-
-    run(body())
-
-
 def test_an_engine_whose_pages_are_read_pauses_before_its_readers():
     async def body():
         fleet = Fleet([[1], [1], [1]])
@@ -296,20 +286,6 @@ def test_engines_that_were_not_asked_to_load_only_resume():
     run(body())
 
 
-def test_a_dead_engine_is_named_and_can_be_dropped():
-    async def body():
-        fleet = Fleet([[1], [1], [1]], {1: {7: "die"}})
-        error = await fleet.fails(2, EngineError)
-        assert error.engines == (1,)
-        assert "Engine 1 of 3: the engine died before it did load" in str(error)
-        living = [e for i, e in enumerate(fleet.engines) if i not in error.engines]
-        assert [engine.serving for engine in living] == [((1,), "1")] * 2
-        await fleet.update(2, engines=living)
-        assert [engine.serving for engine in living] == [((2,), "2")] * 2
-
-    run(body())
-
-
 def test_workers_that_another_update_touched_are_noticed():
     async def body():
         fleet = Fleet([[1]])
@@ -336,17 +312,6 @@ def test_a_cancelled_update_serves_one_version():
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(fleet.update(2, timeout_s=HANG_S), 0.1)
         assert fleet.mixed == []
-        await fleet.repair(2)
-
-    run(body())
-
-
-def test_an_update_cancelled_while_engines_pause_lets_them_go_on():
-    async def body():
-        fleet = Fleet([[1], [1]], {0: {5: "hang"}})
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(fleet.update(2, timeout_s=0.5), 0.1)
-        assert fleet.engines[1].serving == ((1,), "1")
         await fleet.repair(2)
 
     run(body())

@@ -11,6 +11,7 @@ from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync import Publisher, convert, describe, load_into, plan_sync
 from primeblocks.weightsync.transports import FileTransport
+from tests.weightsync.toy_engine import moved
 
 ranks.preload(__name__)
 
@@ -99,7 +100,7 @@ def test_converted_tensors_are_those_of_the_wiring():
     halves = lambda each: dict(zip("bc", each["a"].chunk(2), strict=True))  # noqa: E731
     cut = convert.record_wiring(halves, describe(sent))
     held = {"b": torch.zeros(2), "c": torch.zeros(2)}
-    load_into(held, cut.targets)(cut.move({"a": torch.arange(4.0)}).items())
+    load_into(held, cut.targets)(moved(cut, {"a": torch.arange(4.0)}).items())
     assert held["c"].tolist() == [2, 3]
 
 

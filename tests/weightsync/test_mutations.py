@@ -22,7 +22,6 @@ from primeblocks.weightsync.delta.deltas import (
     apply_delta,
     apply_payloads,
     encode_delta,
-    inspect_delta,
     take_payload,
 )
 from primeblocks.weightsync.held import Blob
@@ -86,7 +85,7 @@ def texts(rng, cases, where):
         "manifest": (plan.target.to_json(), manifest),
         "plan": (plan.to_json(), a_plan),
         "observed": (observed, lambda text: Observed.from_json(json.loads(text))),
-        "reads": (reads.to_json(), lambda text: Reads.from_json(text, plan.target).bytes),
+        "reads": (reads.to_json(), lambda text: Reads.from_json(text, plan.target)),
     }
     count = 0
     for case in range(cases):
@@ -128,7 +127,6 @@ def deltas(rng, cases, where):
         changed = seal(rng, delta)
         target = whole.clone()
         count += refused(apply_delta, target, changed)
-        refused(inspect_delta, changed)
         # One that its digest covers, and the numbers around it.
         inside = payload.index(b"PBWD")
         size = len(payload) - inside if rng.random() < 0.5 else rng.randrange(len(payload))
@@ -307,7 +305,7 @@ KINDS_BY_NAME = {kind.__name__: kind for kind in KINDS}
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", KINDS_BY_NAME)
 def test_a_changed_message_is_a_typed_error_or_harmless(kind, full, tmp_path):
-    cases = 1000 * KINDS[KINDS_BY_NAME[kind]] if full else 60
+    cases = 1000 * KINDS[KINDS_BY_NAME[kind]] if full else 30
     (count,) = ranks.run(body, kind, tmp_path, cases, world_size=1, timeout_s=3000)
     print(f"{kind}: {cases} changed, {count} refused")
     assert count > cases / 5

@@ -34,12 +34,6 @@ def test_the_sooner_is_chosen_within_the_bounds(pace, full_every, link):
         assert wants == (delta <= full)
 
 
-@given(paces(), st.integers(2, 6), st.floats(1e6, 1e12), st.floats(1, 1e3))
-def test_a_slower_link_never_turns_a_delta_into_a_full_version(pace, full_every, link, times):
-    if pace.wants_delta(full_every=full_every, link_bytes_per_s=link):
-        assert pace.wants_delta(full_every=full_every, link_bytes_per_s=link / times)
-
-
 @given(st.data(), st.integers(1, 6), st.sampled_from([1000, GIGABYTE]))
 def test_one_version_of_so_many_is_full_and_one_is_a_delta(data, full_every, full_bytes):
     """Whatever they cost; the second only where deltas do not grow to a full version."""

@@ -125,12 +125,6 @@ def test_a_plan_depends_on_every_input():
     assert len({plan.fingerprint() for plan in plans}) == 4
 
 
-def test_names_that_the_target_lacks_are_not_sent():
-    source = describe({"w": torch.zeros(4), "optimizer": torch.zeros(100)})
-    plan = plan_sync([source], describe({"w": torch.zeros(4)}), bucket_bytes=64)
-    assert plan.bytes_total == 16
-
-
 @pytest.mark.parametrize(
     ("sources", "target", "kind", "message"),
     [
@@ -205,17 +199,6 @@ def test_cut_tiles_a_box_with_pieces_below_the_limit(sizes, limit):
     assert seen.sum() == box.numel
 
 
-def test_sixty_four_ranks_each_send_their_own_rows():
-    shape = (128, 64)
-    rows = [
-        manifest(**{f"t{i}": (shape, (2 * rank, 0), (2, 64)) for i in range(20)})
-        for rank in range(64)
-    ]
-    plan = plan_sync(rows, rows[0].whole(), bucket_bytes=1 << 20)
-    assert len(plan.buckets) == 64
-    assert {bucket.bytes for bucket in plan.buckets} == {20 * 2 * 64 * 4}
-
-
 @given(layouts(), st.sampled_from([64, 100, 1000]))
 def test_every_wanted_element_is_in_one_bucket_for_all_who_want_it(pair, bucket_bytes):
     sources, targets = pair
@@ -247,7 +230,8 @@ def test_every_wanted_element_is_in_one_bucket_for_all_who_want_it(pair, bucket_
             wanted = torch.zeros(spec.shape, dtype=torch.int64)
             wanted[spec.layout.shard.slices] = 1
             assert counts[name].equal(wanted)
-        assert plan.read_bytes(reader) == plan.box_bytes(reader)
+        wants = [spec.layout.shard.numel * spec.dtype.itemsize for spec in target.values()]
+        assert plan.read_bytes(reader) == sum(wants)
     assert plan.bytes_total == plan.lower_bound_bytes == size
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -273,12 +257,6 @@ def test_no_rank_has_two_messages_in_a_round(pair, bucket_bytes):
     most = [max(len(row) for row in side.values()) for side in (rounds.by_rank, rounds.by_reader)]
     last = max(message.round for row in rows for message in row)
     assert max(most) <= last + 1 < sum(most)
-
-
-def test_readers_that_want_empty_boxes_alone_are_refused():
-    whole = describe({"w": torch.zeros(2, 3)})
-    with pytest.raises(PlanError, match="nothing to plan: 1 sources, 2 readers"):
-        plan_sync([whole], [manifest(w=((2, 3), (0, 3), (2, 0)))] * 2, bucket_bytes=64)
 
 
 def test_readers_that_want_the_same_share_a_bucket():

@@ -3,7 +3,6 @@
 import re
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from primeblocks.errors import (
-    CapacityError,
     ClosedError,
     TransferError,
     UnsupportedError,
     UsageError,
 )
 from primeblocks.testing import oracles, ranks
-from primeblocks.testing.faults import FaultyTransport
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.manifest import Manifest, gather_manifests
 from primeblocks.weightsync.reference import gather_whole, slice_again
@@ -59,7 +56,7 @@ def received(plan, transport, **kwargs):
 # --- bytes -------------------------------------------------------------------------------------
 
 
-def _random_layouts(kind, path, seed):
+def _random_layouts(path, seed):
     """Parameters that are sharded at random; returns what the parent needs to check the bytes."""
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
@@ -74,7 +71,7 @@ def _random_layouts(kind, path, seed):
         plain = i % 3 == 2
         tensor = whole if plain else distribute_tensor(whole, mesh, [placement])
         parameters[f"t{i}"] = tensor
-    plan, transport, publisher = join(kind, path, parameters)
+    plan, transport, publisher = join("file", path, parameters)
     receipt = publisher.publish(3, timeout_s=TIMEOUT_S)
     local = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in parameters.items()}
     got = received(plan, transport)
@@ -83,13 +80,11 @@ def _random_layouts(kind, path, seed):
     return describe(parameters).to_json(), local, receipt.digest, got[0].digest, got[1]
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "file"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_received_bytes_equal_the_reference(kind, world_size, tmp_path):
-    for seed in range(3):
+def test_received_bytes_equal_the_reference(tmp_path):
+    for seed, world_size in enumerate((3, 4)):
         path = tmp_path / str(seed)
         path.mkdir()
-        results = ranks.run(_random_layouts, kind, str(path), seed, world_size=world_size)
+        results = ranks.run(_random_layouts, str(path), seed, world_size=world_size)
         sources = [Manifest.from_json(result[0]) for result in results]
         target = sources[0].whole(dtype=torch.bfloat16)
         whole = gather_whole(sources, [result[1] for result in results], target)
@@ -101,8 +96,7 @@ def test_received_bytes_equal_the_reference(kind, world_size, tmp_path):
         for source, result in zip(sources, results, strict=True):
             for name, part in slice_again(whole, source).items():
                 oracles.assert_same_bits(part, result[1][name].to(torch.bfloat16).float())
-        left = [] if kind == "shared_memory" else ["version-3.safetensors"]
-        assert [each.name for each in path.rglob("version-*")] == left
+        assert [each.name for each in path.rglob("version-*")] == ["version-3.safetensors"]
 
 
 def _fsdp_over_experts(path):
@@ -127,7 +121,7 @@ def test_fsdp_over_experts_arrives_whole_and_nobody_gathers(tmp_path):
         assert max(sent) - min(sent) <= 7 * 4
 
 
-@settings(max_examples=30)
+@settings(max_examples=8)
 @given(st.integers(0, 2**16), st.sampled_from([torch.bfloat16, torch.float16, torch.float64]))
 def test_the_sender_casts(tmp_path_factory, seed, dtype):
     weights = {"w": torch.randn(13, 5, generator=torch.Generator().manual_seed(seed)) * 1e3}
@@ -266,40 +260,6 @@ def _weights(value):
     return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": torch.full((5,), float(value))}
 
 
-def _one_rank_fails(kind, path, failing):
-    """The whole story of a fault: typed error everywhere, old version kept, retry succeeds."""
-    parameters = _weights(1)
-    plan, transport, publisher = join(kind, path, parameters)
-    publisher.publish(1, timeout_s=TIMEOUT_S)
-    for tensor in parameters.values():
-        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(2)
-    fault = CapacityError("disk full")
-    method = {"begin": "begin", "write": "send", "commit": "commit"}[failing]
-    at = 0 if failing in ("begin", "commit") else dist.get_world_size() - 1
-    if dist.get_rank() == at:
-        publisher._transport = FaultyTransport(transport, {method: [fault]})
-    with pytest.raises(TransferError, match=f"rank {at}: CapacityError: disk full"):
-        publisher.publish(2, timeout_s=TIMEOUT_S)
-    receipt, got = received(plan, transport)
-    assert receipt.version == 1
-    assert got["w"].eq(1).all()
-    dist.barrier()
-    assert not list(Path(path).rglob("version-2.*"))  # The room is given back.
-    dist.barrier()
-    publisher.publish(2, timeout_s=TIMEOUT_S)
-    receipt, got = received(plan, transport)
-    assert receipt.version == 2
-    assert all(tensor.eq(2).all() for tensor in got.values())
-    dist.barrier()
-    transport.close()
-
-
-@pytest.mark.parametrize("kind", ["shared_memory", "file"])
-@pytest.mark.parametrize("failing", ["begin", "write", "commit"])
-def test_one_rank_fails_and_all_roll_back(kind, failing, tmp_path):
-    ranks.run(_one_rank_fails, kind, str(tmp_path), failing, world_size=3)
-
-
 def _disagree(path):
     _, transport, publisher = join("shared_memory", path, _weights(1))
     with pytest.raises(UsageError, match=r"disagree about the version: \[1, 2\]"):
@@ -316,9 +276,9 @@ def test_ranks_that_disagree_about_the_version_publish_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def _one_rank_dies(kind, path, victim):
+def _one_rank_dies(path, victim):
     parameters = _weights(1)
-    plan, transport, publisher = join(kind, path, parameters)
+    plan, transport, publisher = join("shared_memory", path, parameters)
     publisher.publish(1, timeout_s=TIMEOUT_S)
     ranks.kill(victim)
     with pytest.raises(TransferError, match="make a new group"):
@@ -334,12 +294,11 @@ def _one_rank_dies(kind, path, victim):
     return version
 
 
-@pytest.mark.parametrize("kind", ["shared_memory", "file"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_dead_rank_is_noticed_and_the_old_version_stays(kind, victim, tmp_path):
-    results = ranks.run(_one_rank_dies, kind, str(tmp_path), victim, world_size=3)
+def test_a_dead_rank_is_noticed_and_the_old_version_stays(victim, tmp_path):
+    results = ranks.run(_one_rank_dies, str(tmp_path), victim, world_size=3)
     assert results.pop(victim) is None
-    assert results == ([None] * 2 if (kind, victim) == ("shared_memory", 0) else [1, 1])
+    assert results == ([None] * 2 if victim == 0 else [1, 1])
 
 
 def _one_rank_hangs(path):

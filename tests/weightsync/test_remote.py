@@ -69,7 +69,7 @@ def test_an_update_that_was_left_open_is_closed_first():
 
 
 @pytest.mark.parametrize("act", ["verify", 2])
-@pytest.mark.parametrize("failing", [[0, 1], [0], [1]])
+@pytest.mark.parametrize("failing", [[0, 1], [1]])
 def test_workers_stay_on_one_version(failing, act):
     bad = ("CorruptionError", "bucket 3")
     engine = Blocking([1, 1], {(worker, act): bad for worker in failing})
@@ -87,12 +87,6 @@ def test_workers_that_cannot_be_brought_back_are_an_error():
         engine.update(2)
     engine = Blocking([None, None], {(1, 2): bad})
     with pytest.raises(EngineError, match="out of memory Its workers held .None, None.: no vers"):
-        engine.update(2)
-
-
-def test_a_torn_worker_is_what_is_reported():
-    engine = Blocking([1, 1], {(0, 2): ("TransferError", "a"), (1, 2): ("EngineError", "torn")})
-    with pytest.raises(EngineError, match="torn"):
         engine.update(2)
 
 
@@ -157,24 +151,6 @@ def test_a_call_ends_with_a_type_before_its_deadline(method, kind, message):
     deadline = time.monotonic() + patience_s
     with pytest.raises(kind, match=message):
         asyncio.run(call(engine, getattr(engine, method)(), "try", deadline))
-
-
-def test_a_call_returns_the_answer():
-    engine = Slow()
-    assert asyncio.run(call(engine, engine.answer(), "try", time.monotonic() + HANG_S)) == 3
-
-
-def test_steps_on_an_asynchronous_engine():
-    seen = []
-
-    def steps():
-        seen.append((yield EngineCall("answer")))
-        yield EngineCall("never")
-
-    start = time.monotonic()
-    with pytest.raises(DeadlineError):
-        asyncio.run(drive(Slow(), steps(), "try", start + 0.1))
-    assert seen == [3]
 
 
 def test_a_step_can_wait_first_and_the_last_value_is_returned():

@@ -3,7 +3,6 @@
 import json
 import random
 
-import jaxtyping
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,8 +20,7 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.observed import MULTIPLIED, Observed, Seen, digest_tensors, observe
-from tests.deadlines import HANG_S
-from tests.weightsync.toy_engine import wirings
+from tests.weightsync.toy_engine import moved, wirings
 
 ranks.preload(__name__)  # With all that it imports.
 
@@ -74,7 +72,7 @@ class Engine:
     def _loaded(self, rank, sent):
         taken = sent | self._spoiled(sent) if rank == self.rank and self.kind else sent
         wiring = WIRINGS[rank]
-        held = wiring.move({name: tensor.bfloat16() for name, tensor in taken.items()})
+        held = moved(wiring, {name: tensor.bfloat16() for name, tensor in taken.items()})
         if rank == self.rank and self.kind == "stale after load":
             old, whole = self.past[1][self.name], wiring.sources[self.name].layout.shard
             for piece in wiring.by_source[self.name]:
@@ -121,9 +119,9 @@ def test_an_engine_with_fused_and_sliced_parameters_is_verified():
     found.raise_if_wrong()
 
 
-def test_each_of_200_faults_is_named():
+def test_each_of_200_faults_is_named(full):
     met = set()
-    for version, engine in enumerate(faults(200)):
+    for version, engine in enumerate(faults(200 if full else 36)):
         engine.load(weights(version))
         sent = weights(version + 1)
         engine.load(sent)
@@ -135,36 +133,31 @@ def test_each_of_200_faults_is_named():
     assert {kind for kind, _ in met} == set(KINDS)
 
 
+def prove(engine, sent):
+    def verify():
+        return verify_engine(sent, engine.held, into=WIRINGS, plan=PLAN)
+
+    return prove_round_trip(sent, lambda version: engine.load(sent), verify, version=0)
+
+
 def test_each_fault_fails_the_round_trip(full):
-    for engine in faults(200 if full else 48):
+    for engine in faults(200 if full else 12):
         sent = {name: torch.ones(shape) for name, shape in SHAPES.items()}  # All alike.
         with pytest.raises(TransferError) as met:
-            prove_round_trip(
-                sent,
-                lambda version, engine=engine, sent=sent: engine.load(sent),
-                lambda engine=engine: engine.held,
-                into=WIRINGS,
-                plan=PLAN,
-                version=0,
-                timeout_s=HANG_S,
-            )
-        assert any(repr(name) in str(met.value) for name in engine.named), (engine.kind, met.value)
+            prove(engine, sent)
+        assert any(name in str(met.value) for name in engine.named), (engine.kind, met.value)
         assert all(tensor.eq(1).all() for tensor in sent.values())
-    engine = Engine()
-    prove_round_trip(sent, lambda version: engine.load(sent), lambda: engine.held, into=WIRINGS,
-                     version=0, timeout_s=HANG_S)  # fmt: skip
+    assert prove(Engine(), sent).is_proved
 
 
-@pytest.mark.parametrize("digested", [False, True])
-def test_two_equal_tensors_that_are_exchanged_fail_a_round_trip_without_a_plan(digested):
+def test_two_equal_tensors_that_are_exchanged_fail_a_round_trip_without_a_plan():
     sent, held = {name: torch.zeros(6) for name in ("a", "b", "c")}, {}
 
     def push(version):
         held.update(a=sent["b"].clone(), b=sent["a"].clone(), c=sent["c"].half())
 
-    look = (lambda: digest_tensors(held)) if digested else (lambda: held)
-    with pytest.raises(TransferError, match="2 of 3 tensors, such as 'a', are others in the engin"):
-        prove_round_trip(sent, push, look, version=0, timeout_s=HANG_S)
+    with pytest.raises(TransferError, match="2 tensors, such as 'a', are others in the engin"):
+        prove_round_trip(sent, push, lambda: verify_engine(sent, held), version=0)
 
 
 class Tied(nn.Module):
@@ -218,7 +211,7 @@ def test_what_an_engine_cannot_show_is_not_proved():
 
     seen = []
     for rank, wiring in enumerate(WIRINGS):
-        held = wiring.move({name: tensor.bfloat16() for name, tensor in sent.items()})
+        held = moved(wiring, {name: tensor.bfloat16() for name, tensor in sent.items()})
         one = observe(plan, look, reader=rank, convert=wiring)
         seen.append(Observed.from_json(json.loads(json.dumps(one.to_json()))))
     sent["model.norm.weight"][3] = -0.0  # The kernel adds zero to it.
@@ -230,22 +223,17 @@ def test_what_an_engine_cannot_show_is_not_proved():
         found.raise_if_wrong()
 
 
-def test_digests_alone_tell_names():
-    trainer = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(2)}
-    engine = {"a": torch.ones(2, 3).bfloat16(), "b": torch.zeros(4), "d": torch.ones(1)}
-    told = json.loads(json.dumps(digest_tensors(engine)))
-    found = verify_engine(trainer, told)
-    assert (found.tensors, list(found.differing)) == (2, ["b"])
-    assert (list(found.missing), list(found.unexpected)) == (["c"], ["d"])
-    kept = digest_tensors(engine)
-    assert verify_engine(kept, engine).is_proved
+def test_digests_of_a_load_are_compared_with_the_engine():
+    engine = {"a": torch.ones(2, 3).bfloat16(), "b": torch.zeros(4)}
+    held = json.loads(json.dumps(digest_tensors(engine)))
+    assert verify_engine(held, engine).is_proved
     engine["a"][1, 2] += 1
-    assert verify_engine(kept, engine).differing == {"a": "torch.bfloat16 (2, 3)"}
+    assert verify_engine(held, engine).differing == {"a": "torch.bfloat16 (2, 3)"}
+    found = verify_engine(held, {"b": engine["b"], "d": torch.ones(1)})
+    assert (list(found.missing), list(found.unexpected)) == (["a"], ["d"])
     tied = Tied()
-    assert verify_engine(tied, digest_tensors(tied.state_dict())).is_proved
-    assert verify_engine(tied, digest_tensors(tied)).is_proved
-    compiled = torch.compile(tied, backend="eager")  # Wrapped, and not run.
-    assert verify_engine(compiled, tied.state_dict()).is_proved
+    assert verify_engine(digest_tensors(tied), tied).is_proved
+    assert verify_engine(torch.compile(tied, backend="eager"), tied.state_dict()).is_proved
 
 
 def test_a_part_that_no_process_has_is_missing():
@@ -262,22 +250,6 @@ def test_a_part_that_no_process_has_is_missing():
     assert "model.norm.weight" not in found.missing
 
 
-def test_a_view_of_a_tensor_is_not_that_tensor():
-    """A trainer's fused tensor and its first part share an address; the engine has the part."""
-    fused = torch.arange(12.0).reshape(6, 2)
-    trainer = {"qkv": fused, "q": fused[:2], "k": fused[2:4], "empty": fused[:0], "none": fused[6:]}
-    engine = {"q": fused[:2].clone(), "empty": fused[:0].clone()}
-    found = verify_engine(trainer, engine)
-    assert found.missing == {"qkv": "(6, 2)", "k": "(2, 2)", "none": "(0, 2)"}
-    found = verify_engine({"q": fused[:2]}, {"q": fused[:2], "qkv": fused, "none": fused[:0]})
-    assert found.unexpected == {"qkv": "(6, 2)", "none": "(0, 2)"}
-    sent = {"q": fused[:2]}
-    plan = plan_sync([describe(sent)], describe(sent), bucket_bytes=64)
-    found = verify_engine(sent, {"q": fused[:2], "qkv": fused}, plan=plan)
-    assert found.unexpected == {"qkv": "reader 0"}
-    assert not found.is_proved
-
-
 def test_a_proof_compares_whole_shapes():
     """After `resize_token_embeddings` the rows that the plan knows are the engine's still."""
     sent = {"embed": torch.ones(4, 2), "norm": torch.ones(2)}
@@ -291,16 +263,6 @@ def test_a_proof_compares_whole_shapes():
     }.values():
         with pytest.raises(PlanError, match=reason):
             verify_engine(sent | change, engine, plan=plan)
-
-
-@pytest.mark.parametrize("odd", [3, "a", [], [None], [3], {"w": 3}, {3: torch.ones(2)}, b"w"])
-def test_an_engine_that_is_none_is_refused_by_name(odd, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
-    sent = {"w": torch.ones(2)}
-    plan = plan_sync([describe(sent)], describe(sent), bucket_bytes=64)
-    for more in ({}, {"plan": plan}):
-        with pytest.raises(UsageError):
-            verify_engine(sent, odd, **more)
 
 
 def test_what_it_cannot_compare_is_refused():

@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from primeblocks.testing import tiny_models
-from primeblocks.weightsync import describe
+from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.convert.conversion import record_reads
 from tests.deadlines import START_S
 from tests.engine_job import call
+from tests.weightsync.toy_engine import moved
 
 pytestmark = [
     pytest.mark.vllm,
@@ -81,7 +82,7 @@ def _load(folder, family, whole_experts, rank):
     whole, boxes = loaded
     sizes = [sum(t.nbytes for t in each.values()) for each in (whole, checkpoint)]
     differ = [name for name in whole if not torch.equal(whole[name], boxes[name])]
-    made = reads.into.move(checkpoint)
+    made = moved(reads.into, checkpoint)
     elsewhere = [
         name
         for name, loaded in whole.items()
@@ -92,7 +93,8 @@ def _load(folder, family, whole_experts, rank):
     arrives = {name for name, pieces in reads.into.by_source.items() if pieces}
     lost = {name: why for name, why in reads.lost.items() if name not in arrives}
     unplaced = [name for name in reads.boxes if name not in arrives | set(lost)]
-    return reads.bytes, *sizes, dict(reads.inexact), lost, [differ, elsewhere, unknown, unplaced]
+    read = plan_sync([describe(checkpoint)], reads).bytes_total
+    return read, *sizes, dict(reads.inexact), lost, [differ, elsewhere, unknown, unplaced]
 
 
 def _poisoned(checkpoint, boxes):

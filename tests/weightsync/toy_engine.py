@@ -68,3 +68,14 @@ def wirings(checkpoint, ranks):
         record_reads(engine.load, checkpoint, into=engine.parameters).into
         for engine in (ToyRank(checkpoint, rank, ranks) for rank in range(ranks))
     ]
+
+
+def moved(wiring, tensors):
+    """Whole targets of whole sources, in new memory."""
+    made = {}
+    for name, spec in wiring.targets.items():
+        made[name] = torch.zeros(spec.shape, dtype=spec.dtype)
+        for piece in wiring.by_target[name]:
+            whole = wiring.sources[piece.source].layout.shard
+            made[name][piece.target_box.slices].copy_(piece.view(tensors[piece.source], whole))
+    return made

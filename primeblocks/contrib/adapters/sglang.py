@@ -37,7 +37,7 @@ from ...errors import (
     UsageError,
 )
 from ...weightsync.adapters.httpx import JsonServer
-from ...weightsync.engines.model_folder import ModelFolder
+from ..model_folders import ModelFolder
 
 __all__ = ["InFlight", "Sglang", "SglangReport"]
 

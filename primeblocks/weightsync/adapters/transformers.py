@@ -1,7 +1,6 @@
 """Names and shapes of transformers 5 checkpoints, as its own `save_pretrained` writes them.
 
-For each model family, transformers has reversible transforms between module and checkpoint. They
-run here on tensors without memory, and the strides of each result say which elements moved.
+Transformers' own reversible transforms between module and checkpoint are recorded here.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ __all__ = ["to_checkpoint"]
 
 def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
     """Return the wiring from a module's tensors to those of the checkpoint it would write. Local.
-
-    The wiring moves elements and computes none, so shards of any layout can use it.
 
     Args:
         model: a sharded or whole model. Only its class and its configuration are read.

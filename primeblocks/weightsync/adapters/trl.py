@@ -26,11 +26,9 @@ __all__ = ["TrlTransfer"]
 class TrlTransfer:
     """Publishes TRL's weights, and makes the engine load them.
 
-    The first call of `send_weights` makes the plan and attaches the engine, because TRL names its
-    weights only then. Versions count TRL's transfers. The first transfer is version 1.
-
-    Cost: a copy of the model in `dtype` in host memory, filled one weight at a time as TRL gathers
-    them. With `full_every` above 1, one more copy, of the bytes sent last.
+    The first call of `send_weights` makes the plan and attaches the engine. Versions count TRL's
+    transfers from 1. Cost: a copy of the model in `dtype` in host memory, filled one weight at a
+    time. With `full_every` above 1, one more copy.
 
     Args:
         transport: the trainer's end. You close it.
@@ -40,7 +38,7 @@ class TrlTransfer:
             its result, like `EventThread.call`.
         dtype: the dtype of the engine's weights.
         timeout_s: the longest that each publish, attach and update may take.
-        full_every, bucket_bytes: as for `Publisher` and `plan_sync`.
+        full_every: as for `Publisher`.
     """
 
     def __init__(
@@ -52,14 +50,13 @@ class TrlTransfer:
         run: Callable[..., Any],
         dtype: torch.dtype = torch.bfloat16,
         full_every: int = 1,
-        bucket_bytes: int = 256 << 20,
         timeout_s: float = 600.0,
     ) -> None:
         self.version = 0
         self.receipts: list[Receipt] = []
         self._transport, self._attach, self._update, self._run = transport, attach, update, run
         self._dtype, self._full_every = dtype, full_every
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._timeout_s = timeout_s
         self._held: dict[str, Tensor] = {}
         self._publisher: Publisher | None = None
         self._closed = False
@@ -104,7 +101,7 @@ class TrlTransfer:
 
     def _open(self) -> Publisher:
         source = describe(self._held)
-        plan = plan_sync([source], source.whole(), bucket_bytes=self._bucket_bytes)
+        plan = plan_sync([source], source.whole())
         self._run(self._attach(plan), timeout_s=self._timeout_s)
         self._publisher = Publisher(plan, self._held, self._transport, full_every=self._full_every)
         return self._publisher

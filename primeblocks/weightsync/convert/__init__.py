@@ -3,12 +3,10 @@
 from ..manifest import Manifest, gather_manifests
 from .conversion import Reads, Wiring, record_reads, record_wiring
 from .pieces import Piece
-from .quantize import Quantize
 
 __all__ = [
     "Manifest",
     "Piece",
-    "Quantize",
     "Reads",
     "Wiring",
     "gather_manifests",

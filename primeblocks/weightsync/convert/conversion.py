@@ -1,12 +1,9 @@
 """Conversions between the names and shapes that trainer, checkpoint and engine give weights.
 
-A conversion moves elements and computes none, so it is exact, and can be inverted if it drops no
-element. The boxes that move are known before any byte moves. So a shard goes directly to its place,
-through changes of name and shape, and no tensor is gathered.
-
-A conversion is recorded: its function runs once on tensors without memory. So are the reads of a
-loader. torch keeps the strides of every view of these tensors. They identify each element by its
-place in its source, for every kind of view.
+A conversion moves elements and computes none, so it is exact. It is recorded: its function runs
+once on tensors without memory, and the strides of the results say which box of a source fills which
+box of a target. So a shard goes directly to its place, and no tensor is gathered. The reads of a
+loader are recorded in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +12,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 
 import torch
 from torch import Tensor
@@ -41,7 +37,7 @@ __all__ = ["Reads", "Wiring", "filling", "record_reads", "record_wiring", "union
 
 @dataclass(frozen=True)
 class Wiring:
-    """A conversion bound to tensors: which box of a source fills which box of a target.
+    """A recorded conversion: which box of a source fills which box of a target.
 
     Pieces do not overlap, on either side. Target elements that no piece fills are zero padding.
     """
@@ -49,25 +45,6 @@ class Wiring:
     sources: Manifest
     targets: Manifest
     pieces: tuple[Piece, ...]
-
-    def inverse(self) -> Wiring:
-        """Return the wiring from the targets back to the sources.
-
-        Raises:
-            PlanError: the conversion drops or crops elements.
-        """
-        lost = [
-            name
-            for name, pieces in self.by_source.items()
-            if sum(piece.source_box.numel for piece in pieces) != prod(self.sources[name].shape)
-        ]
-        if lost:
-            raise PlanError(
-                f"{len(lost)} tensors were dropped or cropped, such as {lost[0]!r}, and have no "
-                "way back. Convert all elements, or keep the sources."
-            )
-        pieces = tuple(piece.inverse() for piece in self.pieces)
-        return Wiring(self.targets, self.sources, pieces)
 
     @cached_property
     def by_source(self) -> dict[str, list[Piece]]:
@@ -93,32 +70,6 @@ class Wiring:
             if (part := piece.from_source(spec.layout.shard)) is not None
         ]
 
-    def move(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return whole targets from whole sources, in new memory. Local. Copies each element once.
-
-        Raises:
-            PlanError: a source is missing, is sharded or has another shape.
-        """
-        held = describe(tensors)
-        _check_same(held, self.sources)
-        missing = [name for name in self.sources if name not in held]
-        sharded = [name for name, spec in held.items() if not spec.layout.is_whole]
-        if missing or sharded:
-            raise PlanError(
-                f"{len(missing)} tensors are missing and {len(sharded)} sharded, first "
-                f"{(missing + sharded)[0]!r}. Pass whole tensors, or use map() for shards."
-            )
-        return {name: self._made(name, tensors) for name in self.targets}
-
-    def _made(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        spec, pieces = self.targets[name], self.by_target[name]
-        device = tensors[pieces[0].source].device if pieces else None
-        made = torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-        for piece in pieces:
-            source = self.sources[piece.source].layout.shard
-            made[piece.target_box.slices].copy_(piece.view(tensors[piece.source], source))
-        return made
-
 
 @dataclass(frozen=True)
 class Reads:
@@ -138,21 +89,8 @@ class Reads:
     into: Wiring | None = field(default=None, compare=False)
     lost: Mapping[str, str] = field(default_factory=dict, compare=False)
 
-    @cached_property
-    def bytes(self) -> int:
-        """The bytes of all boxes."""
-        return sum(
-            box.numel * self.sources[name].dtype.itemsize
-            for name, boxes in self.boxes.items()
-            for box in boxes
-        )
-
     def lacking(self, held: Boxes) -> list[str]:
-        """Return the tensors of which `held` lacks elements that are read.
-
-        Args:
-            held: disjoint boxes by name.
-        """
+        """Return the tensors of which the disjoint boxes `held` lack elements that are read."""
         return [
             name
             for name, boxes in self.boxes.items()
@@ -170,11 +108,7 @@ class Reads:
 
     @classmethod
     def from_json(cls, text: str, checkpoint: Manifest) -> Reads:
-        """Return the reads of this checkpoint that `to_json` wrote.
-
-        Raises:
-            PlanError: `to_json` did not write this text.
-        """
+        """Return the reads of this checkpoint that `to_json` wrote, or raise PlanError."""
         with as_plan_error("reads"):
             rows, inexact = json.loads(text)
             boxes = {
@@ -192,10 +126,9 @@ def record_reads(
 ) -> Reads:
     """Run a loader without data and record the boxes that it would read. Local.
 
-    The loader gets meta tensors, and must read them in the caller's thread. Its copies of them into
-    parameters are recorded and not made. Its other writes, such as of zeros, are made. If the
-    loader fails on tensors without values, the result reads all tensors whole, and `inexact` says
-    why.
+    The loader gets meta tensors, and must read them in the caller's thread. Copies of them into
+    parameters are recorded and not made. If the loader fails on tensors without values, the result
+    reads all tensors whole, and `inexact` says why.
 
     Args:
         load: takes (name, tensor) pairs of the whole checkpoint, as `Subscriber` gives them.
@@ -324,7 +257,6 @@ def _whole(checkpoint: Manifest, names: Iterable[str]) -> Manifest:
 
 
 def _joined(name: str, boxes: Iterable[Shard], shape: tuple[int, ...]) -> tuple[Shard, ...]:
-    """Return the same elements as few disjoint boxes."""
     cells = owned_boxes(((0, box) for box in boxes), shape)[0]
     pieces = merge(in_place(name, box) for box, _ in cells)
     return tuple(sorted((p.source_box for p in pieces), key=lambda box: box.offsets))

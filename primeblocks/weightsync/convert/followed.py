@@ -1,7 +1,6 @@
 """Follow the elements of tensors through views, copies and arithmetic.
 
-torch keeps the strides of every view. They identify an element by its place in its storage, for
-every kind of view.
+The strides of a view identify each element by its place in its storage, for every kind of view.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...layout import Layout, Shard
 from ..manifest import TensorSpec
-from .pieces import Piece, hull, pieces_in
+from .pieces import Piece, pieces_in
 
 __all__ = ["Follower"]
 
 _aten = torch.ops.aten
-# Elements are other places' after these, and the same.
+# Operations that only move elements.
 _MOVES = (
     _aten.clone.default,
     _aten._to_copy.default,
@@ -170,10 +169,7 @@ class Follower(TorchDispatchMode):
         origin = self._origins[_storage(tensor)]
         within = pieces_in(tensor, origin.base)
         if within is None:
-            box = hull(tensor, origin.base)
-            why = "what is read are no boxes of it"
-            inexact = why if origin.base[box.slices].nbytes > tensor.nbytes else ""
-            self._read(origin.base[box.slices], inexact=inexact, lost=why)
+            self._read(origin.base, inexact="what is read are no boxes of it")
             return []
         found = [replace(piece, source=origin.name) for piece in within] if origin.name else []
         for at, part in origin.parts if within else ():
@@ -196,7 +192,6 @@ class Follower(TorchDispatchMode):
         return found
 
     def _names(self, tensor: Tensor) -> set[str]:
-        """Return the checkpoint tensors that a tensor is made of."""
         origin = self._origins[_storage(tensor)]
         names = {name for _, part in origin.parts for name in self._names(part)}
         return names | {origin.name} if origin.name else names
@@ -242,7 +237,6 @@ def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _parts(
     func: Any, args: Sequence[Any], made: Tensor, followed: Sequence[Tensor]
 ) -> list[tuple[Shard | None, Tensor]]:
-    """Return the parts that a new tensor is made of."""
     name = func._schema.name
     if name.endswith("_like") or name.startswith("aten::new_"):
         return []  # Of a shape alone.

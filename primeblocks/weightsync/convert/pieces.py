@@ -1,7 +1,4 @@
-"""Boxes that move: a part of one tensor, and the part of another tensor that it fills. Pure.
-
-The strides of a view give its pieces.
-"""
+"""Boxes that move: a part of one tensor, and the part of another tensor that it fills. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor
 
 from ...layout import Shard
 
-__all__ = ["NEW", "Piece", "hull", "in_place", "merge", "paired", "pieces_in"]
+__all__ = ["NEW", "Piece", "in_place", "merge", "paired", "pieces_in"]
 
 NEW = -1
 # Of a view that is no box. More are not worth their time.
@@ -66,10 +63,7 @@ class Piece:
         return part and part.inverse()
 
     def then(self, after: Piece) -> Piece | None:
-        """Join this piece with `after`, whose source is this piece's target.
-
-        Returns None if the two pieces have no element in common.
-        """
+        """Join with `after`, whose source is this piece's target. None without common elements."""
         first, last = self, after
         if self.target_box != after.source_box:
             part, rest = self.to_target(after.source_box), after.from_source(self.target_box)
@@ -103,8 +97,7 @@ def in_place(name: str, box: Shard) -> Piece:
 def paired(dims: Sequence[int], source: Sequence[int], target: Sequence[int]) -> tuple[int, ...]:
     """Return the dims of a piece, with each new dim paired with a source dim that was dropped.
 
-    Both dims have size 1. As one dim, `merge` can join them with their neighbours. So experts that
-    were split come together again.
+    Both have size 1. So `merge` can join experts that were split.
     """
     gone = iter([dim for dim, size in enumerate(source) if dim not in dims and size == 1])
     return tuple(
@@ -145,7 +138,7 @@ def _merge_along(pieces: list[Piece], dim: int) -> list[Piece]:
 
 
 def _line(piece: Piece, dim: int) -> object:
-    """Return the key of the line along a dim of the target that a piece lies on."""
+    """Return a key that is equal for pieces on one line along a dim of the target."""
     source, target, origin = piece.source_box, piece.target_box, piece.dims[dim]
     shift = source.offsets[origin] - target.offsets[dim]
     boxes = _without(source, origin), _without(target, dim)
@@ -225,22 +218,10 @@ def pieces_in(view: Tensor, base: Tensor) -> list[Piece] | None:
     return found
 
 
-def hull(view: Tensor, base: Tensor) -> Shard:
-    """Return a box of `base` that contains a view, from its first to its last row."""
-    (first, steps), (start, dims) = _in_bytes(view), _in_bytes(base)
-    last = first + sum((n - 1) * stride for n, stride in steps)
-    outer = max(range(base.ndim), key=lambda d: (base.shape[d] > 1, dims[d][1]))
-    row, end = (first - start) // dims[outer][1], (last - start) // dims[outer][1]
-    offsets, sizes = [0] * base.ndim, list(base.shape)
-    offsets[outer], sizes[outer] = row, end - row + 1
-    return Shard(tuple(offsets), tuple(sizes))
-
-
 def _in_bytes(tensor: Tensor) -> tuple[int, list[tuple[int, int]]]:
     """Return a tensor's first byte, and the size and stride of each dim, in bytes.
 
-    The bytes of an element are one more dim, the last. The unit is bytes because a view may have
-    another dtype than its base.
+    The bytes of an element are one more dim, because a view may have another dtype than its base.
     """
     size = tensor.element_size()
     dims = [(n, stride * size) for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]

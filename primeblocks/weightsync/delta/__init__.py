@@ -1,5 +1,5 @@
-"""Lossless deltas between two versions."""
+"""Lossless deltas: only the elements that changed, and only their low bits."""
 
-from .deltas import DeltaInfo, apply_delta, encode_delta, inspect_delta
+from .deltas import apply_delta, encode_delta
 
-__all__ = ["DeltaInfo", "apply_delta", "encode_delta", "inspect_delta"]
+__all__ = ["apply_delta", "encode_delta"]

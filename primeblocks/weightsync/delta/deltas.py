@@ -1,20 +1,16 @@
 """Lossless sparse deltas, of one tensor and of a packed bucket.
 
-A delta is a set of overwrites of the low bits of elements: *the low w bits become b*. It contains
-new bits, never differences. So you may apply it twice, or apply it again after a failure. A delta
-is small because an optimizer step moves most weights by one or two units in the last place. That
-changes only low bits.
-
-A delta does not record its base. Its sender keeps versions, and a digest of the result. A bucket
-travels in stretches of elements of one size: each as a delta, or in full if that is smaller.
-Measurements: docs/weightsync_evidence.md.
+A delta overwrites the low bits of elements: *the low w bits become b*. So you may apply it twice,
+or again after a failure. It is small because an optimizer step moves most weights by one or two
+units in the last place. It does not record its base. Its sender keeps versions, and a digest of the
+result. A bucket travels in stretches of elements of one size: each as a delta, or in full if that
+is smaller.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -42,11 +38,9 @@ from .entries import (
 __all__ = [
     "CHUNK_BYTES",
     "Chunk",
-    "DeltaInfo",
     "apply_delta",
     "apply_payloads",
     "encode_delta",
-    "inspect_delta",
     "take_payload",
 ]
 
@@ -63,29 +57,11 @@ _WIDTHS = {1: 1, 2: 2, 4: 4, 8: 4, 16: 4}
 Chunk = tuple[np.ndarray, np.ndarray]
 
 
-@dataclass(frozen=True)
-class DeltaInfo:
-    """The facts in a delta's header and counts.
-
-    Args:
-        itemsize: the bytes of one element.
-        numel: the number of elements of the tensor.
-        changed: the number of elements that the delta writes.
-        size_bytes: the size of the delta.
-    """
-
-    itemsize: int
-    numel: int
-    changed: int
-    size_bytes: int
-
-
 def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
     """Return the delta that turns `old` into `new`, or None if `new` itself is not larger.
 
-    Compares bit patterns, so NaN and -0.0 are values like any other. Local: reads both tensors
-    once. From a device, only changed elements come to the host. To update `old` for the next call,
-    apply the delta, which is cheaper than a copy.
+    Compares bit patterns. Local: reads both tensors once. From a device, only changed elements come
+    to the host. To update `old` for the next call, apply the delta.
 
     Raises:
         ShapeError: shapes or dtypes differ, or a tensor is not contiguous.
@@ -114,8 +90,8 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 def apply_delta(target: Tensor, delta: Bytes) -> None:
     """Overwrite the changed elements of `target` in place. Local: costs only the changed elements.
 
-    Idempotent. On a wrong base the call still succeeds, but the result is not the new version. So
-    compare versions before the call, and a digest after it. If it raises, `target` is unchanged.
+    Idempotent. If it raises, `target` is unchanged. On a wrong base the call succeeds, but the
+    result is wrong. So compare versions before the call, and a digest after it.
 
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost.
@@ -131,22 +107,6 @@ def apply_delta(target: Tensor, delta: Bytes) -> None:
     bits = _bits_of(target)
     for span, entries in zip(segments(opened.numel), read_segments(opened), strict=True):
         write_entries(bits[span], entries)
-
-
-def inspect_delta(delta: Bytes) -> DeltaInfo:
-    """Check a delta's digest and return its element counts and size. Local: reads each byte once.
-
-    Raises:
-        CorruptionError: a byte was changed, added or lost.
-        UnsupportedError: the delta has another format version.
-    """
-    opened = open_delta(delta)
-    return DeltaInfo(
-        itemsize=opened.itemsize,
-        numel=opened.numel,
-        changed=int(opened.counts[:, 0].sum()),
-        size_bytes=memoryview(delta).nbytes,
-    )
 
 
 def _bits_of(tensor: Tensor) -> Bits:
@@ -229,7 +189,6 @@ def apply_payloads(
 
 
 def _read(stream: _Stream, numel: int, width: int) -> Entries:
-    """Return the changed ones of the next `numel` elements of a stream."""
     chunks = stream.until(stream.at + numel * width)
     pairs = ((new.view(f"u{width}"), old.view(f"u{width}")) for new, old in chunks)
     return read_changes(pairs, update=True)

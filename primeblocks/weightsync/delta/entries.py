@@ -13,9 +13,8 @@ The first layer has the changed elements and their low bits. The next layer says
 elements changed in higher bits, and has the next bits. The last layer reaches the whole element.
 
 Positions are Elias-Fano coded: the low bits unchanged, and the high parts as a bit vector in which
-each position sets one bit. For random positions this takes 0.5 bits per position above the entropy:
-8.6 bits instead of 8.1 if 1 % of the elements change. If more than about a quarter of the positions
-are in the set, a plain bitmap is smaller and is used.
+each position sets one bit. If more than about a quarter of the positions are in the set, a plain
+bitmap is smaller and is used.
 
 Source: Elias 1974, doi:10.1145/321812.321820. Fano 1971, MIT Project MAC Memo 61.
 """
@@ -251,7 +250,7 @@ def read_segments(opened: Opened) -> Iterator[Entries]:
 
 
 def _lengths(opened: Opened) -> Iterator[tuple[int, list[int]]]:
-    """Yield the number of elements of each segment, and the bytes of each of its streams."""
+    """Yield the elements of each segment, and the bytes of each of its streams."""
     for span, counts in zip(segments(opened.numel), opened.counts.tolist(), strict=True):
         universe, done = span.stop - span.start, 0
         lengths = []
@@ -384,7 +383,7 @@ def unpack_positions(buffer: memoryview, count: int, universe: int) -> np.ndarra
 
 
 def _low_bits(count: int, universe: int) -> int:
-    """Return the number of low bits that are stored unchanged. 0 means a bitmap."""
+    """Return how many low bits are stored unchanged. 0 means a bitmap."""
     low = (universe // count).bit_length() - 1
     return low if low > 1 else 0
 

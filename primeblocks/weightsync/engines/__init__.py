@@ -1,9 +1,8 @@
-"""Engines that share a device with the trainer, load folders, or run LoRA adapters."""
+"""Engines that share a device with the trainer or run LoRA adapters, and a proof of the path."""
 
 from ..verify import prove_round_trip
 from .colocated import Colocated, ColocatedEngine, ColocatedTurn, Memory
 from .lora import AdapterSpec, adapter_parameters
-from .model_folder import ModelFolder, ModelFolders
 
 __all__ = [
     "AdapterSpec",
@@ -11,8 +10,6 @@ __all__ = [
     "ColocatedEngine",
     "ColocatedTurn",
     "Memory",
-    "ModelFolder",
-    "ModelFolders",
     "adapter_parameters",
     "prove_round_trip",
 ]

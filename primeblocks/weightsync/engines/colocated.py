@@ -5,8 +5,8 @@
     engine's turn    engine awake with the new weights, trainer away
       to_trainer       engine asleep, trainer back
 
-Either all ranks take a turn or none does. If a stage fails on a rank, all ranks run the stages that
-lead back. If going back fails too, the turn is "torn", and the engine must be restarted.
+Either all ranks take a turn or none does. If a stage fails on a rank, all ranks go back. If that
+fails too, the turn is "torn", and the engine must be restarted.
 """
 
 from __future__ import annotations
@@ -37,13 +37,9 @@ class Memory(Protocol):
     A call that raises must leave everything unchanged.
     """
 
-    def release(self) -> object:
-        """Move the contents off the device and free its memory."""
-        ...
+    def release(self) -> object: ...
 
-    def restore(self) -> object:
-        """Bring the contents back to the device."""
-        ...
+    def restore(self) -> object: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +94,8 @@ class Colocated:
         trainer: the trainer's memory on this rank.
         engine: the engine that this rank drives. None on ranks that drive no engine.
         publish: takes a version and `timeout_s` and returns a `Receipt`, like `Publisher.publish`.
-            The engine is off the device while it runs. So its transport must keep the weights in
-            shared memory or on a disk, not in CUDA IPC.
-        memory: returns the bytes in use on the device, like `torch.cuda.memory_allocated`. It is
-            called between stages.
+            Its transport must keep the weights in shared memory or on a disk, not in CUDA IPC.
+        memory: returns the bytes in use on the device, like `torch.cuda.memory_allocated`.
         group: the ranks that take turns together. The group must support gloo. None is the default
             group, or no group for one rank.
 
@@ -211,7 +205,6 @@ class Colocated:
     def _take(
         self, steps: Sequence[_Step], back: Sequence[_Step], timeout_s: float
     ) -> tuple[int, tuple[Stage, ...]]:
-        """Do all steps together with the other ranks, or go back with them."""
         start, before, self._in_step = time.monotonic(), self._memory(), True
         done: list[Stage] = []
         try:
@@ -272,7 +265,7 @@ class Colocated:
 
 
 def _nothing(*told: object) -> None:
-    """Do nothing, on a rank without an engine."""
+    """Do nothing."""
 
 
 def _failing(why: str) -> _Do:

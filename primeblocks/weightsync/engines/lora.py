@@ -1,7 +1,7 @@
 """LoRA adapters as named tensors: their names, their shapes and their versions.
 
-An adapter is published like any other weights. `adapter_parameters` returns its tensors by the
-names of PEFT's files. An ordinary plan and `Publisher` send them over any transport.
+`adapter_parameters` returns an adapter's tensors by the names of PEFT's files. An ordinary plan and
+`Publisher` send them.
 """
 
 from __future__ import annotations
@@ -144,8 +144,7 @@ class AdapterSpec:
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:
     """Return the LoRA parameters of a PEFT model by the names of PEFT's files. Local, no copies.
 
-    DTensors stay sharded. The result holds the live parameters, so a `Publisher` of it reads their
-    current values at each version.
+    These are the live parameters, and DTensors stay sharded.
 
     Args:
         adapter: PEFT's name of the adapter in the model.

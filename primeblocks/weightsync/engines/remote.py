@@ -1,9 +1,9 @@
 """The steps of an update on a remote engine, with deadlines and a check for a dead engine.
 
 The steps come from a generator, so that synchronous and asynchronous engines share their order. A
-step never raises in a worker. An executor that reads several workers stops at the first failure,
-and would take the unread answers for those to its next call. So workers keep the outcome, and
-report it when they are asked.
+step never raises in a worker, because vLLM's executor stops reading workers at the first failure,
+and would take the unread answers for those to its next call. So workers keep the outcome until they
+are asked.
 """
 
 from __future__ import annotations

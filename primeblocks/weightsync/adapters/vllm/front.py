@@ -8,7 +8,6 @@ loads, then commits or goes back, and resumes. Loading ends at 60 % of `timeout_
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -67,13 +66,12 @@ class UpdateReport:
 async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> list[Reads]:
     """Ask every worker of an engine which boxes of a checkpoint its loader reads.
 
-    Pass the result to `plan_sync` as targets. Local. The model's `load_weights` runs once without
-    data, between two steps of the engine, and changes no weights.
+    Pass the result to `plan_sync` as targets. The model's `load_weights` runs once without data,
+    between two steps of the engine, and changes no weights.
 
     Args:
         engine: an `AsyncLLM` or a `VllmServer`.
         checkpoint: all tensors, by the names, global shapes and dtypes that the loader takes.
-        timeout_s: how long to wait for the workers.
 
     Raises:
         DeadlineError: the workers did not answer in time.
@@ -92,7 +90,6 @@ async def observe(engine: Any, *, timeout_s: float) -> list[Observed]:
 
     Args:
         engine: an attached `AsyncLLM` or `VllmServer`.
-        timeout_s: how long to wait for the workers.
 
     Raises:
         DeadlineError: the engine did not answer in time.
@@ -115,7 +112,6 @@ async def attach(
         plan: the publisher's plan.
         transport: any end of the publisher's transport.
         first_reader: the reader number of the engine's first worker.
-        timeout_s: how long to wait for the workers.
 
     Raises:
         UnsupportedError: the workers cannot take updates safely, or the engine has replicas.
@@ -163,10 +159,9 @@ async def update_all(
 
     All engines check every byte while they generate. Only then do they pause and load. Output
     tokens carry the label `str(version)`. Cached image features are dropped in every mode. If an
-    engine fails, the engines that loaded go back to the version before. An engine stays paused
-    until an update succeeds if it hangs, or could not go back. So two versions are never served at
-    the same time. Do not address engines through a router, which would send each call to only one
-    of them.
+    engine fails, the engines that loaded go back to the version before. An engine that hangs, or
+    could not go back, stays paused until an update succeeds. So two versions are never served at
+    the same time. Do not address engines through a router, which passes each call to only one.
 
     Args:
         engines: attached engines, each an `AsyncLLM` or a `VllmServer`.
@@ -174,10 +169,8 @@ async def update_all(
         in_flight: running requests keep the KV cache of the old weights ("continue"), recompute
             it with the new weights ("recompute"), or end with finish reason "abort". With
             "continue" the prefix cache keeps old pages, so use one `cache_salt` per version.
-        prefill: positions of engines whose pages other engines read. They pause first. vLLM's
-            pause of such an engine waits until its pages were read, or until they were not
-            requested for `kv_lease_duration` (30 s). A paused engine reads no pages. Do not
-            combine with "recompute".
+        prefill: positions of engines whose pages other engines read. They pause first. Such a
+            pause waits until the pages were read, or for `kv_lease_duration` (30 s).
         timeout_s: for the whole update. The last two fifths are for going back and resuming.
 
     Raises:
@@ -216,30 +209,17 @@ async def update_all(
 
 
 def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
-    """Ask the workers of an offline `LLM`, as `describe` does. Blocks until they answer.
-
-    Raises:
-        PrimeblocksError: the error of a worker, with its type.
-    """
+    """Ask the workers of an offline `LLM`. Blocks. Raises as `describe`."""
     return list(drive_sync(llm, _describe_steps(checkpoint)))
 
 
 def observe_llm(llm: Any) -> list[Observed]:
-    """Digest the weights in the workers of an offline `LLM`, as `observe` does. Blocks.
-
-    Raises:
-        EngineError: the engine was not attached.
-    """
+    """Digest the weights in the workers of an offline `LLM`. Blocks. Raises as `observe`."""
     return list(drive_sync(llm, _observe_steps()))
 
 
 def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int = 0) -> None:
-    """Attach an offline `LLM`, as `attach` does. Blocks until the engine answers.
-
-    Raises:
-        UnsupportedError: the workers cannot take updates safely.
-        PlanError: the plan was made for other workers.
-    """
+    """Attach an offline `LLM`. Blocks. Raises as `attach`."""
     drive_sync(llm, attach_steps(plan, transport, first_reader))
 
 
@@ -327,7 +307,7 @@ def _check(in_flight: str, prefill: Collection[int], engines: int) -> None:
 
 
 async def _each(members: Sequence[_Member], act: Callable[[_Member], Awaitable[None]]) -> bool:
-    """Act on all members at once, and return whether all have succeeded so far."""
+    """Act on all members at once. Return whether all have succeeded so far."""
 
     async def guarded(member: _Member) -> None:
         try:
@@ -358,7 +338,6 @@ def _raise_first(members: Sequence[_Member]) -> None:
 
 
 def refuse_replicas(replicas: int) -> None:
-    """Raise UnsupportedError if an engine has several replicas."""
     if replicas > 1:
         raise UnsupportedError(
             f"one engine with {replicas} replicas reports on the first of them only. "
@@ -378,15 +357,4 @@ def _observe_steps() -> Steps:
 
 def _describe_steps(checkpoint: Manifest) -> Steps:
     texts = yield from ask("primeblocks_describe", checkpoint.to_json())
-    reads = [Reads.from_json(text, checkpoint) for text in texts]
-    for rank, one in enumerate(reads):
-        if one.inexact:
-            name, why = next(iter(one.inexact.items()))
-            logging.getLogger(__name__).warning(
-                "worker %d will read more than it needs of %d tensors, such as %r: %s",
-                rank,
-                len(one.inexact),
-                name,
-                why,
-            )
-    return reads
+    return [Reads.from_json(text, checkpoint) for text in texts]

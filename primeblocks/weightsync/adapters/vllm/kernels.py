@@ -34,14 +34,7 @@ _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 def observe_worker(
     model: nn.Module, subscriber: Subscriber | None, reads: Reads | None
 ) -> Observed:
-    """Worker: digest the weights of its reader's part of the plan.
-
-    Args:
-        reads: the reads that were recorded when the worker was attached.
-
-    Raises:
-        EngineError: the worker was not attached.
-    """
+    """Worker: digest the weights of its reader's part of the plan. `reads` is from `attach`."""
     if subscriber is None or reads is None or reads.into is None:
         raise EngineError("this worker is not attached; call attach() first")
     places, into = _places(model), reads.into
@@ -100,7 +93,7 @@ def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
 def _multiplied(layer: Any) -> Tensor | None:
     """Return the matrix that a layer's packed kernel multiplies by, or None without such a kernel.
 
-    The result is exact, because only zeros are added to each element.
+    It is exact, because only zeros are added to each element.
     """
     kernel = getattr(layer, "cpu_linear", None)
     if kernel is None or kernel is nn.functional.linear:

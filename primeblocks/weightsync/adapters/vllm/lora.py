@@ -47,19 +47,15 @@ _LORA = "primeblocks_lora"
 
 
 def lora_engine_args() -> dict[str, Any]:
-    """Return keyword arguments for `AsyncEngineArgs` or `LLM`. Local.
-
-    Add max_lora_rank and max_loras yourself. The result includes `engine_args()`, for updates of
-    the base weights.
-    """
+    """Return `engine_args()` with LoRA enabled. Add max_lora_rank and max_loras yourself. Local."""
     return {**engine_args(), "enable_lora": True}
 
 
 class _Gate:
     """Refuses requests for versions that an engine lacks, because they would end its workers.
 
-    The gate wraps `add_request` of vLLM's output processor. Every request of this front end passes
-    it, and enters `request_states` in the same step.
+    The gate wraps `add_request` of vLLM's output processor, which every request of this front end
+    passes.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -110,8 +106,8 @@ async def attach_lora(
 ) -> None:
     """Connect every worker of an `AsyncLLM` to the transport of an adapter.
 
-    This call compares names and shapes with the model, once for all versions. If you attach a name
-    again, its transport is replaced, and the versions held stay.
+    Compares names and shapes with the model, once for all versions. If you attach a name again, its
+    transport is replaced, and the versions held stay.
 
     Args:
         engine: an `AsyncLLM` built with `lora_engine_args()`.
@@ -119,7 +115,6 @@ async def attach_lora(
         plan: the plan of the tensors of `adapter_parameters`. Its target has whole tensors.
         transport: any end of the publisher's transport.
         keep: the most versions held at a time. A version takes twice its bytes in each worker.
-        timeout_s: how long to wait for the workers.
 
     Raises:
         UnsupportedError: the engine has no LoRA, a lower max_lora_rank or replicas, or the
@@ -137,18 +132,14 @@ async def attach_lora(
 async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
     """Load a published version of an adapter into an `AsyncLLM` that may be generating.
 
-    The versions held stay unchanged, and their requests go on. The workers receive, check and
-    register the new version between two engine steps. You may call it again after a failure. If it
-    raises CorruptionError or TransferError, the engine is unchanged.
+    Returns the request to pass to vLLM for this version. Its lora_name is "name@version". The
+    versions held stay unchanged, and their requests go on. You may call it again after a failure.
+    If it raises CorruptionError or TransferError, the engine is unchanged.
 
     Args:
         engine: an engine for which `attach_lora` was called.
         name: the adapter's name.
         receipt: the receipt that `publish` returned.
-        timeout_s: how long to wait for the workers.
-
-    Returns:
-        The request to pass to vLLM for this version. Its lora_name is "name@version".
 
     Raises:
         CorruptionError: bytes are not as sent.
@@ -168,11 +159,8 @@ async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: fl
 async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) -> None:
     """Remove a version from an engine. New requests for it raise vLLM's VLLMValidationError.
 
-    The call only knows the requests of this front end. If several front ends share an engine, a
-    request of another front end for a removed version ends the engine.
-
-    Args:
-        request: the request that `update_lora` returned.
+    If several front ends share an engine, a request of another front end for a removed version ends
+    the engine.
 
     Raises:
         UsageError: requests of this front end still use the version, or it is not held.
@@ -187,7 +175,7 @@ async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) ->
 def attach_lora_llm(
     llm: Any, spec: AdapterSpec, plan: Plan, transport: Transport, *, keep: int = 4
 ) -> None:
-    """Attach an adapter to an offline `LLM`. Blocks until it answers. Raises as `attach_lora`."""
+    """Attach an adapter to an offline `LLM`. Blocks. Raises as `attach_lora`."""
     _check_engine(llm.llm_engine)
     drive_sync(llm, _attach_steps(spec, plan, transport, keep))
 
@@ -195,8 +183,7 @@ def attach_lora_llm(
 def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
     """Load a version of an adapter into an offline `LLM`. Raises as `update_lora`.
 
-    `timeout_s` bounds each worker's wait and check. The call itself returns when the engine
-    answers.
+    `timeout_s` bounds each worker's wait and check, not the call.
     """
     steps = _load_steps(name, receipt, time.monotonic() + timeout_s)
     request: LoRARequest = drive_sync(llm, steps)
@@ -233,7 +220,7 @@ def _load_steps(name: str, receipt: Receipt, deadline: float) -> Steps:
 
 
 def _check_engine(engine: Any) -> None:
-    """Refuse an engine that cannot load adapters. Install the gate of any other engine."""
+    """Refuse an engine that cannot load adapters, or install its gate."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     from .worker import WorkerExtension

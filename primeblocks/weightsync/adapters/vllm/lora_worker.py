@@ -1,8 +1,8 @@
 """The adapters that a vLLM worker holds, by version.
 
-vLLM loads adapters from folders. Here a worker keeps the tensors of every version that it holds,
-and passes them to vLLM's loader instead of a folder. So vLLM may evict an adapter from its slots,
-or drop all adapters after an update of the base weights. It gets the same bits again.
+vLLM loads adapters from folders. Here a worker keeps the tensors of every version, and passes them
+to vLLM's loader instead of a folder. So vLLM may evict an adapter from its slots, or drop all
+adapters after an update of the base weights: it gets the same bits again.
 """
 
 from __future__ import annotations

@@ -24,9 +24,6 @@ _EXTENSION = f"{_WORKER}.WorkerExtension"
 def register() -> None:
     """Register the backend with vLLM in this process. Local. Idempotent.
 
-    Engines were run with vLLM 0.32. For 0.33 only the signatures were compared, and an engine was
-    never run.
-
     Raises:
         MissingPackageError: vLLM is not installed.
         UnsupportedError: vLLM has another version.
@@ -46,11 +43,7 @@ def register() -> None:
 
 
 def engine_args() -> dict[str, Any]:
-    """Return keyword arguments for `AsyncEngineArgs` or `LLM`. Local.
-
-    Raises:
-        MissingPackageError: vLLM is not installed.
-    """
+    """Return keyword arguments for `AsyncEngineArgs` or `LLM`. Local. Raises as `register`."""
     register()
     from vllm.config import WeightTransferConfig
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from primeblocks.contrib.model_folders import ModelFolders
 from primeblocks.errors import (
     CapacityError,
     CorruptionError,
@@ -21,20 +22,16 @@ from primeblocks.errors import (
 from primeblocks.testing import tiny_models
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
-from primeblocks.weightsync.engines.model_folder import ModelFolders
-from primeblocks.weightsync.transports import FileTransport
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import flip_sent
 
-KINDS = ["file", "shared_memory"]
-
 
 class Trainer:
-    """Publishes random weights into a transport of one kind."""
+    """Publishes random weights into shared memory."""
 
-    def __init__(self, path, kind, weights=None):
-        self.path, self.kind = path, kind
-        self.weights = weights or {n: torch.zeros(s) for n, s in {"a": (3, 5), "b": (7,)}.items()}
+    def __init__(self, path):
+        self.path = path
+        self.weights = {n: torch.zeros(s) for n, s in {"a": (3, 5), "b": (7,)}.items()}
         self.like = path / "like"
         self.like.mkdir()
         save_file(self.weights, self.like / "model-00001-of-00001.safetensors")
@@ -48,8 +45,6 @@ class Trainer:
         self.publisher = Publisher(self.plan, self.weights, self.transport)
 
     def open(self, *, owner=False):
-        if self.kind == "file":
-            return FileTransport(self.path / "blobs", owner=owner)
         return SharedMemoryTransport("policy", owner=owner, root=str(self.path))
 
     def publish(self, version):
@@ -58,11 +53,6 @@ class Trainer:
             tensor.copy_(torch.randn(tensor.shape))
         self.publisher.publish(version, timeout_s=TIMEOUT_S)
         return {name: tensor.clone() for name, tensor in self.weights.items()}
-
-    def blob(self, version):
-        """The file that the transport writes."""
-        (folder,) = self.path.glob("blobs/run-*" if self.kind == "file" else "primeblocks-policy-*")
-        return folder / f"version-{version}.safetensors"
 
     def folders(self, **kwargs):
         kwargs = {"like": self.like, "root": self.path / "folders", **kwargs}
@@ -73,9 +63,9 @@ class Trainer:
         self.transport.close()
 
 
-@pytest.fixture(params=KINDS)
-def trainer(request, tmp_path):
-    trainer = Trainer(tmp_path, request.param)
+@pytest.fixture
+def trainer(tmp_path):
+    trainer = Trainer(tmp_path)
     yield trainer
     trainer.close()
 
@@ -131,17 +121,7 @@ def test_a_trainer_that_starts_over_takes_other_names(trainer):
     assert not load_file(second.path / "model.safetensors")["a"].any()
 
 
-def test_a_linked_file_takes_no_room(tmp_path):
-    trainer = Trainer(tmp_path, "file")
-    trainer.publish(1)
-    folder = trainer.folders().make(1, timeout_s=TIMEOUT_S)
-    made = folder.path / "model.safetensors"
-    assert made.samefile(trainer.blob(1))
-    trainer.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_transformers_loads_a_folder(tmp_path, kind):
+def test_transformers_loads_a_folder(tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = tiny_models.build("qwen3_moe", num_layers=1, hidden=32, num_experts=2, vocab=64, seed=0)
@@ -151,10 +131,8 @@ def test_transformers_loads_a_folder(tmp_path, kind):
     plan = plan_sync([source], source.whole(), bucket_bytes=1 << 20)
     for tensor in weights.values():
         tensor.normal_()
-    transport = FileTransport if kind == "file" else SharedMemoryTransport
-    place = {"path": tmp_path / "blobs"} if kind == "file" else {"name": "p", "root": str(tmp_path)}
     with (
-        transport(**place, owner=True) as transport,
+        SharedMemoryTransport("p", owner=True, root=str(tmp_path)) as transport,
         Publisher(plan, weights, transport) as publisher,
     ):
         publisher.publish(1, timeout_s=TIMEOUT_S)
@@ -163,17 +141,6 @@ def test_transformers_loads_a_folder(tmp_path, kind):
     AutoModelForCausalLM.from_pretrained(folder.path).save_pretrained(tmp_path / "again")
     for name, tensor in load_file(tmp_path / "again" / "model.safetensors").items():
         assert_same_bits(tensor, weights[name])
-
-
-def test_a_delta_makes_a_whole_folder(trainer):
-    trainer.publisher.close()
-    with Publisher(trainer.plan, trainer.weights, trainer.transport, full_every=9) as publisher:
-        publisher.publish(1, timeout_s=TIMEOUT_S)
-        trainer.weights["a"][0, 0] += 1
-        publisher.publish(2, timeout_s=TIMEOUT_S)
-    assert trainer.transport.markers()[-1].base == 1
-    folder = trainer.folders().make(2, timeout_s=TIMEOUT_S)
-    assert_whole(folder, trainer.weights)
 
 
 def test_corrupt_bytes_make_no_folder(trainer):
@@ -217,7 +184,7 @@ def test_versions_must_cover_the_checkpoint(trainer):
 
 
 def test_every_tensor_must_be_checked_whole(tmp_path):
-    trainer = Trainer(tmp_path, "file")
+    trainer = Trainer(tmp_path)
     source = describe(trainer.weights)
     only_b = describe({"b": trainer.weights["b"]})
     trainer.plan = plan_sync([source], [only_b, source.whole()], bucket_bytes=1 << 10)
@@ -226,46 +193,8 @@ def test_every_tensor_must_be_checked_whole(tmp_path):
     trainer.close()
 
 
-def test_a_version_that_goes_while_it_is_linked(tmp_path, monkeypatch):
-    trainer = Trainer(tmp_path, "file")
-    trainer.publish(1)
-    folders, link = trainer.folders(), os.link
-
-    def late(source, to):
-        trainer.publish(2)
-        trainer.publish(3)
-        link(trainer.blob(2), to)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "link", late)
-        with pytest.raises(TransferError, match="version 1 was retired while"):
-            folders.make(1, timeout_s=TIMEOUT_S)
-    weights = trainer.publish(4)
-
-    def later(source, to):
-        source.unlink()
-        link(source, to)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "link", later)
-        assert_whole(folders.make(4, timeout_s=TIMEOUT_S), weights)  # What it had checked.
-    trainer.close()
-
-
-def test_what_cannot_be_linked_is_written(tmp_path, monkeypatch):
-    trainer = Trainer(tmp_path, "file")
-    weights = trainer.publish(1)
-
-    def elsewhere(source, to):
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
-    monkeypatch.setattr(os, "link", elsewhere)
-    assert_whole(trainer.folders().make(1, timeout_s=TIMEOUT_S), weights)
-    trainer.close()
-
-
 def test_no_room_to_write(tmp_path, monkeypatch):
-    trainer = Trainer(tmp_path, "shared_memory")
+    trainer = Trainer(tmp_path)
     trainer.publish(1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=3))
     with pytest.raises(CapacityError, match="has 3 bytes free; version 1 needs 88"):

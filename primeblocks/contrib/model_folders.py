@@ -1,13 +1,14 @@
-"""A committed version as a folder that stock loaders read: safetensors next to config.json."""
+"""A committed version as a folder that stock loaders read: safetensors next to config.json.
+
+Only `adapters/sglang.py` needs such folders, and that adapter has never met its host.
+"""
 
 from __future__ import annotations
 
 import errno
-import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...errors import (
+from ..errors import (
     CapacityError,
     PlanError,
     PrimeblocksError,
@@ -23,11 +24,9 @@ from ...errors import (
     UnsupportedError,
     UsageError,
 )
-from ...layout import Layout
-from ..marker import Marker, Receipt
-from ..plan import Plan
-from ..receive import Subscriber
-from ..transports.transport import Transport
+from ..layout import Layout
+from ..weightsync import Plan, Subscriber
+from ..weightsync.transports.transport import Transport
 
 __all__ = ["ModelFolder", "ModelFolders"]
 
@@ -48,14 +47,12 @@ class ModelFolder:
 class ModelFolders:
     """Makes one folder per version, for engines that load by path and do not check bytes.
 
-    A full version of a `FileTransport` is linked if `root` is on the same file system. A link takes
-    no space, and stays readable after the transport has dropped the version. Other versions are
-    written. The small files of `like` are copied, so that an engine can also start from the folder.
-    A folder appears only when it is complete, and its name never stands for other bytes.
+    The small files of `like` are copied, so that an engine can also start from the folder. A folder
+    appears only when it is complete, and its name never stands for other bytes.
 
     Args:
         plan: the publisher's plan. Its reader 0 must want whole tensors.
-        transport: a `FileTransport` or `SharedMemoryTransport`, opened for reading.
+        transport: any transport that stores versions, opened for reading.
         like: the checkpoint that the engines started from.
         root: the directory of the folders. It is made if missing.
         keep: how many of the newest folders to keep. Engines may go back to the one before.
@@ -85,8 +82,7 @@ class ModelFolders:
     def make(self, version: int, *, timeout_s: float) -> ModelFolder:
         """Wait for a version, check every byte and make its folder. Local.
 
-        Cost: one digest of the bytes. If they cannot be linked, also one write of them, which may
-        continue after the deadline.
+        Cost: one digest and one write of the bytes. The write may continue after the deadline.
 
         Raises:
             DeadlineError, CorruptionError, PlanError, TransferError: as `Subscriber.receive`.
@@ -104,9 +100,9 @@ class ModelFolders:
                     with tempfile.TemporaryDirectory(prefix=".making-", dir=self._root) as scratch:
                         made = Path(scratch) / path.name
                         made.mkdir()
-                        if not self._linked(made / _WEIGHTS, receipt):
-                            subscriber.receive(version, timeout_s=timeout_s)
-                            self._put_weights(made / _WEIGHTS, whole, receipt)
+                        subscriber.receive(version, timeout_s=timeout_s)
+                        self._check_room(version)
+                        save_file(whole, made / _WEIGHTS, metadata={"format": "pt"})
                         _copy_small_files(self._like, made)
                         made.rename(path)
                 self._prune()
@@ -119,37 +115,13 @@ class ModelFolders:
                 ) from error
         return ModelFolder(version, path, receipt.digest)
 
-    def _linked(self, to: Path, receipt: Receipt) -> bool:
-        """Link the weights if they are a file on this file system. Return whether that worked."""
-        spec, marker = self._transport.spec(), self._marker(receipt)
-        if spec["kind"] != "file" or marker.base is not None:
-            return False
-        run = Path(spec["path"]) / f"run-{marker.run}"
-        try:
-            os.link(run / f"version-{receipt.version}.safetensors", to)
-        except OSError:  # On another file system, or retired.
-            return False
-        # Still of the same run of the trainer, so the link is to what was checked.
-        self._marker(receipt)
-        return True
-
-    def _put_weights(self, to: Path, whole: Mapping[str, Tensor], receipt: Receipt) -> None:
-        free, needed = shutil.disk_usage(to.parent).free, self._plan.blob_bytes
+    def _check_room(self, version: int) -> None:
+        free, needed = shutil.disk_usage(self._root).free, self._plan.blob_bytes
         if free < needed:
             raise CapacityError(
-                f"{self._root} has {free:,} bytes free; version {receipt.version} needs "
-                f"{needed:,}. Free some space, or keep fewer than {self._keep} folders."
+                f"{self._root} has {free:,} bytes free; version {version} needs {needed:,}. Free "
+                f"some space, or keep fewer than {self._keep} folders."
             )
-        save_file(dict(whole), to, metadata={"format": "pt"})
-
-    def _marker(self, receipt: Receipt) -> Marker:
-        for marker in self._transport.markers():
-            if marker.digest == receipt.digest:
-                return marker
-        raise TransferError(
-            f"version {receipt.version} was retired while its folder was made. Make the folder of "
-            "the newest version."
-        )
 
     def _prune(self) -> None:
         ours = [path for path in self._root.iterdir() if _OURS.fullmatch(path.name)]
