@@ -17,7 +17,7 @@ from primeblocks.errors import how_it_ended
 from tests.deadlines import JOB_S, START_S
 from tests.engine_job import ENVIRONMENT
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.example]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "async_grpo_moe.py"
 KEYS = {
@@ -128,7 +128,6 @@ def test_it_runs_and_keeps_its_bounds(tmp_path):
     assert shared_memory(tmp_path) == []
 
 
-@pytest.mark.example
 def test_it_runs_on_trees(tmp_path):
     process = start(tmp_path, steps=4, more=("--trees",))
     try:
@@ -142,7 +141,6 @@ def test_it_runs_on_trees(tmp_path):
     assert 0 < summary["mismatch_kl_with_replay"] < summary["mismatch_kl_without_replay"]
 
 
-@pytest.mark.example
 def test_two_nodes_share_no_memory(tmp_path):
     """Simulated by two agents on one machine, over its loopback."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -169,7 +167,6 @@ def test_two_nodes_share_no_memory(tmp_path):
     assert summary["sync_bytes"] > 1 << 20
 
 
-@pytest.mark.example
 def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
     process = start(tmp_path, steps=10_000)
     try:
@@ -189,7 +186,6 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
     assert shared_memory(tmp_path) == []
 
 
-@pytest.mark.example
 def test_a_run_that_is_killed_goes_on_from_its_state(tmp_path):
     state = tmp_path / "state"
     process = start(tmp_path, steps=10_000, state=state)
