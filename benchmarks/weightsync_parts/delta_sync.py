@@ -36,7 +36,7 @@ def figures(*, scale: float = 1.0, runs: int = 9) -> Figures:
             name = f"weightsync-{kind}-{os.getpid()}"
             args = name, scale, THREADS
             trainer = stack.enter_context(Worker(Trainer, *args, full_every))
-            pairs[kind] = trainer, stack.enter_context(Worker(Engine, *args))
+            pairs[kind] = trainer, stack.enter_context(Worker(Engine, *args, "before"))
         for version in range(WARM + runs):
             for kind, (trainer, engine) in pairs.items():
                 sent = trainer.call("step", SHARE, version)

@@ -2,10 +2,11 @@
 
 The roofline counts one copy each way, tensor by tensor, by torch's `copy_` with as many threads,
 into and out of shared memory that is mapped and touched already: what a transfer without names,
-versions or checks costs. `publish` is one copy, digested in the cache. `receive` digests all bytes,
-and then copies them into the engine's parameters. Both take every core, also where the roofline has
-one thread. push is copy over publish, pull is copy over receive; `copy_bandwidth_fraction` is both
-copies over publish + receive. All take turns in one run.
+versions or checks costs. `publish` is one copy, digested in the cache; so is `receive`, into the
+engine's parameters (`check="ahead"`; in "before", the default, all is checked before the first
+copy). Both take every core, also where the roofline has one thread. push is copy over publish,
+pull is copy over receive; `copy_bandwidth_fraction` is both copies over publish + receive. All take
+turns in one run.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -136,7 +137,13 @@ class Trainer(_Side):
 class Engine(_Side):
     """Copies what arrives into its own parameters."""
 
-    def __init__(self, name: str, scale: float, threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        scale: float,
+        threads: int,
+        check: Literal["before", "ahead"] = "ahead",
+    ) -> None:
         super().__init__(name, scale, threads, seed=1, owner=False)
         load = load_into(self.parameters, self.plan)
 
@@ -144,7 +151,9 @@ class Engine(_Side):
             self.loaded_s = _seconds(lambda: load(named))
 
         self.loaded_s = 0.0
-        self.subscriber = Subscriber(self.plan, timed, self.transport)
+        self.subscriber = Subscriber(
+            self.plan, load if check == "ahead" else timed, self.transport, check=check
+        )
 
     def forget(self) -> None:
         """Nothing that arrived before is left."""
@@ -152,7 +161,7 @@ class Engine(_Side):
             tensor.zero_()
 
     def receive(self, version: int) -> tuple[float, float]:
-        """Seconds, and those inside `load`."""
+        """Seconds, and those inside `load`, which an engine that checks ahead does not tell."""
         whole = _seconds(lambda: self.subscriber.receive(version, timeout_s=TIMEOUT_S))
         return whole, self.loaded_s
 

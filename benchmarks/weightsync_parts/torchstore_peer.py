@@ -3,7 +3,7 @@
 Both run in the same two processes, which are Monarch actors as torchstore wants them, and take
 turns. Its volume holds one segment a tensor, which clients keep mapped; `put_batch` copies into the
 segments, `get_batch` out of them into tensors that exist already. It computes no digest, has no
-versions, and a get during a put reads parts of both.
+versions, and a get during a put reads parts of both. `receive` checks ahead of its load.
 
 The shared-memory transport is in torchstore's repository (read and run at commit 5a4d5d3, of June
 2026); the package on PyPI, 0.1.2, has none, and asks for torch 2.9. So it is nothing that

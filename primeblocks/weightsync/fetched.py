@@ -11,7 +11,7 @@ import operator
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from enum import Enum
@@ -24,13 +24,13 @@ from ..errors import CorruptionError, DeadlineError, PlanError
 from ..layout import Shard
 from .convert.conversion import Wiring
 from .delta.deltas import apply_payloads
-from .digest import bucket_digest
+from .digest import bucket_digest, cast_and_digest
 from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket, used
 from .marker import Digests, Marker
 from .plan import Plan
 from .transports.transport import Incoming
 
-__all__ = ["Feed", "Fetched", "ReaderState", "bring", "check", "check_plan", "feeding"]
+__all__ = ["Feed", "Fetched", "ReaderState", "bring", "check", "check_plan", "feeding", "write"]
 
 # Less than this is done before a thread has started.
 _BYTES_A_THREAD = 8 << 20
@@ -54,7 +54,8 @@ class Fetched(NamedTuple):
     Attributes:
         held: the bytes. None after they were released.
         bytes: the number of bytes read for the version.
-        state: CHECKED after every byte was checked. FETCHED bytes are lent.
+        state: FETCHED, or CHECKED after every byte was checked.
+        digests: digests of the engine's tensors after the load, if they are observed.
     """
 
     marker: Marker
@@ -64,13 +65,19 @@ class Fetched(NamedTuple):
     digests: Digests | None = None
 
     def closed(self) -> Fetched:
+        """Release the bytes, and return what is known of them."""
         if self.held is not None:
             self.held.close()
         return self._replace(held=None)
 
 
 def check_plan(plan: Plan, marker: Marker) -> None:
-    """Check that a version was sent by a plan, before any byte of the version is read."""
+    """Check that a version was sent by a plan, before any byte of the version is read.
+
+    Raises:
+        PlanError: the version was sent by another plan.
+        CorruptionError: the sizes in the marker do not fit this plan.
+    """
     if marker.plan != plan.fingerprint():
         raise PlanError(
             f"version {marker.version} was written by plan {marker.plan}; this reader has plan "
@@ -102,7 +109,14 @@ def bring(
 
     Args:
         base: the version to which the first version in `found` is a delta. It is not written to.
+        memory: the source of memory for the copy.
         threads: how many buckets are handled at a time, if there are enough bytes.
+
+    Raises:
+        PlanError: a version was sent by another plan.
+        CorruptionError: the bytes are not as sent.
+        DeadlineError: the bytes were not checked in time.
+        TransferError: the version was retired during the call.
     """
     for each in found:
         check_plan(plan, each.marker)
@@ -147,17 +161,46 @@ def bring(
 
 
 def check(plan: Plan, reader: int, fetched: Fetched) -> None:
-    """Check every byte that this reader wants, or raise CorruptionError."""
+    """Check every byte that this reader wants.
+
+    Raises:
+        CorruptionError: a byte is not as sent.
+    """
     assert fetched.held is not None
     for index in plan.of_reader(reader):
         _check_bucket(plan, index, fetched.held, fetched.marker)
 
 
+def write(
+    plan: Plan, reader: int, fetched: Fetched, places: Mapping[str, Tensor], *, threads: int
+) -> None:
+    """Copy a version into an engine's own tensors, and check the copies, in one pass.
+
+    Raises:
+        CorruptionError: a byte is not as sent. Some tensors were already written.
+    """
+    held, into = fetched.held, Boxes(plan, reader, stays=True, served=places)
+    assert held is not None
+
+    def write_bucket(index: int) -> None:
+        pieces = into.views(index)
+        # Caches of what is made of these tensors look at torch's count of writes.
+        torch.autograd.graph.increment_version([one for one in pieces if not one.is_inference()])
+        _check_bucket(plan, index, held, fetched.marker, into=pieces)
+
+    with used(held):
+        _for_each(plan, plan.of_reader(reader), held, write_bucket, threads=threads)
+
+
 class Feed:
     """The checked tensors of a version, for one load.
 
-    Bytes in memory that cannot change are passed on in place. Lent bytes are copied and checked in
-    threads, a few buckets ahead of the load, and each copy is freed after its last use.
+    Bytes that were checked in memory that cannot change are passed on in place. Other bytes are
+    checked in threads, a few buckets ahead of the load. Lent bytes are copied, and each copy is
+    freed after its last use.
+
+    Args:
+        convert: the wiring from the plan's tensors to those that the load gets.
     """
 
     def __init__(
@@ -169,32 +212,36 @@ class Feed:
         pool: Executor,
     ) -> None:
         assert fetched.held is not None
-        self._plan, self._pool, self._marker = plan, pool, fetched.marker
+        self._plan, self._pool = plan, pool
+        self._source, self._marker = fetched.held, fetched.marker
         self._wants, self._convert = plan.wants[reader], convert
         self.names = list(self._wants if convert is None else convert.targets)
         self._uses = Counter(source for name in self.names for source in self._made_of(name))
+        self._copies = None
+        held = fetched.held
+        if isinstance(held, Lent):
+            held = self._copies = Boxes(plan, reader, stays=False, device=held.device)
+        self._held: Held = held
         self._order: list[int] = []
+        if self._copies is not None or fetched.state is ReaderState.FETCHED:
+            turn = {name: place for place, name in enumerate(plan.wants[reader])}
+            first = {
+                index: min(turn[copy.name] for copy in plan.buckets[index].copies)
+                for index in plan.of_reader(reader)
+            }
+            self._order = sorted(first, key=first.__getitem__)
         self._places: dict[str, list[int]] = {}
-        self._checks: list[Future[None]] = []
-        self._copies: Boxes | None = None
-        if not isinstance(fetched.held, Lent):
-            assert fetched.state is ReaderState.CHECKED, "only lent bytes are checked by a load"
-            self._held: Held = fetched.held
-            return
-        self._lent = fetched.held
-        self._held = self._copies = Boxes(plan, reader, stays=False, device=fetched.held.device)
-        turn = {name: place for place, name in enumerate(self._wants)}
-        first = {
-            index: min(turn[copy.name] for copy in plan.buckets[index].copies)
-            for index in plan.of_reader(reader)
-        }
-        self._order = sorted(first, key=first.__getitem__)
         for place, index in enumerate(self._order):
             for name in {copy.name for copy in plan.buckets[index].copies}:
                 self._places.setdefault(name, []).append(place)
+        self._checks: list[Future[None]] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) pairs for a load. Each tensor is valid until the next one."""
+        """Yield (name, tensor) pairs for a load. Each tensor is valid until the next one.
+
+        Raises:
+            CorruptionError: the bytes of a tensor are not as sent.
+        """
         for name in self.names:
             yield name, self._tensor(name)
             if self._copies is not None:
@@ -202,6 +249,16 @@ class Feed:
                     self._uses[source] -= 1
                     if self._uses[source] == 0:
                         self._copies.drop(source)
+
+    def check(self) -> None:
+        """Check all unchecked bytes now, before the load asks for a tensor.
+
+        Raises:
+            CorruptionError: a byte is not as sent.
+        """
+        self._checks = [self._pool.submit(self._check, index) for index in self._order]
+        for check in self._checks:
+            check.result()
 
     def _made_of(self, name: str) -> Iterable[str]:
         if self._convert is None:
@@ -228,9 +285,8 @@ class Feed:
         return self._held.box(name, box)
 
     def _check(self, index: int) -> None:
-        assert self._copies is not None
-        into = self._copies.views(index)
-        _check_bucket(self._plan, index, self._lent, self._marker, into=into)
+        into = None if self._copies is None else self._copies.views(index)
+        _check_bucket(self._plan, index, self._source, self._marker, into=into)
 
 
 @contextmanager
@@ -238,17 +294,25 @@ def feeding(
     plan: Plan, reader: int, fetched: Fetched, convert: Wiring | None, *, threads: int
 ) -> Iterator[Feed]:
     """Open a `Feed` for the duration of one load."""
+    lent, cores = isinstance(fetched.held, Lent), len(os.sched_getaffinity(0))
+    threads = _as_many(plan, plan.of_reader(reader), threads)
+    # A load that has every core of this process is only slowed by checks beside it.
+    before = not lent and torch.get_num_threads() >= cores > 1
+    # Two for copies; more take from the load what memory gives, and hold more of it.
+    most = cores if before else 2 if lent else 1
     assert fetched.held is not None
-    # More than two threads take memory bandwidth from the load.
-    threads = min(2, _as_many(plan, plan.of_reader(reader), threads))
-    with used(fetched.held), ThreadPoolExecutor(threads) as pool:
+    with used(fetched.held), ThreadPoolExecutor(min(most, threads)) as pool:
+        feed = Feed(plan, reader, fetched, convert, pool)
         try:
-            yield Feed(plan, reader, fetched, convert, pool)
+            if before:
+                feed.check()
+            yield feed
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
+    """Return the number of threads that are worth their start."""
     size = sum(plan.buckets[index].bytes for index in indices)
     return max(1, min(threads, len(indices), 1 + size // _BYTES_A_THREAD))
 
@@ -287,12 +351,14 @@ def _check_bucket(
     *,
     into: Sequence[Tensor] | None = None,
 ) -> None:
-    """Check one bucket. `into`: tensors that get copies of lent bytes, which are checked."""
+    """Check one bucket. `into`: tensors that get copies, which are checked."""
 
     def digest() -> str:
         if isinstance(held, Lent):
             return bucket_digest(chunks_of(plan, index, held, into))
-        return bucket_digest(held.views(index))
+        if into is None:
+            return bucket_digest(held.views(index))
+        return cast_and_digest(held.views(index), [piece.dtype for piece in into], into)
 
     found = digest()
     if isinstance(held, Sealed) and found != marker.buckets[index]:

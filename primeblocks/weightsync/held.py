@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import prod
@@ -243,7 +243,11 @@ class BlobFile:
 
 
 class Boxes:
-    """The boxes that one reader wants. Each is a tensor of its own, allocated at its first use."""
+    """The boxes that one reader wants. Each is a tensor of its own, allocated at its first use.
+
+    Args:
+        served: an engine's own tensors, one for each name, to use instead of new memory.
+    """
 
     def __init__(
         self,
@@ -252,13 +256,16 @@ class Boxes:
         *,
         stays: bool,
         device: torch.device | str = "cpu",
+        served: Mapping[str, Tensor] | None = None,
         memory: CachingAllocator | None = None,
     ) -> None:
         self._plan, self.stays, self.device = plan, stays, torch.device(device)
         self._wants = plan.wants[reader]
         self._memory = CachingAllocator() if memory is None else memory
         self._lock = threading.Lock()
-        self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {}
+        self._boxes: dict[str, list[tuple[Shard, Tensor]]] = {
+            name: [(self._wants[name][0], tensor)] for name, tensor in (served or {}).items()
+        }
 
     def views(self, index: int) -> list[Tensor]:
         return [self.box(copy.name, copy.box) for copy in self._plan.buckets[index].copies]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +13,10 @@ from ..layout import Layout, local_part
 from .manifest import Manifest, NamedTensors, TensorSpec, describe, named_tensors
 from .plan import Plan
 
-__all__ = ["load_into"]
+__all__ = ["InPlace", "load_into"]
 
 
-def load_into(
-    target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0
-) -> Callable[[Iterable[tuple[str, Tensor]]], None]:
+def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -> InPlace:
     """Return a `load` for `Subscriber` that copies each tensor to the target's tensor of that name.
 
     Local. Compares names, shapes, boxes and dtypes now, before any load. Both sides must have the
@@ -49,11 +48,34 @@ def load_into(
                 f"{name!r} is {held[name].dtype} {held[name].layout} in the target, and "
                 f"{spec.dtype} {spec.layout} in the plan. Plan with describe() of this target."
             )
-    _places(target)
+    into = InPlace(target, sent)
+    into.places()
+    return into
+
+
+class InPlace:
+    """A `load` that only copies each tensor, unchanged, into one of the engine's tensors."""
+
+    def __init__(self, target: nn.Module | Mapping[str, Tensor], sent: Manifest) -> None:
+        self._target, self._sent = target, sent
+
+    def places(self) -> dict[str, Tensor]:
+        """Return the engine's tensors by the names under which weights arrive.
+
+        Empty if a tensor needs a cast, or if two tensors share memory.
+        """
+        places = self._local()
+        are_as_sent = all(
+            name in places
+            and (places[name].dtype, places[name].shape) == (spec.dtype, spec.layout.shard.sizes)
+            for name, spec in self._sent.items()
+        )
+        mine = {name: places[name] for name in self._sent} if are_as_sent else {}
+        return {} if _share_memory(mine.values()) else mine
 
     @torch.no_grad()
-    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
-        places = _places(target)
+    def __call__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        places = self._local()
         for name, tensor in tensors:
             if name not in places or places[name].shape != tensor.shape:  # copy_ would broadcast.
                 raise PlanError(
@@ -61,18 +83,15 @@ def load_into(
                 )
             places[name].copy_(tensor)
 
-    return load
-
-
-def _places(target: nn.Module | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    # A module's may be others at each load.
-    places = named_tensors(target)
-    if empty := [name for name, place in places.items() if place.is_meta]:
-        raise PlanError(
-            f"{len(empty)} of {len(places)} tensors are on the meta device{_first(empty)}: "
-            "these have no memory to load into. Call to_empty() first."
-        )
-    return {name: local_part(place.detach()) for name, place in places.items()}
+    def _local(self) -> dict[str, Tensor]:
+        # A module's may be others at each load.
+        places = named_tensors(self._target)
+        if empty := [name for name, place in places.items() if place.is_meta]:
+            raise PlanError(
+                f"{len(empty)} of {len(places)} tensors are on the meta device{_first(empty)}: "
+                "these have no memory to load into. Call to_empty() first."
+            )
+        return {name: local_part(place.detach()) for name, place in places.items()}
 
 
 def _of_reader(plan: Plan, reader: int) -> Manifest:
@@ -84,6 +103,20 @@ def _of_reader(plan: Plan, reader: int) -> Manifest:
             for box in boxes
         )
     )
+
+
+def _share_memory(tensors: Iterable[Tensor]) -> bool:
+    """Return whether the span of bytes of one tensor overlaps that of another."""
+    spans = []
+    for tensor in tensors:
+        if tensor.numel():
+            last = sum(
+                step * (size - 1) for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+            )
+            first = tensor.data_ptr()
+            spans.append((str(tensor.device), first, first + (last + 1) * tensor.element_size()))
+    neighbours = itertools.pairwise(sorted(spans))
+    return any(one[0] == after[0] and after[1] < one[2] for one, after in neighbours)
 
 
 def _takes(held: torch.dtype, sent: torch.dtype) -> bool:

@@ -14,18 +14,18 @@
 `_last` is the version that was loaded last. A version that fails before its load changes neither
 `_state` nor `_last`. No state is stored on disk, so a process that dies starts again EMPTY. If the
 transport allows it, the bytes of `_last` are kept, as the base of deltas and to go back to. A load
-of a FETCHED version begins only if `verify` has checked its bytes, which are lent. Each tensor is
-then copied, and the copy is checked before `load` gets it.
+of a FETCHED version begins only if its bytes were checked before, or if there is a version to go
+back to. Each tensor is then checked before `load` gets it, or once it is copied in place.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NoReturn, Self
+from typing import Literal, NoReturn, Self
 
 from torch import Tensor
 
@@ -38,9 +38,10 @@ from ..errors import (
     check_version,
 )
 from .convert.conversion import Wiring
-from .fetched import Feed, Fetched, ReaderState, bring, check, check_plan, feeding
+from .fetched import Feed, Fetched, ReaderState, bring, check, check_plan, feeding, write
 from .held import CachingAllocator, Held, Lent
 from .lease import alone
+from .load import InPlace
 from .manifest import NamedTensors
 from .marker import Digests, Marker, Receipt
 from .observed import digest_tensors, kept
@@ -73,6 +74,12 @@ class Subscriber:
         convert: the wiring that `plan_sync` got for this reader. `load` then gets the targets of
             the wiring, put together in new memory, one at a time.
         threads: how many threads check bytes, if there are enough bytes for them.
+        check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
+            tensor while `load` copies earlier tensors, or once `load_into` has copied it. "ahead"
+            is faster, but may find damage in the middle of a load. Then the version before is
+            loaded again. Without a version to go back to, for a delta, and if torch's threads use
+            all cores, "ahead" also checks all bytes first. If other processes may still write to
+            the bytes, the load gets copies, and the copies are checked.
         observe: returns the engine's tensors by the names that `load` gets. After a load, each
             must equal what `load` was given, bit for bit, or the load has failed. Without it, the
             receipt does not say what `load` did with the tensors.
@@ -90,6 +97,7 @@ class Subscriber:
         reader: int = 0,
         convert: Wiring | None = None,
         threads: int = 4,
+        check: Literal["before", "ahead"] = "before",
         observe: Callable[[], NamedTensors] | None = None,
     ) -> None:
         plan.check_reader(reader)
@@ -102,7 +110,7 @@ class Subscriber:
         self.plan, self.reader = plan, reader
         self._load, self._transport = load, transport
         self._convert, self._threads = convert, threads
-        self._observe = observe
+        self._ahead, self._observe = check == "ahead", observe
         self._state = ReaderState.EMPTY
         self._last: Fetched | None = None
         self._next: Fetched | None = None
@@ -212,12 +220,8 @@ class Subscriber:
         return ready
 
     def _drop_next(self) -> None:
-        """Release the bytes. Lent bytes that were checked stay known as checked."""
-        ready, self._next = self._next, None
-        if ready is not None and ready is not self._last:
-            closed = ready.closed()
-            if ready.held is None or isinstance(ready.held, Lent):
-                self._next = closed
+        """Let the bytes go. What was checked stays known as checked."""
+        self._next = None if self._next in (None, self._last) else self._next.closed()
 
     def _fetch(
         self,
@@ -229,7 +233,8 @@ class Subscriber:
     ) -> Fetched:
         """Return a version's bytes, all checked, once the other readers of it agree.
 
-        If it `loads` them, lent bytes that `verify` has checked are not checked again here.
+        `loads`: unchecked, where it was checked before, or there is one to go back to and nobody
+        waits for this reader.
         """
         kept = self._kept
         held = None if kept is None else kept.marker
@@ -244,8 +249,14 @@ class Subscriber:
             except CorruptionError:
                 self._last = kept.closed()
                 return self._fetch(version, deadline, served=served, loads=loads)
+        may_fail = (
+            self._served is not None
+            and kept is not None
+            and last.marker in self._transport.markers()
+        )
         was_checked = self._next is not None and last.marker == self._next.marker
-        if loads and was_checked and len(found) == 1 and last.marker.base is None:
+        is_sure = was_checked or (self._ahead and may_fail)
+        if loads and is_sure and len(found) == 1 and last.marker.base is None:
             check_plan(self.plan, last.marker)
             size = self.plan.read_bytes(self.reader)
             return Fetched(last.marker, last.whole(), size, ReaderState.FETCHED)
@@ -338,6 +349,11 @@ class Subscriber:
 
     def _feed(self, fetched: Fetched) -> Digests | None:
         """Give the engine all tensors, each once its bytes were checked; then observe it."""
+        is_copied = fetched.state is ReaderState.FETCHED and not isinstance(fetched.held, Lent)
+        places = self._places() if is_copied else {}
+        if places and all(place.device.type == "cpu" for place in places.values()):
+            write(self.plan, self.reader, fetched, places, threads=self._threads)
+            return None
         taken, given = 0, dict[str, Sequence[str]]()
 
         def tensors(feed: Feed) -> Iterator[tuple[str, Tensor]]:
@@ -354,6 +370,11 @@ class Subscriber:
         if taken < len(feed.names):
             raise TransferError(f"load took {taken} of {len(feed.names)} tensors")
         return None if self._observe is None else kept(given, self._observe())
+
+    def _places(self) -> Mapping[str, Tensor]:
+        """Return the engine's own tensors, where `load` does no more than copy into them."""
+        is_plain = self._convert is None and self._observe is None
+        return self._load.places() if is_plain and isinstance(self._load, InPlace) else {}
 
 
 def _receipt(done: Fetched, start: float) -> Receipt:

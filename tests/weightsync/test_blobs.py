@@ -28,7 +28,7 @@ from tests.weightsync.contents import plan_of_bytes
 class Site:
     """A trainer and an engine of one process. The engine keeps what `take` makes of each tensor."""
 
-    def __init__(self, root, *, take=torch.clone):
+    def __init__(self, root, *, check="before", take=torch.clone):
         self.root, self.kept = root, {}
         self.weights = {f"t{i}": torch.zeros(500, 3) for i in range(4)}
         manifest = describe(self.weights)
@@ -37,7 +37,7 @@ class Site:
         self.publisher = Publisher(self.plan, self.weights, self.transport)
         self.engine = SharedMemoryTransport("policy", root=str(root))
         self.take = take
-        self.subscriber = Subscriber(self.plan, self.load, self.engine)
+        self.subscriber = Subscriber(self.plan, self.load, self.engine, check=check)
 
     def load(self, tensors):
         self.kept = {name: self.take(tensor) for name, tensor in tensors}
@@ -58,9 +58,9 @@ class Site:
         return next(Path(self.root).rglob(f"version-{version}.safetensors"))
 
 
-@pytest.fixture
-def site(tmp_path):
-    site = Site(tmp_path)
+@pytest.fixture(params=["before", "ahead"])
+def site(request, tmp_path):
+    site = Site(tmp_path, check=request.param)
     yield site
     site.subscriber.close()
     site.engine.close()
