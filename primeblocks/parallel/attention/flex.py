@@ -262,8 +262,8 @@ class TileLists(NamedTuple):
 def tile_lists(hop: Hop, device: torch.device, tile_tokens: int) -> TileLists:
     """Return the lists of one hop, on the device. Local. Planned once for all hops of a rank.
 
-    The lists live as long as the plan. They take about 16 bytes per tile of the attention matrix of
-    this rank's queries, and 8 bytes per query and hop, or 20 bytes if documents fork.
+    The lists live as long as the plan. They take 16 bytes per tile of the attention matrix of this
+    rank's queries. The mask takes 8 bytes per query and hop, or 20 if documents fork.
     """
     spec = hop.spec
     every = _of_rank(spec.plan, hop.query_rank, spec.causal, spec.window, tile_tokens, device)

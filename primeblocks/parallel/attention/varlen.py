@@ -47,9 +47,11 @@ class VarlenKernel:
             are not checked then.
 
     Raises:
-        UnsupportedError: in a call, a hop without segments, a plan with forks, a softcap, values of
-            another width than keys, a device other than CUDA, a dtype other than bfloat16 and
-            float16, or a head_dim over 256 or not a multiple of 8.
+        UnsupportedError: in a call, a hop without segments, a plan with forks, a softcap, or values
+            of another width than keys.
+        UnsupportedError: in a call, a device other than CUDA, or a dtype other than bfloat16 and
+            float16.
+        UnsupportedError: in a call, a head_dim over 256 or not a multiple of 8.
 
     Source: arXiv:2307.08691.
     """
