@@ -2,6 +2,7 @@
 
 import importlib
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -341,6 +342,15 @@ def test_routes_and_loads_within_a_step_are_refused(adapter):
     make_spec(adapter, pool_pages=4, extra=within)
     with pytest.raises(UnsupportedError, match="leave out sync_load_budget_bytes"):
         make_spec(adapter, pool_pages=4, routes=8, extra=within)
+
+
+def test_a_release_that_stores_pages_of_ended_requests_is_not_scheduled_ahead(
+    adapter, monkeypatch, untyped
+):
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+    monkeypatch.setattr(adapter.spec.vllm, "__version__", "0.33.0")
+    with pytest.raises(UnsupportedError, match="async_scheduling=False"):
+        adapter.spec.OffloadingConnector(config, None, None)
 
 
 # --- how long to wait ------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole, offloading_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -57,6 +58,11 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
     ) -> None:
+        if vllm.__version__.startswith("0.33.") and vllm_config.scheduler_config.async_scheduling:
+            raise UnsupportedError(
+                "vLLM 0.33 stores the last pages of a request after its end. With async_scheduling "
+                "their blocks may belong to another request by then: pass async_scheduling=False."
+            )
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
             overlap = int(bool(vllm_config.scheduler_config.async_scheduling))
