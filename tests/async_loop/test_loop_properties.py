@@ -5,7 +5,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.async_loop import (
@@ -142,7 +142,7 @@ async def _run(options):
     return world, loop, steps
 
 
-@settings(max_examples=settings().max_examples // 2)
+@pytest.mark.stress
 @given(options=worlds)
 def test_bounds_are_kept_and_prompts_used_once(options):
     world, loop, steps = run_in_virtual_time(_run(options))

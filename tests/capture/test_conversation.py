@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from primeblocks.async_loop import Rollout
@@ -74,7 +74,7 @@ class Engine:
 MOVES = ["go on", "edit", "retokenise", "again", "back", "repaint"]
 
 
-@settings(max_examples=settings().max_examples // 2)
+@pytest.mark.stress
 @given(
     turns=st.lists(
         st.tuples(

@@ -310,10 +310,10 @@ def agents(count, *, seed):
     ]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [1, 0, 2])
 def test_sessions_bound_to_a_saturated_engine_lose_its_cache_and_others_stand_idle(seed, full):
     """The collapse of prime-rl #3255 in small, and the route that avoids it."""
-    if seed and not full:
+    if seed != 1 and not full:
         pytest.skip("more draws with --full")
     engine = ServingModel(
         EngineModel(decode_latency(step_s=0.01, request_s=0.0005), max_running=16), 1000.0, 750, 10
