@@ -215,22 +215,6 @@ def random_rectangle(lengths, width, *, layers=2, num_experts=256, top_k=8):
     return [row.pad(width) for row in whole.split(lengths)]
 
 
-@pytest.mark.parametrize("pads", [1, 4])
-def test_padding_of_a_rectangle_loads_all_experts_alike(pads):
-    rows = random_rectangle([8] * 64, 8 + pads)
-    whole = Routes.join(rows)
-    assert Routes.join([row[:8] for row in rows], pad_to=8 + pads) == whole
-    halves = Routes.join([Routes.join(rows[:31]), Routes.join(rows[31:])])
-    sent = [Routes.unpack(row.pack()) for row in rows]
-    for routes in (whole, halves, Routes.join(sent), Routes.unpack(whole.pack())):
-        assert routes.padding.sum() == 64 * pads
-        for load in loads(routes):
-            assert load.max() == load.min() == 2 * pads
-        Routes.from_array(routes.experts, num_experts=256, layer_ids=[0, 1])  # no expert twice
-    assert Routes.unpack(whole.pack()) == whole
-    assert Routes.join(whole.split([72, 72, 64 * (8 + pads) - 144])) == whole
-
-
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=12),
     extra=st.integers(0, 4),
