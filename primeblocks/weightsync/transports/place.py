@@ -148,7 +148,10 @@ class PrivatePlace:
 
     def hint(self) -> str:
         """Return what a reader needs to find the owner's versions."""
-        return f" Run trainer and engine on one host as one user, with {self._root}/{self._name}."
+        return (
+            f" It looks for {self._root}/{self._name}-* of this user. Run trainer and engine on "
+            "one host as one user."
+        )
 
     def _named(self) -> list[Path]:
         name = re.compile(rf"{re.escape(self._name)}-{_TOKEN}")
