@@ -39,12 +39,9 @@ Views = tuple[list[Tensor], list[torch.dtype]]
 
 @dataclass(frozen=True)
 class Sent:
-    """The cost of one version.
+    """The cost of one version, over all ranks.
 
-    Attributes:
-        bytes: the bytes that all ranks sent.
-        seconds: the time until all ranks had read, encoded and sent the version.
-        apply_s: the time that a reader needs in addition to that of a full version.
+    `apply_s` is the time that a reader needs in addition to that of a full version.
     """
 
     bytes: int
@@ -100,7 +97,7 @@ class SentBytes:
     """The bytes that this rank sent last, packed. The next delta is made from them.
 
     Attributes:
-        version: the version of the bytes. None if they are of no single version.
+        version: the version of the bytes, or None while they are replaced.
         apply_s_a_byte: the seconds that a reader needs per byte of a delta, in one thread.
     """
 
@@ -132,10 +129,6 @@ class Shipment:
         history: the bytes that this rank sent last. None keeps no bytes.
         pool: threads that read buckets. None reads one bucket at a time, in the caller's thread.
         progress: called with bytes taken and bytes to take, after each bucket, in this thread.
-
-    Attributes:
-        digests: the digest of each bucket that was read.
-        sizes: the bytes of each bucket as it travels.
     """
 
     def __init__(

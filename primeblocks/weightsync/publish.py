@@ -47,9 +47,9 @@ class Publisher:
         encode: called with each name and this rank's part of the tensor, before the cast to the
             target's dtype. A function returns the same name and shape, in a dtype that converts
             to the target's. `fp8.encode_weights` makes codes and scales.
-        full_every: send at least one in this many versions in full, and the others as deltas if
-            deltas are expected to be faster. 1 sends no deltas. More costs each rank a copy, in
-            host memory, of all that it sends.
+        full_every: send at least one in this many versions in full. The others are deltas if that
+            is expected to be faster. With 1, all are full. More costs each rank a copy, in host
+            memory, of all that it sends.
         link_bytes_per_s: the rate at which a reader gets bytes. Pass it if `publish` does not wait
             for readers. Without it, the choice counts only the time of `publish`.
 

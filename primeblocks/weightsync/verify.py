@@ -133,10 +133,10 @@ def verify_engine(
     deadline = time.monotonic() + timeout_s
     if callable(engine) and not isinstance(engine, nn.Module):
         engine = engine()
-    is_digested = are_digests(parameters)
+    is_digested, mine = are_digests(parameters), cast(Any, parameters)
     if not is_digested and not isinstance(parameters, nn.Module):
-        parameters = named_tensors(parameters)  # Pairs can be read once.
-    given = engine if isinstance(engine, list) else [] if engine is None else [engine]
+        mine = named_tensors(mine)  # Pairs can be read once.
+    given: list[Any] = engine if isinstance(engine, list) else [] if engine is None else [engine]
     held = [e if isinstance(e, nn.Module | Observed) else named_tensors(e) for e in given]
     wirings = [into] if isinstance(into, Wiring) else list(into)
     if is_digested or (plan is None and not wirings):
@@ -148,8 +148,7 @@ def verify_engine(
             )
         if plan is None and not (convert is source is encode is None):
             raise UsageError("convert=, source= and encode= need the Publisher's plan=, or into=.")
-        return _by_name(parameters, held[0])
-    mine = cast(NamedTensors, parameters)
+        return _by_name(mine, held[0])
     wrong: _Wrong = {kind: {} for kind in _KINDS}
     is_complete = plan is None  # A plan of others may have readers elsewhere.
     if plan is None:
@@ -246,11 +245,9 @@ def _shared(
     return seen
 
 
-def _by_name(parameters: NamedTensors | Digests, engine: NamedTensors) -> Verified:
+def _by_name(parameters: Any, engine: NamedTensors) -> Verified:
     """Compare digests of the tensors that both have, under each of their names."""
-    names: Mapping[str, Any] = (
-        parameters if are_digests(parameters) else with_aliases(cast(NamedTensors, parameters))
-    )
+    names = parameters if are_digests(parameters) else with_aliases(parameters)
     every = {name: local_part(one.detach()) for name, one in with_aliases(engine).items()}
     differing: dict[str, str] = {}
     both = [name for name in every if name in names]

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 from primeblocks import fp8
-from primeblocks.errors import PlanError, UsageError
+from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
 from primeblocks.testing import ranks, tiny_models
-from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
+from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.adapters.transformers import to_checkpoint as checkpoint_of
 from primeblocks.weightsync.manifest import Manifest, TensorSpec, named_tensors
 from primeblocks.weightsync.reference import slice_again
@@ -155,15 +155,3 @@ def test_another_recipe_is_refused_before_a_byte_is_sent():
         plan_sync([trainer], engine.whole(), bucket_bytes=1 << 14)
     with pytest.raises(PlanError, match="encodes with recipe '', readers expect"):
         plan_sync([held], trainer.whole(), bucket_bytes=1 << 14)
-
-
-def test_codes_and_scales_need_an_encoder(tmp_path):
-    weights = {"a.weight": torch.zeros(128, 128)}
-    source = describe(weights)
-    plan = plan_sync([source], source.whole(), bucket_bytes=1 << 14)
-    both = lambda name, tensor: {name: tensor, f"{name}_scale": tensor[:1]}  # noqa: E731
-    with (
-        SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport,
-        pytest.raises(UsageError, match="pass fp8.encode_weights"),
-    ):
-        Publisher(plan, weights, transport, encode=both).publish(1, timeout_s=HANG_S)

@@ -17,11 +17,9 @@ from primeblocks.errors import (
 from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import update_llm
 from primeblocks.weightsync.engines.remote import (
-    EngineCall,
     WorkerState,
     attach_steps,
     call,
-    drive,
     drive_sync,
 )
 from primeblocks.weightsync.marker import Receipt
@@ -151,16 +149,6 @@ def test_a_call_ends_with_a_type_before_its_deadline(method, kind, message):
     deadline = time.monotonic() + patience_s
     with pytest.raises(kind, match=message):
         asyncio.run(call(engine, getattr(engine, method)(), "try", deadline))
-
-
-def test_a_step_can_wait_first_and_the_last_value_is_returned():
-    def steps():
-        yield EngineCall("answer", wait_s=0.02)
-        return (yield EngineCall("answer")) + 1
-
-    start = time.monotonic()
-    assert asyncio.run(drive(Slow(), steps(), "try", start + 10)) == 4
-    assert time.monotonic() - start >= 0.02
 
 
 def test_a_cancelled_call_leaves_no_task_behind():

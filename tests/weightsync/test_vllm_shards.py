@@ -33,7 +33,7 @@ pytestmark = [
 
 RANKS, FULL_EVERY, BUCKET_BYTES = 2, 4, 1 << 16
 CARRIERS = ("shared_memory", "file", *PACKED, "group")
-# Without --full: every way in which a worker gets its bytes, once.
+# Without --full: from memory of the host, from buffers of another process, as messages.
 FEW = ("shared_memory", "directory-handles", "group")
 # Twice as wide, so that two ranks have a head of keys and values each.
 WIDE = SIZES | {"hidden": 128}

@@ -1,9 +1,9 @@
 """Conversions between the names and shapes that trainer, checkpoint and engine give weights.
 
-A conversion moves elements and computes none, so it is exact. It is recorded: its function runs
-once on tensors without memory, and the strides of the results say which box of a source fills which
-box of a target. So a shard goes directly to its place, and no tensor is gathered. The reads of a
-loader are recorded in the same way.
+A conversion moves elements and computes none, so it is exact. To record it, its function runs once
+on tensors without memory. The strides of the results say which box of a source fills which box of a
+target. So a shard goes directly to its place, and no tensor is gathered. The reads of a loader are
+recorded in the same way.
 """
 
 from __future__ import annotations

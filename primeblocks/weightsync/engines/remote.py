@@ -1,9 +1,8 @@
 """The steps of an update on a remote engine, with deadlines and a check for a dead engine.
 
 The steps come from a generator, so that synchronous and asynchronous engines share their order. A
-step never raises in a worker, because vLLM's executor stops reading workers at the first failure,
-and would take the unread answers for those to its next call. So workers keep the outcome until they
-are asked.
+step never raises in a worker. If one did, vLLM's executor would stop reading, and take the unread
+answers for those to its next call. So workers keep the outcome until they are asked.
 """
 
 from __future__ import annotations
@@ -54,15 +53,10 @@ _ASK = EngineCall("collective_rpc", (STATE,))
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The report of a worker.
+    """The report of a worker: the version that it holds, and the outcome of its last call.
 
-    Attributes:
-        version: the version that the worker holds.
-        active: whether an update's session is open.
-        busy: whether the worker still checks bytes.
-        error: the type of the error of the call, or of the last update.
-        message: the text of that error.
-        value: the result of the call.
+    `active` says that an update's session is open, `busy` that bytes are still checked. `error` is
+    the name of an error's type.
     """
 
     version: int | None = None

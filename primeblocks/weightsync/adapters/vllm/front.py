@@ -109,7 +109,6 @@ async def attach(
 
     Args:
         engine: an `AsyncLLM` or a `VllmServer`.
-        plan: the publisher's plan.
         transport: any end of the publisher's transport.
         first_reader: the reader number of the engine's first worker.
 

@@ -111,7 +111,6 @@ async def attach_lora(
 
     Args:
         engine: an `AsyncLLM` built with `lora_engine_args()`.
-        spec: the adapter's name, rank and scale.
         plan: the plan of the tensors of `adapter_parameters`. Its target has whole tensors.
         transport: any end of the publisher's transport.
         keep: the most versions held at a time. A version takes twice its bytes in each worker.
@@ -135,11 +134,6 @@ async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: fl
     Returns the request to pass to vLLM for this version. Its lora_name is "name@version". The
     versions held stay unchanged, and their requests go on. You may call it again after a failure.
     If it raises CorruptionError or TransferError, the engine is unchanged.
-
-    Args:
-        engine: an engine for which `attach_lora` was called.
-        name: the adapter's name.
-        receipt: the receipt that `publish` returned.
 
     Raises:
         CorruptionError: bytes are not as sent.

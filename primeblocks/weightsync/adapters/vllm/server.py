@@ -86,12 +86,7 @@ class VllmServer:
 class _Calls:
     """The calls of an `AsyncLLM` that an update makes, over HTTP.
 
-    A cancelled call may still reach the server. `errored` says that the last call did not reach
-    the server.
-
-    Raises:
-        DeadlineError: the answer did not come in time.
-        EngineError: the server cannot be reached, or refused the call.
+    A cancelled call may still reach the server. `errored` says that the last call did not.
     """
 
     def __init__(self, server: JsonServer, deadline: float) -> None:

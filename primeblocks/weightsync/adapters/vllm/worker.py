@@ -58,13 +58,7 @@ __all__ = ["InitInfo", "PrimeblocksEngine", "UpdateInfo", "WorkerExtension"]
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """The arguments of `attach` for a worker.
-
-    Attributes:
-        transport: `Transport.spec()`.
-        plan: `Plan.to_json()`.
-        first_reader: the reader number of the first worker, if the plan has several readers.
-    """
+    """The arguments of `attach` for a worker, with the transport's spec and the plan as JSON."""
 
     transport: dict[str, Any]
     plan: str
