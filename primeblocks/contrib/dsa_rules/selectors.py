@@ -53,8 +53,8 @@ class TopPools:
     GLM-5.3-Flash selects this way.
 
     `select` takes keys `[entries, index_dim]`. It returns places of tokens, `[local_tokens, 1, k]`,
-    with `k` rounded down to whole pools, and `pool - 1` more columns with the tail: the tokens of
-    the query's own incomplete pool, up to the query.
+    with `k` rounded down to whole pools, and `pool - 1` more columns with the tail. The tail has
+    the tokens of the query's own incomplete pool, up to the query.
 
     Attributes:
         k: the most tokens of pools that a query selects.
