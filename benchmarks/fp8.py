@@ -1,13 +1,15 @@
-"""How fast `quantize` is on a CPU, against torch operation by operation and against a copy."""
+"""How fast quantizers are on a CPU, against torch operation by operation and against a copy."""
 
 import torch
 
 from primeblocks.fp8 import Quantized, Tile, measure_error, quantize
+from primeblocks.fp8.adapters.numba import NumbaQuantizer
 from primeblocks.fp8.quantize import scales_of, tiled
 
 from .harness import compare, copy_bandwidth, main
 from .peers import restart_where
 
+COMPILED = NumbaQuantizer()
 TILES = {"1x128": Tile(1, 128), "128x128": Tile(128, 128), "1x32": Tile(1, 32)}
 SIZES = (8192, 2048)
 
@@ -27,23 +29,30 @@ def one(size: int, tile: Tile, bandwidth: float) -> dict[str, tuple[float, str, 
 
     def agree() -> None:
         assert error < 0.03, f"the relative error is {error}"
-        expected, made = eager(x, tile), quantize(x, tile)
-        assert torch.equal(made.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-        assert torch.equal(made.scales, expected.scales)
+        expected = eager(x, tile)
+        for other in (quantize(x, tile), COMPILED(x, tile)):
+            same = torch.equal(other.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert same
+            assert torch.equal(other.scales, expected.scales)
 
-    plain, ours = compare(lambda: eager(x, tile), lambda: quantize(x, tile), agree=agree)
+    plain, default, fused = compare(
+        lambda: eager(x, tile), lambda: quantize(x, tile), lambda: COMPILED(x, tile), agree=agree
+    )
     moved = x.numel() * (x.element_size() + 1)  # bfloat16 read, a code written
     return {
-        "torch.speedup_vs_eager": (plain.median / ours.median, "ratio", "eager torch"),
+        "speedup_vs_eager": (plain.median / fused.median, "ratio", "eager torch"),
+        "copy_bandwidth_fraction": (moved / fused.median / bandwidth, "ratio", "torch copy_"),
+        "spread": (fused.spread, "ratio", ""),
+        "torch.speedup_vs_eager": (plain.median / default.median, "ratio", "eager torch"),
         "torch.copy_bandwidth_fraction": (
-            moved / ours.median / bandwidth, "ratio", "torch copy_"
+            moved / default.median / bandwidth, "ratio", "torch copy_"
         ),
         "relative_error": (error, "ratio", ""),
     }  # fmt: skip
 
 
 def measure() -> dict[str, tuple[float, str, str]]:
-    """Every size, tile and number of threads."""
+    """Every size, tile and number of threads; the plain names are those of the first of each."""
     figures: dict[str, tuple[float, str, str]] = {}
     every = torch.get_num_threads()
     for threads in sorted({every, 1}):
@@ -54,6 +63,8 @@ def measure() -> dict[str, tuple[float, str, str]]:
                 at = f"fp8.quantize.cpu.{threads}_threads.{size}.{name}"
                 found = one(size, tile, bandwidth)
                 figures |= {f"{at}.{key}": figure for key, figure in found.items()}
+                for key in ("speedup_vs_eager", "copy_bandwidth_fraction"):
+                    figures.setdefault(f"fp8.quantize.cpu.{key}", found[key])
     return figures
 
 

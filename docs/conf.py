@@ -34,6 +34,7 @@ autodoc_mock_imports = [
     "httpx",
     "mooncake",
     "nixl",
+    "numba",
     "openai",
     "openenv",
     "torchtitan",
