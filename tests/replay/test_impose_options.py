@@ -112,6 +112,21 @@ def test_padding_is_neither_filtered_nor_counted(toy, inputs):
     assert compare(routes, tape.routes).tokens == 4
 
 
+def test_rates_are_of_what_is_no_padding(toy, inputs, foreign):
+    model, parts = toy("sigmoid"), foreign().split([4, 4])
+    routes = Routes.join([part[:length].pad(4) for part, length in zip(parts, (2, 3), strict=True)])
+    with (
+        impose(model.routers, routes, min_score_ratio=1.0) as imposed,
+        record(model.routers) as tape,
+    ):
+        model(inputs)
+    known = ~routes.padding
+    changed = tape.routes.experts[known] != routes.experts[known]
+    assert not routes.missing.any()
+    assert imposed.replacement_rate == pytest.approx(changed.mean())
+    assert 0 < changed.mean() < 1
+
+
 @pytest.mark.parametrize("ratio", [0.0, 1.5, float("nan")])
 def test_ratios_out_of_range_are_refused(toy, foreign, ratio):
     model = toy()
