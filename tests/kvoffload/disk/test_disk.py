@@ -200,6 +200,16 @@ def test_short_reads_and_writes_are_continued(tmp_path):
         assert state(tier) == before
 
 
+def test_clear_gives_the_room_back(tmp_path):
+    with closing(open_tier(tmp_path)) as tier:
+        tier.put([record(number) for number in range(4)])
+        tier.clear()
+        assert (len(tier), tier.keys()) == (0, [])
+        assert os.path.getsize(tmp_path / "pages") == 0
+        assert os.path.getsize(tmp_path / "index") <= 3 * 4096
+        assert_serves(tier)
+
+
 def test_the_index_stays_in_proportion(tmp_path):
     """The file by what it has, the log by what SQLite lets it grow to."""
     with closing(open_tier(tmp_path)) as tier:
