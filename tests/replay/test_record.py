@@ -48,19 +48,26 @@ def test_a_second_forward_is_refused_whatever_it_chooses(toy, inputs, other, che
     assert tape.routes.tokens == 1
 
 
-def recompute_otherwise(model, inputs):
+def recompute_otherwise(model, inputs, *, error=None):
     with record(model.routers) as tape:
         loss = model(inputs.clone().requires_grad_()).sum()
         model.routers[0].weight.data.neg_()
         loss.backward()
         with pytest.raises(UsageError, match="with other choices"):
             _ = tape.routes
+        if error is not None:
+            raise error
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputation_with_other_choices_is_refused(toy, inputs, reentrant):
     with pytest.raises(UsageError, match="layer 0 was recomputed in backward with other choices"):
         recompute_otherwise(toy(checkpoint=reentrant), inputs)
+
+
+def test_an_error_of_the_body_is_not_covered_up(toy, inputs):
+    with pytest.raises(ZeroDivisionError):
+        recompute_otherwise(toy(checkpoint=True), inputs, error=ZeroDivisionError())
 
 
 @pytest.mark.parametrize("part", [0, 1])
