@@ -171,9 +171,12 @@ def test_jobs_report_each_page_and_their_time_though_they_are_asked_late(stuck):
 
 
 def test_a_drain_gives_up_what_takes_longer(adapter, stuck, monkeypatch):
-    tier, *_ = stuck
+    tier, pending, _ = stuck
     monkeypatch.setattr(adapter.tier, "_TIMEOUT_S", 0.0)
     tier.drain_jobs()
+    for each in pending:
+        with each.buffers() as held:
+            assert not held, "a shutdown takes the memory away next"
     assert [job.successful_keys for job in tier.get_finished_jobs()] == [(), ()]
 
 
