@@ -119,6 +119,15 @@ def test_an_update_that_loads_nothing_is_noticed(tmp_path, before):
     assert_restored(served.model, before)
 
 
+def test_parameters_that_are_read_once_are_changed_all_the_same():
+    model = nn.Linear(3, 2)
+    engine = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(TransferError, match="2 tensors, .* after the push of version 1"):
+        prove_round_trip(
+            model.named_parameters(), id, lambda: verify_engine(model, engine), version=0
+        )
+
+
 @pytest.mark.parametrize("where", ["0.weight", "1.bias"])
 def test_garbage_in_one_element_is_noticed(tmp_path, before, where):
     def spoil(name, tensor, version):
