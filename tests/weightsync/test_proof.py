@@ -267,11 +267,14 @@ def test_a_perturbation_shows_in_narrower_dtypes(to, value):
 # --- the receipt of a load -----------------------------------------------------------------------
 
 
-def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path):
+@pytest.mark.parametrize("check", ["before", "ahead"])
+def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path, check):
     served = Served(tmp_path)
     keeps = [True, False, True]
     load = lambda ts: served.load(ts) if keeps.pop(0) else [None for _ in ts]  # noqa: E731
-    subscriber = Subscriber(served.subscriber.plan, load, served.transport, observe=served.observe)
+    subscriber = Subscriber(
+        served.subscriber.plan, load, served.transport, check=check, observe=served.observe
+    )
     served.publisher.publish(1, timeout_s=HANG_S)
     assert subscriber.receive(timeout_s=HANG_S).version == 1
     served.model[0].weight.data.add_(1)
