@@ -18,6 +18,7 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests, named_tensors
 from primeblocks.weightsync.observed import digest_tensors
+from primeblocks.weightsync.verify import _perturb
 from tests.deadlines import HANG_S
 
 ranks.preload(__name__)  # With all that it imports.
@@ -262,6 +263,15 @@ def test_a_perturbation_shows_in_narrower_dtypes(to, value):
     before, after, _ = pushed(torch.full((40,), value), to)
     assert (after.view(torch.uint8) != before.view(torch.uint8)).view(40, -1).any(1).all()
     assert after.isfinite().all()
+
+
+def test_a_perturbation_makes_nothing_larger():
+    before = torch.tensor([1e30, -2.0, 0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-30])
+    after = before.clone()
+    _perturb(after, "w")
+    assert (after.signbit() ^ before.signbit()).all()
+    usual = before.isfinite() & (before != 0)
+    assert (after.abs() <= torch.where(usual, before.abs(), 1.0)).all()
 
 
 # --- the receipt of a load -----------------------------------------------------------------------
