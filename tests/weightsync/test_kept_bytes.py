@@ -95,6 +95,20 @@ def test_what_is_loaded_again_is_checked_again(shared, verifies):
     assert torch.equal(pair.got["a"], right)
 
 
+def test_a_torn_engine_does_not_get_what_its_load_wrote_to(shared):
+    pair = Pair(shared, lambda x: x.mul_(2))
+    for version in (1, 2):
+        pair.publish(version)
+        pair.receive()
+    right = pair.weights["a"].clone()
+    Publisher(pair.plan, pair.weights, shared).publish(3, timeout_s=HANG_S)  # In full.
+    pair.failures = 1
+    with pytest.raises(EngineError, match="Going back to version 2 failed too: CorruptionError"):
+        pair.receive(3)
+    assert pair.receive(2).version == 2
+    assert torch.equal(pair.got["a"], right)
+
+
 def test_a_torn_engine_gets_nothing_before_all_is_checked(tmp_path):
     with FileTransport(str(tmp_path / "files"), owner=True) as files:
         pair = Pair(files, check="ahead")
