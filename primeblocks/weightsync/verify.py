@@ -205,6 +205,8 @@ def prove_round_trip(
 
     Source: tokenspeed issue 1373, an update that reports success and loads unwritten memory.
     """
+    if not isinstance(parameters, nn.Module):
+        parameters = named_tensors(parameters)  # Pairs can be read once.
     floating = any(map(_is_floating, named_tensors(parameters).values()))
     if not floating and (not dist.is_initialized() or dist.get_world_size() == 1):
         raise UsageError("there is nothing to prove: no parameter is floating. Pass weights.")

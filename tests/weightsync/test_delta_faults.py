@@ -9,6 +9,7 @@ import torch
 from primeblocks.errors import (
     CapacityError,
     CorruptionError,
+    EngineError,
     PlanError,
     TransferError,
 )
@@ -24,7 +25,7 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.delta.deltas import apply_payloads
 from primeblocks.weightsync.held import packed_views
 from tests.deadlines import HANG_S as TIMEOUT_S
-from tests.weightsync.contents import Engine, directory, same_bytes
+from tests.weightsync.contents import Engine, directory, flip_sent, same_bytes
 from tests.weightsync.test_payload import encoded
 
 
@@ -256,6 +257,21 @@ def test_a_version_that_was_retired_is_gone_back_to_all_the_same(setup, monkeypa
     with pytest.raises(TransferError, match="Version 0 was loaded again"):
         setup.receive()
     assert setup.serves(0)
+    assert setup.receive().version == 1
+    assert setup.serves(1)
+
+
+def test_what_is_gone_back_to_is_checked_first(setup):
+    publisher = setup.publish_with()
+    for version in (0, 1):
+        setup.publish(version, publisher)
+        if version == 0:
+            setup.receive()
+    flip_sent(setup.transport, setup.path, 0, -1)
+    setup.fail_at[2] = True
+    with pytest.raises(EngineError, match="Going back to version 0 failed too: CorruptionError"):
+        setup.receive()
+    assert setup.subscriber.version is None
     assert setup.receive().version == 1
     assert setup.serves(1)
 

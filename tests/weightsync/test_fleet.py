@@ -315,3 +315,14 @@ def test_a_cancelled_update_serves_one_version():
         await fleet.repair(2)
 
     run(body())
+
+
+def test_an_update_cancelled_while_engines_pause_lets_them_go_on():
+    async def body():
+        fleet = Fleet([[1], [1]], {0: {5: "hang"}})
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(fleet.update(2, timeout_s=0.5), 0.1)
+        assert fleet.engines[1].serving == ((1,), "1")
+        await fleet.repair(2)
+
+    run(body())

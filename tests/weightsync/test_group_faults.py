@@ -203,8 +203,9 @@ def wrong_call_body(where):
     for counts in ((0, 4), (4, 0)):
         with pytest.raises(UsageError, match="got {} trainers and {} readers".format(*counts)):
             GroupTransport(store=store, trainers=counts[0], readers=counts[1])
-    with pytest.raises(UsageError, match="got no rank"):
-        GroupTransport(store=store, trainers=2, readers=2)
+    for rank in (None, 2, -1):
+        with pytest.raises(UsageError, match=f"got rank {rank}, of 2 trainers. A reader opens"):
+            GroupTransport(store=store, trainers=2, readers=2, rank=rank)
     small = Small("group", where)
     small.sync(1)
     if small.is_engine:

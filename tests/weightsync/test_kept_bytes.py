@@ -16,8 +16,9 @@ from primeblocks.weightsync import (
     plan_sync,
 )
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports import IpcTransport
+from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from tests.deadlines import HANG_S
+from tests.weightsync.contents import flip_sent
 
 WEIGHTS = {"a": 200_000, "b": 4000}
 
@@ -92,6 +93,37 @@ def test_what_is_loaded_again_is_checked_again(shared, verifies):
         pair.reader.verify(2, timeout_s=HANG_S)
     assert pair.receive(2).version == 2
     assert torch.equal(pair.got["a"], right)
+
+
+def test_a_torn_engine_does_not_get_what_its_load_wrote_to(shared):
+    pair = Pair(shared, lambda x: x.mul_(2))
+    for version in (1, 2):
+        pair.publish(version)
+        pair.receive()
+    right = pair.weights["a"].clone()
+    Publisher(pair.plan, pair.weights, shared).publish(3, timeout_s=HANG_S)  # In full.
+    pair.failures = 1
+    with pytest.raises(EngineError, match="Going back to version 2 failed too: CorruptionError"):
+        pair.receive(3)
+    assert pair.receive(2).version == 2
+    assert torch.equal(pair.got["a"], right)
+
+
+def test_a_torn_engine_gets_nothing_before_all_is_checked(tmp_path):
+    with FileTransport(str(tmp_path / "files"), owner=True) as files:
+        pair = Pair(files, check="ahead")
+        pair.publish(1)
+        pair.receive()
+        pair.publish(2)
+        pair.failures = 2  # On the way to a version and back.
+        with pytest.raises(EngineError, match="Going back to version 1 failed too"):
+            pair.receive(2)
+        Publisher(pair.plan, pair.weights, files).publish(3, timeout_s=HANG_S)
+        flip_sent(files, tmp_path, 3, -1)
+        pair.got.clear()
+        with pytest.raises(CorruptionError):
+            pair.receive(3)
+        assert pair.got == {}
 
 
 def test_a_mapping_that_was_written_to_in_this_process_is_not_used(shared):

@@ -122,3 +122,15 @@ def _boxes():
 
 def test_a_sharded_tensor_takes_its_own_box():
     ranks.run(_boxes, world_size=2)
+
+
+def test_only_tensors_apart_from_each_other_are_written_in_place():
+    buffer = torch.zeros(4, 6)
+
+    def places(**tensors):
+        return load_into(tensors, describe(tensors)).places()
+
+    assert places(a=buffer[:2], b=buffer[2:], none=buffer[:0]).keys() == {"a", "b", "none"}
+    assert places(a=buffer[:3], b=buffer[2:]) == {}
+    assert places(a=buffer, b=buffer.view(-1)[-1:]) == {}
+    assert places(a=buffer[:, :3], b=buffer[:, 3:]) == {}  # They may, as far as it looks.

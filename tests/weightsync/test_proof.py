@@ -18,6 +18,7 @@ from primeblocks.weightsync import (
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests, named_tensors
 from primeblocks.weightsync.observed import digest_tensors
+from primeblocks.weightsync.verify import _perturb
 from tests.deadlines import HANG_S
 
 ranks.preload(__name__)  # With all that it imports.
@@ -117,6 +118,15 @@ def test_an_update_that_loads_nothing_is_noticed(tmp_path, before):
     with pytest.raises(TransferError, match="4 tensors, .* after the push of version 5"):
         served.prove()
     assert_restored(served.model, before)
+
+
+def test_parameters_that_are_read_once_are_changed_all_the_same():
+    model = nn.Linear(3, 2)
+    engine = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(TransferError, match="2 tensors, .* after the push of version 1"):
+        prove_round_trip(
+            model.named_parameters(), id, lambda: verify_engine(model, engine), version=0
+        )
 
 
 @pytest.mark.parametrize("where", ["0.weight", "1.bias"])
@@ -255,14 +265,26 @@ def test_a_perturbation_shows_in_narrower_dtypes(to, value):
     assert after.isfinite().all()
 
 
+def test_a_perturbation_makes_nothing_larger():
+    before = torch.tensor([1e30, -2.0, 0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-30])
+    after = before.clone()
+    _perturb(after, "w")
+    assert (after.signbit() ^ before.signbit()).all()
+    usual = before.isfinite() & (before != 0)
+    assert (after.abs() <= torch.where(usual, before.abs(), 1.0)).all()
+
+
 # --- the receipt of a load -----------------------------------------------------------------------
 
 
-def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path):
+@pytest.mark.parametrize("check", ["before", "ahead"])
+def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path, check):
     served = Served(tmp_path)
     keeps = [True, False, True]
     load = lambda ts: served.load(ts) if keeps.pop(0) else [None for _ in ts]  # noqa: E731
-    subscriber = Subscriber(served.subscriber.plan, load, served.transport, observe=served.observe)
+    subscriber = Subscriber(
+        served.subscriber.plan, load, served.transport, check=check, observe=served.observe
+    )
     served.publisher.publish(1, timeout_s=HANG_S)
     assert subscriber.receive(timeout_s=HANG_S).version == 1
     served.model[0].weight.data.add_(1)

@@ -84,8 +84,11 @@ class GroupTransport:
             raise UsageError(
                 f"got {trainers} trainers and {readers} readers. Pass at least one of each."
             )
-        if rank is None and generation is None:
-            raise UsageError("got no rank. A reader opens the spec() of trainer rank 0.")
+        if generation is None and not (rank is not None and 0 <= rank < trainers):
+            raise UsageError(
+                f"got rank {rank}, of {trainers} trainers. A reader opens the spec() of trainer "
+                "rank 0."
+            )
         self._store, self._trainers, self._readers = store, trainers, readers
         self._device = torch.device(device)
         is_there = dist.is_nccl_available if self._device.type == "cuda" else dist.is_gloo_available
