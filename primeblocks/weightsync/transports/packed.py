@@ -8,6 +8,7 @@ bytes to an engine, in one of two ways. `Packed` bytes are copied into a buffer 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 import weakref
@@ -265,10 +266,11 @@ class _Incoming:
                 lease.close()
 
         lent = Borrowed(buckets, close=close)
-        if not self._keep:
+        if not self._keep and lease.until == math.inf:
             return lent
         try:
-            return copied(plan, request.reader, lent, stays=True, deadline=request.deadline)
+            until = min(lease.until, request.deadline)
+            return copied(plan, request.reader, lent, stays=self._keep, deadline=until)
         finally:
             lent.close()
 
