@@ -77,7 +77,8 @@ def fully_shard_moe(
             `model`.
         PlanError: the expert degree does not divide the number of experts, or the degree is over 1
             without experts.
-        PlanError: a dispatcher uses other ranks than `meshes.expert`.
+        PlanError: a dispatcher uses other ranks than `meshes.expert`, or `reshard_after_forward`
+            is a number. Dense parameters and experts could not share one number.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
@@ -92,6 +93,11 @@ def fully_shard_moe(
         )
     if meshes.plan.expert > 1 and not experts:
         raise PlanError(f"expert={meshes.plan.expert}, but no experts were given. Use expert=1.")
+    if not isinstance(reshard_after_forward, bool):
+        raise PlanError(
+            f"reshard_after_forward must be True or False; got {reshard_after_forward!r}. A number "
+            "of ranks would mean different groups for dense parameters and for experts."
+        )
     policy = MixedPrecisionPolicy() if precision is None else precision
     offload = OffloadPolicy() if offload_policy is None else offload_policy
     kept: dict[str, Any] = {

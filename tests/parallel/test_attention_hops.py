@@ -157,3 +157,13 @@ def test_rows_of_a_batch_share_a_plan():
     for by_attention in ranks.run(_batched, world_size=3):
         for together, one_by_one in by_attention:
             assert_close_float64(together, one_by_one)
+
+
+def test_the_gradient_of_a_sink_adds_up_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    grad, out = (torch.randn(64, 2, 256, generator=generator).bfloat16() for _ in range(2))
+    lse, sinks = torch.randn(64, 2, generator=generator), torch.zeros(2)
+    found = hops.gradient_of_sinks(grad, out, lse, sinks)
+    exact = hops.gradient_of_sinks(grad.double(), out.double(), lse.double(), sinks.double())
+    magnitude = hops.gradient_of_sinks(grad.abs().double(), out.abs().double(), lse.double(), sinks)
+    assert ((found - exact).abs() <= 256 * 2**-24 * magnitude.abs()).all()

@@ -1,11 +1,13 @@
 """When FSDP2 gathers, frees and offloads the layers of a mixture-of-experts model."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from primeblocks.errors import PlanError
 from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, plan_mesh
 from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
@@ -139,3 +141,15 @@ def _offloaded():
 
 def test_parts_may_stay_on_the_host():
     assert ranks.run(_offloaded) == [True, True]
+
+
+def _refused():
+    model = Model()
+    meshes = plan_mesh(world_size=2).build("cpu")
+    with pytest.raises(PlanError, match="reshard_after_forward must be True or False; got 2"):
+        fully_shard_moe(model, meshes, layers=[], experts=[], reshard_after_forward=2)
+    return isinstance(model, FSDPModule)
+
+
+def test_a_number_of_ranks_is_refused():
+    assert ranks.run(_refused) == [False, False]

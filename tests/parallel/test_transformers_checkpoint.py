@@ -270,7 +270,7 @@ def _sizes(path):
     for sizes in (("100KB", "50GB"), (1 << 20, (1 << 20) + 1), ("1MB", 10**6)):
         with pytest.raises(PlanError, match="max_shard_size must be equal on all ranks"):
             save_pretrained(model, path / "none", max_shard_size=sizes[rank])
-    for wrong in (None, "", "5", "infGB"):
+    for wrong in (None, True, 0, -5, 10**5000, 1.5, "", "5", "-5GB", "infGB", "9" * 5000):
         for who in (0, 1):
             error, size = (PlanError, wrong) if rank == who else (RankError, "50GB")
             with pytest.raises(error, match='is bytes, or text like "5GB": '):

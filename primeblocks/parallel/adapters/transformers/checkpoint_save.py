@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ....errors import PlanError
+from ....errors import PlanError, shown
 from ....groups import Call, agreed
 from ....layout import Shard, layout_of, local_part
 from .checkpoint import backend_device, class_before, refuse_adapters, reshard
@@ -29,6 +30,8 @@ from .checkpoint_files import header, in_file_order
 from .deferred import Deferred, TensorPiece
 
 __all__ = ["save_pretrained"]
+
+_SIZE = re.compile(r"\d{1,15}(\.\d{1,15})? ?[KMGT]B", re.ASCII | re.IGNORECASE)
 
 
 def save_pretrained(
@@ -60,10 +63,10 @@ def save_pretrained(
     refuse_adapters(model)
     reshard(model)
     with _as_before(model), _agreed(model) as call:
-        # Files are planned on every rank, and each tensor goes to the file of its plan.
-        call.facts["max_shard_size"] = max_shard_size
         tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
         split = _split(tensors, max_shard_size)
+        # Files are planned on every rank, and each tensor goes to the file of its plan.
+        call.facts["max_shard_size"] = max_shard_size
     with _as_before(model), _agreed(model):  # All but the weights.
         _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
     boxes, problem, done = _boxes(model), None, count(1)
@@ -85,10 +88,11 @@ def _split(tensors: dict[str, Any], size: int | str) -> Any:
     """Plan the files."""
     whole = {n: torch.empty(x.shape, dtype=x.dtype, device="meta") for n, x in tensors.items()}
     name = SAFE_WEIGHTS_NAME.replace(".", "{suffix}.")
-    try:
-        return split_torch_state_dict_into_shards(whole, filename_pattern=name, max_shard_size=size)
-    except (OverflowError, TypeError, ValueError) as error:
-        raise PlanError(f'max_shard_size is bytes, or text like "5GB": {error}') from error
+    text = isinstance(size, str) and _SIZE.fullmatch(size)
+    number = isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 63
+    if not text and not number:
+        raise PlanError(f'max_shard_size is bytes, or text like "5GB": got {shown(size)}.')
+    return split_torch_state_dict_into_shards(whole, filename_pattern=name, max_shard_size=size)
 
 
 def _on_first(path: str | Path, write: Callable[[], object]) -> None:
