@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -223,6 +223,22 @@ def test_routers_stay_in_float32_to_the_experts():
             assert error < 64 * torch.finfo(torch.float32).eps
 
 
+def _frozen():
+    """What does not train stays so, and each layer is gathered by itself."""
+    torch.manual_seed(0)
+    model = Model().requires_grad_(False)
+    model.layers[1].experts.down_proj.requires_grad_()
+    meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+    _shard(model, meshes)
+    assert all(isinstance(layer, FSDPModule) for layer in model.layers)
+    _loss(model, dist.get_rank(), 1).backward()
+    return [n for n, p in model.named_parameters() if p.requires_grad and p.grad is not None]
+
+
+def test_frozen_experts_stay_frozen():
+    assert ranks.run(_frozen) == [["layers.1.experts.down_proj"]] * 2
+
+
 def _count_twice():
     meshes = plan_mesh(world_size=3).build("cpu")
     own = torch.tensor(dist.get_rank() + 1)
@@ -231,6 +247,17 @@ def _count_twice():
 
 def test_counting_leaves_the_local_count_alone():
     assert ranks.run(_count_twice, world_size=3) == [([6, 6], 0)] * 3
+
+
+def _accumulate():
+    model, whole, meshes = _pair({"expert": 2}, {})
+    for _ in range(2):
+        _backward(model, whole, meshes)
+    return _error(model, whole, lambda p: p.grad)
+
+
+def test_micro_batches_add_up():
+    assert max(ranks.run(_accumulate, world_size=2)) < 1e-12
 
 
 def _clip_mixed():
