@@ -87,6 +87,8 @@ def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
         text = json.dumps(_lower(value, buffers, name), ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:
         raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
+    except UnsupportedError:  # A ValueError too, and it says what is wrong.
+        raise
     except ValueError as error:  # An integer of thousands of digits.
         raise UnsupportedError(f"{name} cannot be written as JSON: {error}") from error
     return text.encode("utf-8", "surrogatepass"), buffers

@@ -118,10 +118,10 @@ HUGE = 10**5000  # More digits than Python writes.
     ("value", "said"),
     [
         ({"routes": torch.zeros(2)}, r"x\['routes'\] is a Tensor.*tensor\.numpy"),
-        ({"a": [1, {2, 3}]}, r"x\['a'\]\[1\] is a set.*routes\.pack\(\)"),
+        ({"a": [1, {2, 3}]}, r"^x\['a'\]\[1\] is a set.*routes\.pack\(\)"),
         ({"a": np.array([object()])}, "ndarray of object"),
         ({"a": np.array(["text"])}, "ndarray of <U4"),
-        ({1: 2}, "key 1"),
+        ({1: 2}, "^x has the key 1"),
         (LOOP, "holds itself"),
         ([HUGE], "JSON"),
     ],
