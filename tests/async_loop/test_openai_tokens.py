@@ -76,6 +76,15 @@ def test_every_token_has_the_version_that_sampled_it():
     assert (dict(first.attachments), dict(second.attachments)) == ({}, {"routed_experts": "text"})
 
 
+@pytest.mark.parametrize(("sent", "count"), [({"n": 2}, 2), ({}, 1)])
+def test_sampling_parameters_of_the_extra_body_say_how_many_completions_come(sent, count):
+    def reply(path: str, body: Any) -> Any:
+        assert body["sampling_params"] == sent
+        return {"choices": [token_choice(i) for i in range(count)]}
+
+    assert len(ask_tokens(reply, n=3, extra_body={"sampling_params": sent})) == count
+
+
 def spans(*each: Any) -> dict[str, Any]:
     named = [dict(zip(("version", "start", "end"), one, strict=True)) for one in each]
     return token_choice(weight_versions=named)

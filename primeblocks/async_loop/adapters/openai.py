@@ -209,7 +209,8 @@ async def generate_tokens(
     }
     what = f"a completion of {len(tokens)} tokens by {client.base_url}"
     text = await _post(client, tokens, cache_salt, extra_body, sampling, what, timeout_s, clock)
-    choices = _choices_of(text, what, sampling["n"])
+    sent = (extra_body or {}).get("sampling_params", sampling)
+    choices = _choices_of(text, what, sent.get("n", 1))
     return tuple(_labelled_rollout(choice, tokens, what, prompt_id) for choice in choices)
 
 
