@@ -118,7 +118,7 @@ class Journal:
         """Store a trajectory of a prompt in flight. It replaces the last one of that sample.
 
         Raises:
-            UnsupportedError: an attachment cannot be
+            UnsupportedError: an attachment cannot be packed.
             CapacityError: it is larger than SQLite's largest value, 1 GB.
         """
         payload = pack_trajectory(partial, name=name_of(ordinal, sample))
@@ -136,7 +136,7 @@ class Journal:
         The drawn prompt stays, and is not written again.
 
         Raises:
-            UnsupportedError: an attachment cannot be
+            UnsupportedError: an attachment cannot be packed.
             CapacityError: a rollout is larger than SQLite's largest value, 1 GB.
         """
         ordinal = tables.integer(ordinal)
