@@ -12,7 +12,7 @@ lost message, reconnection and restart. The sender sends a group again if the re
 messages up to it and does not know the group. The receiver forgets an ordinal that its sender does
 not name any more, unless the group is in the buffer.
 
-If a sender dies, the receiver keeps the ordinals of its groups that were not settled.
+If a sender dies, the receiver keeps the ordinals of the groups that the sender named last.
 
 One death therefore loses no acknowledged group. If a sender dies, its accepted groups are in the
 buffer. If the receiver dies, every sender sends again what was not settled. A group is lost only if
