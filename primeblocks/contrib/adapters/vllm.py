@@ -14,9 +14,15 @@ from collections.abc import Callable, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from vllm.config import KVTransferConfig
+from ...errors import MissingPackageError, PlanError, UnsupportedError
 
-from ...errors import PlanError, UnsupportedError
+try:
+    from vllm.config import KVTransferConfig
+except ModuleNotFoundError as error:
+    if error.name != "vllm":
+        raise
+    raise MissingPackageError("vllm", "vllm") from error
+
 from ...kvoffload.adapters.vllm.engine import transfer_settings
 
 __all__ = ["OPTIONS", "Option", "mooncake", "mooncake_settings", "multi", "native", "nixl"]
