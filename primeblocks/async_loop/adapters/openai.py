@@ -7,9 +7,8 @@ Expert routes become the attachment "routed_experts", in the form that the serve
 0.32) or newer SGLang (never run). `generate_tokens` speaks vLLM's own protocol (with
 `--enable-scale-out`), in which every token names the weights that sampled it.
 
-Start vLLM with `--logprobs-mode processed_logprobs`. Otherwise its log-probabilities belong to
-another distribution than the one it sampled from. Also pass `--generation-config vllm`, or the
-checkpoint's own sampling defaults apply.
+Start vLLM with `--logprobs-mode processed_logprobs`, or it returns those of another distribution.
+Also pass `--generation-config vllm`, or the checkpoint's own sampling defaults apply.
 """
 
 import json
