@@ -37,6 +37,7 @@ autodoc_mock_imports = [
     "numba",
     "openai",
     "openenv",
+    "starlette",
     "torchtitan",
     "triton",
     "trl",

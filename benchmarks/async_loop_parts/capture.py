@@ -36,8 +36,8 @@ import numpy as np
 import uvicorn
 
 from primeblocks.capture import Recorder
+from primeblocks.capture.adapters.starlette import capture_app
 from primeblocks.capture.adapters.transformers import ChatTemplate
-from primeblocks.capture.adapters.uvicorn import capture_app
 from primeblocks.errors import how_it_ended
 
 __all__ = ["figures"]

@@ -375,8 +375,8 @@ def _counted(
 
     `lengths` are those of each token's sequence, if all its tokens have the same weight.
     """
-    nobody = torch.zeros_like(mask)
-    truncated, dropped = (nobody if x is None else x & mask for x in (truncated, dropped))
+    none = torch.zeros_like(mask)
+    truncated, dropped = (none if x is None else x & mask for x in (truncated, dropped))
     weights = masked(weights, mask & ~dropped)
     # Each token has one over its sequence's length, so that each sequence counts once.
     share = masked(torch.ones_like(weights).double() if lengths is None else 1 / lengths, mask)

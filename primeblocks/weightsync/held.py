@@ -155,7 +155,7 @@ class Sealed:
         with self._lock:
             if self._whole is not None:
                 self._mapped.is_clean = is_right and self._whole._version == 0
-                # Where nobody keeps a tensor, this is the end of the mapping.
+                # This unmaps the bytes, unless a caller still holds one of the tensors.
                 self._blob = self._whole = None
                 self._mapped.is_clean = False
 

@@ -95,7 +95,7 @@ def spans(*each: Any) -> dict[str, Any]:
     [
         ("<html>", EngineError, "no answer of this protocol"),
         ({"choices": [token_choice(1)]}, EngineError, r"choices \[1\] where 1"),
-        ({"choices": [token_choice(token_ids=None)]}, EngineError, "that are none"),
+        ({"choices": [token_choice(token_ids=None)]}, EngineError, "are not token ids"),
         ({"choices": [token_choice(token_ids=[20])]}, EngineError, "1 tokens"),
         ({"choices": [token_choice(token_ids=[21, 20])]}, EngineError, "log-probabilities of"),
         ({"choices": [token_choice(logprobs=None)]}, UnsupportedError, "no log-probabilities"),

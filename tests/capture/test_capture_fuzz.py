@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from primeblocks.capture import CaptureBounds, Recorder
-from primeblocks.capture.adapters.uvicorn import capture_app
+from primeblocks.capture.adapters.starlette import capture_app
 from tests.capture.chat_site import ADD, Engine, template
 
 pytestmark = pytest.mark.stress

@@ -257,7 +257,7 @@ def test_ranks_with_different_names_are_recorded_together():
             "'a': its values are asked for",
         ),
         (lambda t: {"b": t["a"].zero_()}, "'a': it is computed with"),
-        (lambda t: {"b": t["a"].flatten()[1:]}, "'a': what is read are no boxes of it"),
+        (lambda t: {"b": t["a"].flatten()[1:]}, "'a': its elements are not read in boxes"),
     ],
 )
 def test_what_is_more_than_a_move_is_refused(convert, why):

@@ -188,7 +188,7 @@ def test_the_parts_of_a_fused_tensor_are_boxes_of_it():
 def test_what_is_no_box_reads_the_tensor_whole():
     boxes, inexact = reads_of(lambda t: t.flatten()[9:14])
     assert boxes == [((0, 0), (4, 6))]
-    assert inexact == {"w": "what is read are no boxes of it"}
+    assert inexact == {"w": "its elements are not read in boxes"}
 
 
 def test_an_operation_that_mixes_elements_reads_all_that_it_got():
@@ -267,9 +267,12 @@ def swapped(param, tensor):
         (lambda p, t: torch.zeros(4, 6).copy_(t), "it is copied to no parameter"),
         (lambda p, t: p.copy_(t[:1]), "it is repeated, or cut in ways that are no boxes"),
         (lambda p, t: p.view(-1)[7:12].copy_(t.view(-1)[:5]), None),
-        (lambda p, t: p.view(-1)[1:6].copy_(t.view(-1)[3:8]), "what is read are no boxes of it"),
+        (lambda p, t: p.view(-1)[1:6].copy_(t.view(-1)[3:8]), "its elements are not read in boxes"),
         (lambda p, t: p[:, :2].copy_(t.unfold(1, 2, 1)[:, 3]), None),
-        (lambda p, t: p[:3, :2].copy_(t.unfold(1, 2, 1)[0, :3]), "what is read are no boxes of it"),
+        (
+            lambda p, t: p[:3, :2].copy_(t.unfold(1, 2, 1)[0, :3]),
+            "its elements are not read in boxes",
+        ),
     ],
 )
 def test_what_is_not_where_it_was_written_is_lost(write, why):

@@ -3,7 +3,7 @@
 import sys
 
 LACKED = {
-    *("vllm", "torchtitan", "beartype", "deep_ep", "deep_gemm", "openai", "uvicorn"),
+    *("vllm", "torchtitan", "beartype", "deep_ep", "deep_gemm", "openai", "starlette", "uvicorn"),
     *("mistral_common", "verifiers", "openenv", "trl", "verl", "lmcache", "nixl", "mooncake"),
 }
 

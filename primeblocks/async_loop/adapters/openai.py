@@ -366,7 +366,7 @@ def _choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
 
 def _check_sampled(ids: Any, values: Any, what: str) -> None:
     if not isinstance(ids, list) or any(type(x) is not int or not 0 <= x < 2**63 for x in ids):
-        raise EngineError(f"{what} got token_ids that are none: {ids!r:.200}")
+        raise EngineError(f"{what} got token_ids that are not token ids: {ids!r:.200}")
     if not ids or not isinstance(values, list) or len(values) != len(ids):
         raise EngineError(f"{what} got {len(ids)} tokens with log-probabilities {values!r:.200}")
     for at, value in enumerate(values):

@@ -169,7 +169,7 @@ class Follower(TorchDispatchMode):
         origin = self._origins[_storage(tensor)]
         within = pieces_in(tensor, origin.base)
         if within is None:
-            self._read(origin.base, inexact="what is read are no boxes of it")
+            self._read(origin.base, inexact="its elements are not read in boxes")
             return []
         found = [replace(piece, source=origin.name) for piece in within] if origin.name else []
         for at, part in origin.parts if within else ():

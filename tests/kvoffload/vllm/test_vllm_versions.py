@@ -266,10 +266,11 @@ def test_pages_and_routes_of_a_version_come_back_and_no_others_do(results, versi
         assert 0 < tokens <= min(PAGES, pages) * PAGE_TOKENS
 
 
-def test_most_pages_are_taken_once(results):
+def test_pages_are_taken_once(results):
     found = [each[name] for each in results["versions"] for name in ("warm_hits", "turn_hits")]
-    assert sum(tokens for _, tokens in found) > len(found) * PAGES * PAGE_TOKENS / 2
-    assert sum(pages for pages, _ in found) < len(found) * PAGES * 2
+    print(found)
+    exact = sum(each == [PAGES, PAGES * PAGE_TOKENS] for each in found)
+    assert exact >= len(found) / 2, found
 
 
 def test_weights_differ_enough_to_notice(results):

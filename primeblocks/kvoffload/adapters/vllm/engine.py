@@ -138,7 +138,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, (str, int, float)):
             words += [f"--{flag}", str(value)]
         else:
-            raise PlanError(f"{name} is a {type(value).__name__}, which is no word; got {value!r}")
+            raise PlanError(f"{name} is a {type(value).__name__}, not a number, text or mapping")
     return words
 
 

@@ -31,7 +31,8 @@ class TritonSparseKernel:
     float32, which does not use tensor cores, work but are not tuned.
 
     The programs of backward add to the same rows in any order, so gradients of rows differ by
-    rounding between runs. Under `torch.use_deterministic_algorithms` backward is refused.
+    rounding between runs. Under `torch.use_deterministic_algorithms` backward is refused. With
+    `warn_only=True` it runs, without a warning.
     """
 
     def forward(
