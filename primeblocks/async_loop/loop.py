@@ -148,6 +148,7 @@ class AsyncLoop:
         )
         self._feeder: Feeder | None = None
         self._failed: asyncio.Future[BaseException] | None = None
+        self._is_stepping = False  # Stays True after an error, which has lost the groups.
         self._starved: asyncio.Future[BaseException] | None = None  # Done if no batch will come.
         self._worker: WorkerThread | None = None
         self._publishing: asyncio.Future[Any] | None = None
@@ -193,7 +194,7 @@ class AsyncLoop:
 
         Raises:
             DeadlineError: a batch, a step or a publish took longer than `step_timeout_s`.
-            ClosedError: the loop is not open.
+            ClosedError: the loop is not open, or a step has failed.
             Exception: the last error of `generate`, if every prompt since the last step failed.
                 The failed prompts must fill a batch, or no step was trained before.
         """
@@ -215,6 +216,8 @@ class AsyncLoop:
     async def _step(self) -> Step:
         if self._worker is None or self._feeder is None:
             raise ClosedError("the loop is not open. Use: async with loop: ...")
+        if self._is_stepping:
+            raise ClosedError("a step has failed, or runs in another call. Make a new loop.")
         start = self._clock.now()
         self._dropped = 0
         feeder = self._feeder
@@ -227,6 +230,7 @@ class AsyncLoop:
             unless=self._starved,
         )
         taken, version = self._clock.now(), self.version
+        self._is_stepping = True
         if self._ledger is not None:
             self._ledger.taken([group.ordinal for group in groups], version)
         metrics = await self._run(self._train, groups, what="a step", version=version)
@@ -245,6 +249,7 @@ class AsyncLoop:
             self.published = self.version
         feeder.finished -= len(groups)
         self._feed()
+        self._is_stepping = False
         published = self._clock.now()
         return self._record(groups, metrics, (start, taken, trained, published))
 
