@@ -49,6 +49,7 @@ from .manifest import NamedTensors
 from .marker import Digests, Marker, Receipt
 from .observed import digest_tensors, kept
 from .plan import Plan
+from .progress import Counted, Progress
 from .transports.transport import Incoming, ReceiveRequest, Transport
 
 __all__ = ["Load", "Subscriber"]
@@ -117,7 +118,7 @@ class Subscriber:
         self._state = ReaderState.EMPTY
         self._last: Fetched | None = None
         self._next: Fetched | None = None
-        self._memory = CachingAllocator()
+        self._memory, self._counted = CachingAllocator(), Counted(None)
         self._busy = threading.Lock()
         self._closed = False
 
@@ -136,7 +137,9 @@ class Subscriber:
     def _kept(self) -> Fetched | None:
         return None if self._last is None or self._last.held is None else self._last
 
-    def verify(self, version: int | None = None, *, timeout_s: float) -> Receipt:
+    def verify(
+        self, version: int | None = None, *, timeout_s: float, progress: Progress | None = None
+    ) -> Receipt:
         """Wait for a version and check every byte, but do not load it. Local.
 
         The next `receive` then only loads it. Arguments, cost and errors are as for `receive`.
@@ -144,13 +147,15 @@ class Subscriber:
         more versions before that `receive`, it raises TransferError.
         """
         start = time.monotonic()
-        with self._alone("verify()"):
+        with self._alone("verify()", Counted(progress)):
             ready = self._get_next(version, start + timeout_s, loads=False)
             if isinstance(ready.held, Lent) and not ready.held.stays:
                 self._drop_next()
             return _receipt(ready._replace(digests=None), start)
 
-    def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
+    def receive(
+        self, version: int | None = None, *, timeout_s: float, progress: Progress | None = None
+    ) -> Receipt:
         """Wait for a version, check it and load it. Local.
 
         Cost: one XXH3-128 of the bytes that this reader wants, and the cost of `load`. If the bytes
@@ -166,6 +171,8 @@ class Subscriber:
                 is not loaded again. None takes the version that `verify` checked, or else the
                 newest version, if it is newer than the version held.
             timeout_s: how long to wait for the version and its checks.
+            progress: called with the bytes checked and loaded, and the bytes to check and load. If
+                it raises an error during a load, the load still runs to completion.
 
         Raises:
             DeadlineError: the version was not committed or not checked in time.
@@ -179,7 +186,9 @@ class Subscriber:
             ClosedError: the subscriber was closed.
         """
         start = time.monotonic()
-        with self._alone("receive()"):
+        made = None if self._convert is None else self._convert.targets.values()
+        size = self.plan.read_bytes(self.reader) if made is None else sum(x.bytes for x in made)
+        with self._alone("receive()", Counted(progress, last_bytes=size)):
             ready = self._get_next(version, start + timeout_s, loads=True)
             self._next = None
             if self._last is None or ready.marker != self._served:
@@ -203,10 +212,14 @@ class Subscriber:
         self.close()
 
     @contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
+    def _alone(self, call: str, counted: Counted) -> Iterator[None]:
         try:
             with alone(self._busy, call):
+                self._counted = counted
                 yield
+                self._counted = Counted(None)  # An error holds frames, and the bytes in them.
+                if counted.error is not None:
+                    raise counted.error
         finally:
             if self._closed:  # Meanwhile.
                 self.close()
@@ -227,12 +240,7 @@ class Subscriber:
         self._next = None if self._next in (None, self._last) else self._next.closed()
 
     def _fetch(
-        self,
-        version: int | None,
-        deadline: float,
-        *,
-        served: Marker | None,
-        loads: bool = False,
+        self, version: int | None, deadline: float, *, served: Marker | None, loads: bool = False
     ) -> Fetched:
         """Return a version's bytes, all checked, once all readers of a group have voted for it.
 
@@ -301,12 +309,14 @@ class Subscriber:
             self._memory,
             deadline=request.deadline,
             threads=self._threads,
+            counted=self._counted,
         )
 
     def _load_or_go_back(self, new: Fetched) -> Fetched:
         served, self._state = self._served, ReaderState.TORN  # Until it has one of them.
         if new is self._last:  # Kept since before a load that left the engine torn.
             self._last = None
+        self._counted.begin_last()
         try:
             digests = self._feed(new)
         except Exception as error:  # Whatever it is, the model must not stay torn.
@@ -325,6 +335,7 @@ class Subscriber:
     def _go_back(self, failed: Fetched, served: Marker | None, error: Exception) -> NoReturn:
         """Load the version before again, and raise TransferError; EngineError where that fails."""
         failed.closed()
+        self._counted = Counted(None)
         text = f"loading version {failed.marker.version} failed: {type(error).__name__}: {error}"
         text = text.rstrip(".")
         kept = self._kept
@@ -350,10 +361,12 @@ class Subscriber:
 
     def _feed(self, fetched: Fetched) -> Digests | None:
         """Give the engine all tensors, each once its bytes were checked; then observe it."""
+        plan, reader, threads = self.plan, self.reader, self._threads
+        counted = self._counted
         is_copied = fetched.state is ReaderState.FETCHED and not isinstance(fetched.held, Lent)
         places = self._places() if is_copied else {}
         if places and all(place.device.type == "cpu" for place in places.values()):
-            write(self.plan, self.reader, fetched, places, threads=self._threads)
+            write(plan, reader, fetched, places, threads=threads, counted=counted)
             return None
         taken, given = 0, dict[str, Sequence[str]]()
 
@@ -364,8 +377,8 @@ class Subscriber:
                 if self._observe is not None:
                     given.update(digest_tensors({name: tensor}))
                 yield name, tensor
+                counted.add(tensor.nbytes)
 
-        plan, reader, threads = self.plan, self.reader, self._threads
         with feeding(plan, reader, fetched, self._convert, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(feed.names):
