@@ -207,6 +207,7 @@ class _Answering:
             token_ids=answer,
             logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in answer],
             weight_versions=[SimpleNamespace(version=str(VERSION), start=0, end=len(answer))],
+            spec_decode_metrics=None,
             finish_reason="stop",
             routed_experts=rows,
         )
