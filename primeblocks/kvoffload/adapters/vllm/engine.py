@@ -59,7 +59,7 @@ def engine_args(
             hits if agents queue, and less than half the hits if waits have a heavy tail.
         offload_prompt_only: leave out generated tokens.
         routes_bytes_per_token: with routed-expert capture, the bytes captured per token
-            (`RouterShape.bytes_per_token` of primeblocks.replay). Routes then travel with their
+            (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). Routes then travel with their
             pages. 0 leaves routes in vLLM.
         persist: keep the pages on disk for the next engine with the same `persist`. Change this
             name with everything that the pages depend on, above all the weights with which the

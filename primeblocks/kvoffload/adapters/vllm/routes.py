@@ -214,7 +214,7 @@ class RoutesWorker(OffloadingWorker):
             raise PlanError(
                 f"the routes of a page take {connector.page_nbytes()} bytes in this engine, not "
                 f"{self._tail.rows_bytes}: routes_bytes_per_token is layers x top_k x item size, "
-                "RouterShape.bytes_per_token of primeblocks.replay"
+                "RouterShape.bytes_per_token of primeblocks.replay.adapters.vllm"
             )
         if connector is not None:
             connector.carry()
