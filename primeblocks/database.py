@@ -51,7 +51,7 @@ class Database:
             raise UsageError(f'durability is "process" or "power"; got {durability!r}')
         self.path = Path(path).absolute()
         if not self.path.parent.is_dir():
-            raise UsageError(f"there is no folder {self.path.parent}. Make it first.")
+            raise UsageError(f"the folder {self.path.parent} does not exist. Create it first.")
         self._timeout_s, self._pid = timeout_s, os.getpid()
         self._mutex = threading.RLock()  # A callable that calls again must not hang.
         self._connection: sqlite3.Connection | None = None
@@ -111,7 +111,7 @@ class Database:
         try:
             yield
         except UnicodeDecodeError as error:  # Of a message of SQLite's own.
-            raise self._damaged("a name is no text") from error
+            raise self._damaged("a name is not text") from error
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", None)
             primary = None if code is None else code & 0xFF

@@ -202,8 +202,8 @@ def agreed(
             check_tensors(q=q)  # An error that one rank raises here is an error on every rank.
             call.facts |= facts_of("q", q)  # A difference between ranks is an error on every rank.
 
-    Use it before a larger exchange, in which the other ranks would wait in vain for a rank with a
-    mistake. It costs one gather of 40 + 16 x ranks bytes per rank, which the host reads once. A
+    Use it before a larger exchange, because the other ranks would wait there for a rank that made
+    a mistake. It costs one gather of 40 + 16 x ranks bytes per rank, which the host reads once. A
     group of one rank sends nothing.
 
     Args:

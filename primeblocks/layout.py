@@ -156,7 +156,7 @@ def _refuse_gaps(tensor: DTensor) -> None:
             )
         if int(rows[-1] - rows[0]) >= len(rows):
             raise PlanError(
-                f"rows {rows.tolist()[:8]} of dim {dim} are no one box: {tensor.placements} on a "
+                f"rows {rows.tolist()[:8]} of dim {dim} are not one box: {tensor.placements} on a "
                 f"mesh of {tuple(tensor.device_mesh.shape)}. Redistribute it to Shard({dim})."
             )
 

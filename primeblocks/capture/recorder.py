@@ -234,7 +234,8 @@ class CaptureSession:
         bounds = self._recorder.bounds
         if len(self.conversation.turns) + len(self._waiting) >= bounds.turns:
             raise CapacityError(
-                f"session {self.name} has had its {bounds.turns} turns. End it, or raise "
+                f"session {self.name} has reached the bound of {bounds.turns} turns. End it, or "
+                "raise "
                 "CaptureBounds(turns=)."
             )
         if len(self._recorder.in_flight) >= bounds.in_flight:

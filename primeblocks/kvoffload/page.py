@@ -81,7 +81,7 @@ class PageKey(bytes):
             names = salt, hash, group, version, recipe
             raise PlanError(
                 f"PageKey{names} cannot be written as bytes: {error}. Pass Unicode text, and at "
-                "most 4 GiB a field."
+                "most 4 GiB per field."
             ) from error
 
     @property
@@ -120,12 +120,13 @@ class PageKey(bytes):
             key = cls(*cls._fields(data))
         except (struct.error, UnicodeDecodeError) as error:
             raise CorruptionError(
-                f"PageKey.decode() got {len(data)} bytes that are no page key: {error}. Pass what "
+                f"PageKey.decode() got {len(data)} bytes that are not a page key: {error}. Pass "
+                "what "
                 "encode() returned."
             ) from error
         if key != data:
             raise CorruptionError(
-                f"PageKey.decode() got {len(data)} bytes that are no page key: they do not "
+                f"PageKey.decode() got {len(data)} bytes that are not a page key: they do not "
                 "round-trip. Pass what encode() returned."
             )
         return key

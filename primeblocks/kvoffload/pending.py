@@ -220,7 +220,7 @@ def save_requests(
     host: HostTier,
     rollout: Hashable,
 ) -> list[SaveRequest]:
-    """Make one save request for each page. Raises as `TieredStore.save`."""
+    """Make one save request for each page. Raises the errors of `TieredStore.save`."""
     users = users_of(rollout)
     _same_length(keys=keys, pages=pages, attachments=attachments)
     _refer(batch, keys, pages, page_bytes=host.page_bytes, writable=False)
@@ -246,7 +246,7 @@ def load_requests(
     host: HostTier,
     rollout: Hashable,
 ) -> list[LoadRequest]:
-    """Make one load request for each page. Raises as `TieredStore.load`."""
+    """Make one load request for each page. Raises the errors of `TieredStore.load`."""
     users = users_of(rollout)
     _same_length(keys=keys, into=into)
     _refer(batch, keys, into, page_bytes=host.page_bytes, writable=True)

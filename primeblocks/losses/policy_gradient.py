@@ -335,7 +335,7 @@ def gmpo_loss(
     """Geometric mean of ratios that are clipped one by one: -A exp(mean of c). Pure. Local.
 
     c is the token's log-ratio, at most `clip_high` if A > 0, and at least `-clip_low` otherwise. An
-    outlier moves the mean by at most its clip, and its sequence still learns.
+    outlier changes the mean by at most the clip, and the tokens of its sequence still learn.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.

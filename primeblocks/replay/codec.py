@@ -224,7 +224,7 @@ def encode(
 
 
 def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
-    """Read the fields of `Routes`, and their start. Local. Raises as `unseal`."""
+    """Read the fields of `Routes`, and their start. Local. Raises the errors of `unseal`."""
     body = unseal(payload, kind=_KIND, format_version=_FORMAT)
     if len(body) < _SIZES.size:
         raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of routes")

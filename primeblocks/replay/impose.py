@@ -29,9 +29,9 @@ def impose(
     """Make the routers follow `routes` while the context is open.
 
     Only the indices are replayed, in their order. Gate weights are computed again from the live
-    scores, so that gradients reach the gate. A missing token chooses for itself. The rows are those
-    of the flattened input, `[batch * sequence]`. Open one context per micro-batch. With activation
-    checkpointing call backward inside it too.
+    scores, so that gradients reach the gate. A missing token uses the trainer's own choice. The
+    rows are those of the flattened input, `[batch * sequence]`. Open one context per micro-batch.
+    With activation checkpointing call backward inside it too.
 
     Local. Uses forward hooks. On entering, the ids are copied once to the device of each router's
     weights, from pinned memory and without waiting. They stay there in the narrow dtype until the

@@ -42,7 +42,7 @@ class ImposedRows(NamedTuple):
     ids: torch.Tensor
     """Integers `[tokens, top_k]`, narrow or not."""
     missing: torch.Tensor | None = None
-    """bool `[tokens]`: what chooses for itself, whatever its ids; None where nothing does."""
+    """bool `[tokens]`: tokens that use the router's own choice. None if no token does."""
     padding: torch.Tensor | None = None
     """bool `[tokens]`: what the filter of scores leaves alone."""
     weights: torch.Tensor | None = None

@@ -289,7 +289,7 @@ class Routes:
         whole = isinstance(batch, Integral) and not isinstance(batch, bool)
         if not whole or batch < 1 or self.tokens % batch:
             raise ShapeError(
-                f"{self.tokens} tokens are no {batch!r} rows of one length."
+                f"{self.tokens} tokens cannot be split into {batch!r} rows of one length."
                 " Routes.join(rows, pad_to=width) makes them so."
             )
         ids = self.experts.astype(np.int16 if self.num_experts < 1 << 15 else np.int32)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["Digest", "as_buffer", "bucket_digest", "cast_and_digest", "crossing", "taken"]
 
-# XXH3-128: finds any accident, at the speed of memory. It is no defence against an attacker, who
+# XXH3-128: finds any accident, at the speed of memory. It does not defend against an attacker, who
 # could write the commit as well as the weights.
 Digest = xxhash.xxh3_128
 

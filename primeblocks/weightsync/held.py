@@ -115,7 +115,7 @@ class Blob:
 
 
 class Sealed:
-    """A `Held` over a blob in sealed memory, which no process can write. It begins at byte `start`.
+    """A version in sealed memory, which no process can write to, from byte `start` on.
 
     The memory is mapped in private pages, for one use at a time. So a load's writes to its tensors
     are lost afterwards. Writers leave the memory unchanged until `close`, and while a tensor of a
@@ -185,7 +185,7 @@ def used(held: Held | Lent) -> Iterator[None]:
 
 
 class BlobFile:
-    """A `Lent` over a blob in a file. It begins at byte `start`.
+    """A version in a file, from byte `start` on. Implements `Lent`.
 
     The file is read and not mapped. So a file that was cut short causes an error, not a SIGBUS.
     """

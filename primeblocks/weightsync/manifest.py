@@ -142,7 +142,7 @@ def as_plan_error(what: str) -> Iterator[None]:
         raise
     except UNREADABLE as error:
         raise PlanError(
-            f"this is no text of {what}: {type(error).__name__}: {str(error)[:200]}. "
+            f"this text does not describe {what}: {type(error).__name__}: {str(error)[:200]}. "
             "Pass on what to_json() returned."
         ) from error
 

@@ -134,7 +134,7 @@ class Parts:
     def _made(self, name: str) -> Mapping[str, Tensor]:
         if name not in self._tensors:
             raise PlanError(
-                f"rank {self._rank} shall send {name!r} and has no such tensor; plan again."
+                f"rank {self._rank} must send {name!r}, but does not hold this tensor. Plan again."
             )
         local = local_part(self._tensors[name].detach())
         if local.is_meta:
@@ -230,8 +230,8 @@ class Parts:
                     return _Source(origin, part, layout, is_all, dtype)
         found = [piece.target_box for piece in pieces.get(name, ())]
         raise PlanError(
-            f"rank {self._rank} shall send {box} of {name!r} and has "
-            f"{found or 'no such tensor'}; plan again."
+            f"rank {self._rank} must send {box} of {name!r}, but holds "
+            f"{found or 'no such tensor'}. Plan again."
         )
 
 

@@ -110,7 +110,7 @@ def spans(*each: Any) -> dict[str, Any]:
         (
             {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]},
             PrimeblocksError,
-            "aborted before its first token: ask again",
+            "aborted before its first token: send the request again",
         ),
         ({"choices": [spans((4, 0, 2))]}, EngineError, "labelled 4"),
         ({"choices": [spans(("4", 0, 1))]}, EngineError, "do not fit: .* end at 1 of 2"),
@@ -201,7 +201,9 @@ def test_a_prefill_that_sends_nothing_is_told_how_to_start(told):
 
 def test_a_prefill_that_is_aborted_is_asked_again():
     answer = {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]}
-    with pytest.raises(PrimeblocksError, match="a prompt of 3 tokens .* ask again") as caught:
+    with pytest.raises(
+        PrimeblocksError, match="a prompt of 3 tokens .* send the request again"
+    ) as caught:
         split(lambda *_: answer)
     assert type(caught.value) is PrimeblocksError
 
@@ -230,7 +232,9 @@ def test_a_prompt_of_other_weights_than_its_answer_is_asked_again():
             return {"choices": [choice], "kv_transfer_params": {"remote_port": 1}}
         return {"choices": [token_choice()]}
 
-    with pytest.raises(PrimeblocksError, match="version 3 .* version 4 went on. Ask") as caught:
+    with pytest.raises(
+        PrimeblocksError, match="version 3 .* version 4 continued it. Send"
+    ) as caught:
         split(reply)
     assert type(caught.value) is PrimeblocksError
 

@@ -351,7 +351,7 @@ def test_the_tensor_of_routes(foreign):
     assert np.array_equal(flat[5:], routes.experts[5:])
     assert foreign()[:0].tensor().shape == (1, 0, 3, 2)
     for batch in (0, 3, 16):
-        with pytest.raises(ShapeError, match=f"8 tokens are no {batch} rows"):
+        with pytest.raises(ShapeError, match=f"8 tokens cannot be split into {batch} rows"):
             routes.tensor(batch=batch)
 
 

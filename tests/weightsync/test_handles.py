@@ -308,7 +308,7 @@ def test_a_process_forked_during_a_load_holds_up_nobody(site, tmp_path):
 
 
 def test_it_refuses_where_it_cannot_work(monkeypatch, tmp_path):
-    with pytest.raises(UnsupportedError, match="is no directory"):
+    with pytest.raises(UnsupportedError, match="is not a directory"):
         IpcTransport("a", root=str(tmp_path / "none"))
     with pytest.raises(UnsupportedError, match="no handles of memory on meta"):
         IpcTransport("a", device="meta")

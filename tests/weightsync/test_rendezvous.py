@@ -160,7 +160,7 @@ def test_an_announcement_of_another_user_is_named_and_not_read(tmp_path):
 def test_a_text_that_is_no_plan(tmp_path):
     with _end("file", tmp_path, True) as owner:
         owner.commits.post("announced", "{", deadline=0.0)
-        with pytest.raises(PlanError, match="no text of a plan"):
+        with pytest.raises(PlanError, match="does not describe a plan"):
             weightsync.find(FileTransport(tmp_path), timeout_s=0)
 
 

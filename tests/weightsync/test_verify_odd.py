@@ -153,8 +153,8 @@ def test_observations_that_do_not_fit_the_plan_are_refused():
         ({"forms": []}, "in 0 copies"),
         ({"forms": [], "plan": "another"}, "by plan another, in 0 copies"),
         ({"forms": rows + rows}, "in 4 copies"),
-        (changed(3, "nn"), "no text of an observation: TypeError"),
-        (changed(3, "float33"), "no text of an observation: AttributeError"),
+        (changed(3, "nn"), "does not describe an observation: TypeError"),
+        (changed(3, "float33"), "does not describe an observation: AttributeError"),
         ({"forms": [[[[9, 9], [1, 1], *r[2:]] for r in one] for one in rows]}, "which has others"),
         ({"forms": [[[[0], [1], *r[2:]] for r in one] for one in rows]}, "which has others"),
         (

@@ -108,7 +108,8 @@ async def generate(
     if before != after:
         raise PrimeblocksError(
             f"the weights went from version {before} to {after} during {what}, and the server does "
-            "not say at which token. Ask again, for fewer tokens, or hold requests during updates."
+            "not say at which token. Send the request again for fewer tokens, or hold requests "
+            "during updates."
         )
     choices = _choices_of(text, what, n)
     return tuple(_rollout(choice, tokens, before, what, prompt_id) for choice in choices)
@@ -271,7 +272,8 @@ async def generate_split(
         raise
     if (before := computed.versions[0]) != (after := completion.versions[0]):
         raise PrimeblocksError(
-            f"{what}: version {before} computed it, and version {after} went on. Ask again."
+            f"{what}: version {before} computed it, and version {after} continued it. Send the "
+            "request again."
         )
     return computed, completion
 
@@ -360,7 +362,7 @@ def _choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
     if found != list(range(n)):
         raise EngineError(f"{what} got choices {found} where {n} were asked for")
     if aborted:
-        raise PrimeblocksError(f"{what} was aborted before its first token: ask again")
+        raise PrimeblocksError(f"{what} was aborted before its first token: send the request again")
     return choices
 
 

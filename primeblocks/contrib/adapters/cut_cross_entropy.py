@@ -92,7 +92,7 @@ def _check(hidden: Tensor, ids: Tensor, options: dict[str, Any]) -> None:
             raise UnsupportedError(f"cut_cross_entropy does not do {name}=. {_OTHER}")
     if ids.ndim != 1:
         raise UnsupportedError(
-            f"cut_cross_entropy takes one word a row; got ids {list(ids.shape)}. {_OTHER}"
+            f"cut_cross_entropy takes one word per row; got ids {list(ids.shape)}. {_OTHER}"
         )
     device = hidden.device.type
     if hidden.dtype not in (dtypes := _DTYPES.get(device, ())):

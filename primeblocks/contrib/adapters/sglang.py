@@ -247,7 +247,7 @@ class Sglang:
             DeadlineError, EngineError: as for `load`.
         """
         wanted = [part for part in parts if part in self._released]
-        if wanted:  # SGLang ends itself when it shall resume what it has not released.
+        if wanted:  # SGLang exits if it is told to resume memory that it did not release.
             deadline = time.monotonic() + timeout_s
             self._ask("POST", "/resume_memory_occupation", {"tags": wanted}, deadline)
             self._released.difference_update(wanted)

@@ -168,7 +168,7 @@ def _versions(
             if found.shape not in ((), (mask.sum(),)):
                 raise ShapeError(
                     f"version gave {found.shape} versions of a message of {mask.sum()} sampled "
-                    "tokens; give one, or one a token."
+                    "tokens; give one, or one per token."
                 )
             part[mask] = [check_version(each) for each in np.atleast_1d(found)]
         parts.append(part)

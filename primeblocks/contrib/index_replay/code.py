@@ -230,13 +230,13 @@ class _Reader:
     def positions(self, documents: int, tokens: int) -> np.ndarray:
         first, lengths = self.numbers(documents), self.numbers(documents)
         if lengths.sum() != tokens or (first + lengths > 1 << 31).any():
-            raise CorruptionError(f"the documents do not hold {tokens} tokens.")
+            raise CorruptionError(f"the coded documents do not add up to {tokens} tokens.")
         return ranges(first, lengths)
 
     def known(self, turns: int, rows: int) -> np.ndarray:
         lengths = self.numbers(turns)
         if lengths.sum() != rows:
-            raise CorruptionError(f"the turns do not hold {rows} rows.")
+            raise CorruptionError(f"the coded ranges of known rows do not add up to {rows} rows.")
         return np.repeat(np.arange(turns) % 2 == 0, lengths)
 
 

@@ -293,7 +293,7 @@ def _ordered(indexers: Sequence[Indexer]) -> list[Indexer]:
         )
     ordered = sorted(indexers, key=lambda indexer: indexer.layer_id)
     if not ordered:
-        raise UsageError("no indexers: there is no selection to replay.")
+        raise UsageError("the list of indexers is empty, so there are no selections to replay.")
     return ordered
 
 

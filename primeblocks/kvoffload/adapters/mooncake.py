@@ -224,7 +224,10 @@ class MooncakeTier:
             self._expect([code for code in codes if code not in _MISS])
 
     def clear(self) -> None:
-        """Remove all pages of the namespace for all engines. One request. Raises as `drop`."""
+        """Remove all pages of the namespace for all engines.
+
+        One request. Raises the errors of `drop`.
+        """
         pattern = f"^{self._namespace.replace('.', '[.]')}/"
         with self._call() as client:
             self._expect([client.remove_by_regex(pattern, True)])

@@ -26,7 +26,7 @@ class Pack:
 
     Arrays of *tokens* have a row per token, including prompts and padding. Arrays of *completions*
     (`logprobs`, `versions`, `loss_mask`) have a row per completion token, rollout after rollout.
-    Give the model the former. The head and the loss need only the latter:
+    Give the model the arrays of tokens. The head and the loss need only the arrays of completions:
     `hidden[pack.predictors]` predicts `pack.targets`.
 
     Attributes:
@@ -91,7 +91,8 @@ class Pack:
         rows = len(self.logprobs)
         if len(values) != rows:
             raise ShapeError(
-                f"needs {rows} rows, one a sampled token; got {list(np.shape(values))}. Of a batch "
+                f"needs {rows} rows, one per sampled token; got {list(np.shape(values))}. Of a "
+                "batch "
                 "[1, tokens] pass values[0]."
             )
 

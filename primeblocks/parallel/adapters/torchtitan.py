@@ -169,7 +169,7 @@ class FromTorchtitan:
             expected = (self.theirs.num_experts, self.theirs.top_k)
             if (num_experts, expert_ids.shape[1]) != expected or num_experts % ranks:
                 raise PlanError(
-                    f"{num_experts} experts, {expert_ids.shape[1]} a token, over {ranks} ranks;"
+                    f"{num_experts} experts, {expert_ids.shape[1]} per token, over {ranks} ranks;"
                     f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
                     " and ranks take equal shares. Configure it for this layer."
                 )

@@ -155,7 +155,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
         raise ShapeError(
-            f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
+            f"needs one sink per head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
         )
 
 

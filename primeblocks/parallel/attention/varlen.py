@@ -352,6 +352,7 @@ def _refusal(spec: AttentionSpec, query_rank: int, key_rank: int) -> str:
     return (
         f"flash attention cannot take {plan.counts[query_rank]} queries of rank {query_rank} and "
         f"{plan.counts[key_rank]} keys of rank {key_rank} in one launch: in order={plan.order!r} "
-        f"with window={spec.window} they are no segments of one kind with keys of their own. Use "
-        "kernel=FlexKernel(), or order='contiguous', which has them always."
+        f"with window={spec.window} the queries cannot be cut into segments that each have their "
+        "own keys. Use "
+        "kernel=FlexKernel(), or order='contiguous', which always allows such segments."
     )

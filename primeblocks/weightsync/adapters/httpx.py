@@ -35,7 +35,7 @@ class JsonServer:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
             raise UnsupportedError(
-                f"{url!r} is no address of a server. Pass http://host:port, such as "
+                f"{url!r} is not the address of a server. Pass http://host:port, such as "
                 "http://localhost:30000."
             )
         self.url, self._headers = url, dict(headers or {})

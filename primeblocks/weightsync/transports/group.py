@@ -174,7 +174,7 @@ class GroupTransport:
         self._markers = (*self._markers[-1:], marker)
 
     def abort(self, version: int) -> None:
-        """Rank 0: give up the version that was begun, and tell the readers."""
+        """On rank 0, drop the unfinished version, and report this to the readers."""
         if not self._open or self._rank > 0:
             return
         self._open = False
@@ -214,7 +214,7 @@ class GroupTransport:
         if go.error:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"nothing was published in time: {go.error}.")
-            raise TransferError(f"nothing was sent: {go.error}. Ask again.")
+            raise TransferError(f"nothing was sent: {go.error}. Call receive() again.")
         with self._aborting(deadline):
             return [self._arrived(request, go.base, deadline)]
 
@@ -247,7 +247,7 @@ class GroupTransport:
         now.post(f"join/{request.reader}", holds, deadline=deadline)
         go = now.read_go(deadline=deadline)
         if go is None:
-            why = f"reader {request.reader} waited for the others in vain"
+            why = f"reader {request.reader} waited for the other ranks until the deadline"
             go = now.call_off(why, deadline=deadline)
         self._broken = broken
         return go

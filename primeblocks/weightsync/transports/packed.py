@@ -162,7 +162,7 @@ class Pool:
 
 
 class Packed:
-    """A `Held`: the boxes that one reader wants, as views of packed buckets.
+    """The boxes that one reader wants, as views of packed buckets. Implements `Held`.
 
     A box inside one copy is a view. Any other box is put together in new memory.
     """
@@ -208,7 +208,7 @@ class Packed:
 
 
 class Borrowed:
-    """A `Lent`: packed buckets in buffers of trainer ranks, unchanged until `close`."""
+    """Packed buckets in buffers of trainer ranks, unchanged until `close`. Implements `Lent`."""
 
     stays = False
 
@@ -335,7 +335,9 @@ def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str,
         found = None if said is None else json.loads(said).get(str(version))
         if found is not None:
             return noted(found, "bytes"), dict(found["at"])
-    raise TransferError(f"rank {rank} has not version {version} any more. Receive the newest.")
+    raise TransferError(
+        f"rank {rank} does not have version {version} any more. Receive the newest version."
+    )
 
 
 def starts_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:

@@ -80,7 +80,7 @@ class Incoming(Protocol):
         ...
 
     def payload(self, index: int) -> memoryview:
-        """Return a bucket of a delta as it travelled. Raises as `whole`."""
+        """Return a bucket of a delta as it travelled. Raises the errors of `whole`."""
         ...
 
     def settle(self, error: str, *, deadline: float) -> None:

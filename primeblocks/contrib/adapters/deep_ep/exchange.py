@@ -232,7 +232,7 @@ class DeepEpDispatcher:
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise ShapeError(f"{tokens} tokens; max_tokens is {self.max_tokens}. Raise it.")
         if not 1 <= top_k <= self.top_k:
-            raise ShapeError(f"{top_k} choices a token; the buffer takes 1 to {self.top_k}.")
+            raise ShapeError(f"{top_k} choices per token; the buffer takes 1 to {self.top_k}.")
 
 
 class _Send(torch.autograd.Function):

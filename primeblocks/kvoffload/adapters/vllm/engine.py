@@ -116,7 +116,7 @@ def engine_args(
 
 
 def server_args(**settings: Any) -> list[str]:
-    """Return `engine_args` as arguments of a server's command line. Pure. Raises as it does."""
+    """Return `engine_args` as arguments of a server's command line, with its errors. Pure."""
     return command_line(engine_args(**settings))
 
 

@@ -160,7 +160,7 @@ def _check(
         there: Any = tuple(found[name].shape) if name in found else odd.get(name, "missing")
         if there != tuple(here.shape):
             raise PlanError(
-                f"{path} is no checkpoint of this model: {name} is {there} there and "
+                f"{path} is not a checkpoint of this model: {name} is {there} there and "
                 f"{tuple(here.shape)} here. Build the model from the configuration of its "
                 "checkpoint."
             )

@@ -208,17 +208,20 @@ async def update_all(
 
 
 def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
-    """Ask the workers of an offline `LLM`. Blocks. Raises as `describe`."""
+    """Ask the workers of an offline `LLM`. Blocks. Raises the errors of `describe`."""
     return list(drive_sync(llm, _describe_steps(checkpoint)))
 
 
 def observe_llm(llm: Any) -> list[Observed]:
-    """Digest the weights in the workers of an offline `LLM`. Blocks. Raises as `observe`."""
+    """Digest the weights in the workers of an offline `LLM`.
+
+    Blocks. Raises the errors of `observe`.
+    """
     return list(drive_sync(llm, _observe_steps()))
 
 
 def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int = 0) -> None:
-    """Attach an offline `LLM`. Blocks. Raises as `attach`."""
+    """Attach an offline `LLM`. Blocks. Raises the errors of `attach`."""
     drive_sync(llm, attach_steps(plan, transport, first_reader))
 
 
