@@ -31,7 +31,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 def text(generator: torch.Generator) -> torch.Tensor:
-    """Draw a row of tokens, of which each second follows from the one before."""
+    """Draw a row of tokens, of which each second token follows from the token before it."""
     tokens = torch.randint(64, (1, TOKENS + 1), generator=generator)
     for t in range(1, TOKENS + 1, 2):
         tokens[:, t] = (5 * tokens[:, t - 1] + 3) % 64

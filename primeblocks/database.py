@@ -159,8 +159,8 @@ def _own(path: Path) -> sqlite3.Connection:
             lock.close()
         if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
             raise UsageError(
-                f"{path} is open already, here or in another process. Close it there, or give "
-                "each run its own."
+                f"{path} is already open in this process or another one. Close it there, or give "
+                "each run its own file."
             ) from error
         raise UsageError(f"cannot write in {path.parent}: {error}") from error
     return lock

@@ -172,7 +172,7 @@ class Journal:
         """
         end = reason.partition(":")[0]
         if end not in {PromptState.FILTERED, PromptState.FAILED}:
-            raise UsageError(f'a prompt is left out as "filtered" or "failed: ..."; got {reason!r}')
+            raise UsageError(f'reason must be "filtered" or begin with "failed: "; got {reason!r}')
         with self._database.transaction() as db:
             tables.delete(db, tables.expect(db, "left_out", [ordinal]))
             db.execute(f"UPDATE progress SET {end} = {end} + 1")
@@ -320,7 +320,7 @@ def _finished(db: sqlite3.Connection, version: int) -> list[tuple[int, Group]]:
             changed.append((ordinal, group))
         groups.append((ordinal, group))
     if prompts:
-        raise CorruptionError(f"{name_of(min(prompts))} is finished, and its rollouts are gone")
+        raise CorruptionError(f"{name_of(min(prompts))} is finished, but its rollouts are missing")
     for ordinal, group in changed:
         head = pack_group(group, name=name_of(ordinal))
         db.execute("UPDATE prompts SET head = ? WHERE ordinal = ?", (head, ordinal))

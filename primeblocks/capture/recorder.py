@@ -334,9 +334,9 @@ class Recorder:
             raise ClosedError("the recorder is closed. Make another.")
         name = secrets.token_hex(8) if name is None else name
         if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
-            raise UsageError(f'a name is made of letters, digits, "-" and "_"; got {name!r}')
+            raise UsageError(f'a name may have only letters, digits, "-" and "_"; got {name!r}')
         if name in self._sessions:
-            raise UsageError(f"session {name} is open already. End it, or choose another name.")
+            raise UsageError(f"session {name} is already open. End it, or choose another name.")
         session = self._sessions[name] = CaptureSession(self, name, prompt_id=prompt_id)
         try:
             yield session

@@ -172,7 +172,7 @@ def _need(fields: Mapping[str, Any], name: str, kind: type) -> Any:
 def _integer(fields: Mapping[str, Any], name: str, *, least: int, most: int) -> int | None:
     value = _get(fields, name, int)
     if value is not None and not least <= value <= most:
-        raise UsageError(f"{name} must lie in [{least}, {most}]")
+        raise UsageError(f"{name} must be between {least} and {most}")
     return value
 
 

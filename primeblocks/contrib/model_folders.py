@@ -55,7 +55,7 @@ class ModelFolders:
         transport: any transport that stores versions, opened for reading.
         like: the checkpoint that the engines started from.
         root: the directory of the folders. It is made if missing.
-        keep: how many of the newest folders to keep. Engines may go back to the one before.
+        keep: how many of the newest folders to keep. Engines may go back to the previous folder.
 
     Raises:
         PlanError: the plan lacks tensors of `like`, or has them in other shapes, or its reader 0

@@ -262,7 +262,9 @@ def encode_weights(
     check_recipe(recipe)
     check_choice("form", form, Form)
     if layouts is not None and not isinstance(layouts, Mapping):
-        raise UsageError(f"layouts are by name, or None; got a {type(layouts).__name__}.")
+        raise UsageError(
+            f"layouts must be a dict by name, or None; got a {type(layouts).__name__}."
+        )
     for name, layout in ({} if layouts is None else layouts).items():
         if not isinstance(layout, Layout):
             raise UsageError(

@@ -108,7 +108,7 @@ def turn_advantages(
     Source: arXiv:2505.11821 (turns have advantages of their own).
     """
     if not 0 <= discount <= 1:
-        raise UsageError(f"discount must be within 0 and 1; got {discount}")
+        raise UsageError(f"discount must be between 0 and 1; got {discount}")
     rewards, mask = _checked(rewards, mask, dims=3)
     returns, after = [], torch.zeros_like(rewards[..., 0], dtype=torch.float64)
     for reward in reversed(rewards.unbind(-1)):

@@ -94,7 +94,7 @@ def length_weights(
 
 def _counted(losses: Sequence[TokenLoss], by: str | int) -> int:
     if not losses:
-        raise UsageError("no loss to divide")
+        raise UsageError("the list of losses is empty. Pass at least one loss.")
     if by == "tokens":
         return sum(loss.tokens for loss in losses)
     if by == "sequences":

@@ -291,8 +291,8 @@ def check_dispatcher(dispatcher: object, meshes: Meshes) -> None:
         over = [dist.get_rank()]
     if over != shared:
         raise PlanError(
-            f"the {type(dispatcher).__name__} of experts lies over ranks {over}; they are shared "
-            f"over {shared}. Pass meshes.expert.get_group()."
+            f"the {type(dispatcher).__name__} of experts uses ranks {over}, but ranks {shared} "
+            "share the experts. Give it the group meshes.expert.get_group()."
         )
 
 

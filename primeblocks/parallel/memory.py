@@ -233,7 +233,7 @@ class HostMemory:
                     continue
                 if not storage.resizable():
                     raise UnsupportedError(
-                        f"{name} lies in memory that torch cannot free ({size} bytes: shared, "
+                        f"{name} is in memory that torch cannot free ({size} bytes: shared, "
                         "mapped or of another library). Clone it first."
                     )
                 seen.add(storage)

@@ -63,8 +63,8 @@ def impose(
     nested = [layer.router.layer_id for layer in layers if is_imposed(layer.router.module)]
     if nested:
         raise UsageError(
-            f"layers {nested} are imposed already: recomputation could not tell the micro-batches"
-            " apart. Close the first context before the second."
+            f"layers {nested} are already under impose, and a recomputation could not know which "
+            "micro-batch it belongs to. Close the first context before you open the second."
         )
     differentiating = torch.is_grad_enabled()
     known_slots = int((~(routes.missing | routes.padding)).sum()) * routes.top_k
@@ -147,14 +147,14 @@ def _plan(
     layer_ids = tuple(router.layer_id for router in routers)
     if set(layer_ids) != set(routes.layer_ids):
         raise PlanError(
-            f"the model routes in layers {layer_ids}, the routes in {routes.layer_ids}."
-            " A part of a model takes routes.select_layers(layer_ids)."
+            f"the model has routers in layers {layer_ids}, but the routes are for layers "
+            f"{routes.layer_ids}. A part of a model takes routes.select_layers(layer_ids)."
         )
     ours = routers[0].num_experts, routers[0].top_k
     if ours != (routes.num_experts, routes.top_k):
         raise PlanError(
-            f"the model chooses {ours[1]} of {ours[0]} experts,"
-            f" the routes {routes.top_k} of {routes.num_experts}"
+            f"the model chooses {ours[1]} of {ours[0]} experts, but the routes have "
+            f"{routes.top_k} of {routes.num_experts}"
         )
     devices = [_device_of(router.module) for router in routers]
     columns = [routes.layer_ids.index(layer_id) for layer_id in layer_ids]

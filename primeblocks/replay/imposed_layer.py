@@ -94,9 +94,10 @@ class ImposedLayer:
         suspended = self._ran_without_grad and not self._ran_with_grad
         if differentiating and suspended and self.router.module.training:
             raise UsageError(
-                f"layer {self.router.layer_id} ran without gradients in a context opened with"
-                " them. Under reentrant checkpointing backward would now recompute without the"
-                " routes: call backward inside. If no gradient is wanted, open it in no_grad()."
+                f"layer {self.router.layer_id} ran without gradients, but its context was opened "
+                "with gradients enabled. With reentrant checkpointing, backward would recompute "
+                "without the routes, so call backward inside the context. If you need no "
+                "gradients, open the context inside torch.no_grad()."
             )
 
 

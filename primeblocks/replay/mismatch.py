@@ -143,7 +143,7 @@ def measure_mismatch(
     counts = _mask_of(mask, trainer.shape, trainer.device)
     positions = counts.nonzero()
     if not len(positions):
-        raise UsageError("no token counts: the mask leaves none")
+        raise UsageError("the mask excludes all tokens. Pass a mask with at least one True.")
     if worst < 0:
         raise UsageError(f"worst must not be negative; got {worst}")
     trainer, rollout = trainer[counts].double(), rollout[counts].double()
@@ -189,7 +189,7 @@ def exact_kl(
     counts = _mask_of(mask, trainer.shape[:-1], trainer.device)
     positions = counts.nonzero()
     if not len(positions):
-        raise UsageError("no position counts: the mask leaves none")
+        raise UsageError("the mask excludes all positions. Pass a mask with at least one True.")
     if mask is not None:
         rollout, trainer = rollout[counts], trainer[counts]
     vocab = trainer.shape[-1]

@@ -102,7 +102,7 @@ def bring(
     deadline: float,
     threads: int,
 ) -> Fetched:
-    """Return the checked bytes of the last version in `found`. Each is a delta to the one before.
+    """Return the checked bytes of the last version in `found`. Each is a delta to the previous one.
 
     Deltas are applied to a copy of their base version, so that the base stays whole. Then the
     result is checked.

@@ -158,7 +158,7 @@ class Shipment:
             history.version = None  # From here on it is neither of the two versions.
 
     def fill_all(self, buckets: Iterable[tuple[int, Sequence[Tensor] | None]]) -> None:
-        """Copy buckets in full, several at a time, into one tensor for each of their copies."""
+        """Fill the tensors of whole buckets, several buckets at a time."""
         for index, digest in self._each(self._fill, buckets):
             self._note(index, digest, self.plan.buckets[index].bytes)
 

@@ -58,7 +58,7 @@ sys.stdin.read()
 def test_one_process_has_it_until_it_dies(path):
     with script(HOLDER, path) as holder:
         assert holder.stdout.readline() == "open\n"
-        with pytest.raises(UsageError, match="open already"):
+        with pytest.raises(UsageError, match="already open"):
             Journal(path)
         with sqlite3.connect(path) as reader:  # To look at it is allowed.
             assert reader.execute("SELECT count(*) FROM prompts").fetchone() == (1,)
@@ -66,7 +66,7 @@ def test_one_process_has_it_until_it_dies(path):
         holder.kill()
     with Journal(path) as journal:
         assert journal.restore(0).again == [(0, "a prompt", {})]
-        with pytest.raises(UsageError, match="open already"):
+        with pytest.raises(UsageError, match="already open"):
             Journal(path)
     Journal(path).close()
 

@@ -119,7 +119,7 @@ def test_checkpointing_recomputes_under_the_same_rows():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6)
     with selections.impose(indexers(trainer), tape.indices):
         loss = cross_entropy(_logits(trainer, tokens)[0], tokens[0])
-    with pytest.raises(UsageError, match="recomputed after its impose was closed"):
+    with pytest.raises(UsageError, match="recomputed after its impose context was closed"):
         loss.backward()
     cross_entropy(_logits(trainer, tokens)[0], tokens[0]).backward()  # The guard is gone.
 
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused():
     ):
         _logits(trainer, tokens)
     with (
-        pytest.raises(UsageError, match="imposed already"),
+        pytest.raises(UsageError, match="already under impose"),
         selections.impose(indexers(trainer), good),
         selections.impose(indexers(trainer), good),
     ):

@@ -171,7 +171,7 @@ def _other_ranks():
     meshes = plan_mesh(world_size=4, expert=2).build("cpu")
     groups = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
     across = AllToAllDispatcher(groups[dist.get_rank() % 2])
-    with pytest.raises(PlanError, match="lies over ranks .* Pass meshes.expert.get_group"):
+    with pytest.raises(PlanError, match="uses ranks .* group meshes.expert.get_group"):
         parallelize(_model("qwen3_moe"), meshes, dispatcher=across)
 
 

@@ -198,6 +198,9 @@ def test_a_second_context_is_found_behind_other_hooks(toy, inputs, foreign):
     model = toy()
     allow_compile(model.routers)
     with impose(model.routers, foreign()):
-        with pytest.raises(UsageError, match="imposed already"), impose(model.routers, foreign()):
+        with (
+            pytest.raises(UsageError, match="already under impose"),
+            impose(model.routers, foreign()),
+        ):
             pass
         model(inputs)

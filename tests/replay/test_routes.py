@@ -123,7 +123,7 @@ def test_what_does_not_fit_an_array_is_refused(odd):
 
 
 def test_a_batch_is_no_flag():
-    with pytest.raises(ShapeError, match="no True rows"):
+    with pytest.raises(ShapeError, match="be split into True rows"):
         random_routes().tensor(batch=True)
 
 

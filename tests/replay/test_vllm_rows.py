@@ -168,7 +168,7 @@ def test_arrays_of_any_shape_are_views(shape):
 
 @pytest.mark.parametrize("layers", [(), (0, 0), (2, 1), (3,), (-1,)])
 def test_a_router_shape_has_rising_layers_in_range(layers):
-    with pytest.raises(UsageError, match=r"rise within 0\.\.2"):
+    with pytest.raises(UsageError, match=r"between 0 and 2"):
         RouterShape(num_layers=3, moe_layers=layers, num_experts=8, top_k=2)
 
 

@@ -148,7 +148,7 @@ def test_observations_that_do_not_fit_the_plan_are_refused():
         return {"forms": [[[*row[:at], value, *row[at + 1 :]] for row in one] for one in rows]}
 
     for change, said in (
-        ({"reader": 7}, "there is no 7"),
+        ({"reader": 7}, "got reader 7"),
         ({"reader": -1}, "there is no -1"),
         ({"forms": []}, "in 0 copies"),
         ({"forms": [], "plan": "another"}, "by plan another, in 0 copies"),

@@ -165,7 +165,9 @@ async def _read(receive: Receive, most: int) -> bytes | None:
     while True:
         message: Message = await receive()
         if message["type"] == "http.disconnect":
-            raise CancelledError("the agent left before its request was whole")
+            raise CancelledError(
+                "the agent closed the connection before it had sent the whole request"
+            )
         part = message.get("body", b"")
         length += len(part)
         # Read to the end: an agent that is still sending would not see the answer.

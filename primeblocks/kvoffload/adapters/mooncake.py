@@ -111,7 +111,7 @@ def connect(
         raise MissingPackageError("mooncake", remedy=remedy) from error
     host, _, port = master.rpartition(":")
     if not host or not port.isdecimal():
-        raise PlanError(f"the master of a Mooncake Store is host:port; got {master!r}")
+        raise PlanError(f"the address of a Mooncake master must be host:port; got {master!r}")
     try:
         socket.create_connection((host, int(port)), timeout=timeout_s).close()
     except TimeoutError as error:
@@ -167,8 +167,8 @@ class MooncakeTier:
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", namespace):
             raise PlanError(
-                "a namespace has 1 to 64 letters, digits, dots, dashes and underscores; got "
-                f"{namespace!r}"
+                "a namespace must have 1 to 64 letters, digits, dots, dashes and underscores; "
+                f"got {namespace!r}"
             )
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
         self._frame_bytes = host.frame_bytes

@@ -139,7 +139,7 @@ class Update:
     def go_back(
         self, before: tuple[int | None, ...], deadline: float
     ) -> Generator[EngineCall, Any, bool]:
-        """Bring workers that loaded back to the version before, and return whether that worked."""
+        """Bring workers that loaded back to the previous version. Return whether that worked."""
         states = _states((yield _ASK))
         torn = [state for state in states if state.error == EngineError.__name__]
         _raise_first(torn)

@@ -63,7 +63,7 @@ class DirectoryTransport:
 
     A full version is one safetensors file with all tensors. Every rank writes its boxes into this
     file. A delta is one file per rank. The transport keeps the last version and the versions that
-    it depends on. It keeps the version before until the next version begins.
+    it depends on. It keeps the previous version until the next version begins.
     """
 
     def __init__(
@@ -188,10 +188,10 @@ class SharedMemoryTransport(DirectoryTransport):
     with a third while a reader lags or has kept a tensor. The first publish after a trainer rank
     has joined again fails.
 
-    Links to the memory, deltas and commits are in a directory of mode 700 whose name ends in random
-    digits. Engines find the directory by `name` and by its user. Directories of other users are
-    ignored. The owner removes its directory at `close`, or when its process ends. After a killed
-    owner, the next owner of this user removes the directory, under any name.
+    A directory of mode 700 contains commits, deltas, and links to the memory. Its name ends in
+    random digits. Engines find the directory by `name` and by its user. Directories of other users
+    are ignored. The owner removes its directory at `close`, or when its process ends. After a
+    killed owner, the next owner of this user removes the directory, under any name.
 
     Args:
         name: one word that trainer and engine agree on.

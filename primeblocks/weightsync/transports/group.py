@@ -187,7 +187,7 @@ class GroupTransport:
                 self._now.abort(why, deadline=deadline)
 
     def markers(self) -> tuple[Marker, ...]:
-        """Rank 0: return the last version that it committed, and the version before.
+        """Rank 0: return the last version that it committed, and the previous version.
 
         Empty on other ranks, because a version sent over a group cannot be read again.
         """
@@ -304,7 +304,7 @@ class GroupTransport:
                 reason = self._now.abort(reason, deadline=deadline)
             except TransferError as lost:
                 reason = f"{lost}"
-                kept = "This rank keeps the version before; others may have committed"
+                kept = "This rank keeps the previous version; other ranks may have committed"
             self._broken = reason
             if isinstance(error, RuntimeError | TransferError | DeadlineError):
                 raise TransferError(

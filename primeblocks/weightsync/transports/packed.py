@@ -51,7 +51,7 @@ class PackedTransport:
     publish waits, until its deadline, for the engines that hold the buffers it needs. You may
     publish again after a failure. A restarted rank or engine joins by constructing its end again.
     If a trainer rank ends, its versions end too. Engines that have not fetched them keep the
-    version before.
+    previous version.
 
     Memory on a trainer rank: twice the bytes that it sends, and its deltas. Memory on an engine
     that reads in place: about three buckets of each trainer rank. On other engines: the buckets

@@ -102,7 +102,7 @@ def sequence_of(module: Any, arguments: dict[str, Any], batch: int) -> SequenceP
             "model(**local_inputs(tokens, sequence=plan, group=...))."
         )
     if batch != 1:
-        raise ShapeError(f"documents are packed into one row; got a batch of {batch}.")
+        raise ShapeError(f"documents must be packed into one row; got a batch of {batch}.")
     return sequence
 
 

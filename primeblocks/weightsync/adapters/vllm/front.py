@@ -158,7 +158,7 @@ async def update_all(
 
     All engines check every byte while they generate. Only then do they pause and load. Output
     tokens carry the label `str(version)`. Cached image features are dropped in every mode. If an
-    engine fails, the engines that loaded go back to the version before. An engine that hangs, or
+    engine fails, the engines that loaded go back to the previous version. An engine that hangs, or
     could not go back, stays paused until an update succeeds. So two versions are never served at
     the same time. Do not address engines through a router, which passes each call to only one.
 

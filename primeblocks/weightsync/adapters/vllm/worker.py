@@ -8,7 +8,7 @@ The front end makes these calls of a worker:
 - `state` returns the outcome of the last call.
 
 They never raise in a worker, because an error would jam vLLM's executor. A version whose digest
-fails never touches the model. A load that fails is undone: the version before is loaded again.
+fails never touches the model. A load that fails is undone: the previous version is loaded again.
 `UpdateInfo.transaction` identifies an attempt, and a late call of an attempt that was given up is
 ignored.
 """
