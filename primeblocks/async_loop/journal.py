@@ -245,9 +245,9 @@ class Journal:
         """Go back to policy `version`, the policy of the loaded weights. Return where to continue.
 
         Prompts of steps from `version` on, taken or trained, are finished again. Prompts in flight
-        are generated again, from their trajectories. Earlier steps with a batch are done, because
-        the weights result from them. Tokens of policies after `version` count as tokens of
-        `version`.
+        are generated again, from their trajectories. Earlier steps with a batch count as completed,
+        because the loaded weights result from them. Tokens of policies after `version` count as
+        tokens of `version`.
 
         Raises:
             UsageError: steps from `version` on are final, or no recorded steps lead to `version`.

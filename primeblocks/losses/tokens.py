@@ -58,7 +58,8 @@ def check_tokens(*masks: Any, sequence_ids: Any = None, **operands: Any) -> None
     Args:
         masks: bool, at most one, of the same shape.
         sequence_ids: integers of the same shape, or None.
-        operands: floating, by their name in messages. None is skipped, except for the first.
+        operands: floating, by their name in messages. Operands after the first may be None, and are
+            skipped then.
 
     Raises:
         ShapeError: operands differ in shape or device, or an operand has another dtype.

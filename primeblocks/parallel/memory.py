@@ -97,7 +97,7 @@ class HostMemory:
     Args:
         model: its tensors on the device of its first parameter move. DTensors move too. The device
             may be a CPU.
-        optimizer: None moves no optimizer state.
+        optimizer: With None, no optimizer state moves.
         chunk_bytes: host memory of a kind grows by this many bytes. torch pins powers of two.
 
     Raises:

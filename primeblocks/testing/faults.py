@@ -24,9 +24,9 @@ class FaultyTransport:
 
     Args:
         inner: the object that does the work.
-        script: for each method, what happens at its first, second, ... call. None passes it on. An
-            exception is raised instead. A callable gets the call, may make it, and returns the
-            result.
+        script: for each method, what happens at its first, second, ... call. With None, the call is
+            passed on. An exception is raised instead. A callable gets the call, may make it, and
+            returns the result.
 
     Raises:
         UsageError: the script names a method that `inner` does not have.

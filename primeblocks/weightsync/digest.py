@@ -44,7 +44,7 @@ def cast_and_digest(
     """Copy tensors, each cast to its dtype, and return the digest of the copies. Local: one pass.
 
     Args:
-        into: targets of the same shapes. None computes only the digest.
+        into: targets of the same shapes. With None, only the digest is computed.
     """
     digest = Digest()
     targets: Sequence[Tensor | None] = [None] * len(sources) if into is None else into

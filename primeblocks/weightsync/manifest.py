@@ -203,7 +203,8 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
     Args:
         source: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
-        dtype: the dtype with which floating tensors are described. None keeps theirs.
+        dtype: the dtype with which floating tensors are described. With None, each keeps its own
+        dtype.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.

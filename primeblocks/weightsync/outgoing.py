@@ -125,9 +125,9 @@ class Shipment:
     `history.forget()`.
 
     Args:
-        base: the version to which buckets are sent as deltas. None sends them in full.
-        history: the bytes that this rank sent last. None keeps no bytes.
-        pool: threads that read buckets. None reads one bucket at a time, in the caller's thread.
+        base: the version to which buckets are sent as deltas. With None, buckets are sent in full.
+        history: the bytes that this rank sent last. With None, no bytes are kept.
+        pool: threads that read buckets. With None, the caller's thread reads one bucket at a time.
         progress: called with bytes taken and bytes to take, after each bucket, in this thread.
     """
 

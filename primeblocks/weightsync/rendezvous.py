@@ -39,9 +39,9 @@ def announce(
     Args:
         where: a name, for `SharedMemoryTransport`, or this rank's end of a transport.
         parameters: as for `describe`.
-        dtype: the dtype in which floats travel. None keeps theirs.
+        dtype: the dtype in which floats travel. With None, each keeps its own dtype.
         convert: as for `plan_sync`. The engines then hold its targets.
-        group: the trainer ranks. None is the default group, or this process alone.
+        group: the trainer ranks. With None, it is the default group, or only this process.
 
     Raises:
         PlanError: as for `describe` and `plan_sync`.

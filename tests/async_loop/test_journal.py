@@ -153,7 +153,7 @@ def test_a_file_of_something_else_is_left_alone(path):
     path.write_bytes(b"a text, and a long one at that: " * 99)
     with pytest.raises(CorruptionError, match="never was a journal"):
         Journal(path)
-    with pytest.raises(UsageError, match="no folder"):
+    with pytest.raises(UsageError, match="does not exist"):
         Journal(path / "below" / "journal")
     with pytest.raises(UsageError, match="cannot write in"):
         Journal(path.parent / ("x" * 300))
@@ -195,7 +195,7 @@ def test_what_cannot_be_kept_changes_nothing(journal):
 
 @pytest.mark.parametrize("ordinal", [-1, (1 << 63) - 1, 1 << 70])
 def test_an_ordinal_that_is_none_is_refused(journal, ordinal):
-    with pytest.raises(UsageError, match="numbered"):
+    with pytest.raises(UsageError, match="must have a number from 0 on"):
         journal.drawn(ordinal, "x")
 
 

@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused():
         pass
     with pytest.raises(UsageError, match="belong together"):
         selections.record(indexers(trainer), positions=torch.arange(3)).__enter__()
-    with pytest.raises(UsageError, match="no indexers"):
+    with pytest.raises(UsageError, match="list of indexers is empty"):
         selections.record([]).__enter__()
     with pytest.raises(UnsupportedError, match="has no indexer"):
         indexers(torch.nn.Linear(2, 2))

@@ -181,7 +181,9 @@ def test_the_one_known_slot_counts_in_full(toy, inputs):
 def test_routes_of_more_layers_or_choices_are_refused(toy, foreign):
     model = toy()
     with (
-        pytest.raises(PlanError, match=r"in layers \(0, 1\), the routes in \(0, 1, 2\)"),
+        pytest.raises(
+            PlanError, match=r"in layers \(0, 1\), but the routes are for layers \(0, 1, 2\)"
+        ),
         impose(model.routers[:2], foreign()),
     ):
         pass

@@ -149,7 +149,7 @@ def test_observations_that_do_not_fit_the_plan_are_refused():
 
     for change, said in (
         ({"reader": 7}, "got reader 7"),
-        ({"reader": -1}, "there is no -1"),
+        ({"reader": -1}, "got reader -1"),
         ({"forms": []}, "in 0 copies"),
         ({"forms": [], "plan": "another"}, "by plan another, in 0 copies"),
         ({"forms": rows + rows}, "in 4 copies"),

@@ -58,7 +58,7 @@ def token_logprobs(
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
         filter_eps: skip blocks of the backward in which all values are below it. A value is the
             probability, minus one for the chosen word. A token's own gradient does not count. The
-            package's own default is the dtype's epsilon / 32. None skips no block.
+            package's own default is the dtype's epsilon / 32. With None, no block is skipped.
         options: the other keywords of `losses.logprobs.token_logprobs`, at their neutral values.
 
     Raises:

@@ -46,7 +46,7 @@ class Queries(NamedTuple):
         return self.place - self.document
 
     def begun(self, size: int) -> Tensor:
-        """Count the document's tokens up to the query that fill whole pieces of `size`."""
+        """Count the tokens of the document's complete pieces of `size` tokens, up to the query."""
         return (self.position + 1).div(size, rounding_mode="floor") * size
 
     def chunks(self, columns: int, chunk_bytes: int) -> Iterator[tuple[slice, Queries]]:

@@ -188,8 +188,9 @@ class Segments(NamedTuple):
     Attributes:
         queries, keys: rows that take part. Other queries see no key, and no query sees other keys.
         query_starts, key_starts: `[segments + 1]`, int32, among these rows.
-        most_queries, most_keys: the longest segment. If only the left is limited, `most_keys` is
-            at least `most_queries`, because flash attention uses it as the limit to the right.
+        most_queries, most_keys: the tokens of the longest segment. If a window limits only the
+            keys to the left, `most_keys` is at least `most_queries`. The reason is that flash
+            attention uses `most_keys` as the limit to the right.
     """
 
     queries: slice | Tensor

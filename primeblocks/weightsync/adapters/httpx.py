@@ -46,7 +46,7 @@ class JsonServer:
         """Make a request, and return the status and the answer, for any status.
 
         Args:
-            body: a JSON-able value. None sends an empty body.
+            body: a JSON-able value. With None, the body is empty.
             deadline: a time of `time.monotonic()`.
 
         Returns:

@@ -226,8 +226,8 @@ class FileTransport(DirectoryTransport):
         path: the directory. It is made if missing. Other files in it stay untouched.
         owner: true on trainer rank 0, and only there.
         user: the number of the user whose files are read, for a mount that shows all files as
-            another user's. None is the user of this process. Then other users must not have write
-            access.
+            another user's. With None, it is the user of this process. Then other users must not
+            have write access.
 
     Raises:
         UsageError: the directory has a living owner, or cannot be written to, or a file there

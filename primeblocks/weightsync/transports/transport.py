@@ -51,7 +51,8 @@ class ReceiveRequest:
     """A reader's request for a version.
 
     Attributes:
-        version: the version to return. None is the newest version, if newer than `served`.
+        version: the version to return. With None, the newest version is returned if it is newer
+            than `served`.
         held: the version whose bytes the reader has. Deltas may be applied to them.
         served: the version that was loaded last.
         deadline: a time of `time.monotonic()`.

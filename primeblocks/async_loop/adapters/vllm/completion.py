@@ -66,7 +66,8 @@ def completion_of(
     """Read one of vLLM's outputs. Local.
 
     Args:
-        version: of the adapter that sampled it. None takes the engine's labels of the base weights.
+        version: of the adapter that sampled it. With None, the engine's labels of the base weights
+        are used.
 
     Raises:
         EngineError: the label of the engine's weights is not a version.

@@ -107,8 +107,8 @@ class RolloutSender:
         """Wait until every group is settled.
 
         Raises:
-            DeadlineError: some groups are not settled. They are kept.
-            UnsupportedError: a receiver that was restarted refused groups that had been accepted.
+            DeadlineError: some groups are not settled. The sender keeps these groups.
+            UnsupportedError: a restarted receiver refused groups that an earlier receiver accepted.
             ClosedError: the sender was closed, or has failed.
         """
         await self._within(self._until(lambda: not self._kept), timeout_s, "settling")

@@ -53,8 +53,8 @@ def engine_args(
         disk_path: the folder of our pages on disk. Without `persist`, it is emptied when the engine
             starts and stops.
         disk_bytes: the quota of the folder.
-        max_staleness: evict pages of versions staler than this first (see `request_args`). None
-            treats all versions alike.
+        max_staleness: evict pages of versions staler than this first (see `request_args`). With
+            None, treats all versions alike.
         evict: "versions" is `VersionAware`. "rollouts" is `RolloutAware`. It has several times the
             hits if agents queue, and less than half the hits if waits have a heavy tail.
         offload_prompt_only: leave out generated tokens.
@@ -64,7 +64,7 @@ def engine_args(
         persist: keep the pages on disk for the next engine with the same `persist`. Change this
             name with everything that the pages depend on, above all the weights with which the
             engine starts. Only engines with equal model, layout, parallel sizes and vLLM version
-            find the pages. None starts empty and leaves no pages.
+            find the pages. With None, the folder starts empty and is emptied at the end.
 
     Raises:
         PlanError: the sizes do not fit together.

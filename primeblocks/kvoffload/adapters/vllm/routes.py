@@ -90,7 +90,7 @@ class Tail:
         return row[self.offset : self.end].tobytes()
 
     def restore(self, row: np.ndarray, sealed: bytes | None) -> None:
-        """Write back the result of `sealed`. None marks the routes as missing."""
+        """Write back the result of `sealed`. With None, the routes are marked as missing."""
         row[self.offset : self.end] = 0
         if sealed is not None and len(sealed) == self.end - self.offset:
             row[self.offset : self.end] = np.frombuffer(sealed, row.dtype)

@@ -91,7 +91,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @property
     def state(self) -> WorkerState:
-        """The outcome of the last call. It is `busy` while `verify` runs."""
+        """The outcome of the last call, with `busy` set while `verify` runs."""
         busy = self._checking is not None and not self._checking.done()
         return replace(self._state, busy=busy)
 
