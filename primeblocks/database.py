@@ -51,7 +51,9 @@ class Database:
             raise UsageError(f'durability is "process" or "power"; got {durability!r}')
         self.path = Path(path).absolute()
         if not self.path.parent.is_dir():
-            raise UsageError(f"the folder {self.path.parent} does not exist. Create it first.")
+            raise UsageError(
+                f"the folder {self.path.parent} does not exist. Create the folder first."
+            )
         self._timeout_s, self._pid = timeout_s, os.getpid()
         self._mutex = threading.RLock()  # A callable that calls again must not hang.
         self._connection: sqlite3.Connection | None = None
@@ -210,8 +212,8 @@ def _set_up(connection: sqlite3.Connection, path: Path, synchronous: str) -> Non
     mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
     if mode.lower() != "wal":
         raise UnsupportedError(
-            f"{path} cannot have a write-ahead log (journal_mode {mode}). Put it on a disk of this "
-            "machine; network file systems have no shared memory."
+            f"{path} cannot have a write-ahead log (journal_mode {mode}). Use a path on a disk of "
+            "this machine, because network file systems have no shared memory."
         )
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     # Some builds overwrite what is deleted with zeros: it would double what is written.

@@ -143,8 +143,8 @@ def _check_covers(plan: Plan, like: Path) -> None:
     parts = [n for n, shape in sent.items() if wants.get(n) != (Layout.whole(shape).shard,)]
     if parts:
         raise PlanError(
-            f"reader 0 of the plan does not want the whole of {parts[0]!r}, nor of "
-            f"{len(parts) - 1} others. Plan with source.whole() for reader 0."
+            f"reader 0 of the plan does not want the whole of {parts[0]!r}, and of "
+            f"{len(parts) - 1} other tensors. Plan with source.whole() for reader 0."
         )
     missing = sorted(shapes.keys() - sent.keys())
     if missing:

@@ -109,12 +109,15 @@ def _runs(
         raise UnsupportedError("the mask adds to scores; give a mask of bools.")
     seen = seen.broadcast_to(batch, seen.shape[1] if seen.dim() == 4 else 1, queries, keys)
     if not torch.equal(seen, seen[:, :1].expand_as(seen)):
-        raise UnsupportedError("the mask differs between heads; compute these apart.")
+        raise UnsupportedError("the mask differs between heads. Call attention once per head.")
     seen = seen[:, 0]
     count = seen.sum(-1)
     first = seen.int().argmax(-1)
     last = torch.where(count > 0, first + count - 1, -1)
     at = torch.arange(keys)
     if not torch.equal(seen, (at >= first[..., None]) & (at <= last[..., None])):
-        raise UnsupportedError("a query sees keys with a gap between them; compute these apart.")
+        raise UnsupportedError(
+            "a query sees keys with a gap between them. Use a mask in which each query sees a "
+            "contiguous range."
+        )
     return first, last

@@ -221,8 +221,8 @@ class WeightCache:
         product, parameter = self._watched[module, name]
         if local_part(parameter) is parameter is not getattr(module, name):
             raise UsageError(
-                f"{name} of a {type(module).__name__} is another parameter than when the cache was "
-                "made: make it after fully_shard, and again after you replace parameters."
+                f"{name} of a {type(module).__name__} was replaced after the cache was made. Make "
+                "the cache after fully_shard, and again after you replace parameters."
             )
         sign = _sign(parameter, product)
         entry = self._kept.get((module, name))

@@ -101,7 +101,8 @@ def _counted(losses: Sequence[TokenLoss], by: str | int) -> int:
         counts = [loss.sequences for loss in losses if loss.sequences is not None]
         if len(counts) < len(losses):
             raise UsageError(
-                "the sequences of packed tokens, or of one row, are unknown. Pass sequence_ids."
+                "packed tokens, or tokens of one row, do not show which sequence each belongs "
+                "to. Pass sequence_ids."
             )
         return sum(counts)
     if not isinstance(by, int) or isinstance(by, bool) or by < 0:

@@ -137,9 +137,9 @@ def sequence_sums(x: Tensor, sequence_ids: Tensor | None) -> Tensor:
     if x.ndim != 2 or len(x) == 1:
         # One row is one rollout or a pack of several. Only sequence_ids can tell.
         raise ShapeError(
-            f"sequences of {list(x.shape)} are unknown. Pass sequence_ids, one integer per token"
-            " (torch.zeros_like(mask, dtype=torch.int64) if all are one rollout), or several rows,"
-            " [rollouts, tokens]."
+            f"tokens of shape {list(x.shape)} do not show which sequence each belongs to. Pass "
+            "sequence_ids, one integer per token (torch.zeros_like(mask, dtype=torch.int64) if "
+            "all are one rollout), or several rows, [rollouts, tokens]."
         )
     return x.sum(dim=1, keepdim=True).expand_as(x)
 

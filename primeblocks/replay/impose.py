@@ -133,8 +133,8 @@ def _check_options(
     check_ratio(min_score_ratio)
     if gates is not None and min_score_ratio is not None:
         raise UsageError(
-            "min_score_ratio puts experts into slots for which no gate was recorded."
-            " Use it, or gates, not both."
+            "min_score_ratio puts experts into slots that have no recorded gate. Use "
+            "min_score_ratio or gates, not both."
         )
 
 

@@ -236,8 +236,8 @@ class BlobFile:
                 raise TransferError(f"a file of weights cannot be read: {error}") from error
             if count == 0:
                 raise CorruptionError(
-                    f"a file of weights ends at {at + done} bytes; {at + len(room)} needed. "
-                    "Publish again."
+                    f"a file of weights ends at {at + done} bytes; it must have at least "
+                    f"{at + len(room)}. Publish again."
                 )
             done += count
 

@@ -171,7 +171,9 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
         pairs = list(rows.items() if isinstance(rows, Mapping) else rows)
         tensors = dict(pairs)
     except (TypeError, ValueError) as error:
-        raise PlanError(f"Give a module or tensors by name, not {shown(source)}.") from error
+        raise PlanError(
+            f"Give a module or a dict of tensors by name, not {shown(source)}."
+        ) from error
     if len(tensors) != len(pairs):
         raise PlanError(
             f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors. "

@@ -122,12 +122,13 @@ class Parts:
         if tuple(local.shape) != source.held.shard.sizes:
             raise PlanError(
                 f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank} and was "
-                f"described as {source.held.shard.sizes}. Describe it anew and plan again."
+                f"described as {source.held.shard.sizes}. Describe the tensors and plan again."
             )
         if not converts(local.dtype, source.dtype):
             raise PlanError(
                 f"{source.piece.source!r} is {local.dtype} on rank {self._rank} and travels as "
-                f"{source.dtype}, to which it does not convert. Describe it anew and plan again."
+                f"{source.dtype}, to which it does not convert. Describe the tensors and plan "
+                "again."
             )
         return local
 
@@ -201,7 +202,7 @@ class Parts:
                 planned = spec.shape if want is None else want.shape
                 raise PlanError(
                     f"{name!r} is {here} on rank {self._rank} and was planned as {planned}. "
-                    "Describe it anew and plan again."
+                    "Describe the tensors and plan again."
                 )
 
     def _held_pieces(self, held: Manifest) -> list[Piece]:

@@ -190,7 +190,7 @@ def test_routes_of_more_layers_or_choices_are_refused(toy, foreign):
     for router in model.routers:
         router.top_k = 3
     with (
-        pytest.raises(PlanError, match="3 of 6 experts, the routes 2 of 6"),
+        pytest.raises(PlanError, match="3 of 6 experts, but the routes have 2 of 6"),
         impose(model.routers, foreign()),
     ):
         pass

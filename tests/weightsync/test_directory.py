@@ -169,7 +169,7 @@ def test_what_is_no_directory_is_refused(path):
 def test_a_root_in_which_others_rename_things_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(UsageError, match="others may rename what is in it"):
+    with pytest.raises(UsageError, match="other users may rename files in it"):
         SharedMemoryTransport("policy", owner=True, root=str(tmp_path / "open"))
 
 

@@ -86,7 +86,7 @@ def test_a_name_alone_is_enough():
     assert_same_bits(engine[0].weight.detach(), trainer[0].weight.detach())
     sending.close()
     with pytest.raises(
-        DeadlineError, match="nobody announced a plan there in time. Is the trainer"
+        DeadlineError, match="no trainer announced a plan there in time. Check that the trainer"
     ):
         weightsync.find(name, timeout_s=0)
 

@@ -313,7 +313,7 @@ def test_a_flipped_byte_registers_nothing(saw):
         ("shape", "ShapeError", "takes 64 inputs to 64 outputs; the adapter 63 to 64"),
         ("digest", "TransferError", "Use the receipt of the last publish"),
         ("never_committed", "DeadlineError", "version 9 was not committed"),
-        ("name_taken", "UsageError", "'policy@2' is held with other bytes"),
+        ("name_taken", "UsageError", "'policy@2' is already loaded with other bytes"),
         ("id_taken", "UsageError", "which another adapter has"),
         ("full", "CapacityError", "3 versions of 'policy' are held and keep=3"),
         ("stock", "EngineError", "not a WorkerExtension"),

@@ -217,7 +217,7 @@ def test_a_server_that_hangs_ends_at_the_deadline_and_stays_paused(serve):
 def test_nobody_at_the_address():
     server = FakeServer()
     server.close()
-    with pytest.raises(EngineError, match="died before it did answer.*ConnectError"):
+    with pytest.raises(EngineError, match="died before it could answer.*ConnectError"):
         update_one(server)
 
 

@@ -52,10 +52,10 @@ _CLEANUP_S = 10.0
 
 
 class EventThread:
-    """An event loop in its own thread, for callers that have none.
+    """An event loop in its own thread, for callers without an event loop.
 
-    The thread is a daemon: a call that hangs ends in an error of the caller, and does not keep the
-    process alive.
+    The thread is a daemon, so a call that hangs does not keep the process alive. The caller gets an
+    error.
     """
 
     def __init__(self) -> None:

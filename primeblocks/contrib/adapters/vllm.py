@@ -137,8 +137,8 @@ def native(**options: Any) -> dict[str, Any]:
     """
     if options.get("disk_path") is not None and options.get("cpu_bytes") == 0:
         raise UnsupportedError(
-            "cpu_bytes=0: vLLM has no disk alone, pages pass through host memory. Give it room for "
-            "the pages of the longest prompts in flight."
+            "cpu_bytes=0: vLLM cannot use a disk without host memory. Set cpu_bytes to the size "
+            "of the pages of the longest prompts in flight."
         )
     given, extra = _read("native", options)
     if given["disk_path"] is None:

@@ -166,8 +166,7 @@ def _read_rows(reader: _Reader, rows: _Rows) -> np.ndarray:
     lengths[rows.known] = rows.most[rows.known] - reader.numbers(int(rows.known.sum()))
     if (lengths < 0).any():
         raise CorruptionError(
-            "the bytes are damaged: the bytes are damaged: a row has a negative number of "
-            "members. Fetch them again. Fetch them again."
+            "the bytes are damaged: a row has a negative number of members. Fetch the bytes again."
         )
     chosen = rows.choosing(lengths)
     distance = reader.numbers(len(chosen))
@@ -175,8 +174,8 @@ def _read_rows(reader: _Reader, rows: _Rows) -> np.ndarray:
     relatives = chosen - distance
     if (distance > rows.history[chosen]).any() or not rows.known[relatives[told]].all():
         raise CorruptionError(
-            "the bytes are damaged: the bytes are damaged: a row is coded from a row that does "
-            "not exist. Fetch them again. Fetch them again."
+            "the bytes are damaged: a row is coded from a row that does not exist. Fetch the "
+            "bytes again."
         )
     sizes = np.where(told, lengths[relatives], 0)
     removed = np.zeros(len(chosen), dtype=np.int64)

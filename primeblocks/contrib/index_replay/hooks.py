@@ -255,8 +255,9 @@ class _Imposed:
         known = self._inside[:, 0] >= 0
         if not torch.equal(positions[known], self._positions[known]):
             raise ShapeError(
-                f"layer {self.indexer.layer_id}: the indices are of tokens at other positions than "
-                "the batch's. Order them like its rows: indices.take(sequence.indices(rank))."
+                f"layer {self.indexer.layer_id}: the positions of the indices differ from those "
+                "of the batch. Order the indices like the rows of the batch: "
+                "indices.take(sequence.indices(rank))."
             )
         ids = self._inside.long()
         rows = torch.where(ids >= 0, ids + starts[:, None], -1)

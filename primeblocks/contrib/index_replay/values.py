@@ -174,8 +174,8 @@ class Indices:
         """
         if sum(lengths) != self.tokens or any(length < 0 for length in lengths):
             raise ShapeError(
-                f"lengths add up to {sum(lengths)}, indices hold {self.tokens} tokens."
-                " Add the others with with_missing(), or correct the lengths."
+                f"lengths add up to {sum(lengths)}, indices hold {self.tokens} tokens. Add "
+                "missing tokens with with_missing(), or correct the lengths."
             )
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
         return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]

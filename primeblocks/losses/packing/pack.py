@@ -159,10 +159,7 @@ def pack(
     if multiple_of < 1:
         raise UsageError(f"multiple_of must be at least 1; got {multiple_of}.")
     if len({*per_token, *per_completion}) < len(per_token) + len(per_completion):
-        raise UsageError(
-            "these attachments are these attachments are named twice: "
-            f"{[*per_token, *per_completion]}"
-        )
+        raise UsageError(f"these attachments are named twice: {[*per_token, *per_completion]}")
     chosen = [rollouts[i] for i in indices]
     lengths = [len(rollout.tokens) for rollout in chosen]
     total = max(-(-sum(lengths) // multiple_of), 1) * multiple_of

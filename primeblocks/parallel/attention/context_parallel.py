@@ -124,7 +124,9 @@ class ContextParallel(TorchFunctionMode):
         if mask is not None:
             raise PlanError("the plan says who sees whom; got an attn_mask too. Pass None.")
         if dropout:
-            raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
+            raise PlanError(
+                f"attention over split sequences does not support dropout; got {dropout}. Use 0."
+            )
         if bool(causal) != self._causal:
             raise PlanError(
                 f"got is_causal={causal}, ContextParallel causal={self._causal}. Pass equal values."

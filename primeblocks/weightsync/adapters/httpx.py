@@ -75,10 +75,12 @@ class JsonServer:
             ) from error
         except httpx.TransportError as error:
             said = f"{type(error).__name__}: {error}".rstrip(":. ")
-            raise EngineError(f"{what}: {said}. Restart it.") from error
+            raise EngineError(f"{what}: {said}. Restart the server.") from error
         if not {"content-length", "transfer-encoding"} & set(response.headers):
             # A connection that is cut looks like its end.
-            raise EngineError(f"{what}: an answer without its length. Restart it.")
+            raise EngineError(
+                f"{what}: the server sent an answer without its length. Restart the server."
+            )
         return response.status_code, _parse(response.content)
 
     def exchange_blocking(

@@ -262,7 +262,8 @@ class _Incoming:
             )
         if len(payload) != size:
             raise CorruptionError(
-                f"{name} ends at {at + len(payload)} bytes; {at + size} needed. Publish again."
+                f"{name} ends at {at + len(payload)} bytes; it must have at least {at + size}. "
+                "Publish again."
             )
         return memoryview(payload)
 

@@ -334,7 +334,9 @@ class GroupTransport:
         if self._link is None:
             said = self._named.read("generation", deadline=deadline)
             if said is None:
-                raise TransferError("rank 0 did not post its generation in time. Is it running?")
+                raise TransferError(
+                    "rank 0 did not post its generation in time. Check that rank 0 is running."
+                )
             if int(said) != self._generation:
                 self._start(int(said))
 

@@ -83,8 +83,8 @@ class PrivatePlace:
         mode = os.stat(root).st_mode
         if mode & 0o022 and not mode & stat.S_ISVTX:
             raise UsageError(
-                f"{root} has mode {mode & 0o7777:o}: others may rename what is in it. "
-                f"Run: chmod +t {root}"
+                f"{root} has mode {mode & 0o7777:o}, so other users may rename files in it. Run:  "
+                f"chmod +t {root}"
             )
         self._spec = {"name": name, "root": root, "prefix": prefix}
         self._root, self._name = Path(root), f"{prefix}-{name}"
@@ -291,8 +291,9 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != wanted or open_to_others:
         os.close(fd)
         raise UsageError(
-            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it has to "
-            f"be a file of user {wanted} that others cannot write to. It was not read; remove it."
+            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it has "
+            f"to be a file of user {wanted} that others cannot write to. The file was not read. "
+            "Remove the file."
         )
     return fd
 

@@ -99,7 +99,7 @@ class RolloutSender:
         if len(payload) > self._capacity_bytes:
             raise CapacityError(
                 f"the group of ordinal {ordinal} has {len(payload):,} bytes, above "
-                f"capacity_bytes={self._capacity_bytes:,}. Raise it."
+                f"capacity_bytes={self._capacity_bytes:,}. Raise capacity_bytes."
             )
         await self._within(self._deliver(ordinal, payload), timeout_s, f"put of group {ordinal}")
 
@@ -124,7 +124,7 @@ class RolloutSender:
         if len(payload) > most:
             raise CapacityError(
                 f"the group of ordinal {ordinal} has {len(payload):,} bytes, above the receiver's "
-                f"max_group_bytes={most:,}. Raise it there."
+                f"max_group_bytes={most:,}. Raise max_group_bytes of the receiver."
             )
 
         def is_room() -> bool:

@@ -54,7 +54,7 @@ def engine_args(
             starts and stops.
         disk_bytes: the quota of the folder.
         max_staleness: evict pages of versions staler than this first (see `request_args`). With
-            None, treats all versions alike.
+            None, all versions are treated alike.
         evict: "versions" is `VersionAware`. "rollouts" is `RolloutAware`. It has several times the
             hits if agents queue, and less than half the hits if waits have a heavy tail.
         offload_prompt_only: leave out generated tokens.

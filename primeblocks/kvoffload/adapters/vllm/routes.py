@@ -138,8 +138,8 @@ class RoutesWorker(OffloadingWorker):
         if live is None:
             raise UnsupportedError(
                 "routes travel with the pages by the plug-in's patch routes_with_pages, which is "
-                "not applied here: take it out of PRIMEBLOCKS_VLLM_PATCHES_OFF, or leave out "
-                "routes_bytes_per_token"
+                "not applied here. Remove the patch from PRIMEBLOCKS_VLLM_PATCHES_OFF, or leave "
+                "out routes_bytes_per_token."
             )
         self._connectors = live
 

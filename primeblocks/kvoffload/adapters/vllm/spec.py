@@ -173,8 +173,8 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
             return stock, stock._mmap_region
         if self.config.canonical_layout or self.blocks_per_chunk != 1:
             raise UnsupportedError(
-                "on the CPU platform pages are copied without canonical_layout, and one by one: "
-                "leave it out, and use blocks_per_chunk=1"
+                "the CPU platform does not support canonical_layout or several blocks per chunk. "
+                "Leave out canonical_layout, and use blocks_per_chunk=1."
             )
         region = UnlinkedRegion(
             engine_id=self._engine_id,

@@ -167,7 +167,9 @@ def _forward(
     """Run attention as transformers calls it, on `[batch, heads, tokens, head_dim]`."""
     sequence = sequence_of(module, arguments, query.shape[0])
     if dropout:
-        raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
+        raise PlanError(
+            f"attention over split sequences does not support dropout; got {dropout}. Use 0."
+        )
     context: Context = module.context_parallel
     where = {"sequence": sequence, "group": context.group, "scale": scaling}
     over_latents = _of_latents(module) if "expand_kv" in vars(module) else None

@@ -142,8 +142,8 @@ class Adapters:
     def _check_room(self, source: _Source, request: LoRARequest) -> None:
         if request.lora_name in self._names():
             raise UsageError(
-                f"{request.lora_name!r} is held with other bytes. Remove that version first, or "
-                "publish a new version."
+                f"{request.lora_name!r} is already loaded with other bytes. Remove that version "
+                "first, or publish a new version."
             )
         if request.lora_int_id in self._manager.list_adapters():
             raise UsageError(
