@@ -304,8 +304,8 @@ def _gather(x: Tensor, name: str, group: dist.ProcessGroup) -> Tensor:
         dist.all_gather(list(everyone.unbind()), x, group=group)
     except RuntimeError as error:  # gloo and NCCL raise it at a timeout, or when a rank died.
         raise RankError(
-            f"{name}: the {group.size()} ranks of the group did not all come to it, or one died. "
-            f"Each must make the same calls, over the same group. {error}"
+            f"{name}: not all {group.size()} ranks of the group made this call, or one died. All "
+            f"ranks must make the same calls, over the same group. {error}"
         ) from error
     return everyone
 

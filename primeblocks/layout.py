@@ -27,7 +27,10 @@ class Shard:
         if len(self.offsets) != len(self.sizes):
             raise PlanError(f"{len(self.offsets)} offsets for {len(self.sizes)} sizes")
         if any(value < 0 for value in (*self.offsets, *self.sizes)):
-            raise PlanError(f"negative box: offsets {self.offsets}, sizes {self.sizes}")
+            raise PlanError(
+                f"a box must not have negative numbers; got offsets {self.offsets}, sizes "
+                f"{self.sizes}"
+            )
 
     @property
     def numel(self) -> int:

@@ -190,7 +190,7 @@ class Journal:
             if version < (now or 0):
                 raise UsageError(
                     f"a batch cannot be taken for the step from policy {version}: the policy is "
-                    f"{now} by now"
+                    f"already {now}"
                 )
             ordinals = tables.expect(db, "taken", ordinals)
             db.execute(

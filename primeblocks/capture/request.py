@@ -239,7 +239,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
             found[name] = text
     if calls := _get(value, "tool_calls", list):
         if role != "assistant":
-            raise UsageError(f"{where}: an assistant calls tools, no {role}")
+            raise UsageError(f"{where}: only an assistant can call tools, not the role {role}")
         found["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]

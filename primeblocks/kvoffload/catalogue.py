@@ -156,7 +156,10 @@ class Catalogue:
                 self._moves.append(Recall(depth))
 
     def take(self) -> list[Move]:
-        """Return the new moves. Frames are assigned once for all results before."""
+        """Return the new moves.
+
+        Frames are assigned here, once for all results that were reported since the last call.
+        """
         if self._unsettled:
             self.settle()
             self._unsettled = False

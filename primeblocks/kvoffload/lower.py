@@ -314,7 +314,7 @@ def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
         raise UnsupportedError(f"a tier that others write to must be the last; got {names}")
     sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
     if len(sizes) != 1:
-        raise PlanError(f"tiers with different (page, attachment) bytes: {sorted(sizes)}")
+        raise PlanError(f"all tiers need equal (page, attachment) bytes; got {sorted(sizes)}")
     return host, below
 
 

@@ -270,9 +270,9 @@ class HostMemory:
             for name, held in tensors.items():
                 if now.get(name, held) != held:
                     raise ShapeError(
-                        f"{name} was {held.dtype} {list(held.shape)} when it was released, now is "
-                        f"{now[name].dtype} {list(now[name].shape)} in other memory. Put the old "
-                        "tensor back, and change it after restore()."
+                        f"{name} was {held.dtype} {list(held.shape)} when it was released, and is "
+                        f"now {now[name].dtype} {list(now[name].shape)} in other memory. Assign "
+                        "the old tensor again, and change it only after restore()."
                     )
             if written := [storage.nbytes() for storage, _, _ in places if storage.nbytes()]:
                 raise ShapeError(

@@ -376,6 +376,6 @@ def _check(
     tensor = numbers["tensor"]
     if gpus is not None and gpus % tensor:
         raise PlanError(
-            f"gpus={gpus} are not whole replicas of tensor={tensor}. "
-            f"Use {gpus // tensor * tensor or tensor} or {-(-gpus // tensor) * tensor}."
+            f"gpus={gpus} cannot be divided into whole replicas of tensor={tensor}. Use "
+            f"{gpus // tensor * tensor or tensor} or {-(-gpus // tensor) * tensor}."
         )

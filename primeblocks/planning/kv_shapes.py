@@ -235,7 +235,7 @@ def _delta_net(config: Any, layers: int, kv_dtype: str) -> KvGroup:
         keys, values = (_need(config, f"linear_num_{each}_heads") for each in ("key", "value"))
         key, value = (_need(config, f"linear_{each}_head_dim") for each in ("key", "value"))
     if values % keys:
-        raise PlanError(f"{values} heads of values share no {keys} heads of keys equally.")
+        raise PlanError(f"{values} heads of values cannot share {keys} heads of keys equally.")
     each = values // keys
     kept = (2 * key + each * value) * (_need(config, "linear_conv_kernel_dim") - 1)
     recurrent = each * value * key * 4

@@ -283,8 +283,9 @@ def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module
     for router in routers:
         if router.module not in names:
             raise PlanError(
-                f"the router of layer {router.layer_id} is not inside this {type(model).__name__}."
-                " A stage follows with its own routers of those found in the whole model."
+                f"the router of layer {router.layer_id} is not inside this "
+                f"{type(model).__name__}. Pass only the routers of this stage, as found in the "
+                "whole model."
             )
         for stack, child in _steps(model, names[router.module]):
             if isinstance(stack, nn.ModuleList | nn.ModuleDict):

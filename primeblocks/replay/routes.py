@@ -155,7 +155,9 @@ class Routes:
         if pad_to is not None:
             parts = [piece for part in parts for piece in part._filled_up(pad_to)]
         if not parts:
-            raise ShapeError("nothing to join: an empty list has no layers. Pass routes[0:0].")
+            raise ShapeError(
+                "cannot join an empty list, because it has no layers. Pass routes[0:0]."
+            )
         first = parts[0]
         for part in parts[1:]:
             if part._model != first._model:
@@ -337,7 +339,8 @@ class Routes:
             return onto.extend(routes, start=start)
         if start:
             raise UsageError(
-                f"these rows start at token {start}: pass onto= the routes of the tokens before"
+                f"these rows start at token {start}. Pass the routes of the earlier tokens as "
+                "onto=."
             )
         return routes
 

@@ -150,7 +150,8 @@ def bring(
             _for_each(plan, mine, start, bring_bucket, threads=threads)
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"checked all {len(mine)} buckets, and not in time. Pass a longer timeout_s."
+                    f"checked all {len(mine)} buckets, but after the deadline. Pass a longer "
+                    "timeout_s."
                 )
         is_kept = not deltas
     finally:

@@ -347,7 +347,7 @@ def copied(plan: Plan, reader: int, held: Lent, *, stays: bool, deadline: float)
         copy_bucket(plan, index, held, boxes.views(index))
     if time.monotonic() > deadline:
         raise DeadlineError(
-            f"copied all {len(mine)} buckets, and not in time. Pass a longer timeout_s."
+            f"copied all {len(mine)} buckets, but after the deadline. Pass a longer timeout_s."
         )
     return boxes
 

@@ -104,7 +104,11 @@ def spans(*each: Any) -> dict[str, Any]:
         ({"choices": [token_choice(weight_versions=[7])]}, EngineError, "no choice of this"),
         ({"choices": [token_choice(finish_reason=None)]}, EngineError, "None as its finish_reason"),
         ({"choices": [token_choice(routed_experts=1)]}, EngineError, "1 as its routed_experts"),
-        ({"choices": [spans(("default", 0, 2))]}, EngineError, "labelled 'default'.*update it"),
+        (
+            {"choices": [spans(("default", 0, 2))]},
+            EngineError,
+            "labelled 'default'.*Update its weights",
+        ),
         ({"choices": [spans(("9" * 5000, 0, 2))]}, EngineError, "labelled '999"),
         ({"choices": [spans((str(1 << 63), 0, 2))]}, EngineError, "labelled '922"),
         (

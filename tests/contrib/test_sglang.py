@@ -163,7 +163,7 @@ def test_weights_that_are_others_after_going_back_are_noticed(trainer, fake, eng
     folder = trainer.folder(1)
     fake.break_after[str(folder.path)] = [1]
     save_file(_random(9), trainer.start / "model.safetensors")
-    with pytest.raises(EngineError, match="After going back, weights differ"):
+    with pytest.raises(EngineError, match="After going back, the weights differ"):
         engine.update(folder, timeout_s=TIMEOUT_S)
     assert fake.blocked
 

@@ -257,4 +257,4 @@ def test_it_holds_under_fsdp2_with_experts_dealt_out():
 
 def test_a_cache_that_was_made_before_sharding_is_refused():
     for said in ranks.run(_too_early, world_size=2):
-        assert "make it after fully_shard" in said
+        assert "Make the cache after fully_shard" in said

@@ -241,7 +241,7 @@ def _refusals():
         with pytest.raises(error, match=said):
             model(**wrong)
     model.model.layers[0].self_attn.attention_dropout = 0.1
-    with pytest.raises(PlanError, match="no dropout; got 0.1"):
+    with pytest.raises(PlanError, match="not support dropout; got 0.1"):
         model(**inputs)
 
 

@@ -317,7 +317,7 @@ def test_routers_are_checked(toy):
     model.layers[1].gate.top_k = 3
     with pytest.raises(PlanError, match=r"\[\(6, 2\), \(6, 3\)\]"):
         check_routers(model.routers)
-    with pytest.raises(UsageError, match="nothing to replay"):
+    with pytest.raises(UsageError, match="no choices to replay"):
         check_routers([])
     with pytest.raises(UsageError, match="not the ToyModel itself"):
         check_routers.__wrapped__(model)

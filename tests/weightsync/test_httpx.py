@@ -142,5 +142,5 @@ def test_no_server():
 
 @pytest.mark.parametrize("url", ["localhost:30000", "https://host", "http://", "http://host/v1"])
 def test_no_address(url):
-    with pytest.raises(UnsupportedError, match="no address of a server"):
+    with pytest.raises(UnsupportedError, match="not the address of a server"):
         JsonServer(url)

@@ -136,7 +136,7 @@ def test_an_announcement_that_others_could_write_is_not_read(tmp_path):
         weightsync.announce(owner, {"a": torch.ones(1)})
         (note,) = tmp_path.glob("*/announced.json")
         note.chmod(0o666)
-        with pytest.raises(UsageError, match="mode 666; .*It was not read"):
+        with pytest.raises(UsageError, match="mode 666; .*The file was not read"):
             weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
         note.rename(note.with_name("elsewhere"))
         note.symlink_to(note.with_name("elsewhere"))

@@ -155,8 +155,11 @@ def test_observations_that_do_not_fit_the_plan_are_refused():
         ({"forms": rows + rows}, "in 4 copies"),
         (changed(3, "nn"), "does not describe an observation: TypeError"),
         (changed(3, "float33"), "does not describe an observation: AttributeError"),
-        ({"forms": [[[[9, 9], [1, 1], *r[2:]] for r in one] for one in rows]}, "which has others"),
-        ({"forms": [[[[0], [1], *r[2:]] for r in one] for one in rows]}, "which has others"),
+        (
+            {"forms": [[[[9, 9], [1, 1], *r[2:]] for r in one] for one in rows]},
+            "whose copies differ",
+        ),
+        ({"forms": [[[[0], [1], *r[2:]] for r in one] for one in rows]}, "whose copies differ"),
         (
             {"forms": [[[r[0], [9] * len(r[1]), *r[2:]] for r in one] for one in rows]},
             "not lie",

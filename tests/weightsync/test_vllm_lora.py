@@ -309,7 +309,7 @@ def test_a_flipped_byte_registers_nothing(saw):
         ("unattached", "TransferError", "call attach_lora() first"),
         ("group", "UnsupportedError", "Pass another transport"),
         ("rank", "UnsupportedError", "has rank 9, this engine takes 8"),
-        ("module", "PlanError", "adapts no module 'lm_head'"),
+        ("module", "PlanError", "cannot adapt the module 'lm_head'"),
         ("shape", "ShapeError", "takes 64 inputs to 64 outputs; the adapter 63 to 64"),
         ("digest", "TransferError", "Use the receipt of the last publish"),
         ("never_committed", "DeadlineError", "version 9 was not committed"),

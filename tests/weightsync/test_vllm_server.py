@@ -222,7 +222,7 @@ def test_nobody_at_the_address():
 
 
 def test_addresses_that_are_none():
-    with pytest.raises(UnsupportedError, match="no address of a server"):
+    with pytest.raises(UnsupportedError, match="not the address of a server"):
         VllmServer("localhost:8000")
 
 

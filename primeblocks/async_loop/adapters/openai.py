@@ -134,8 +134,8 @@ async def served_version(
         raise EngineError(f"{what}: the server answered {text[:200]!r}") from error
     if (found := version_of(label)) is None:
         raise UsageError(
-            f"{what} is {label!r:.200}; versions here are integers. Label them when they are "
-            "updated: /update_weight_version with str(version)."
+            f"{what} is {label!r:.200}, but a policy version must be an integer. Label them when "
+            "they are updated: /update_weight_version with str(version)."
         )
     return found
 
@@ -164,7 +164,7 @@ def _rollout(
             "server that returns them with return_token_ids, such as vLLM."
         )
     if run != prompt:
-        raise EngineError(f"{what}: the server ran another prompt: {run!r:.200}")
+        raise EngineError(f"{what} got another prompt back from the server: {run!r:.200}")
     versions = np.full(len(ids), version)
     return _rollout_of(choice, prompt, ids, values, versions, what=what, prompt_id=prompt_id)
 
@@ -320,8 +320,9 @@ def _labelled_rollout(
     for label, start, end in labels:
         if (version := version_of(label)) is None:
             raise EngineError(
-                f"{what}: its weights are labelled {label!r:.200}; versions here are integers. It "
-                "has not been given a version since it started: update it before it gets requests."
+                f"{what}: its weights are labelled {label!r:.200}, but a policy version must be "
+                "an integer. The server has had no update since it started. Update its weights "
+                "before you send requests."
             )
         if type(start) is not int or type(end) is not int:
             raise EngineError(f"{what} got versions of tokens {start!r} to {end!r}")

@@ -105,8 +105,8 @@ def _noted_version(episode: Episode) -> int:
     policy = None if work is None else work.policy
     if policy is None:
         raise UnsupportedError(
-            f"episode {episode.id} notes no policy. Give version=, or record_run() with a "
-            "PolicySpan when it is run."
+            f"episode {episode.id} has no recorded policy. Pass version=, or call record_run() "
+            "with a PolicySpan during the episode."
         )
     if policy.drift:
         raise UnsupportedError(

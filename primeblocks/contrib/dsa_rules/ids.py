@@ -127,4 +127,4 @@ def check_whole(**numbers: tuple[object, int]) -> None:
     """Refuse anything but whole numbers of at least the given minimum. Pure."""
     for name, (value, least) in numbers.items():
         if not isinstance(value, Integral) or value < least:
-            raise PlanError(f"{name} must be a whole number from {least} on; got {value!r}.")
+            raise PlanError(f"{name} must be a whole number of at least {least}; got {value!r}.")

@@ -155,7 +155,9 @@ class Indices:
         """
         parts = list(parts)
         if not parts:
-            raise ShapeError("nothing to join: an empty list has no layers. Pass indices[0:0].")
+            raise ShapeError(
+                "cannot join an empty list, because it has no layers. Pass indices[0:0]."
+            )
         first = parts[0]
         for part in parts[1:]:
             first._check_model(part)

@@ -57,8 +57,8 @@ def convert(
     stock = [module for module in experts.values() if not hasattr(module, "grouped_mm")]
     if any(module._is_expert_parallel for module in stock):
         raise UnsupportedError(
-            "transformers shares these experts among ranks, by masks of its own. Share them with "
-            "primeblocks.parallel.adapters.transformers.parallelize instead."
+            "transformers itself already shares these experts among ranks. Share the experts "
+            "with primeblocks.parallel.adapters.transformers.parallelize instead."
         )
     for module in stock:
         module.grouped_mm = None

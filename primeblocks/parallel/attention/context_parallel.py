@@ -122,7 +122,7 @@ class ContextParallel(TorchFunctionMode):
         if q.shape[1] != k.shape[1] and not gqa:
             raise ShapeError(f"fewer key heads than heads need enable_gqa=True; got {shapes}.")
         if mask is not None:
-            raise PlanError("the plan says who sees whom; got an attn_mask too. Pass None.")
+            raise PlanError("the plan already masks attention; got an attn_mask. Pass None.")
         if dropout:
             raise PlanError(
                 f"attention over split sequences does not support dropout; got {dropout}. Use 0."

@@ -212,7 +212,7 @@ def require(name: str) -> None:
     """
     patches = {patch.name: patch for patch in PATCHES}
     if name not in patches:
-        raise UsageError(f"no patch is named {name!r}; there are: {', '.join(patches)}.")
+        raise UsageError(f"no patch is named {name!r}; the patches are: {', '.join(patches)}.")
     if (refusal := refusals(**_here()).get(name)) is not None:
         raise UnsupportedError(f"{name} is not applied: {refusal}.")
     _apply(patches[name])

@@ -234,7 +234,7 @@ class MemoryBlobs:
             raise
         try:
             if _target(path) != target:
-                raise FileNotFoundError(f"{path} is another one by now")
+                raise FileNotFoundError(f"{path} was replaced by another file")
             found = os.fstat(hold.fd)
             if found.st_size != size_bytes:
                 raise CorruptionError(

@@ -258,7 +258,8 @@ class _Incoming:
         payload = self._transport.commits.read(name, at, size)
         if payload is None:
             raise TransferError(
-                f"version {self.marker.version} was retired while it was read. Receive the newest."
+                f"version {self.marker.version} was retired while it was read. Receive the newest "
+                "version."
             )
         if len(payload) != size:
             raise CorruptionError(

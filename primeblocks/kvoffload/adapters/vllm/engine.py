@@ -72,13 +72,14 @@ def engine_args(
     """
     if host_bytes <= 0:
         raise UnsupportedError(
-            f"host_bytes={host_bytes}: a disk alone is refused; give the host tier some pages."
+            f"host_bytes={host_bytes}: a disk needs host memory. Raise host_bytes to the size of "
+            "at least one page."
         )
     if primary_bytes <= 0:
         raise PlanError(f"primary_bytes must be positive; got {primary_bytes}")
     if (disk_path is None) != (disk_bytes == 0) or disk_bytes < 0:
         raise PlanError(
-            f"disk_path={disk_path!r} with disk_bytes={disk_bytes}: give both or neither."
+            f"disk_path={disk_path!r} with disk_bytes={disk_bytes}: pass both or neither."
         )
     if routes_bytes_per_token < 0:
         raise PlanError(

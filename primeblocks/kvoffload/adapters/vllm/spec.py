@@ -126,9 +126,9 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
         tokens = {*self.tokens_per_block, self.tokens_per_hash * self.blocks_per_chunk}
         if tokens != {self.tokens_per_hash}:
             raise UnsupportedError(
-                f"routes travel with pages of {self.tokens_per_hash} tokens, as vLLM hashes them; "
-                f"here pages have {sorted(tokens)}. Use one block size for all groups of layers "
-                "and blocks_per_chunk=1, or leave out routes_bytes_per_token."
+                f"routes travel with pages of {self.tokens_per_hash} tokens, as vLLM hashes them, "
+                f"but this engine's pages have {sorted(tokens)}. Use one block size for all "
+                "groups of layers and blocks_per_chunk=1, or leave out routes_bytes_per_token."
             )
         if self.extra_config.get("sync_load_budget_bytes"):
             raise UnsupportedError(

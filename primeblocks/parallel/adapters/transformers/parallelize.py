@@ -249,7 +249,8 @@ def _admit_sequence(
         )
     if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
         raise PlanError(
-            "labels= shifts inside this rank's part, across its documents. Shift before the split: "
+            "with labels=, the model would shift labels across documents and inside this rank's "
+            "part. Shift labels before the split: "
             "shift_labels=sequence.split(sequence.labels(tokens), group=...)[None]."
         )
 

@@ -51,8 +51,8 @@ def routes_from_output(
     Raises:
         UnsupportedError: the engine returned no rows for tokens that it generated.
         ShapeError: rows do not fit the tokens or the model.
-        UsageError: a dense layer routes, an id is out of range, or a row names an expert twice
-            (capture under torch.compile does).
+        UsageError: a dense layer has routes, an id is out of range, or a row names an expert
+            twice. Capture under torch.compile returns such rows.
     """
     tokens = prompt_tokens + len(output.token_ids)
     if output.routed_experts is not None:

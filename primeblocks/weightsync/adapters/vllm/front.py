@@ -243,7 +243,8 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     except PrimeblocksError as error:
         if not drive_sync(llm, made.go_back(before, deadline)):
             raise EngineError(
-                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
+                f"{error} Its workers held {before} and cannot go back to a version. Restart the "
+                "engine."
             ) from error
         raise
     llm.llm_engine.reset_encoder_cache()
@@ -342,8 +343,8 @@ def _raise_first(members: Sequence[_Member]) -> None:
 def refuse_replicas(replicas: int) -> None:
     if replicas > 1:
         raise UnsupportedError(
-            f"one engine with {replicas} replicas reports on the first of them only. "
-            "Start one engine for each replica, and pass all of them to update_all()."
+            f"one engine with {replicas} replicas reports only on the first replica. Start one "
+            "engine for each replica, and pass all of them to update_all()."
         )
 
 

@@ -203,7 +203,7 @@ def _check_fits(manager: Any, spec: AdapterSpec, plan: Plan) -> None:
             continue  # Another pipeline stage has it.
         if name not in adapted:
             raise PlanError(
-                f"this engine adapts no module {name!r}. It has {len(adapted)}, such as "
+                f"this engine cannot adapt the module {name!r}. It has {len(adapted)}, such as "
                 f"{min(adapted, default=None)!r}: see target_modules and lora_target_modules."
             )
         if sizes != adapted[name]:
