@@ -209,7 +209,7 @@ class Serving:
         await answers([asyncio.gather(*closing, return_exceptions=True)])
 
     async def _start(self, name: str) -> None:
-        """Start an engine in its seat, and open it once it has the newest version."""
+        """Start an engine in its seat, and open it when it has the newest version."""
         seat = self.seats[name]
         where = PlacementGroupSchedulingStrategy(
             self._place, placement_group_bundle_index=seat.bundle

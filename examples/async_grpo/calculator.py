@@ -72,7 +72,7 @@ class Calculator:
         await process.wait()
 
     async def close(self) -> None:
-        """End all processes, once no call runs any more."""
+        """End all processes. No call may be running."""
         while self._free:
             await self._end(self._free.pop())
 

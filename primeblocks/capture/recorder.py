@@ -331,7 +331,7 @@ class Recorder:
             ClosedError: the recorder is closed.
         """
         if self._closed:
-            raise ClosedError("the recorder is closed. Make another.")
+            raise ClosedError("the recorder is closed. Create another recorder.")
         name = secrets.token_hex(8) if name is None else name
         if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
             raise UsageError(f'a name may have only letters, digits, "-" and "_"; got {name!r}')

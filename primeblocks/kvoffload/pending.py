@@ -144,7 +144,7 @@ class Pending(Generic[T]):
                 self._end()
 
     def fail(self, error: BaseException) -> None:
-        """Make `wait` raise `error`, once the running copies of the batch have ended."""
+        """Make `wait` raise `error`, after the running copies of the batch have ended."""
         with self._changed:
             self._give_up(error)
 

@@ -66,7 +66,7 @@ def grpo_loss(
 ) -> TokenLoss:
     """Clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A). Pure. Local.
 
-    r is p_trainer / p_rollout. A token stops learning once its ratio has left the band in the
+    r is p_trainer / p_rollout. A token stops learning when its ratio leaves the band in the
     direction of its advantage. GRPO, DAPO, Dr. GRPO and others are settings of this loss:
 
     ==================  ===========================================================================

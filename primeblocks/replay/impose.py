@@ -92,7 +92,10 @@ def allow_compile(routers: Sequence[Router]) -> None:
 
 
 class Imposed:
-    """The outcome of an `impose`. Read it once the model has run, also after the context."""
+    """The outcome of an `impose`.
+
+    Read it after the model has run. The context may be closed by then.
+    """
 
     def __init__(self, tallies: dict[int, Tally], known_slots: int) -> None:
         self._tallies = tallies

@@ -233,8 +233,8 @@ class Routes:
     def pad(self, tokens: int) -> Routes:
         """Pad to `tokens` with rows that visit all experts in turn.
 
-        Successive experts are far apart in number, so that even a few rows load all ranks of an
-        expert-parallel group. The rows go to the end of the flattened input. For a batch call
+        Numbers of successive experts are far apart, so that even a few rows give work to all ranks
+        of an expert-parallel group. The rows go to the end of the flattened input. For a batch call
         `with_missing` on each sequence, or `join(pad_to=)`.
 
         Raises:
@@ -291,8 +291,8 @@ class Routes:
         whole = isinstance(batch, Integral) and not isinstance(batch, bool)
         if not whole or batch < 1 or self.tokens % batch:
             raise ShapeError(
-                f"{self.tokens} tokens cannot be split into {batch!r} rows of one length."
-                " Routes.join(rows, pad_to=width) makes them so."
+                f"{self.tokens} tokens cannot be split into {batch!r} rows of one length. "
+                "Routes.join(rows, pad_to=width) pads all rows to one length."
             )
         ids = self.experts.astype(np.int16 if self.num_experts < 1 << 15 else np.int32)
         ids[self.missing] = -1

@@ -301,7 +301,7 @@ class Boxes:
 
 
 class CachingAllocator:
-    """Reuses memory once its tensors are freed, because fresh pages cost several copies."""
+    """Reuses memory after its tensors are freed, because fresh pages cost several copies."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, list[np.ndarray]] = {}

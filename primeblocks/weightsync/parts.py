@@ -31,7 +31,7 @@ class Encoder(Protocol):
         ...
 
     def describe(self, held: Manifest) -> Manifest:
-        """Return the manifest of a rank once its parameters are encoded."""
+        """Return the manifest of a rank after its parameters are encoded."""
         ...
 
     def origins(self, held: Manifest) -> Mapping[str, str]:

@@ -55,7 +55,7 @@ def capture_app(recorder: Recorder) -> Starlette:
 
     A request needs the key of its session, as `Authorization: Bearer`. An answer is sampled in full
     before it is sent. So errors have a status in streams too, and all events come at once. A turn
-    is recorded once the engine has answered, even if the agent does not read the answer. If the
+    is recorded when the engine has answered, even if the agent does not read the answer. If the
     agent leaves before that, the engine's request is cancelled.
 
     Errors are OpenAI's JSON. An unsupported request gets status 400, a wrong key 401, an ended

@@ -204,7 +204,7 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
     """Await an engine's answer until `deadline` (time.monotonic), or until the engine dies.
 
     Args:
-        engine: has `errored`, which is true once the engine is dead.
+        engine: has `errored`, which is true after the engine died.
         what: a verb for messages, as in "the engine did not {what} in time."
 
     Raises:

@@ -214,9 +214,9 @@ class FileTransport(DirectoryTransport):
     """Carries versions in a directory on a disk that trainer and engine share.
 
     Files are synced to the disk before a commit. Writers on several hosts need a file system with
-    coherent writes, such as Lustre or GPFS. NFS is not coherent, and there the digests refuse the
-    version. A full version is the safetensors file `run-<run>/version-<n>.safetensors`, which other
-    programs can read.
+    coherent writes, such as Lustre or GPFS. NFS does not have coherent writes, so readers there may
+    refuse a version because its digests differ. A full version is the safetensors file
+    `run-<run>/version-<n>.safetensors`, which other programs can read.
 
     An owner writes only `primeblocks-run.json`, `primeblocks.lock` and a directory `run-<run>`. Its
     `close` leaves the last version there, and the versions that it depends on. The next owner

@@ -122,7 +122,7 @@ class Transport(Protocol):
         ...
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: send its buckets. Returns once they are as safe as the transport promises.
+        """Trainer rank: send its buckets. Returns when they are as safe as the transport promises.
 
         Raises:
             DeadlineError: the buckets were not sent in time.

@@ -84,7 +84,7 @@ class RolloutSender:
         return tuple(self._kept)
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
-        """Send a group. Returns once the receiver's buffer has it.
+        """Send a group. Returns when the receiver's buffer has it.
 
         Raises:
             DeadlineError: no receiver answered, or its buffer was full. The group is withdrawn. If
