@@ -201,6 +201,7 @@ class Catalogue:
         self._release(move.page)
 
     def written(self, move: Write, error: Exception | None) -> None:
+        """Note that a tier has the page or refused it. A page of no tier is lost with its frame."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
         page.writes -= 1

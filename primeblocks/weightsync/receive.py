@@ -12,10 +12,13 @@
           LOADED with a TransferError, or still TORN with an EngineError
 
 `_last` is the version that was loaded last. A version that fails before its load changes neither
-`_state` nor `_last`. No state is stored on disk, so a process that dies starts again EMPTY. If the
-transport allows it, the bytes of `_last` are kept, as the base of deltas and to go back to. A load
-of a FETCHED version begins only if its bytes were checked before, or if there is a version to go
-back to. Each tensor is then checked before `load` gets it, or once it is copied in place.
+`_state` nor `_last`. A load of a FETCHED version begins only if its bytes were checked before, or
+if there is a version to go back to. Each tensor is then checked before `load` gets it, or once it
+is copied in place.
+
+All state is in memory. If the process dies, the next one starts EMPTY and fetches a full version.
+The lease of the dead process ends at once, or after `lease_s`. Other readers continue. Over a
+group, they load a version only if each reader, after its check, voted for the version in `settle`.
 """
 
 from __future__ import annotations
@@ -168,8 +171,8 @@ class Subscriber:
             DeadlineError: the version was not committed or not checked in time.
             CorruptionError: bytes or marker are not as sent. The engine is unchanged.
             PlanError: the publisher has another plan. The engine is unchanged.
-            TransferError: the version was retired, or `load` failed and the version before was
-                loaded again.
+            TransferError: the version was retired, or another reader of a group does not have it.
+                Or `load` failed and the version before was loaded again.
             EngineError: `load` failed and the version before could not be loaded again. The model
                 is torn.
             UsageError: `version` is not a policy version, or another call is running.
@@ -231,10 +234,10 @@ class Subscriber:
         served: Marker | None,
         loads: bool = False,
     ) -> Fetched:
-        """Return a version's bytes, all checked, once the other readers of it agree.
+        """Return a version's bytes, all checked, once all readers of a group have voted for it.
 
-        `loads`: unchecked, where it was checked before, or there is one to go back to and nobody
-        waits for this reader.
+        If it `loads` them, they may be unchecked: after a `verify`, or with check="ahead" if a
+        version to go back to is kept. Over a group they are checked, because of the vote.
         """
         kept = self._kept
         held = None if kept is None else kept.marker
@@ -249,14 +252,12 @@ class Subscriber:
             except CorruptionError:
                 self._last = kept.closed()
                 return self._fetch(version, deadline, served=served, loads=loads)
-        may_fail = (
-            self._served is not None
-            and kept is not None
-            and last.marker in self._transport.markers()
-        )
+        can_go_back = self._served is not None and kept is not None
+        # A group shows its readers no markers, because every reader must vote.
+        may_fail = can_go_back and last.marker in self._transport.markers()
         was_checked = self._next is not None and last.marker == self._next.marker
-        is_sure = was_checked or (self._ahead and may_fail)
-        if loads and is_sure and len(found) == 1 and last.marker.base is None:
+        may_skip = was_checked or (self._ahead and may_fail)
+        if loads and may_skip and len(found) == 1 and last.marker.base is None:
             check_plan(self.plan, last.marker)
             size = self.plan.read_bytes(self.reader)
             return Fetched(last.marker, last.whole(), size, ReaderState.FETCHED)

@@ -87,6 +87,8 @@ class Incoming(Protocol):
     def settle(self, error: str, *, deadline: float) -> None:
         """Report that this reader has the version, or why not, and wait for the decision.
 
+        Only a group decides together. Over other transports, this does nothing.
+
         Args:
             error: why the reader does not have the version. "" if it has the version.
 
