@@ -1,4 +1,4 @@
-"""Rank 0's side of the engine: its arguments, and rollouts with reward and routes."""
+"""Arguments of the engine, and rollouts with reward and routes. Only rank 0 uses this file."""
 
 import asyncio
 import statistics
@@ -32,7 +32,7 @@ TIMEOUT_S = 120.0
 
 
 def router_shape(config: Any) -> replay_vllm.RouterShape:
-    """What the engine's routes look like, from a transformers configuration of Qwen3-MoE."""
+    """Return the shape of the engine's routes, given a transformers configuration of Qwen3-MoE."""
     return replay_vllm.RouterShape(
         num_layers=config.num_hidden_layers,
         moe_layers=tuple(range(config.num_hidden_layers)),
@@ -88,7 +88,7 @@ def engine_arguments(
 
 
 class Rollouts:
-    """Asks the engine; the one place that knows text, tokens, routes and reward together."""
+    """Asks the engine. Only this class handles text, tokens, routes and rewards together."""
 
     def __init__(self, engine: VllmEngine, shape: replay_vllm.RouterShape | None) -> None:
         self.engine, self.shape = engine, shape
@@ -97,7 +97,7 @@ class Rollouts:
     async def one(
         self, text: str, *, version: int, sample: int = 0, draft: Draft | None = None
     ) -> Rollout:
-        """One rollout, under the salt of the version that it starts with; or the rest of one."""
+        """Sample a rollout, or the rest of one, under the salt of the version at its start."""
         answer = await self.ask(text, version=version, temperature=1.0, sample=sample, draft=draft)
         rollout = self.rollout_of(text, answer)
         self.tokens += len(rollout.completion)

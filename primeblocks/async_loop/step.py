@@ -28,7 +28,7 @@ class Step:
         staleness: for each group, optimizer steps since its oldest token's policy.
         dropped: groups that were too old to train on. Their prompts are generated again.
         filtered: groups that `keep` left out.
-        failures: failed attempts since the step before, by type of error.
+        failures: failed attempts since the previous step, by type of error.
         lost: prompts that used up their attempts, each with the reason.
         masked_tokens: tokens of this batch that do not count in the loss because of their age.
         trainer_idle_s: seconds that training waited for rollouts.

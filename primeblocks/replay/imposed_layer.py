@@ -42,7 +42,7 @@ class ImposedRows(NamedTuple):
     ids: torch.Tensor
     """Integers `[tokens, top_k]`, narrow or not."""
     missing: torch.Tensor | None = None
-    """bool `[tokens]`: what chooses for itself, whatever its ids; None where nothing does."""
+    """bool `[tokens]`: tokens that use the router's own choice. None if no token does."""
     padding: torch.Tensor | None = None
     """bool `[tokens]`: what the filter of scores leaves alone."""
     weights: torch.Tensor | None = None
@@ -94,9 +94,10 @@ class ImposedLayer:
         suspended = self._ran_without_grad and not self._ran_with_grad
         if differentiating and suspended and self.router.module.training:
             raise UsageError(
-                f"layer {self.router.layer_id} ran without gradients in a context opened with"
-                " them. Under reentrant checkpointing backward would now recompute without the"
-                " routes: call backward inside. If no gradient is wanted, open it in no_grad()."
+                f"layer {self.router.layer_id} ran without gradients, but its context was opened "
+                "with gradients enabled. With reentrant checkpointing, backward would recompute "
+                "without the routes, so call backward inside the context. If you need no "
+                "gradients, open the context inside torch.no_grad()."
             )
 
 

@@ -104,7 +104,7 @@ def bring(
     threads: int,
     counted: Counted,
 ) -> Fetched:
-    """Return the checked bytes of the last version in `found`. Each is a delta to the one before.
+    """Return the checked bytes of the last version in `found`. Each is a delta to the previous one.
 
     Deltas are applied to a copy of their base version, so that the base stays whole. Then the
     result is checked.
@@ -154,7 +154,8 @@ def bring(
             _for_each(plan, mine, start, bring_bucket, threads=threads, counted=counted)
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"checked all {len(mine)} buckets, and not in time. Pass a longer timeout_s."
+                    f"checked all {len(mine)} buckets, but after the deadline. Pass a longer "
+                    "timeout_s."
                 )
         is_kept = not deltas
     finally:

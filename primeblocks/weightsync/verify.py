@@ -149,7 +149,7 @@ def verify_engine(
         if len(held) != 1 or isinstance(held[0], Observed) or not (is_digested or is_alone):
             raise UsageError(
                 f"verify_engine() got {len(held)} processes and no plan. Pass the Publisher's "
-                "plan=, or into=. Digests are compared with those of one process."
+                "plan=, or into=. Without a plan, digests of only one process can be compared."
             )
         if plan is None and not (convert is source is encode is None):
             raise UsageError("convert=, source= and encode= need the Publisher's plan=, or into=.")
@@ -214,7 +214,10 @@ def prove_round_trip(
         parameters = named_tensors(parameters)  # Pairs can be read once.
     floating = any(map(_is_floating, named_tensors(parameters).values()))
     if not floating and (not dist.is_initialized() or dist.get_world_size() == 1):
-        raise UsageError("there is nothing to prove: no parameter is floating. Pass weights.")
+        raise UsageError(
+            "there is nothing to prove, because no parameter is floating-point. Pass "
+            "floating-point weights."
+        )
 
     def look(version: int) -> Verified:
         push(version)

@@ -208,17 +208,17 @@ BAD_BATCHES = {
     r"lie in \[0, 12\]; the layer has experts 0 to 11": {"ids": torch.tensor([[0, 12, 1]])},
     r"lie in \[-1, 1\]": {"ids": torch.tensor([[0, -1, 1]])},
     "chose an expert twice": {"ids": torch.tensor([[4, 2, 4]])},
-    "0 choices a token": {"ids": torch.zeros(1, 0).long(), "scores": torch.zeros(1, 0)},
+    "0 choices per token": {"ids": torch.zeros(1, 0).long(), "scores": torch.zeros(1, 0)},
     "1 of 3 scores are NaN": {"scores": torch.tensor([[1, 1, float("nan")]])},
     "13 experts cannot be shared equally by 2 ranks": {"num_experts": 13},
 }
 TOO_MUCH = {
-    "10 tokens; max_tokens is 9": {
+    "10 tokens exceed max_tokens=9": {
         "x": torch.zeros(10, 8).bfloat16(),
         "scores": torch.ones(10, 3),
         "ids": torch.tensor([[0, 1, 11]] * 10),
     },
-    "4 choices a token; the buffer takes 1 to 3": {
+    "4 choices per token; the buffer takes 1 to 3": {
         "ids": torch.tensor([[0, 1, 2, 3]]),
         "scores": torch.ones(1, 4),
     },

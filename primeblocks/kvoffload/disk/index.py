@@ -204,7 +204,7 @@ class Index:
             self._system.read(self._lock, [mark], 0)
             if mark != _OURS:
                 raise UsageError(
-                    f"{self._path} is no index of pages that this version can read. Delete its "
+                    f"{self._path} is not an index of pages that this version can read. Delete its "
                     "folder, or give the tier another folder."
                 ) from error
             logger.warning("%s. Its pages are dropped, and it is begun anew.", error)
@@ -362,7 +362,7 @@ class Index:
         try:
             yield
         except UnicodeDecodeError as error:  # of a message of SQLite's own
-            raise self._damaged("a name is no text") from error
+            raise self._damaged("a name is not text") from error
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
             number = _ERRORS.get(code & 0xFF)

@@ -51,7 +51,8 @@ class ReceiveRequest:
     """A reader's request for a version.
 
     Attributes:
-        version: the version to return. None is the newest version, if newer than `served`.
+        version: the version to return. With None, the newest version is returned if it is newer
+            than `served`.
         held: the version whose bytes the reader has. Deltas may be applied to them.
         served: the version that was loaded last.
         deadline: a time of `time.monotonic()`.
@@ -80,7 +81,7 @@ class Incoming(Protocol):
         ...
 
     def payload(self, index: int) -> memoryview:
-        """Return a bucket of a delta as it travelled. Raises as `whole`."""
+        """Return a bucket of a delta as it travelled. Raises the errors of `whole`."""
         ...
 
     def settle(self, error: str, *, deadline: float) -> None:
@@ -123,7 +124,7 @@ class Transport(Protocol):
         ...
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: send its buckets. Returns once they are as safe as the transport promises.
+        """Trainer rank: send its buckets. Returns when they are as safe as the transport promises.
 
         Raises:
             DeadlineError: the buckets were not sent in time.

@@ -69,7 +69,8 @@ def completion_of(
     """Read one of vLLM's outputs. Local.
 
     Args:
-        version: of the adapter that sampled it. None takes the engine's labels of the base weights.
+        version: of the adapter that sampled it. With None, the engine's labels of the base weights
+        are used.
 
     Raises:
         EngineError: the label of the engine's weights is not a version.
@@ -105,8 +106,8 @@ def _base_versions(output: Any, *, length: int) -> NDArray[np.int64]:
     for span in output.weight_versions or ():
         if (named := version_of(span.version)) is None:
             raise EngineError(
-                f"the engine's weights are labelled {span.version!r:.80}; versions here are "
-                "integers. Label them with update_weight_version(str(version))."
+                f"the engine's weights are labelled {span.version!r:.80}, but a policy version "
+                "must be an integer. Label them with update_weight_version(str(version))."
             )
         spans.append((named, span.start, span.end))
     return versions_from_spans(spans, length=length)
