@@ -80,6 +80,15 @@ def _trained(model, prompt, answer, temperature, is_exact=True):
     return scores[0, len(prompt) - 1 : -1].gather(-1, ids[0, len(prompt) :, None])[:, 0]
 
 
+def _pairs(model, engine, prompts, lengths, temperature, is_exact=True):
+    """The log-probabilities of each answer, by the trainer and by the engine."""
+    sampled = _sampled(engine, prompts, lengths, temperature)
+    return [
+        (_trained(model, prompt, answer, temperature, is_exact), torch.tensor(said))
+        for prompt, (answer, said) in zip(prompts, sampled, strict=True)
+    ]
+
+
 def _compare(folder, dtype, temperature, size, then=None):
     """Compare tokens, with one version of the weights a round. Also return what `then` finds.
 
@@ -98,17 +107,14 @@ def _compare(folder, dtype, temperature, size, then=None):
 
     engine.apply_model(note)
     draw = torch.Generator().manual_seed(7)
-    ours, theirs, expected = [], [], 0
+    pairs, expected = [], 0
     for step, count in enumerate(size.rounds):
         if step and then:
             _train(model, engine)
         prompts, lengths = _requests(count, size.tokens, step % 2 == 0, draw)
         expected += sum(lengths)
-        sampled = _sampled(engine, prompts, lengths, temperature)
-        for prompt, (answer, said) in zip(prompts, sampled, strict=True):
-            ours.append(_trained(model, prompt, answer, temperature, bool(then)))
-            theirs.append(torch.tensor(said))
-    ours, theirs = torch.cat(ours), torch.cat(theirs)
+        pairs += _pairs(model, engine, prompts, lengths, temperature, bool(then))
+    ours, theirs = map(torch.cat, zip(*pairs, strict=True))
     counted = {each.name: getattr(each, "value", None) for each in engine.get_metrics()}
     found = {
         "tokens": len(ours),
@@ -136,6 +142,27 @@ def _train(model, engine):
     engine.reset_prefix_cache()
 
 
+def _traced_and_fp8(model, engine):
+    return _traced(model, engine), _fp8(model, engine)
+
+
+def _fp8(model, engine):
+    """Whether each answer agrees if both sides multiply in simulated FP8, experts too."""
+    from primeblocks.fp8 import Recipe
+    from primeblocks.fp8.adapters.transformers import convert
+    from primeblocks.fp8.reference import SimulatedGemm
+
+    def change(held):
+        return len(convert(held, Recipe(gemm=SimulatedGemm()), only=r"self_attn\..*|mlp\.experts"))
+
+    prompts = [list(range(5, n)) for n in (7, 40, 90)]
+    before = _pairs(model, engine, prompts, [20] * 3, 1.0)[0][0]
+    assert engine.apply_model(change) == [change(model)]
+    engine.reset_prefix_cache()
+    pairs = _pairs(model, engine, prompts, [20] * 3, 1.0)
+    return not torch.equal(pairs[0][0], before), [torch.equal(*pair) for pair in pairs]
+
+
 def _traced(model, engine):
     """What differs between engine and trainer, right and with one element changed in the engine."""
     from primeblocks.exact import Trace, first_difference
@@ -150,17 +177,19 @@ def _traced(model, engine):
         return output
 
     for wrong in (None, "model.layers.1.mlp.experts"):
-        traces = []
+        traces, changes = [], []
 
-        def start(held, wrong=wrong, traces=traces):
+        def start(held, wrong=wrong, traces=traces, changes=changes):
             if wrong is not None:
-                held.get_submodule(wrong).register_forward_hook(change)
+                changes.append(held.get_submodule(wrong).register_forward_hook(change))
             traces.append(Trace(held))
 
         engine.apply_model(start)
         engine.reset_prefix_cache()
         list(_sampled(engine, [prompt], [1], 0.0))
         found.append(first_difference(mine, traces[0].stop()))
+        for each in changes:
+            each.remove()
     return found
 
 
@@ -187,7 +216,7 @@ def _run(request, tmp_path_factory, family, dtype, temperature, then):
 
 @pytest.fixture(scope="module")
 def moe(request, tmp_path_factory):
-    return _run(request, tmp_path_factory, "qwen3_moe", "bfloat16", 0.7, _traced)
+    return _run(request, tmp_path_factory, "qwen3_moe", "bfloat16", 0.7, _traced_and_fp8)
 
 
 @pytest.fixture(scope="module")
@@ -206,20 +235,34 @@ def test_every_log_probability_is_the_trainers_to_the_bit(engine, request):
 
 
 def test_an_element_that_one_layer_of_the_engine_has_otherwise_is_found(moe):
-    right, wrong = moe[2]
+    (right, wrong), _ = moe[2]
     assert right is None
     assert (wrong.module, wrong.side, wrong.rows) == ("model.layers.1.mlp.experts", "output", 1)
 
 
-def _compiled(folder):
-    with pytest.raises(Exception, match="enforce_eager") as error:  # vLLM's own, of ours.
-        _engine(folder, "float32", enforce_eager=False)
-    return str(error.value)
+def test_fp8_that_both_sides_simulate_agrees_to_the_bit(moe):
+    _, (is_other, agree) = moe[2]
+    assert is_other  # FP8 changed the numbers.
+    assert agree == [True] * 3
+
+
+ODD = {
+    "enforce_eager": {"enforce_eager": False},
+    "send merged weights": {"enable_lora": True},
+    "leave out enable_return_routed_experts": {"enable_return_routed_experts": True},
+}
+
+
+def _odd(folder):
+    for remedy, options in ODD.items():
+        with pytest.raises(Exception, match=remedy) as error:  # vLLM's own, of ours.
+            _engine(folder, "float32", **options)
+        assert "cannot be exact" in str(error.value)
 
 
 def test_what_cannot_be_exact_is_refused(dense, tmp_path):
-    folder = tiny_models.save("qwen3", tmp_path / "tiny", num_layers=1, hidden=64)
-    assert "cannot be exact" in call(_compiled, str(folder))
+    folder = tiny_models.save("qwen3_moe", tmp_path / "tiny", num_layers=1, hidden=64)
+    call(_odd, str(folder))
     bias, weight = dense[2]
     assert "no such name" in bias
     assert "(512, 64)" in weight
