@@ -94,7 +94,6 @@ def price(
 
 @torch.no_grad()
 def measure() -> Iterator[Figures]:
-    torch.set_num_threads(1)
     for name, run, operands in operations():
         for short, dtype in DTYPES.items():
             given = [each.to(dtype) for each in operands]
@@ -112,4 +111,5 @@ def measure() -> Iterator[Figures]:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     main(measure)

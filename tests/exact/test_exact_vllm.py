@@ -234,6 +234,15 @@ def test_every_log_probability_is_the_trainers_to_the_bit(engine, request):
     assert found["from the prefix cache"] > 0
 
 
+def test_without_the_switch_most_log_probabilities_differ(full, tmp_path):
+    if not full:
+        pytest.skip("shows that the tests above can fail; runs with --full")
+    folder = tmp_path / "tiny"
+    tiny_models.save("qwen3_moe", folder, num_layers=2, hidden=64, init_std=0.2, dtype="bfloat16")
+    found, _ = call(_compare, str(folder), "bfloat16", 0.7, FULL)
+    assert found["different"] > found["tokens"] / 2
+
+
 def test_an_element_that_one_layer_of_the_engine_has_otherwise_is_found(moe):
     (right, wrong), _ = moe[2]
     assert right is None
