@@ -1,9 +1,11 @@
 """The price of batch-invariant operations: the time inside `exact.batch_invariant()` over torch's.
 
-`python -m benchmarks.exact` from the repository; half a minute, one core. An operation is timed after
-both results agree with the operation in float64, and a model after its two results agree.
+`python -m benchmarks.exact` from the repository; half a minute, one core. Times are those of the
+processor. An operation is timed after both results agree with the operation in float64, and a model
+after its two results agree.
 """
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -75,9 +77,9 @@ def inside(run: Run, *operands: Tensor) -> Tensor:
 def price(
     name: str, plain: Callable[[], Tensor], ours: Callable[[], Tensor], right: Tensor, most: float
 ) -> Figures:
-    """Compare the fastest of 60 runs, if both results are near `right`.
+    """Compare the fastest of 25 runs, if both results are near `right`.
 
-    The fastest run counts, because other processes of a machine only make runs slower.
+    The fastest run counts, because other processes can only make a run slower.
     """
 
     def agree() -> None:
@@ -85,7 +87,8 @@ def price(
             error = float((each.double() - right).norm() / right.norm())
             assert error <= most, f"{name} is off by {error:.2g}; {most:.2g} is allowed"
 
-    theirs, mine = (min(each.seconds) for each in compare(plain, ours, agree=agree, runs=60))
+    both = compare(plain, ours, agree=agree, runs=25, clock=time.process_time)
+    theirs, mine = (min(each.seconds) for each in both)
     return {
         f"exact.{name}.time_ratio_vs_torch": (mine / theirs, "ratio", "torch"),
         f"exact.{name}.ms": (1e3 * mine, "ms", ""),
