@@ -66,12 +66,16 @@ class Timing:
 
 
 def compare(
-    *candidates: Callable[[], Any], agree: Callable[[], None], runs: int = 7
+    *candidates: Callable[[], Any],
+    agree: Callable[[], None],
+    runs: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Timing, ...]:
     """Time callables in turn, A B A B, after `agree` has passed.
 
     Args:
         agree: raises where the candidates do not compute the same; nothing is timed then.
+        clock: seconds. Pass `time.process_time` for one thread of a busy machine.
     """
     agree()
     for candidate in candidates:  # caches, allocator, compilation
@@ -80,10 +84,10 @@ def compare(
     for _ in range(runs):
         for index, candidate in enumerate(candidates):
             _wait()
-            start = time.perf_counter()
+            start = clock()
             candidate()
             _wait()
-            seconds[index].append(time.perf_counter() - start)
+            seconds[index].append(clock() - start)
     return tuple(Timing(tuple(one)) for one in seconds)
 
 

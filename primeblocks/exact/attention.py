@@ -1,9 +1,11 @@
 """Attention over the keys of a sequence in pages of fixed size, in the order of positions.
 
-Each page is merged into a running maximum of scores, a weight and an output. A page that a query
-does not see multiplies these by one and adds zero, which changes no bit. So queries may be computed
-together, prefilled in pieces, or one at a time over a cache.
+A key that a query does not see gets a weight of zero. Such keys change no bit, because products
+are added page by page, and zeros at the end of a sum do not change its order. So queries may be
+computed together, prefilled in pieces, or one at a time over a cache.
 """
+
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,8 @@ from .rows import ROWS, matmul, pointwise, total, wide
 
 __all__ = ["PAGE", "attend"]
 
-PAGE = ROWS  # keys
+PAGE = 4 * ROWS  # keys
+QUERIES = 128  # at a time, because the memory of scores grows with queries times keys
 
 
 def attend(
@@ -60,29 +63,28 @@ def attend(
 
 
 def _walk(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: float) -> Tensor:
-    queries, heads, _ = query.shape
-    keys, groups, _ = key.shape
-    shared = heads // groups
-    last = positions.repeat_interleave(shared)[:, None]
-    missing = (0, 0, 0, 0, 0, -keys % PAGE)
-    key, value = (F.pad(wide(each), missing).transpose(0, 1) for each in (key, value))
-    out = query.new_empty(queries, heads, value.shape[-1])
-    for group in range(groups):
-        chosen = slice(group * shared, (group + 1) * shared)
-        rows = wide(query[:, chosen]).flatten(0, 1)
-        greatest = rows.new_full((len(rows), 1), -torch.inf)
-        weight = rows.new_zeros(len(rows), 1)
-        found = rows.new_zeros(len(rows), value.shape[-1])
-        for start in range(0, keys, PAGE):
-            page = slice(start, start + PAGE)
-            scores = matmul(rows, key[group, page].t().contiguous()) * scale
-            unseen = torch.arange(start, start + PAGE) > last
-            scores = scores.masked_fill(unseen, -torch.inf)
-            greater = torch.maximum(greatest, scores.amax(-1, keepdim=True))
-            kept = pointwise(torch.exp, greatest - greater)
-            shares = pointwise(torch.exp, scores - greater)
-            weight = weight * kept + total(shares, (-1,), keepdim=True)
-            found = found * kept + matmul(shares, value[group, page].contiguous())
-            greatest = greater
-        out[:, chosen] = (found / weight).unflatten(0, (queries, shared)).to(out.dtype)
+    missing = (0, 0, 0, 0, 0, -len(key) % PAGE)
+    key, value = (
+        F.pad(wide(each), missing).transpose(0, 1).unflatten(1, (-1, PAGE)) for each in (key, value)
+    )
+    key, value = key.mT.contiguous(), value.contiguous()
+    out = query.new_empty(*query.shape[:2], value.shape[-1])
+    for start in range(0, len(query), QUERIES):
+        chosen = slice(start, start + QUERIES)
+        rows = wide(query[chosen]).unflatten(1, (len(key), -1)).transpose(0, 1)
+        last = positions[chosen].repeat_interleave(rows.shape[2])[:, None]
+        count = int(last.max()) // PAGE + 1
+        products = [
+            torch.cat([matmul(each.flatten(0, 1), page) for page in pages[:count]], 1)
+            for each, pages in zip(rows, key, strict=True)
+        ]
+        unseen = torch.arange(count * PAGE) > last
+        scores = (torch.stack(products) * scale).masked_fill_(unseen, -torch.inf)
+        shares = pointwise(torch.exp, scores - scores.amax(-1, keepdim=True))
+        products = [
+            reduce(torch.add, map(matmul, each.split(PAGE, -1), pages))
+            for each, pages in zip(shares, value, strict=True)
+        ]
+        found = torch.stack(products) / total(shares, (-1,), keepdim=True)
+        out[chosen] = found.view(*rows.shape[:3], -1).transpose(0, 1).flatten(1, 2).to(out.dtype)
     return out

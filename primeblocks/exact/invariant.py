@@ -45,7 +45,7 @@ _to_copy trunc where zero
 MOVED = _words("""
 alias amax amin argmax argmin arange bincount cat chunk clone constant_pad_nd contiguous cumsum
 detach embedding empty empty_like empty_strided eye flip full full_like gather histc index index_add
-index_put index_select lift_fresh _local_scalar_dense masked_select max min new_empty
+index_copy index_put index_select lift_fresh _local_scalar_dense masked_select max min new_empty
 new_empty_strided new_full new_ones new_zeros ones ones_like repeat _reshape_copy roll
 scalar_tensor scatter scatter_add select_scatter slice_scatter sort split stack topk tril triu
 unbind _unsafe_view zeros zeros_like
@@ -274,6 +274,7 @@ def _rms_norm(
 
 ORDERED: dict[Any, Callable[..., Any]] = {
     aten.mm.default: rows.matmul,
+    aten.mm.out: lambda left, right, *, out: out.copy_(rows.matmul(left, right)),
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,
     aten._grouped_mm.default: _grouped_mm,

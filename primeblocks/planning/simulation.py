@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,7 +214,7 @@ def simulate(
             f"needs an engine, settle < steps and pause_s <= publish_s; got {len(engines)} "
             f"engines, {settle} and {steps}, {pause_s} and {publish_s} s."
         )
-    if not callable(train_s) and not (isinstance(train_s, (int, float)) and train_s >= 0):
+    if not callable(train_s) and not (isinstance(train_s, Real) and train_s >= 0):
         raise UsageError(
             f"train_s must be seconds of 0 or more, or a function of the tokens; got {train_s!r}. "
             "For steps of random length, pass a function that draws them."

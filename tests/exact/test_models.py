@@ -4,11 +4,14 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.nn.utils.parametrize import register_parametrization
 from transformers import DynamicCache
 
 from primeblocks.errors import UnsupportedError
 from primeblocks.exact import batch_invariant
 from primeblocks.losses import grpo_loss
+from primeblocks.replay import impose, record
+from primeblocks.replay.adapters.transformers import routers
 from primeblocks.testing import tiny_models
 
 FAMILIES = ("qwen3_moe", "qwen3", "glm4_moe", "deepseek_v3", "mixtral", "olmoe", "minimax_m2")
@@ -52,6 +55,39 @@ def test_over_a_cache_in_pieces(family):
     for piece in ids.split([33, *([1] * 5), 7], dim=1):
         found.append(logits(model, piece, past_key_values=cache, use_cache=True))
     assert torch.equal(torch.cat(found, 1), logits(model, ids))
+
+
+def test_imposed_routes_change_no_bit():
+    model, ids = model_of("qwen3_moe", "bfloat16"), tokens(3, 45)
+    with record(routers(model)) as tape:
+        whole = logits(model, ids)
+    with impose(routers(model), tape.routes.split([45] * 3)[1]):
+        assert torch.equal(logits(model, ids[1:2]), whole[1:2])
+
+
+def test_adapters_that_a_trainer_merges_are_the_merged_weights():
+    """An engine without LoRA, which gets the merged weights, computes the trainer's bits."""
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.up, self.down = (
+                torch.nn.Parameter(0.1 * torch.ones(shape, dtype=weight.dtype))
+                for shape in ((len(weight), 4), (4, weight.shape[1]))
+            )
+
+        def forward(self, weight):
+            return weight + self.up @ self.down
+
+    model, engine = model_of("qwen3_moe", "bfloat16"), model_of("qwen3_moe", "bfloat16")
+    ids, place = tokens(2, 20), "model.layers.0.self_attn.q_proj"
+    plain, layer = logits(model, ids), model.get_submodule(place)
+    register_parametrization(layer, "weight", Adapter(layer.weight))
+    with batch_invariant():
+        engine.load_state_dict({f"{place}.weight": layer.weight}, strict=False)
+    found = logits(model, ids)
+    assert not torch.equal(found, plain)
+    assert torch.equal(found[1:], logits(engine, ids[1:]))
 
 
 @pytest.mark.parametrize("inside", [True, False])

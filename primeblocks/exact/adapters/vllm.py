@@ -140,7 +140,11 @@ def _refusal(config: Any) -> str | None:
         f"its {parallel.world_size} ranks add in another order; use one": parallel.world_size > 1,
         "its weights are quantized; load them as they are": config.quant_config is not None,
         "it compiles; set enforce_eager=True": not model.enforce_eager,
-        "it adds LoRA by kernels of its own; merge the adapter": config.lora_config is not None,
+        "vLLM adds LoRA only to its own layers; send merged weights": config.lora_config
+        is not None,
+        "vLLM returns routes only of its own layers; leave out enable_return_routed_experts": (
+            config.aux_output_config.enable_return_routed_experts
+        ),
         "it drafts tokens; leave out speculative_config": config.speculative_config is not None,
         "its attention is latent; use a model with keys and values": model.use_mla,
         "its logits are scaled or capped; use another model": bool(
