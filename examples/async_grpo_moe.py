@@ -2,20 +2,20 @@
 
     torchrun --nproc-per-node 2 examples/async_grpo_moe.py
 
-The model learns to write a few words of Python's own documentation backwards. A short supervised
-warm start teaches it the letters from poor demonstrations, half of which copy the text instead of
-reversing it; the reward then tells which half was right. While the two trainer ranks learn (FSDP2
-for the dense weights, each rank with half of the experts), vLLM goes on sampling in a process of
-its own; after every optimizer step the ranks' shards go straight into the running engine.
-With `--state FOLDER` a run that was killed and is started again goes on where it was.
+The model learns to write a few words of Python's own documentation backwards. First, a short
+supervised training on demonstrations teaches the letters. Half of the demonstrations copy the text
+instead of reversing it, so the reward must teach the model to reverse. FSDP2 splits the dense
+weights over the two trainer ranks, and each rank has half of the experts. Meanwhile vLLM samples in
+its own process. After every optimizer step the ranks send their shards to the running engine. If
+you pass `--state FOLDER`, a killed run continues from its last saved step when you start it again.
 
-On several nodes, which need share neither memory nor files, the weights go over TCP; on each:
+Several nodes need not share memory or files, because the weights travel over TCP. Run on each node:
 
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-id RUN --rdzv-backend c10d \
         --rdzv-endpoint FIRST_NODE:29400 examples/async_grpo_moe.py
 
-Everything an experiment would change is a constant below. The engine takes a GPU if there is one,
-the trainer too where there is one more for each of its ranks; else it stays on the CPU.
+For your own experiment, change the constants below. The engine uses a GPU if the machine has one.
+The trainer uses GPUs if the machine has one more for each of its ranks, and otherwise the CPU.
 """
 
 import argparse

@@ -1,13 +1,14 @@
-"""An agent that knows nothing of training, recorded token by token while it works.
+"""Record an agent token by token, although the agent knows nothing about training.
 
     python examples/capture_agent.py
 
-The agent is written against the `openai` client alone: it asks a model, runs the tools that the
-model calls, and asks again. It gets a base URL and a key. Behind them `CaptureServer` renders its
-messages, asks vLLM, and keeps what vLLM sampled: ids, log-probabilities, versions and routes, turn
-by turn. The model is tiny and learns within seconds to call a tool with the numbers that it reads,
-and to say what the tool says; halfway the engine's weights get a new version. Printed are the
-conversation, the rollouts, and whether each of their tokens is one that the engine returned.
+The agent uses only the `openai` client: it asks a model, runs the tools that the model calls, and
+asks again. It gets a base URL and a key. `CaptureServer` receives the agent's requests, renders the
+messages and asks vLLM. For each turn it stores the ids, log-probabilities, versions and routes that
+vLLM sampled. The tiny model learns within seconds to call a tool with the numbers that it reads,
+and to repeat the tool's result. In the middle of the conversation, the engine's weights get a new
+version number. The script prints the conversation and the rollouts. It also prints whether the
+engine returned each token that the rollouts train on.
 """
 
 import asyncio
@@ -74,7 +75,7 @@ PRICES = {"tea": "3", "milk": "2", "bread": "4"}
 
 
 async def agent(client: openai.AsyncOpenAI, articles: list[str]) -> list[dict[str, Any]]:
-    """Ask for prices, one after the other; return what was said."""
+    """Ask for prices, one after the other. Return the messages."""
     messages: list[Any] = []
     for article in articles:
         messages.append({"role": "user", "content": f"{article}?"})
@@ -121,7 +122,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def teach(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Train on such conversations; return the last loss."""
+    """Train on such conversations. Return the last loss."""
     draw = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")

@@ -1,7 +1,8 @@
 """Two layers of latent attention with an indexer, over a packed sequence that ranks share.
 
-The first layer selects, the second one reuses its selection. Prints the costs of GLM-5.2 in this
-layout, and how far the outputs and gradients are from dense attention, masked, on one rank.
+The first layer selects tokens, and the second layer reuses the selection. The script prints the
+costs of GLM-5.2 in this layout. It compares outputs and gradients with those of masked dense
+attention on one rank, and prints the differences.
 
     torchrun --nproc-per-node 4 examples/dsa_context_parallel.py
 """
@@ -71,7 +72,8 @@ class LatentAttention(nn.Module):
         return self.result(out), indices
 
     def dense(self, x, chosen, sequence):
-        """Every score, masked, on one rank; without an indexer the mask of the layer before."""
+        """Compute all scores with a mask on one rank. Without an indexer, reuse the earlier "
+        "mask."""
         positions = sequence.positions(0)
         q, kv = self.projected(x, positions)
         if self.index is not None:

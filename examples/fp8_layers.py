@@ -1,8 +1,9 @@
-"""Layers and experts of a mixture-of-experts model in float8: converted, cached, trained.
+"""Convert the layers and experts of a mixture-of-experts model to float8, and train it.
 
-Prints what rounding costs in precision, how often weights are rounded with and without a cache,
-the loss beside that of a float32 model, an audit of what an engine is sent, and the fingerprint
-that the engine is to show. Ten seconds on a CPU, where products are exact and slow.
+The script prints the error that rounding causes, and how often weights are rounded with and without
+a cache. It compares the loss with that of a float32 model. It then audits the weights for the
+engine, and prints the fingerprint that the engine must have. This takes ten seconds on a CPU, where
+products are exact and slow.
 
     python examples/fp8_layers.py
 """
@@ -30,7 +31,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 def text(generator: torch.Generator) -> torch.Tensor:
-    """Draw a row of tokens, of which each second follows from the one before."""
+    """Draw a row of tokens, of which each second token follows from the token before it."""
     tokens = torch.randint(64, (1, TOKENS + 1), generator=generator)
     for t in range(1, TOKENS + 1, 2):
         tokens[:, t] = (5 * tokens[:, t - 1] + 3) % 64

@@ -1,14 +1,15 @@
-"""Agents in turn on a vLLM engine with a small cache: with our page store behind it, and without.
+"""Agents take turns on a vLLM engine with a small cache, with our page store and without it.
 
     python examples/kv_tiers_vllm.py
 
-Each agent asks, calls a tool, and asks again with everything so far. Between its turns the others
-push its pages out of the engine's cache: without a store the engine computes the whole context at
-every turn, with one the pages come back from host memory and disk. After each round of agents the
-weights get a step of training and a new version. The next agents have the same prompts, and the
-version's `cache_salt` keeps them from finding pages of the old weights. Printed are, for each
-version, prompt tokens that were not computed, time to first token, and what the tiers did; the
-answers of both engines have to be equal. The model is tiny and random; pass the path of another.
+Each agent asks, calls a tool, and asks again with the whole conversation. Between its turns, the
+other agents push its pages out of the engine's cache. Without a store, the engine computes the
+whole conversation again at every turn. With a store, the engine loads the pages from host memory
+and disk. After each round of agents, the weights get a training step and a new version. The next
+agents have the same prompts, and the version's `cache_salt` keeps them from finding pages of the
+old weights. For each version, the script prints the prompt tokens that were not computed, the time
+to the first token, and the counts of the tiers. The answers of both engines must be equal. The
+model is tiny and random. To use another model, pass its path.
 """
 
 import os
@@ -62,7 +63,7 @@ STORE = {"primary_bytes": 2 << 20, "host_bytes": 6 << 20, "disk_bytes": 16 << 20
 
 @dataclass
 class Round:
-    """What one version's agents were answered, and what it took."""
+    """The answers that the agents of one version got, and their costs."""
 
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)

@@ -1,5 +1,7 @@
-"""One step of a mixture-of-experts model on four ranks: experts shared, sequences split, weights
-sharded. Prints the plans, and how far the loss and the gradients are from those of one rank.
+"""One step of a mixture-of-experts model on four ranks.
+
+Experts, sequences and weights are split over the ranks. The script prints the plans, and how far
+the loss and the gradients differ from those of one rank.
 
     torchrun --nproc-per-node 4 examples/parallel_moe.py
 """

@@ -1,11 +1,12 @@
-"""Plan a run before it is paid for: 256 rollouts of up to 131k tokens a step on 28 nodes.
+"""Plan a run before you pay for it: 256 rollouts of up to 131k tokens per step on 28 nodes.
 
     python examples/plan_a_run.py
 
-Prints who gets which GPUs, and what the loop itself does on them in virtual time: throughput, lag,
-memory, and how much longer a synchronous loop would take. The plan takes all rollouts as equally
-long; the simulation has a tail. Replace the constants by measurements of your own; of those below
-MEASURED ones were published by others, and ASSUMED ones were measured by nobody.
+The script prints how many GPUs the trainer and the engines get. Then it runs the training loop in
+virtual time, and prints its throughput, lag and memory. It also prints how much longer a
+synchronous loop takes. The plan assumes that all rollouts have the same length, and the simulation
+has a few long rollouts. Replace the constants by your own measurements. MEASURED marks values that
+others published, and ASSUMED marks values that were not measured.
 """
 
 from tqdm import tqdm

@@ -1,6 +1,7 @@
-"""From a checkpoint of transformers into the parts of many ranks, some steps, and back.
+"""Load a checkpoint of transformers into the shards of many ranks, train, and save it again.
 
-No rank ever holds the whole. Run it twice, the second time on another number of ranks: it resumes.
+No rank ever stores the whole model. Run the script twice, the second time on another number of
+ranks: it resumes.
 
     torchrun --nproc-per-node 4 examples/pretrained_to_shards.py
     torchrun --nproc-per-node 2 examples/pretrained_to_shards.py

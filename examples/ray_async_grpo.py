@@ -2,14 +2,14 @@
 
     python examples/ray_async_grpo.py
 
-The demo's task, model, trainer and report (async_grpo_moe.py), placed by Ray: every trainer rank
-and every engine is an actor in a bundle of one placement group. Weights go from each rank to each
-engine over TCP; no two actors share memory or files. After `KILL_AT` steps an engine's actor is
-killed while it answers. Its requests are asked again of the other engine; a new actor takes its
-place, and gets the newest weights before its first request. In the end every prompt was trained on
-once, and each engine is shown to hold the trainer's weights, box by box.
+The script uses the task, model, trainer and report of the demo (async_grpo_moe.py). Every trainer
+rank and every engine is a Ray actor in a bundle of one placement group. Each rank sends weights to
+each engine over TCP, and actors share neither memory nor files. After `KILL_AT` steps, the script
+kills an engine's actor while it answers requests. The other engine gets these requests. A new actor
+replaces the killed actor, and loads the newest weights before its first request. At the end, every
+prompt was trained on once, and `verify_engine` has compared each engine with the trainer's weights.
 
-Ray makes a cluster of this one machine, whose loopback stands for the network between hosts.
+Ray's cluster is this one machine, so connections between actors use the loopback address.
 """
 
 import argparse
@@ -88,7 +88,7 @@ class TrainerRank:
             self.trainer = demo.Trainer(Path(folder), torch.device("cpu"), transport)
 
     def source(self) -> tuple[str, dict]:
-        """What an engine needs to read the weights."""
+        """Return the arguments with which an engine reads the weights."""
         return self.trainer.sync_plan.to_json(), self.trainer.transport.spec()
 
     def call(self, method: str, *args):
@@ -199,7 +199,7 @@ class Serving:
         return (await answers([rank.verify.remote(seen) for rank in ranks]))[0].is_proved
 
     async def settled(self) -> None:
-        """Wait until no engine is being replaced; raise why one could not be."""
+        """Wait until all replacements have ended, or raise the error of a failed one."""
         await asyncio.gather(*self._replacing.values())
 
     async def close(self) -> None:
@@ -209,7 +209,7 @@ class Serving:
         await answers([asyncio.gather(*closing, return_exceptions=True)])
 
     async def _start(self, name: str) -> None:
-        """Start an engine in its seat, and open it once it has the newest version."""
+        """Start an engine in its seat, and open it when it has the newest version."""
         seat = self.seats[name]
         where = PlacementGroupSchedulingStrategy(
             self._place, placement_group_bundle_index=seat.bundle
@@ -260,7 +260,7 @@ class Serving:
 
 
 class Run:
-    """What the loop calls, over the actors, and what happened."""
+    """The functions that the loop calls, which run on the actors, and counts of events."""
 
     def __init__(self, ranks: list, serving: Serving) -> None:
         self.ranks, self.serving = ranks, serving
@@ -268,7 +268,7 @@ class Run:
         self.trained, self.lost, self.killed = Counter(), 0, {}
 
     async def on_all(self, method: str, *args, timeout_s: float = HANG_S):
-        """Call a method of the trainer on every rank; rank 0's answer."""
+        """Call a method of the trainer on every rank. Return rank 0's result."""
         calls = [rank.call.remote(method, *args) for rank in self.ranks]
         return (await answers(calls, timeout_s))[0]
 
@@ -333,7 +333,7 @@ class Run:
 
 
 def place_actors() -> tuple:
-    """Start the trainer's ranks, where Ray has room for all; the engines follow."""
+    """Start the trainer's ranks in a placement group with room for all. Engines start later."""
     here = own_address()
     # This process outlives the actors, and with it what they leave here for each other.
     store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)

@@ -2,20 +2,22 @@
 
     python examples/reasoning_gym_grpo.py
 
-The questions and their score are `simple_equations` of the package reasoning-gym. The model, a tiny
-mixture of experts, calls a calculator in a sandboxed process, reads the result, and goes on until
-it says an answer: three turns for most equations. A supervised warm start shows it how to call.
-Half of its demonstrations undo an operation by that same operation, so that the score has a choice
-to make. Asynchronous GRPO goes on from there, twice: once the trainer imposes the engine's experts,
-once it chooses its own. Each run is killed with SIGKILL on its way, and the same command continues
-it from its last saved step. `outputs/reasoning_gym` then holds `curve.json` and `curve.svg`.
+The questions and the function that scores answers come from `simple_equations` of reasoning-gym.
+The model is a tiny mixture of experts. In each turn it calls a calculator in a sandboxed process
+and reads the result, or gives its answer. Most equations take three turns. First, the model learns
+from demonstrations how to write a call. Half of the demonstrations use the wrong operation, so the
+score must teach the model the right one. Then the script runs asynchronous GRPO twice: the trainer
+imposes the engine's experts in one run, and uses its own choices in the other. The script kills
+each run once with SIGKILL, and starts it again from its last saved step. The results are
+`curve.json` and `curve.svg` in `outputs/reasoning_gym`.
 
-On GPUs start one run per call, on each node:
+On GPUs, start the two runs separately, each with this command on each node:
 
     torchrun --nnodes 2 --nproc-per-node RANKS --rdzv-id RUN --rdzv-backend c10d \
         --rdzv-endpoint FIRST_NODE:29400 examples/reasoning_gym_grpo.py --arm replay --out SHARED
 
-The parts are in async_grpo: `equations`, `calculator`, `episodes`, `trainer`, `saved`, `curve`.
+The folder `async_grpo` has the parts: `equations`, `calculator`, `episodes`, `trainer`, `saved` and
+`curve`.
 """
 
 import argparse

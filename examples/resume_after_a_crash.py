@@ -1,13 +1,14 @@
-"""A run that is killed again and again, and ends as one that was left alone.
+"""A training run that is killed several times ends like a run that is never killed.
 
     python examples/resume_after_a_crash.py
 
-A small policy learns to spell a sequence that a prompt names, token by token, in an asynchronous
-loop with a journal. The script runs it twice, each time as a child: once undisturbed, and once with
-a SIGKILL at moments drawn at random. A killed run goes on from its last saved weights: prompts
-that were in flight go on where they stopped, groups that were finished are trained on, steps that
-came after the weights are done again, and no prompt is lost or trained on twice. Printed is what
-came back after each kill, and the ledgers of both runs in the end. Half a minute on a CPU.
+A small policy learns to spell a sequence that a prompt names, in an asynchronous loop with a
+journal. The script starts two runs as child processes. One is not disturbed, and the other gets
+SIGKILL at random moments. A killed run continues from its last saved weights. Unfinished rollouts
+continue where they stopped, finished groups are trained on, and later steps are made again. No
+prompt is lost or trained on twice. After each restart, the script prints how many groups and tokens
+the journal restored. At the end, it prints the tables of both journals. This takes half a minute on
+a CPU.
 """
 
 import argparse
@@ -64,7 +65,7 @@ class Trainer:
             self.trained = saved["trained"]
 
     def train(self, groups: tuple[Group, ...], *, version: int) -> float:
-        """Make one step; return the mean reward of its batch."""
+        """Make one step. Return the mean reward of its batch."""
         rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
         advantages = group_advantages(rewards).flatten()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -180,7 +181,7 @@ def tell(**values: object) -> None:
 
 
 def live(folder: Path, bar: tqdm, *, kill_after: float | None) -> dict:
-    """Run one life as a child; SIGKILL so many steps after its first, or let it come to its end."""
+    """Run a child process to its end, or kill it `kill_after` steps after its first step."""
     told: dict = {}
     command = [sys.executable, __file__, "--run", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:

@@ -1,11 +1,12 @@
-"""Router replay in one sitting: sample with vLLM, keep its routes, train on them.
+"""Router replay in one script: sample with vLLM, keep its routes, and train on them.
 
     python examples/router_replay.py
 
-vLLM generates in bfloat16 and returns which experts each token visited; a transformers model with
-the same weights makes one training step on the same tokens, its routers imposed. Printed is the
-mismatch of the two sides, with the trainer's own routes and with the engine's. The model is tiny
-and random, with weights so wide that rounding changes many choices; pass the path of another.
+vLLM generates in bfloat16 and returns the experts that each token visited. A transformers model
+with the same weights makes one training step on the same tokens, and its routers are imposed. The
+script prints the mismatch of the two sides, with the trainer's own routes and with the engine's
+routes. The model is tiny and random, with large weights, so that rounding changes many choices. To
+use another model, pass its path.
 """
 
 import os

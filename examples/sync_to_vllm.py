@@ -1,13 +1,13 @@
-"""Weights into a running vLLM while it generates, and what each update costs.
+"""Send weights to a running vLLM while it generates, and print the cost of each update.
 
     python examples/sync_to_vllm.py
 
-A trainer in float32 takes AdamW steps on random tokens; after each, its weights go into a vLLM
-engine in bfloat16 that is answering requests. Every fourth version is sent in full, the others as
-what changed, as it pays over a link of 100 Mbit/s. Printed are bytes, seconds and the pause of each
-update, which versions wrote each answer, and whether the engine then answers as one that was
-started from a checkpoint of the same weights. The model is tiny and random; pass the path of
-another.
+A trainer in float32 takes AdamW steps on random tokens. After each step it sends the weights to a
+vLLM engine in bfloat16, which continues to answer requests. Every fourth version is sent in full,
+and the other versions as deltas, which are faster over a link of 100 Mbit/s. The script prints the
+bytes, the seconds and the pause of each update, and the versions that wrote each answer. It also
+compares the engine's answers with those of an engine that started with the same weights. The model
+is tiny and random. To use another model, pass its path.
 """
 
 import asyncio

@@ -1,11 +1,12 @@
-"""TRL's AsyncGRPOTrainer learns from our loop, and our publisher gives its weights to vLLM.
+"""TRL's AsyncGRPOTrainer trains on rollouts of our loop, and our publisher updates vLLM.
 
     python examples/trl_async_grpo.py
 
-A mixture-of-experts model with random weights is to answer any prompt with even tokens; the reward
-is their share, 0.5 by chance. TRL 1.16 trains; rollouts come from an `AsyncLoop` with a bound on
-their age, weights go into the running engine through shared memory as what changed. With
-`--kill-at STEP` the engine is killed after that many steps, and the run has to end in an error.
+A mixture-of-experts model with random weights learns to answer any prompt with even tokens. The
+reward is the share of even tokens, which is 0.5 at the start. TRL 1.16 trains. An `AsyncLoop` makes
+the rollouts and bounds their staleness. Weights travel through shared memory into the running
+engine, mostly as deltas. With `--kill-at STEP`, the script kills the engine after STEP steps, and
+the run must end with an error.
 """
 
 import argparse
@@ -75,7 +76,7 @@ class Rollouts:
 
 
 class Watch(TrainerCallback):
-    """Prints what TRL logs, and kills the engine if that was asked for."""
+    """Prints TRL's logs, and kills the engine if `--kill-at` is given."""
 
     def __init__(self, engine: VllmEngine, kill_at: int | None) -> None:
         self.engine, self.kill_at, self.killed_at = engine, kill_at, 0.0

@@ -1,18 +1,19 @@
-"""Two LoRA policies learn opposite things at once: one vLLM engine, one trainer, one base model.
+"""Two LoRA policies learn opposite tasks at once: one vLLM engine, one trainer, one base model.
 
     python examples/two_adapters.py
     python examples/two_adapters.py --fault train
     python examples/two_adapters.py --fault generate
 
-The base model walks along the alphabet at random, one letter up or one letter down. The tenant
-"up" is rewarded for steps up, "down" for steps down. Each has a loop of its own: prompts, buffer,
-bound on staleness, optimizer, versions. Each version of an adapter is loaded into the engine beside
-the older ones, under its own name ("up@7"), while requests of both tenants go on; a request keeps
-the adapter that it began with, so all of its tokens are of one version. With `--fault` the tenant
-"down" fails for good at one step: "up" goes on to its end, then "down" is repaired and goes on
-from the newest version that the engine has.
+The base model writes a random walk along the alphabet, one letter up or one letter down per step.
+The policy "up" gets a reward for steps up, and the policy "down" for steps down. Each policy has
+its own loop, with its own prompts, buffer, staleness bound, optimizer and versions. The engine
+loads each version of an adapter next to the older versions, under its own name ("up@7"). Requests
+of both policies continue meanwhile. A request keeps the adapter with which it began, so all of its
+tokens have one version. With `--fault`, the policy "down" fails at one step and stops. "up"
+continues to its end. Then "down" is repaired, and continues from the newest version that the engine
+has.
 
-Everything an experiment would change is a constant below. The trainer computes on the CPU.
+For your own experiment, change the constants below. The trainer computes on the CPU.
 """
 
 import argparse
@@ -82,7 +83,7 @@ def letter(place: int) -> int:
 
 
 def reward_of(tokens: Sequence[int], direction: int) -> float:
-    """The share of a walk's steps that go in one direction; `tokens` begins with the prompt."""
+    """Return the share of a walk's steps in one direction. `tokens` begins with the prompt."""
     pairs = itertools.pairwise(tokens[1:])  # After BOS.
     right = sum(b >= FIRST_LETTER and b == letter(a - FIRST_LETTER + direction) for a, b in pairs)
     return right / WALK
@@ -96,7 +97,7 @@ def mean_reward(walks: Sequence[Sequence[int]], direction: int) -> float:
 
 
 class Trainer:
-    """The base model, once, with an adapter a tenant; they take turns at it."""
+    """One base model with one adapter per tenant. The tenants take turns."""
 
     def __init__(self, base: nn.Module, names: Sequence[str]) -> None:
         first, *others = names
@@ -119,7 +120,7 @@ class Trainer:
 
 
 def warm_start(base: nn.Module) -> float:
-    """Teach the base to walk at random; returns the last loss, in nats a token."""
+    """Teach the base model to walk at random. Return the last loss, in nats per token."""
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(base.parameters(), lr=WARM_LR)
     loss = torch.zeros(())
@@ -143,7 +144,8 @@ def logprobs_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def tensors_of(rollouts: Sequence[async_loop.Rollout]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, padded; where `tokens[:, 1:]` was sampled; the engine's log-probabilities there."""
+    """Return padded tokens, a mask of sampled `tokens[:, 1:]`, and the engine's "
+    "log-probabilities."""
     rows = [torch.from_numpy(rollout.tokens.copy()) for rollout in rollouts]
     tokens = pad_sequence(rows, batch_first=True, padding_value=PAD)
     position = torch.arange(1, tokens.shape[1])
@@ -204,7 +206,7 @@ class Tenant:
         await self.publish(0)
 
     async def run(self, steps: int) -> None:
-        """Train until version `steps`; raises what ends the loop before."""
+        """Train until version `steps`, or raise the error that ended the loop earlier."""
         if self.publishing is not None:
             await asyncio.wait({self.publishing})
         await asyncio.to_thread(self.restore)
@@ -238,9 +240,8 @@ class Tenant:
     def restore(self) -> None:
         """Go back to the newest version in the engine.
 
-        Python cannot end a thread: a step of a run that failed may have ended since, and is undone
-        here, or wait for its turn still, and finds that its run is over.
-        """
+        Python cannot end a thread. If a step of the failed run has ended since, this call undoes
+        it. If the step still waits for its turn, it finds that its run is over."""
         weights, moments = copy.deepcopy(self.saved[self.version])
         with self.trainer.adapted(self.name):
             self.runs += 1
@@ -248,7 +249,7 @@ class Tenant:
             self.optimizer.load_state_dict(moments)
 
     async def generate(self, prompt: list[int], *, version: int) -> list[async_loop.Rollout]:
-        """A group from the newest version in the engine; the loop's own is that one or older."""
+        """Sample a group from the engine's newest version, which may be newer than the loop's."""
         newest = self.version
         if self.fault == "generate" and newest >= FAULT_AT:
             raise ConnectionError(f"the judge of {self.name!r} does not answer")
@@ -275,7 +276,7 @@ class Tenant:
         )
 
     def train(self, run: int, groups: Sequence[async_loop.Group], *, version: int) -> float:
-        """One step of GRPO on this tenant's adapter; returns the mean reward."""
+        """Make one step of GRPO on this tenant's adapter. Return the mean reward."""
         rewards = torch.tensor([[rollout.reward for rollout in g.rollouts] for g in groups])
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         tokens, mask, sampled = tensors_of(rollouts)
@@ -342,7 +343,7 @@ class Tenant:
         return worst
 
     def is_as_published(self) -> bool:
-        """Whether nobody has changed the adapter since its last version, bit for bit."""
+        """Whether the adapter has the exact bits of its last published version."""
         published, _ = self.saved[self.version]
         return all(torch.equal(tensor, published[name]) for name, tensor in self.tensors.items())
 
@@ -394,7 +395,7 @@ def engine_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 async def train_all(tenants: Sequence[Tenant], steps: int) -> dict[str, BaseException | None]:
-    """Run every tenant to its end, or to its error; what ends one is nothing to the others."""
+    """Run every tenant to its end or its error. The other tenants continue after an error."""
 
     async def end_of(tenant: Tenant) -> BaseException | None:
         try:

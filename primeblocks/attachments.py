@@ -45,7 +45,7 @@ class Aligned:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
             raise ShapeError(
-                "a value needs a range of tokens, 0 <= start < stop; got "
+                "a value must belong to a range of tokens with 0 <= start < stop; got "
                 f"[{self.start}, {self.stop})"
             )
         if self.by_token and len(self.value) != self.stop - self.start:

@@ -51,7 +51,9 @@ class Database:
             raise UsageError(f'durability is "process" or "power"; got {durability!r}')
         self.path = Path(path).absolute()
         if not self.path.parent.is_dir():
-            raise UsageError(f"there is no folder {self.path.parent}. Make it first.")
+            raise UsageError(
+                f"the folder {self.path.parent} does not exist. Create the folder first."
+            )
         self._timeout_s, self._pid = timeout_s, os.getpid()
         self._mutex = threading.RLock()  # A callable that calls again must not hang.
         self._connection: sqlite3.Connection | None = None
@@ -111,7 +113,7 @@ class Database:
         try:
             yield
         except UnicodeDecodeError as error:  # Of a message of SQLite's own.
-            raise self._damaged("a name is no text") from error
+            raise self._damaged("a name is not text") from error
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", None)
             primary = None if code is None else code & 0xFF
@@ -159,8 +161,8 @@ def _own(path: Path) -> sqlite3.Connection:
             lock.close()
         if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:
             raise UsageError(
-                f"{path} is open already, here or in another process. Close it there, or give "
-                "each run its own."
+                f"{path} is already open in this process or another one. Close it there, or give "
+                "each run its own file."
             ) from error
         raise UsageError(f"cannot write in {path.parent}: {error}") from error
     return lock
@@ -210,8 +212,8 @@ def _set_up(connection: sqlite3.Connection, path: Path, synchronous: str) -> Non
     mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
     if mode.lower() != "wal":
         raise UnsupportedError(
-            f"{path} cannot have a write-ahead log (journal_mode {mode}). Put it on a disk of this "
-            "machine; network file systems have no shared memory."
+            f"{path} cannot have a write-ahead log (journal_mode {mode}). Use a path on a disk of "
+            "this machine, because network file systems have no shared memory."
         )
     connection.execute(f"PRAGMA synchronous = {synchronous}")
     # Some builds overwrite what is deleted with zeros: it would double what is written.

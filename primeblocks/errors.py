@@ -129,8 +129,7 @@ def check_version(value: Any) -> int:
     """
     if (count := _count(value)) is None or not 0 <= count < _TOO_MANY:
         raise UsageError(
-            "a policy version counts updates: an integer, not negative and below 2**63; got "
-            f"{shown(value)}."
+            f"a policy version must be an integer from 0 to 2**63 - 1; got {shown(value)}."
         )
     return count
 

@@ -202,8 +202,8 @@ def agreed(
             check_tensors(q=q)  # An error that one rank raises here is an error on every rank.
             call.facts |= facts_of("q", q)  # A difference between ranks is an error on every rank.
 
-    Use it before a larger exchange, in which the other ranks would wait in vain for a rank with a
-    mistake. It costs one gather of 40 + 16 x ranks bytes per rank, which the host reads once. A
+    Use it before a larger exchange, because the other ranks would wait there for a rank that made
+    a mistake. It costs one gather of 40 + 16 x ranks bytes per rank, which the host reads once. A
     group of one rank sends nothing.
 
     Args:
@@ -304,8 +304,8 @@ def _gather(x: Tensor, name: str, group: dist.ProcessGroup) -> Tensor:
         dist.all_gather(list(everyone.unbind()), x, group=group)
     except RuntimeError as error:  # gloo and NCCL raise it at a timeout, or when a rank died.
         raise RankError(
-            f"{name}: the {group.size()} ranks of the group did not all come to it, or one died. "
-            f"Each must make the same calls, over the same group. {error}"
+            f"{name}: not all {group.size()} ranks of the group made this call, or one died. All "
+            f"ranks must make the same calls, over the same group. {error}"
         ) from error
     return everyone
 

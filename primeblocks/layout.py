@@ -27,7 +27,10 @@ class Shard:
         if len(self.offsets) != len(self.sizes):
             raise PlanError(f"{len(self.offsets)} offsets for {len(self.sizes)} sizes")
         if any(value < 0 for value in (*self.offsets, *self.sizes)):
-            raise PlanError(f"negative box: offsets {self.offsets}, sizes {self.sizes}")
+            raise PlanError(
+                f"a box must not have negative numbers; got offsets {self.offsets}, sizes "
+                f"{self.sizes}"
+            )
 
     @property
     def numel(self) -> int:
@@ -156,7 +159,7 @@ def _refuse_gaps(tensor: DTensor) -> None:
             )
         if int(rows[-1] - rows[0]) >= len(rows):
             raise PlanError(
-                f"rows {rows.tolist()[:8]} of dim {dim} are no one box: {tensor.placements} on a "
+                f"rows {rows.tolist()[:8]} of dim {dim} are not one box: {tensor.placements} on a "
                 f"mesh of {tuple(tensor.device_mesh.shape)}. Redistribute it to Shard({dim})."
             )
 

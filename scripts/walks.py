@@ -37,7 +37,6 @@ PAGE = ROOT / "docs" / "walks.md"
 OURS = ("primeblocks/", "examples/")
 # Packages whose objects are looked into; the last makes namespaces.
 PACKAGES = ("primeblocks", "async_grpo", "async_grpo_moe", "vllm", "types")
-WIDTH = 76
 TEXT = "some words"  # of the prompt
 VERSION = 1
 TIMEOUT_S = 300.0
@@ -213,6 +212,7 @@ class _Answering:
                 {t: SimpleNamespace(logprob=p)} for t, p in zip(answer, logprobs, strict=True)
             ],
             weight_versions=[SimpleNamespace(version=str(VERSION), start=0, end=len(answer))],
+            spec_decode_metrics=None,
             finish_reason="stop",
             routed_experts=rows,
         )
@@ -357,10 +357,10 @@ def drawn(walk: Walk) -> str:
         if here:
             boxes.setdefault(here, [])
         boxes.setdefault(there, []).append(f"{number:4}  from {here or 'a host or a thread'}")
-    edge = f"+{'-' * (WIDTH - 2)}+"
+    edge = f"+{'-' * 74}+"
     lines = [edge]
     for file, entries in boxes.items():
-        lines += [f"| {line:<{WIDTH - 4}} |" for line in (file, *entries)] + [edge]
+        lines += [f"| {line:<72} |" for line in (file, *entries)] + [edge]
     numbers = f"{len(walk.changes)} file changes, {len(boxes)} files."
     return "\n".join([numbers, "", "```text", *lines, "```"])
 

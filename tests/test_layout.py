@@ -159,7 +159,7 @@ def _strided(rows, split_factor, mesh_shape, behind):
 def test_rows_that_are_no_box_are_refused():
     # Rank 0 has rows 0, 1, 4, 5; rank 1 has 2, 3, 6, 7, which are not rows 2 to 5.
     for said in ranks.run(_strided, 8, 2, (2,), [], world_size=2):
-        assert "are no one box" in said
+        assert "are not one box" in said
         assert "Redistribute it" in said
 
 

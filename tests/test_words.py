@@ -34,7 +34,8 @@ def test_documents_are_in_plain_english():
 
 def test_docstrings_are_in_plain_english():
     script = PACKAGE.parent / "scripts" / "prose.py"
-    command = [sys.executable, script, *PACKAGE.rglob("*.py"), "--list"]
+    examples = (PACKAGE.parent / "examples").rglob("*.py")
+    command = [sys.executable, script, *PACKAGE.rglob("*.py"), *examples, "--list"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,7 +1,8 @@
-"""A tool in a sandbox: a calculator, in processes that can open nothing.
+"""A calculator as a tool, in sandboxed processes that can open nothing.
 
-`Calculator` starts a process when a call finds none free, up to `PROCESSES`. A result that is late,
-or does not come, ends its process with SIGKILL. Other calls go on in the other processes.
+A call of `Calculator` uses a free process, or starts one. At most `PROCESSES` calls run at a time.
+If a result does not come in time, `Calculator` kills the process. Calls in other processes
+continue.
 """
 
 import ast
@@ -71,7 +72,7 @@ class Calculator:
         await process.wait()
 
     async def close(self) -> None:
-        """End all processes, once no call runs any more."""
+        """End all processes. No call may be running."""
         while self._free:
             await self._end(self._free.pop())
 

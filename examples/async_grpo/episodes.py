@@ -1,8 +1,8 @@
-"""Rank 0's side of the engine: episodes, in which the model speaks and the calculator answers.
+"""Episodes, in which the model speaks and the calculator answers. Only rank 0 runs them.
 
-An episode ends when the model calls no tool: what it says then is its answer, which the data set
-scores. The template renders the question once and afterwards only what is new, so each turn goes on
-behind the very tokens that were sampled, and a whole episode is one rollout.
+An episode ends when the model calls no tool. The model's last text is its answer, which the data
+set scores. The template renders the question once, and later only the new messages. So each turn
+continues after exactly the tokens that were sampled, and a whole episode is one rollout.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ def engine_arguments(
 
 
 class Episodes:
-    """Plays questions to their end; the one place that knows text, tokens and score.
+    """Plays whole episodes. Only this class handles text, tokens and scores together.
 
     `engine` is set before `one` is called. Demonstrations need no engine.
     """
@@ -135,7 +135,8 @@ class Episodes:
         return await self._play(index, speak)
 
     async def _play(self, index: int, speak: Speak) -> Rollout:
-        """Let `speak` and the calculator take turns until there is no call; one rollout."""
+        """Let `speak` and the calculator take turns until the model makes no call. Return one "
+        "rollout."""
         conversation, heard, tools = Conversation(), [], [TOOL]
         messages = [{"role": "user", "content": self.questions.entries[index]["question"]}]
         prompt, answer = self.template.render(messages, tools), ""

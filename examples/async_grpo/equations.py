@@ -1,7 +1,7 @@
-"""A task of `reasoning-gym`: an equation, a calculator to solve it with, and how to begin.
+"""A task of `reasoning-gym`: equations, a calculator to solve them with, and demonstrations.
 
-The rest of the example knows questions, answers and scores alone, so another data set needs another
-`teacher` at most, and a checkpoint that can use tools needs none.
+The rest of the example uses only questions, answers and scores. For another data set you need at
+most another `teacher`. A checkpoint that can already use tools needs no `teacher`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Several nodes, which share neither memory nor files: the checkpoint, and the transport."""
+"""The checkpoint and the transport for several nodes, which share neither memory nor files."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ LEASE_S = 20.0  # A publish waits so long for an engine that died while it read.
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """The files of a folder, to be sent; the model is tiny."""
+    """Return the contents of a folder's files, to send them. The model is tiny."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -37,7 +37,7 @@ def checkpoint_on_all(folder: Path, make: Callable[[Path], object]) -> None:
 
 
 def transport_between_ranks() -> Transport:
-    """Sealed memory where torchrun has all ranks on one node; else reads over TCP, from each."""
+    """Return shared memory if torchrun has all ranks on one node, or a transport over TCP."""
     is_first, master = dist.get_rank() == 0, os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:

@@ -1,4 +1,4 @@
-"""Rank 0's side of the engine: its arguments, and rollouts with reward."""
+"""Arguments of the engine, and rollouts with reward. Only rank 0 uses this file."""
 
 import asyncio
 import statistics
@@ -78,7 +78,7 @@ def engine_arguments(
 
 
 class Rollouts:
-    """Asks the engine; the one place that knows text, tokens and reward together."""
+    """Asks the engine. Only this class handles text, tokens and rewards together."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
@@ -87,7 +87,7 @@ class Rollouts:
     async def one(
         self, text: str, *, version: int, sample: int = 0, draft: Draft | None = None
     ) -> Rollout:
-        """One rollout, under the salt of the version that it starts with; or the rest of one."""
+        """Sample a rollout, or the rest of one, under the salt of the version at its start."""
         answer = await self.ask(text, version=version, temperature=1.0, sample=sample, draft=draft)
         self.tokens += len(answer.token_ids)
         return answer.to_rollout(prompt_id=text, reward=reward_of(text, answer.token_ids))

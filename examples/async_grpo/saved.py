@@ -1,4 +1,7 @@
-"""A run that can be killed: weights, moments and a journal in a folder, from which it goes on."""
+"""The state of a run in a folder, from which a killed run continues.
+
+The folder has weights, Adam's moments and a journal.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -11,10 +14,10 @@ SAVE_EVERY = 10  # steps between weights on disk
 
 
 class SavedRun:
-    """What lies in the folder; without one nothing is saved.
+    """The contents of the folder. Without a folder, nothing is saved.
 
-    `version` is the policy that the run goes on with, `weights` where its weights lie: None for
-    those of the warm start.
+    The run continues with the policy `version`, whose weights are stored in `weights`. With None,
+    it continues with the weights after the supervised training.
     """
 
     def __init__(self, folder: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""A trainer rank: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
+"""A trainer rank: FSDP2 shards dense weights, experts are split over ranks, routes are imposed."""
 
 import math
 import random
@@ -109,7 +109,7 @@ class Trainer:
             print(plan.table(), self.sync_plan.table(), sep="\n\n", flush=True)
 
     def warm_start(self, texts: list[str], steps: int) -> float:
-        """Supervised steps on demonstrations of which some are wrong; returns the last loss."""
+        """Make supervised steps on demonstrations, some of them wrong. Return the last loss."""
         chance = random.Random(SEED + 1 + self.rank)
         loss = torch.zeros(())
         for step in tqdm(range(steps), desc="warm start", disable=self.rank > 0):
@@ -120,7 +120,7 @@ class Trainer:
         return loss.item()
 
     def imitate_share(self, rows: Sequence[Rollout], lr: float) -> float:
-        """One supervised step; every rank packs its share of the rows."""
+        """Make one supervised step. Every rank packs its share of the rows."""
         packed = pack(rows, range(self.rank, len(rows), self.world_size))
         return self.imitate(packed, lr).item()
 
@@ -134,7 +134,7 @@ class Trainer:
         return loss.detach()
 
     def train(self, groups: Sequence[Group]) -> dict[str, float]:
-        """One GRPO step; every rank packs its share of the rollouts."""
+        """Make one GRPO step. Every rank packs its share of the rollouts."""
         rewards = torch.tensor([[rollout.reward for rollout in each.rollouts] for each in groups])
         advantages = losses.advantages.group_advantages(rewards.float()).flatten().numpy()
         packed, routes, trees = self.share_of([x for each in groups for x in each.rollouts])
@@ -218,7 +218,7 @@ class Trainer:
         return packed, replay.Routes.join(mine).take(trees.places), trees
 
     def as_in_the_engine(self, routes: replay.Routes | None) -> AbstractContextManager:
-        """The engine's choice of experts; or, exact, its computation to the last bit."""
+        """Impose the engine's experts, or with `use_exact` compute the engine's exact bits."""
         return batch_invariant() if routes is None else replay.impose(self.routers, routes)
 
     def publish(self, version: int) -> weightsync.marker.Receipt:
@@ -226,7 +226,7 @@ class Trainer:
         return self.publisher.publish(version, timeout_s=TIMEOUT_S)
 
     def save(self, folder: Path) -> None:
-        """Write weights and moments down, all or nothing; any number of ranks can go on there."""
+        """Save all weights and moments, or nothing. Any number of ranks can continue from there."""
         unfinished = folder.with_suffix(".unfinished")
         weights, moments = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
@@ -242,7 +242,7 @@ class Trainer:
         )
 
     def logprobs(self, packed: Pack, trees: TreePlan | None = None) -> Tensor:
-        """Log-probability of each sampled token of a pack; what its trees share, computed once."""
+        """Return the log-probability of each sampled token of a pack. Trees share computations."""
         predictors, read, parents = packed.predictors, packed.tokens, None
         lengths = packed.document_lengths
         if trees is not None:
@@ -284,7 +284,7 @@ class Trainer:
 
 
 def on_all_ranks(trainer: Trainer, method: str, *args):
-    """Rank 0 calls a method of the trainer on every rank; see `follow`."""
+    """Call a method of the trainer on every rank, from rank 0 (see `follow`)."""
     dist.broadcast_object_list([(method, args)], src=0)
     return getattr(trainer, method)(*args)
 
@@ -300,7 +300,7 @@ def follow(trainer: Trainer) -> None:
 
 
 def demonstration(text: str, answer: str) -> Rollout:
-    """A rollout that nobody sampled."""
+    """Return a rollout that was not sampled."""
     prompt, completion = prompt_of(text), answer_of(answer)
     return Rollout(
         tokens=np.array(prompt + completion),

@@ -1,9 +1,10 @@
-"""Lets TRL 1.16's AsyncGRPOTrainer run without CUDA, which it does not do by itself.
+"""Lets TRL 1.16's AsyncGRPOTrainer run without CUDA, which TRL itself does not support.
 
-Two things in it need a GPU, and no setting turns them off. Its constructor reads the name of the
-CUDA device, for the rate of floating-point operations that it logs. And its attention is a
-FlashAttention 3 kernel from the model hub, over samples folded into a tree of common prefixes; the
-same sums in plain torch are registered here under its name, with transformers' own registry.
+Two parts of the trainer need a GPU, and no setting turns them off. The constructor reads the name
+of the CUDA device, because the trainer logs the rate of floating-point operations. The attention is
+a FlashAttention 3 kernel from the model hub, over samples that share common prefixes as a tree.
+This file registers the same attention in plain torch under the kernel's name, with transformers'
+own registry.
 """
 
 from typing import Any

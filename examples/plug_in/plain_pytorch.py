@@ -40,7 +40,7 @@ def open_publisher(model: nn.Module, name: str) -> weightsync.Publisher:
 
 
 def train(model: nn.Module, batch: dict[str, Tensor], *, name: str = NAME, steps: int = STEPS):
-    """Train on one batch, and yield the loss of each step once its weights are published."""
+    """Train on one batch, and yield the loss of each step after its weights are published."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with open_publisher(model, name) as publisher:  # glue
         for step in range(1, steps + 1):

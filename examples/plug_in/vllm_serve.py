@@ -72,7 +72,7 @@ class Weights:
 
 @contextlib.contextmanager
 def serving(path: str):
-    """Start a server, and yield its address once it answers."""
+    """Start a server, and yield its address when it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

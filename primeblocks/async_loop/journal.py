@@ -172,7 +172,7 @@ class Journal:
         """
         end = reason.partition(":")[0]
         if end not in {PromptState.FILTERED, PromptState.FAILED}:
-            raise UsageError(f'a prompt is left out as "filtered" or "failed: ..."; got {reason!r}')
+            raise UsageError(f'reason must be "filtered" or begin with "failed: "; got {reason!r}')
         with self._database.transaction() as db:
             tables.delete(db, tables.expect(db, "left_out", [ordinal]))
             db.execute(f"UPDATE progress SET {end} = {end} + 1")
@@ -190,7 +190,7 @@ class Journal:
             if version < (now or 0):
                 raise UsageError(
                     f"a batch cannot be taken for the step from policy {version}: the policy is "
-                    f"{now} by now"
+                    f"already {now}"
                 )
             ordinals = tables.expect(db, "taken", ordinals)
             db.execute(
@@ -245,9 +245,9 @@ class Journal:
         """Go back to policy `version`, the policy of the loaded weights. Return where to continue.
 
         Prompts of steps from `version` on, taken or trained, are finished again. Prompts in flight
-        are generated again, from their trajectories. Earlier steps with a batch are done, because
-        the weights result from them. Tokens of policies after `version` count as tokens of
-        `version`.
+        are generated again, from their trajectories. Earlier steps with a batch count as completed,
+        because the loaded weights result from them. Tokens of policies after `version` count as
+        tokens of `version`.
 
         Raises:
             UsageError: steps from `version` on are final, or no recorded steps lead to `version`.
@@ -320,7 +320,7 @@ def _finished(db: sqlite3.Connection, version: int) -> list[tuple[int, Group]]:
             changed.append((ordinal, group))
         groups.append((ordinal, group))
     if prompts:
-        raise CorruptionError(f"{name_of(min(prompts))} is finished, and its rollouts are gone")
+        raise CorruptionError(f"{name_of(min(prompts))} is finished, but its rollouts are missing")
     for ordinal, group in changed:
         head = pack_group(group, name=name_of(ordinal))
         db.execute("UPDATE prompts SET head = ? WHERE ordinal = ?", (head, ordinal))

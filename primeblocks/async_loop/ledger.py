@@ -227,7 +227,7 @@ def _values(item: Group | Rollout) -> dict[str, Any]:
 def _known(values: dict[str, Any], cls: type, name: str) -> dict[str, Any]:
     if unknown := sorted(values.keys() - {each.name for each in fields(cls)}):
         raise UnsupportedError(
-            f"{name} has {', '.join(unknown)}, which {cls.__name__} here does not know: another "
-            "version of primeblocks wrote it. Go on with that one."
+            f"{name} has {', '.join(unknown)}, which {cls.__name__} of this version does not "
+            "know. Another version of primeblocks wrote it. Continue with that version."
         )
     return values

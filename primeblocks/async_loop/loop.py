@@ -2,6 +2,11 @@
 
 A step takes a batch from the buffer, trains, and publishes the new policy. Meanwhile the `Feeder`
 starts groups as far as the staleness policy has room.
+
+An error in a step ends the loop, and the batch does not return to the buffer. A ledger has its
+groups as taken, or as trained if `publish` failed. A run that is resumed from the weights before
+this step trains on them. Without a ledger, they are lost. `version` grows once `publish` returned,
+`published` once the engine has the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ class AsyncLoop:
 
     An error of `train` or `publish` ends the loop, and `retries` handles errors of `generate`. The
     first error of each type is logged with its traceback. Every wait ends at `step_timeout_s`.
-    Leaving the context cancels everything in flight.
+    Leaving the context cancels everything in flight. After an error, leave it and make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
@@ -138,10 +143,11 @@ class AsyncLoop:
             ledger=ledger,
             clock=self._clock,
             ended=self._go_on,
-            left=self._leave,
+            left=self._left_out,
         )
         self._feeder: Feeder | None = None
         self._failed: asyncio.Future[BaseException] | None = None
+        self._is_stepping = False  # Stays True after an error, which has lost the groups.
         self._starved: asyncio.Future[BaseException] | None = None  # Done if no batch will come.
         self._worker: WorkerThread | None = None
         self._publishing: asyncio.Future[Any] | None = None
@@ -161,7 +167,7 @@ class AsyncLoop:
             for group in self._feeder.resume(self._ledger.restore(self.version)):
                 self._feeder.finished += 1
                 put = asyncio.create_task(self._buffer.put(group, timeout_s=float("inf")))
-                put.add_done_callback(self._is_restored)
+                put.add_done_callback(self._restore_ended)
                 self._restored.append(put)
             await asyncio.sleep(0)  # Now they are in the buffer, or wait for room in it.
         self._worker = WorkerThread("train")
@@ -187,7 +193,7 @@ class AsyncLoop:
 
         Raises:
             DeadlineError: a batch, a step or a publish took longer than `step_timeout_s`.
-            ClosedError: the loop is not open.
+            ClosedError: the loop is not open, or a step has failed.
             Exception: the last error of `generate`, if every prompt since the last step failed.
                 The failed prompts must fill a batch, or no step was trained before.
         """
@@ -195,42 +201,22 @@ class AsyncLoop:
             try:
                 step = await self._step()
             except _Exhausted:
-                await self._published()
+                await self._await_publish()
                 self._end_early(done, count)
                 return
             yield step
-        await self._published()
+        await self._await_publish()
 
     @property
     def lost(self) -> tuple[tuple[Any, str], ...]:
         """Prompts that used up their attempts since the last step, each with the reason."""
         return tuple(self._lost)
 
-    @property
-    def _limit(self) -> int:
-        most = self._max_in_flight
-        return most if isinstance(most, SupportsIndex) else most.limit
-
-    def _end_early(self, done: int, count: int) -> None:
-        """Record why there are fewer steps. Raise if failures are the only reason."""
-        assert self._feeder is not None
-        ends, feeder = self._ends, self._feeder
-        left = feeder.left
-        self.ended = (
-            f"{done} of {count} steps were trained, because the prompts are used up: "
-            f"{ends['trained']} were trained on, {ends['failed']} failed, {ends['filtered']} were "
-            f"filtered, and {left} are left, which do not fill a batch of {self._batch_size}"
-        )
-        all_failed = not left and feeder.failures_in_a_row >= len(self._lost) > 0
-        if all_failed and (len(self._lost) >= self._batch_size or not ends["trained"]):
-            assert feeder.last_failure is not None
-            feeder.last_failure.add_note(self.ended)
-            raise feeder.last_failure
-        logger.log(logging.WARNING if ends["failed"] else logging.INFO, "%s", self.ended)
-
     async def _step(self) -> Step:
         if self._worker is None or self._feeder is None:
             raise ClosedError("the loop is not open. Use: async with loop: ...")
+        if self._is_stepping:
+            raise ClosedError("a step has failed, or runs in another call. Make a new loop.")
         start = self._clock.now()
         self._dropped = 0
         feeder = self._feeder
@@ -243,25 +229,26 @@ class AsyncLoop:
             unless=self._starved,
         )
         taken, version = self._clock.now(), self.version
-        ordinals = [group.ordinal for group in groups]
+        self._is_stepping = True
         if self._ledger is not None:
-            self._ledger.taken(ordinals, version)
+            self._ledger.taken([group.ordinal for group in groups], version)
         metrics = await self._run(self._train, groups, what="a step", version=version)
         if inspect.isawaitable(metrics):  # From a plain function around an async one.
             metrics = await self._within(metrics, what="a step")
         trained = self._clock.now()
         if self._ledger is not None:
             self._ledger.trained(version)
-        await self._published()
+        await self._await_publish()
         rest = await self._run(self._publish, version + 1, what="a publish")
         self.version = version + 1
         if inspect.isawaitable(rest):
             self._publishing = asyncio.ensure_future(rest)
-            self._publishing.add_done_callback(self._sent)
+            self._publishing.add_done_callback(self._publish_ended)
         else:
             self.published = self.version
         feeder.finished -= len(groups)
         self._feed()
+        self._is_stepping = False
         published = self._clock.now()
         return self._record(groups, metrics, (start, taken, trained, published))
 
@@ -277,8 +264,8 @@ class AsyncLoop:
                 old = sum(int((~policy.fresh(r, version=before)).sum()) for r in group.rollouts)
             masked += old
             self._ends["trained"] += 1
-            self._tell(group.prompt, "trained")
-            self._tell(group.prompt, "masked_tokens", old)
+            self._count(group.prompt, "trained")
+            self._count(group.prompt, "masked_tokens", old)
         lost, self._lost = tuple(self._lost), []
         filtered, self._filtered = self._filtered, 0
         failures, feeder.causes = dict(feeder.causes), Counter()
@@ -301,22 +288,38 @@ class AsyncLoop:
             engine_idle_s=idle_s,
         )
 
-    def _tell(self, prompt: Any, what: str, count: int = 1) -> None:
+    def _end_early(self, done: int, count: int) -> None:
+        """Record why there are fewer steps. Raise if failures are the only reason."""
+        assert self._feeder is not None
+        ends, feeder = self._ends, self._feeder
+        left = feeder.left
+        self.ended = (
+            f"{done} of {count} steps were trained, because the prompts are used up: "
+            f"{ends['trained']} were trained on, {ends['failed']} failed, {ends['filtered']} were "
+            f"filtered, and {left} are left, which do not fill a batch of {self._batch_size}"
+        )
+        all_failed = not left and feeder.failures_in_a_row >= len(self._lost) > 0
+        if all_failed and (len(self._lost) >= self._batch_size or not ends["trained"]):
+            assert feeder.last_failure is not None
+            feeder.last_failure.add_note(self.ended)
+            raise feeder.last_failure
+        logger.log(logging.WARNING if ends["failed"] else logging.INFO, "%s", self.ended)
+
+    def _count(self, prompt: Any, what: str, count: int = 1) -> None:
         if self._source is not None and count:
             self.sources.setdefault(self._source(prompt), Counter())[what] += count
 
-    async def _published(self) -> None:
+    async def _await_publish(self) -> None:
         """Wait until the current publish has ended."""
-        if self._publishing is None:
-            return
-        rest, self._publishing = self._publishing, None
-        await self._within(rest, what="a publish")
+        if self._publishing is not None:
+            rest, self._publishing = self._publishing, None
+            await self._within(rest, what="a publish")
 
-    def _is_restored(self, put: asyncio.Task[None]) -> None:
+    def _restore_ended(self, put: asyncio.Task[None]) -> None:
         if not put.cancelled() and (error := put.exception()):
             self._fail(error)
 
-    def _sent(self, rest: asyncio.Future[Any]) -> None:
+    def _publish_ended(self, rest: asyncio.Future[Any]) -> None:
         if rest.cancelled():
             return
         if error := rest.exception():
@@ -334,12 +337,8 @@ class AsyncLoop:
 
     async def _run(self, function: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
         assert self._worker is not None
-        call: Awaitable[Any]
-        if is_async(function):
-            call = function(*args, **kwargs)
-        else:
-            call = self._worker.call(function, *args, **kwargs)
-        return await self._within(call, what=what)
+        call = function if is_async(function) else partial(self._worker.call, function)
+        return await self._within(call(*args, **kwargs), what=what)
 
     async def _within(self, call: Awaitable[Any], *, what: str) -> Any:
         return await within(
@@ -349,23 +348,24 @@ class AsyncLoop:
     def _drop(self, group: Group) -> None:
         assert self._feeder is not None
         self._dropped += 1
-        self._tell(group.prompt, "dropped")
+        self._count(group.prompt, "dropped")
         self._feeder.ask_again(group)
         self._feed()
 
-    def _leave(self, prompt: Any, reason: str) -> None:
+    def _left_out(self, prompt: Any, reason: str) -> None:
         self._ends[reason.partition(":")[0]] += 1
         if reason == "filtered":
             self._filtered += 1
-            self._tell(prompt, reason)
+            self._count(prompt, reason)
         else:
             self._lost.append((prompt, reason))
-            self._tell(prompt, "failed")
+            self._count(prompt, "failed")
 
     def _feed(self) -> None:
         """Start as many groups and requests as there is room for."""
         assert self._feeder is not None
-        feeder, limit = self._feeder, self._limit
+        feeder, most = self._feeder, self._max_in_flight
+        limit = most if isinstance(most, SupportsIndex) else most.limit
         groups = self._buffer.staleness.room(
             batch_size=self._batch_size,
             in_flight=len(feeder.jobs),

@@ -151,8 +151,8 @@ def staleness(item: Group | Rollout, *, version: int) -> int:
     if item.newest_version > version:
         whose = repr(item.prompt if isinstance(item, Group) else item.prompt_id)
         raise UsageError(
-            f"policy {version} cannot train on the rollout of prompt {whose[:80]}: policy "
-            f"{item.newest_version}, which is later, has a part in it. An engine that outlived a "
-            f"rollback serves such weights: publish policy {version} to it, or restart it."
+            f"policy {version} cannot train on the rollout of prompt {whose[:80]}, because it "
+            f"comes from the later policy {item.newest_version}. If the run went back to an "
+            f"earlier checkpoint, publish policy {version} to the engine, or restart the engine."
         )
     return version - item.oldest_version

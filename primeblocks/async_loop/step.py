@@ -28,7 +28,7 @@ class Step:
         staleness: for each group, optimizer steps since its oldest token's policy.
         dropped: groups that were too old to train on. Their prompts are generated again.
         filtered: groups that `keep` left out.
-        failures: failed attempts since the step before, by type of error.
+        failures: failed attempts since the previous step, by type of error.
         lost: prompts that used up their attempts, each with the reason.
         masked_tokens: tokens of this batch that do not count in the loss because of their age.
         trainer_idle_s: seconds that training waited for rollouts.
@@ -94,6 +94,8 @@ class Step:
         ]
         rewards = [reward for group in scored for reward in group]
         lags = self.lags
+        drafts = [each for r in rollouts if (each := r.attachments.get("draft_tokens")) is not None]
+        accepted, drafted = np.sum(drafts, axis=0) if drafts else (0, 0)
         found: dict[str, float] = {
             "training/global_step": self.version,
             "reward": _mean(rewards),
@@ -115,6 +117,7 @@ class Step:
             "loop/filtered_groups": self.filtered,
             "loop/failed_attempts": sum(self.failures.values()),
             "loop/lost_prompts": len(self.lost),
+            "rollout/spec_accept_rate": float(accepted / drafted) if drafted else math.nan,
             "perf/rollout_wait_s": self.trainer_idle_s,
             "loop/engine_idle_s": self.engine_idle_s,
             "loop/train_s": self.train_s,

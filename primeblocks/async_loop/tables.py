@@ -60,7 +60,7 @@ def integer(value: Any) -> int:
     """Return an ordinal or a sample as an int that SQLite can hold."""
     number = -1 if isinstance(value, bool) else operator.index(value)
     if not 0 <= number < _MAX_INTEGER:
-        raise UsageError(f"prompts and samples are numbered 0, 1, 2, ...; got {value!r}")
+        raise UsageError(f"a prompt or a sample must have a number from 0 on; got {value!r}")
     return number
 
 

@@ -71,7 +71,7 @@ class Renderer(Protocol):
         """
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that stands alone or after other ids."""
+        """Return the ids of a text that is the whole prompt or follows other ids."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class CaptureJournal:
     """The turns of sessions in one SQLite file. Each turn is written as a whole.
 
     A turn is on disk before the agent gets its answer, and survives SIGKILL. It takes disk space
-    only for the tokens and rows that it adds to the turn before.
+    only for the tokens and rows that it adds to the previous turn.
 
     Errors: as for `primeblocks.async_loop.Journal`, whose default durability it has.
     """

@@ -234,7 +234,8 @@ class CaptureSession:
         bounds = self._recorder.bounds
         if len(self.conversation.turns) + len(self._waiting) >= bounds.turns:
             raise CapacityError(
-                f"session {self.name} has had its {bounds.turns} turns. End it, or raise "
+                f"session {self.name} has reached the bound of {bounds.turns} turns. End it, or "
+                "raise "
                 "CaptureBounds(turns=)."
             )
         if len(self._recorder.in_flight) >= bounds.in_flight:
@@ -330,12 +331,12 @@ class Recorder:
             ClosedError: the recorder is closed.
         """
         if self._closed:
-            raise ClosedError("the recorder is closed. Make another.")
+            raise ClosedError("the recorder is closed. Create another recorder.")
         name = secrets.token_hex(8) if name is None else name
         if not name.replace("-", "").replace("_", "").isalnum() or not name.isascii():
-            raise UsageError(f'a name is made of letters, digits, "-" and "_"; got {name!r}')
+            raise UsageError(f'a name may have only letters, digits, "-" and "_"; got {name!r}')
         if name in self._sessions:
-            raise UsageError(f"session {name} is open already. End it, or choose another name.")
+            raise UsageError(f"session {name} is already open. End it, or choose another name.")
         session = self._sessions[name] = CaptureSession(self, name, prompt_id=prompt_id)
         try:
             yield session

@@ -144,14 +144,14 @@ def _read_json(body: bytes) -> dict[str, Any]:
         if "\\u" in text:  # Half of a surrogate pair is not text.
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"the body is no JSON: {str(error)[:200]}") from error
+        raise UsageError(f"the body is not JSON: {str(error)[:200]}") from error
     if not isinstance(value, dict):
         raise UsageError(f"the body is a JSON {type(value).__name__}; send an object")
     return value
 
 
 def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def _get(fields: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -172,7 +172,7 @@ def _need(fields: Mapping[str, Any], name: str, kind: type) -> Any:
 def _integer(fields: Mapping[str, Any], name: str, *, least: int, most: int) -> int | None:
     value = _get(fields, name, int)
     if value is not None and not least <= value <= most:
-        raise UsageError(f"{name} must lie in [{least}, {most}]")
+        raise UsageError(f"{name} must be between {least} and {most}")
     return value
 
 
@@ -215,7 +215,7 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":
-            raise UnsupportedError(f"tools[{i}] is no function; only functions are supported")
+            raise UnsupportedError(f"tools[{i}] is not a function; only functions are supported")
         _need(function, "name", str)
         _get(function, "parameters", dict)
         if function.get("strict"):
@@ -239,7 +239,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
             found[name] = text
     if calls := _get(value, "tool_calls", list):
         if role != "assistant":
-            raise UsageError(f"{where}: an assistant calls tools, no {role}")
+            raise UsageError(f"{where}: only an assistant can call tools, not the role {role}")
         found["tool_calls"] = [
             _call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
         ]
@@ -256,7 +256,7 @@ def _content(value: Any, where: str) -> str:
     texts = []
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise UnsupportedError(f"{where}.content has a part that is no text")
+            raise UnsupportedError(f"{where}.content has a part that is not text")
         texts.append(_need(part, "text", str))
     return "".join(texts)
 
@@ -264,7 +264,7 @@ def _content(value: Any, where: str) -> str:
 def _call(value: Any, where: str) -> dict[str, Any]:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict):
-        raise UsageError(f"{where} is no function")
+        raise UsageError(f"{where} is not a function")
     name, text = _need(function, "name", str), _need(function, "arguments", str)
     try:
         arguments = json.loads(text, parse_constant=_refuse_constant)

@@ -55,7 +55,7 @@ class ModelFolders:
         transport: any transport that stores versions, opened for reading.
         like: the checkpoint that the engines started from.
         root: the directory of the folders. It is made if missing.
-        keep: how many of the newest folders to keep. Engines may go back to the one before.
+        keep: how many of the newest folders to keep. Engines may go back to the previous folder.
 
     Raises:
         PlanError: the plan lacks tensors of `like`, or has them in other shapes, or its reader 0
@@ -143,8 +143,8 @@ def _check_covers(plan: Plan, like: Path) -> None:
     parts = [n for n, shape in sent.items() if wants.get(n) != (Layout.whole(shape).shard,)]
     if parts:
         raise PlanError(
-            f"reader 0 of the plan does not want the whole of {parts[0]!r}, nor of "
-            f"{len(parts) - 1} others. Plan with source.whole() for reader 0."
+            f"reader 0 of the plan does not want the whole of {parts[0]!r}, and of "
+            f"{len(parts) - 1} other tensors. Plan with source.whole() for reader 0."
         )
     missing = sorted(shapes.keys() - sent.keys())
     if missing:

@@ -46,15 +46,15 @@ def attend(
     heads, groups, keys = query.shape[1], key.shape[1], len(key)
     if heads % groups or key.shape[:2] != value.shape[:2]:
         raise ShapeError(
-            f"attend: {heads} heads over keys of {groups} and values of {value.shape[1]} groups, "
-            f"{keys} and {len(value)} of them. Groups must divide the heads, and each key needs a "
-            "value."
+            f"attend got {heads} heads, {keys} keys in {groups} groups and {len(value)} values in "
+            f"{value.shape[1]} groups. Keys and values need equal shapes, and groups must divide "
+            "the heads."
         )
     with _disable_current_modes():
         if len(positions) and not 0 <= int(positions.min()) <= int(positions.max()) < keys:
             raise ShapeError(
-                f"attend: positions {int(positions.min())} to {int(positions.max())} of {keys} "
-                "keys; each query sees at least key 0, and at most the last one."
+                f"attend got positions {int(positions.min())} to {int(positions.max())} for "
+                f"{keys} keys. Positions must be from 0 to {keys - 1}."
             )
         return _walk(query, key, value, positions, scale)
 

@@ -148,7 +148,10 @@ def _addmm(
     bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Tensor:
     if (beta, alpha) != (1, 1):
-        raise UnsupportedError(f"addmm scaled by {beta} and {alpha}; scale its operands.")
+        raise UnsupportedError(
+            f"addmm with beta={beta} and alpha={alpha} has no batch-invariant form. Scale its "
+            "operands instead."
+        )
     return rows.matmul(left, right, bias)
 
 
@@ -170,8 +173,8 @@ def _grouped_mm(left: Tensor, right: Tensor, offs: Tensor | None = None, *more: 
         or any(each is not None for each in more)
     ):
         raise UnsupportedError(
-            f"grouped_mm of {tuple(left.shape)} and {tuple(right.shape)}; give [rows, in], "
-            "[groups, in, out] and the ends of the groups."
+            f"grouped_mm of {tuple(left.shape)} and {tuple(right.shape)} is not supported. Pass "
+            "[rows, in], [groups, in, out] and the ends of the groups."
         )
     ends = offs.tolist()
     found = [

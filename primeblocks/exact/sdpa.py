@@ -33,14 +33,14 @@ def scaled_dot_product_attention(
             between heads.
     """
     if dropout_p:
-        raise UnsupportedError(f"attention drops {dropout_p} of its weights; set dropout to 0.")
+        raise UnsupportedError(f"attention has dropout {dropout_p}. Set dropout to 0.")
     if query.dim() != 4 or not len(query) == len(key) == len(value):
         raise UnsupportedError(
-            f"attention of {tuple(query.shape)} to {tuple(key.shape)} and {tuple(value.shape)}; "
-            "give [batch, heads, tokens, width]."
+            f"attention of {tuple(query.shape)} to {tuple(key.shape)} and {tuple(value.shape)} is "
+            "not supported. Pass [batch, heads, tokens, width]."
         )
     if attn_mask is not None and is_causal:
-        raise UnsupportedError("attention with a mask and is_causal=True; give one of them.")
+        raise UnsupportedError("attention got a mask and is_causal=True. Pass only one of them.")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return _Paged.apply(query, key, value, attn_mask, is_causal, scale)
 
@@ -106,15 +106,18 @@ def _runs(
         return torch.zeros_like(last), last
     seen = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool(((mask < -1e4) | seen).all()):
-        raise UnsupportedError("the mask adds to scores; give a mask of bools.")
+        raise UnsupportedError("the mask is added to scores. Pass a mask of bools.")
     seen = seen.broadcast_to(batch, seen.shape[1] if seen.dim() == 4 else 1, queries, keys)
     if not torch.equal(seen, seen[:, :1].expand_as(seen)):
-        raise UnsupportedError("the mask differs between heads; compute these apart.")
+        raise UnsupportedError("the mask differs between heads. Call attention once per head.")
     seen = seen[:, 0]
     count = seen.sum(-1)
     first = seen.int().argmax(-1)
     last = torch.where(count > 0, first + count - 1, -1)
     at = torch.arange(keys)
     if not torch.equal(seen, (at >= first[..., None]) & (at <= last[..., None])):
-        raise UnsupportedError("a query sees keys with a gap between them; compute these apart.")
+        raise UnsupportedError(
+            "a query sees keys with a gap between them. Use a mask in which each query sees a "
+            "contiguous range."
+        )
     return first, last

@@ -251,7 +251,9 @@ def _named(side: str, tensors: object) -> Mapping[str, Tensor]:
         held = held.state_dict()
     if not isinstance(held, Mapping) or any(not isinstance(name, str) for name in held):
         kind = type(tensors).__name__
-        raise UsageError(f"{side} must be tensors by name, or have a state_dict(); got a {kind}")
+        raise UsageError(
+            f"{side} must be a dict of tensors by name, or have a state_dict(); got a {kind}"
+        )
     for name, tensor in held.items():
         if not isinstance(tensor, Tensor):
             raise UsageError(

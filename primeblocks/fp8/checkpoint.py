@@ -76,7 +76,7 @@ def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Qua
             _check_pair(name, tensor, scales, recipe.weights)
             if recipe.scale == "ue8m0" and not (powers_of_two(scales) | scales.isnan()).all():
                 raise PlanError(
-                    f"{name + SCALES_SUFFIX} holds scales that are no powers of two; the recipe's "
+                    f"{name + SCALES_SUFFIX} holds scales that are not powers of two; the recipe's "
                     'are. Use Recipe(scale="float32"), or quantize the weights again.'
                 )
             weights[name] = Quantized(tensor, scales, recipe.weights)
@@ -204,7 +204,10 @@ class WeightEncoder:
         return replace(held, tensors=tuple(rows), recipe=self._recipe.fingerprint())
 
     def origins(self, held: Any) -> dict[str, str]:
-        """Return the parameter that each encoded tensor comes from. Pure. Raises as `describe`."""
+        """Return the parameter that each encoded tensor comes from.
+
+        Pure. Raises the errors of `describe`.
+        """
         made = dict.fromkeys(self.describe(held))
         return {name: name if name in held else name.removesuffix(SCALES_SUFFIX) for name in made}
 
@@ -259,7 +262,9 @@ def encode_weights(
     check_recipe(recipe)
     check_choice("form", form, Form)
     if layouts is not None and not isinstance(layouts, Mapping):
-        raise UsageError(f"layouts are by name, or None; got a {type(layouts).__name__}.")
+        raise UsageError(
+            f"layouts must be a dict by name, or None; got a {type(layouts).__name__}."
+        )
     for name, layout in ({} if layouts is None else layouts).items():
         if not isinstance(layout, Layout):
             raise UsageError(

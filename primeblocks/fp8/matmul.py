@@ -134,7 +134,7 @@ def swiglu_matmul(
     grouped = offsets is not None
     if gate_up.ndim != 2 or weight.ndim != 2 + grouped or gate_up.shape[1] != 2 * weight.shape[-1]:
         raise ShapeError(
-            f"gate_up {list(gate_up.shape)} is no pair of inputs of the weight "
+            f"gate_up {list(gate_up.shape)} is not a pair of inputs of the weight "
             f"{list(weight.shape)}, {'with' if grouped else 'without'} offsets. Pass "
             "[tokens, 2 * in], the gate first."
         )

@@ -118,9 +118,10 @@ def convert(
             or id(layer) in going_around
         ):
             raise UnsupportedError(
-                f"{name or 'the model'} may not multiply by its own forward: it was given another "
-                "one, as accelerate's hooks do, has no shape yet, or lies in a "
-                "TransformerEncoderLayer. Convert before hooks, after a first call, or exclude it."
+                f"{name or 'the model'} may not multiply by its own forward. Its forward was "
+                "replaced (as accelerate's hooks do), it has no shape yet, or it is inside a "
+                "TransformerEncoderLayer. Convert it before you add hooks, or after its first "
+                "call, or exclude it."
             )
     for name in chosen:
         _convert(layers[name], recipe)
@@ -220,8 +221,8 @@ class WeightCache:
         product, parameter = self._watched[module, name]
         if local_part(parameter) is parameter is not getattr(module, name):
             raise UsageError(
-                f"{name} of a {type(module).__name__} is another parameter than when the cache was "
-                "made: make it after fully_shard, and again after you replace parameters."
+                f"{name} of a {type(module).__name__} was replaced after the cache was made. Make "
+                "the cache after fully_shard, and again after you replace parameters."
             )
         sign = _sign(parameter, product)
         entry = self._kept.get((module, name))

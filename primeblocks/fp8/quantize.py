@@ -260,7 +260,7 @@ def _parts(values: Tensor) -> list[tuple[Any, ...]]:
 def check_operands(
     x: Tensor, tile: Tile, scale: Scale, quotient: Quotient, nonfinite: Nonfinite
 ) -> None:
-    """Refuse operands that a quantizer does not take. Local. Raises as `quantize`."""
+    """Refuse operands that a quantizer does not take. Local. Raises the errors of `quantize`."""
     check_tile("tile", tile)
     check_tensors(x=x)
     check_choice("scale", scale, Scale)

@@ -40,7 +40,7 @@ class Rule:
             self._found = re.compile(expression)
         except re.error as error:
             raise UsageError(
-                f"{argument}={expression!r} is no regular expression: {error}."
+                f"{argument}={expression!r} is not a regular expression: {error}."
             ) from error
         self.text = self._found.pattern
         # Flags at its beginning are already set. A comment at its end would hide later parts.
@@ -110,7 +110,7 @@ def choose_weights(
 ) -> tuple[str, ...]:
     """Return the names of weights that `only` names, directly or through their modules. Pure.
 
-    Biases are never chosen, whatever dims they have. Raises as `choose`.
+    Biases are never chosen, whatever dims they have. Raises the errors of `choose`.
     """
     weights = [name for name in names if not name.endswith("bias")]
     return choose(weights, only=only, exclude=exclude, among="weights", meets=Rule.names_weight)

@@ -126,7 +126,10 @@ class Catalogue:
             page.ended += (rollout,)
 
     def write_down(self) -> CapacityError | None:
-        """Start to write every page that lower tiers lack. Return an error if room is missing."""
+        """Start to write every page that lower tiers lack.
+
+        Return CapacityError if one had no room.
+        """
         here = {key: page for key, page in self._pages.items() if page not in self._coming}
         waiting = deque(here.values())
         while waiting:  # a page that had to leave for another is written again
@@ -153,7 +156,10 @@ class Catalogue:
                 self._moves.append(Recall(depth))
 
     def take(self) -> list[Move]:
-        """Return the new moves. Frames are assigned once for all results before."""
+        """Return the new moves.
+
+        Frames are assigned here, once for all results that were reported since the last call.
+        """
         if self._unsettled:
             self.settle()
             self._unsettled = False
@@ -195,6 +201,7 @@ class Catalogue:
         self._release(move.page)
 
     def written(self, move: Write, error: Exception | None) -> None:
+        """Note that a tier has the page or refused it. A page of no tier is lost with its frame."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
         page.writes -= 1

@@ -134,10 +134,10 @@ def copy_pages(
     out: bool,
     fences: Mapping[torch.device, torch.cuda.Event],
 ) -> None:
-    """Copy pages into rooms of host memory, or `out` of them. Small pages are copied in one call.
+    """Copy pages into frames of host memory, or out of the frames if `out` is true.
 
-    A call releases the interpreter's lock once. With one call per page, the thread would wait for
-    the lock after each page.
+    Small pages are copied in one call. A call releases the interpreter's lock once. With one call
+    per page, the thread would wait for the lock after each page.
     """
     parts: list[Tensor] = []
     spaces: list[Tensor] = []

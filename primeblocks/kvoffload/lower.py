@@ -88,11 +88,14 @@ class Breaker:
         return self._circuit
 
     def silent(self) -> bool:
-        """Whether the tier does not answer, and is left alone."""
+        """Whether the tier does not answer, so that the store does not use it."""
         return self.circuit() is Circuit.OPEN and self._silent
 
     def skips(self, *, feed: int | None) -> bool:
-        """Whether to skip a page. `feed`: most writes at a time to a slow tier, or None for any."""
+        """Whether to skip a page.
+
+        A slow tier gets at most `feed` writes at a time, or any with None.
+        """
         circuit = self.circuit()
         if circuit is Circuit.CLOSED or feed is None:
             return False
@@ -112,7 +115,7 @@ class Breaker:
         return 0 if waits or circuit is Circuit.CLOSED else self.writing
 
     def replaces(self) -> bool:
-        """Whether another page may leave for one: after a rest for one at a time."""
+        """Whether a page may replace another page. After a rest, one page at a time may."""
         match self.circuit():
             case Circuit.CLOSED:
                 return True
@@ -147,7 +150,7 @@ class Breaker:
                 self._circuit, self._rest_s = Circuit.CLOSED, _REST_S
 
     def refused(self, *, room: int) -> None:
-        """Note that the tier refused a page. Until the next trial it takes `room` pages."""
+        """Note that the tier refused a page. Until the next trial it gets at most `room` pages."""
         self.room = min(self.room, room)
         self._open(self._clock())
 
@@ -297,7 +300,7 @@ class Level:
 
 
 def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
-    """Split tiers into host memory and those below it. Raises as `TieredStore`."""
+    """Split tiers into host memory and those below it. Raises the errors of `TieredStore`."""
     names = [tier.name for tier in tiers]
     if not tiers or not isinstance(tiers[0], HostTier):
         raise UnsupportedError(
@@ -311,7 +314,7 @@ def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
         raise UnsupportedError(f"a tier that others write to must be the last; got {names}")
     sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
     if len(sizes) != 1:
-        raise PlanError(f"tiers with different (page, attachment) bytes: {sorted(sizes)}")
+        raise PlanError(f"all tiers need equal (page, attachment) bytes; got {sorted(sizes)}")
     return host, below
 
 

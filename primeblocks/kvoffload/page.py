@@ -81,7 +81,7 @@ class PageKey(bytes):
             names = salt, hash, group, version, recipe
             raise PlanError(
                 f"PageKey{names} cannot be written as bytes: {error}. Pass Unicode text, and at "
-                "most 4 GiB a field."
+                "most 4 GiB per field."
             ) from error
 
     @property
@@ -120,12 +120,13 @@ class PageKey(bytes):
             key = cls(*cls._fields(data))
         except (struct.error, UnicodeDecodeError) as error:
             raise CorruptionError(
-                f"PageKey.decode() got {len(data)} bytes that are no page key: {error}. Pass what "
+                f"PageKey.decode() got {len(data)} bytes that are not a page key: {error}. Pass "
+                "what "
                 "encode() returned."
             ) from error
         if key != data:
             raise CorruptionError(
-                f"PageKey.decode() got {len(data)} bytes that are no page key: they do not "
+                f"PageKey.decode() got {len(data)} bytes that are not a page key: they do not "
                 "round-trip. Pass what encode() returned."
             )
         return key
@@ -166,7 +167,7 @@ def _misfit(name: str, value: Any, wanted: str) -> PlanError:
 def page_hashes(tokens: Any, *, page_tokens: int) -> list[bytes]:
     """Return a hash for each whole page of a prompt, over all tokens up to the page's end. Pure.
 
-    Each hash is the SHA-256 of the hash before and the page's tokens, as 64-bit integers with the
+    Each hash is the SHA-256 of the previous hash and the page's tokens, as 64-bit integers with the
     lowest byte first.
 
     Args:
@@ -181,12 +182,14 @@ def page_hashes(tokens: Any, *, page_tokens: int) -> list[bytes]:
         ids = np.asarray(tokens)
     except (RuntimeError, TypeError, ValueError) as error:  # Of torch for one, of numpy for two.
         raise PlanError(
-            f"a prompt is a line of integers in host memory: {error}. Pass tokens.cpu()."
+            f"a prompt must be one-dimensional integers in host memory: {error}. Pass tokens.cpu()."
         ) from error
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise PlanError(f"a prompt is a line of integers; got {ids.dtype} of shape {ids.shape}")
+        raise PlanError(
+            f"a prompt must be one-dimensional integers; got {ids.dtype} of shape {ids.shape}"
+        )
     if ids.size and ids.max() >= 1 << 63:  # It would be taken for a negative one.
-        raise PlanError(f"token ids are below 2**63; got {ids.max()}")
+        raise PlanError(f"token ids must be below 2**63; got {ids.max()}")
     hashes, last = [], b""
     for end in range(page_tokens, ids.size + 1, page_tokens):
         page = ids[end - page_tokens : end].astype("<i8")
@@ -245,8 +248,8 @@ def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
             label, content = name.encode(), memoryview(data).tobytes()
         except (AttributeError, TypeError, UnicodeEncodeError) as error:
             raise UsageError(
-                f"attachments are bytes by name; got {shown(data)} as {shown(name)}. Encode them "
-                "as bytes."
+                f"attachments must be a dict from names to bytes; got {shown(data)} as "
+                f"{shown(name)}. Encode them as bytes."
             ) from error
         if len(label) >= 1 << 16:
             raise ShapeError(

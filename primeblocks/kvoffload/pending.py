@@ -144,7 +144,7 @@ class Pending(Generic[T]):
                 self._end()
 
     def fail(self, error: BaseException) -> None:
-        """Make `wait` raise `error`, once the running copies of the batch have ended."""
+        """Make `wait` raise `error`, after the running copies of the batch have ended."""
         with self._changed:
             self._give_up(error)
 
@@ -220,7 +220,7 @@ def save_requests(
     host: HostTier,
     rollout: Hashable,
 ) -> list[SaveRequest]:
-    """Make one save request for each page. Raises as `TieredStore.save`."""
+    """Make one save request for each page. Raises the errors of `TieredStore.save`."""
     users = users_of(rollout)
     _same_length(keys=keys, pages=pages, attachments=attachments)
     _refer(batch, keys, pages, page_bytes=host.page_bytes, writable=False)
@@ -246,7 +246,7 @@ def load_requests(
     host: HostTier,
     rollout: Hashable,
 ) -> list[LoadRequest]:
-    """Make one load request for each page. Raises as `TieredStore.load`."""
+    """Make one load request for each page. Raises the errors of `TieredStore.load`."""
     users = users_of(rollout)
     _same_length(keys=keys, into=into)
     _refer(batch, keys, into, page_bytes=host.page_bytes, writable=True)
@@ -263,7 +263,7 @@ def _refer(
 ) -> None:
     for key in keys:
         if not isinstance(key, PageKey):
-            raise UsageError(f"a page is named by a PageKey; got {key!r}")
+            raise UsageError(f"a key must be a PageKey; got {key!r}")
     batch.parts = [page_parts(page, page_bytes=page_bytes, writable=writable) for page in pages]
     batch.fences = {
         part.device: torch.cuda.current_stream(part.device).record_event()
@@ -290,7 +290,8 @@ def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
 def _bytes_of(part: Any, *, writable: bool) -> Part:
     if isinstance(part, np.ndarray) and part.dtype.hasobject:
         raise UnsupportedError(
-            f"a page is bytes; got an array of {part.dtype}, of references. Pass a numeric dtype."
+            f"a page must be bytes; got an array of {part.dtype}, which contains references. Pass "
+            "a numeric dtype."
         )
     if isinstance(part, np.ndarray) and part.flags.c_contiguous and part.flags.writeable:
         flat = part if part.dtype == np.uint8 and part.ndim == 1 else part.reshape(-1).view("u1")
@@ -298,7 +299,7 @@ def _bytes_of(part: Any, *, writable: bool) -> Part:
     if isinstance(part, Tensor):
         if not (part.is_cpu or part.is_cuda):
             raise UnsupportedError(
-                f"pages are in host memory or on CUDA devices; got a tensor on {part.device}. "
+                f"pages must be in host memory or on CUDA devices; got a tensor on {part.device}. "
                 "Copy it with .cpu(), or let the engine's own worker copy."
             )
         if not part.is_contiguous():
@@ -316,7 +317,7 @@ def _bytes_of(part: Any, *, writable: bool) -> Part:
             "a list."
         )
     if writable and raw.readonly:
-        raise ShapeError("a page is loaded into a writable buffer; got a read-only one")
+        raise ShapeError("a page must be loaded into a writable buffer; got a read-only buffer")
     if raw.readonly or not raw.nbytes:  # torch refers to neither
         return np.frombuffer(raw, dtype=np.uint8)
     return torch.frombuffer(raw, dtype=torch.uint8)

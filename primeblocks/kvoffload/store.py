@@ -1,7 +1,8 @@
 """`TieredStore`: a store of pages over several tiers.
 
 A call changes the `Catalogue` under the lock. Copier threads and one worker per lower tier make the
-moves that follow, and report them.
+moves that follow, and report them. The heads of three files draw the states: `moves.py` of a page
+in host memory, `lower.py` of a tier that is full, slow or silent, `pending.py` of a result.
 """
 
 from __future__ import annotations
@@ -25,14 +26,7 @@ from .host import HostTier
 from .lower import Level, in_order
 from .moves import CopyIn, CopyOut, LoadRequest, PageRead, SaveRequest, Write
 from .page import PageKey
-from .pending import (
-    Batch,
-    Pending,
-    finish_all,
-    load_requests,
-    save_requests,
-    users_of,
-)
+from .pending import Batch, Pending, finish_all, load_requests, save_requests, users_of
 from .tier import Loaded, Saved, Tier, TierStatistics
 from .worker import Holds, Outcome, TierWorker, Until
 
@@ -47,7 +41,9 @@ class TieredStore:
     """Keeps pages in host memory, and in slower tiers when it is full. Thread-safe.
 
     A page found in a lower tier is copied back to host memory. Calls return at once, and threads of
-    the store copy and do I/O. A load sees every save that was called before it.
+    the store copy and do I/O. A load sees every save that was called before it. The result of a
+    save is ready once host memory has the page. If all lower tiers refuse a page, as on a full
+    disk, the page is lost when it leaves host memory. `statistics()` counts such refusals.
 
     Args:
         tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes them.
@@ -271,7 +267,7 @@ class TieredStore:
     ) -> None:
         before = [level.refusals if flush else None for level in self._catalogue.levels]
         missing = what()
-        self._hand_out()
+        self._give_moves()
         for depth, worker in enumerate(self._workers):
             done = partial(self._pass_marker, batch, depth, before[depth], missing)
             worker.give(Until(done, flush=flush))
@@ -317,7 +313,7 @@ class TieredStore:
             if self._error is None:
                 try:
                     what(*of)
-                    self._hand_out()
+                    self._give_moves()
                 except BaseException as error:
                     self._break(error)
             answers, self._answers = self._answers, []
@@ -338,7 +334,7 @@ class TieredStore:
             for pending in list(self._pending):
                 pending.fail(self._error)
 
-    def _hand_out(self) -> None:
+    def _give_moves(self) -> None:
         while moves := self._catalogue.take():
             copies: list[CopyIn | CopyOut] = []
             below: list[list[Any]] = [[] for _ in self._workers]

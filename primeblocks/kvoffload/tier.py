@@ -111,7 +111,8 @@ class Loaded:
     """The result of a load. It is true for a page and false for a miss.
 
     Args:
-        tier: the name of the tier that had the page. None is a miss, which leaves `into` unchanged.
+        tier: the name of the tier that had the page. It equals None after a miss, which leaves
+            `into` unchanged.
         attachments: the attachments saved with the page.
     """
 

@@ -108,7 +108,7 @@ def turn_advantages(
     Source: arXiv:2505.11821 (turns have advantages of their own).
     """
     if not 0 <= discount <= 1:
-        raise UsageError(f"discount must be within 0 and 1; got {discount}")
+        raise UsageError(f"discount must be between 0 and 1; got {discount}")
     rewards, mask = _checked(rewards, mask, dims=3)
     returns, after = [], torch.zeros_like(rewards[..., 0], dtype=torch.float64)
     for reward in reversed(rewards.unbind(-1)):
@@ -126,13 +126,13 @@ def _checked(rewards: object, mask: object, *, dims: int) -> tuple[Tensor, Tenso
     if rewards.ndim != dims or not rewards.is_floating_point() or not rewards.shape[1]:
         shape = "[groups, members]" if dims == 2 else "[groups, members, turns]"
         raise ShapeError(
-            f"rewards must be floating {shape}; got {rewards.dtype}"
-            f" {list(rewards.shape)}. One group alone: rewards.float()[None]."
+            f"rewards must be floating {shape}; got {rewards.dtype} {list(rewards.shape)}. For a "
+            "single group, pass rewards.float()[None]."
         )
     if mask is None:
         return rewards, torch.ones_like(rewards, dtype=torch.bool)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != rewards.shape:
-        raise ShapeError(f"mask must be a bool tensor {list(rewards.shape)}, as the rewards")
+        raise ShapeError(f"mask must be a bool tensor {list(rewards.shape)}, like the rewards")
     return torch.where(mask, rewards, torch.zeros_like(rewards)), mask
 
 

@@ -79,7 +79,7 @@ def kl_loss(
         weights=weights,
     )
     if direction not in ("reverse", "forward") or gradient not in ("unbiased", "estimator"):
-        raise UsageError(f"no such KL: direction {direction!r}, gradient {gradient!r}")
+        raise UsageError(f"unknown KL: direction {direction!r}, gradient {gradient!r}")
     if estimator == "abs" and gradient == "unbiased":
         raise UsageError('"abs" estimates no KL. Pass gradient="estimator".')
     x = log_ratios(trainer_logprobs, reference_logprobs, mask)
@@ -162,7 +162,7 @@ def top_k_loss(
     Source: arXiv:2306.13649 (GKD), on the student's top-k.
     """
     if direction not in ("reverse", "forward") or rest not in ("bucket", "renormalise"):
-        raise UsageError(f"no such loss: direction {direction!r}, rest {rest!r}")
+        raise UsageError(f"unknown loss: direction {direction!r}, rest {rest!r}")
     check_tokens(student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs)
     if student_logprobs.ndim < 2 or not student_logprobs.shape[-1]:
         raise ShapeError(f"needs [*tokens, words]; got {list(student_logprobs.shape)}")

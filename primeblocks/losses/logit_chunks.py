@@ -69,7 +69,7 @@ def check_operands(
     if ids.dtype not in {torch.int32, torch.int64}:
         raise ShapeError(f"ids must be int64 or int32; got {ids.dtype}.")
     if len(devices := {x.device for x in (hidden, weight, ids)}) > 1:
-        raise ShapeError(f"hidden, weight and ids lie on {len(devices)} devices: {devices}.")
+        raise ShapeError(f"hidden, weight and ids are on {len(devices)} devices: {devices}.")
     dtypes = {hidden.dtype, weight.dtype}
     if not all(dtype.is_floating_point for dtype in dtypes):
         raise ShapeError(f"hidden and weight must be floating; got {dtypes}.")

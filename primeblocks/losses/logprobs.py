@@ -122,7 +122,7 @@ def chunked_loss(
         part = loss(TokenScores(seen.logprobs.reshape(ids[tokens].shape), seen.entropy), tokens)
         if not isinstance(part, Tensor) or part.ndim:
             shape = list(part.shape) if isinstance(part, Tensor) else type(part).__name__
-            raise ShapeError(f"a loss must be one number, a tensor of no dims; got {shape}.")
+            raise ShapeError(f"a loss must be a scalar tensor; got {shape}.")
         return part
 
     learns = torch.is_grad_enabled()

@@ -94,14 +94,15 @@ def length_weights(
 
 def _counted(losses: Sequence[TokenLoss], by: str | int) -> int:
     if not losses:
-        raise UsageError("no loss to divide")
+        raise UsageError("the list of losses is empty. Pass at least one loss.")
     if by == "tokens":
         return sum(loss.tokens for loss in losses)
     if by == "sequences":
         counts = [loss.sequences for loss in losses if loss.sequences is not None]
         if len(counts) < len(losses):
             raise UsageError(
-                "the sequences of packed tokens, or of one row, are unknown. Pass sequence_ids."
+                "packed tokens, or tokens of one row, do not show which sequence each belongs "
+                "to. Pass sequence_ids."
             )
         return sum(counts)
     if not isinstance(by, int) or isinstance(by, bool) or by < 0:

@@ -66,7 +66,7 @@ def grpo_loss(
 ) -> TokenLoss:
     """Clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A). Pure. Local.
 
-    r is p_trainer / p_rollout. A token stops learning once its ratio has left the band in the
+    r is p_trainer / p_rollout. A token stops learning when its ratio leaves the band in the
     direction of its advantage. GRPO, DAPO, Dr. GRPO and others are settings of this loss:
 
     ==================  ===========================================================================
@@ -335,7 +335,7 @@ def gmpo_loss(
     """Geometric mean of ratios that are clipped one by one: -A exp(mean of c). Pure. Local.
 
     c is the token's log-ratio, at most `clip_high` if A > 0, and at least `-clip_low` otherwise. An
-    outlier moves the mean by at most its clip, and its sequence still learns.
+    outlier changes the mean by at most the clip, and the tokens of its sequence still learn.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.

@@ -58,7 +58,8 @@ def check_tokens(*masks: Any, sequence_ids: Any = None, **operands: Any) -> None
     Args:
         masks: bool, at most one, of the same shape.
         sequence_ids: integers of the same shape, or None.
-        operands: floating, by their name in messages. None is skipped, except for the first.
+        operands: floating, by their name in messages. Operands after the first may be None, and are
+            skipped then.
 
     Raises:
         ShapeError: operands differ in shape or device, or an operand has another dtype.
@@ -74,7 +75,7 @@ def check_tokens(*masks: Any, sequence_ids: Any = None, **operands: Any) -> None
         if x.shape != like.shape:
             raise ShapeError(
                 f"{name} {list(x.shape)} and {first} {list(like.shape)} differ in shape, and"
-                " nothing is broadcast. One value a rollout: x[:, None].expand_as(mask)."
+                " nothing is broadcast. For one value per rollout pass x[:, None].expand_as(mask)."
             )
         if x.device != like.device:
             raise ShapeError(f"{name} is on {x.device}, {first} on {like.device}")
@@ -136,9 +137,9 @@ def sequence_sums(x: Tensor, sequence_ids: Tensor | None) -> Tensor:
     if x.ndim != 2 or len(x) == 1:
         # One row is one rollout or a pack of several. Only sequence_ids can tell.
         raise ShapeError(
-            f"sequences of {list(x.shape)} are unknown. Pass sequence_ids, an integer a token"
-            " (torch.zeros_like(mask, dtype=torch.int64) if all are one rollout), or several rows,"
-            " [rollouts, tokens]."
+            f"tokens of shape {list(x.shape)} do not show which sequence each belongs to. Pass "
+            "sequence_ids, one integer per token (torch.zeros_like(mask, dtype=torch.int64) if "
+            "all are one rollout), or several rows, [rollouts, tokens]."
         )
     return x.sum(dim=1, keepdim=True).expand_as(x)
 

@@ -215,7 +215,8 @@ def _check_steps(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> 
     foreign = sum(id(tensor) not in known for tensor in stepped)
     if foreign:
         raise PlanError(
-            f"{foreign} of {len(stepped)} tensors of the optimizer are no parameters of the model: "
+            f"{foreign} of {len(stepped)} tensors of the optimizer are not parameters of the "
+            "model: "
             "the optimizer was made before the model was sharded, and would not train it. Make the "
             "optimizer after parallelize or fully_shard_moe."
         )
@@ -273,7 +274,7 @@ def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
     odd = [x for x in found if not isinstance(x, nn.Module) or x not in inside]
     if odd:
         raise PlanError(
-            f"{len(odd)} of {len(found)} {name} are no modules of this {type(model).__name__}; "
+            f"{len(odd)} of {len(found)} {name} are not modules of this {type(model).__name__}; "
             f"the first is a {type(odd[0]).__name__}. Pass modules, not names or copies."
         )
     return found
@@ -290,8 +291,8 @@ def check_dispatcher(dispatcher: object, meshes: Meshes) -> None:
         over = [dist.get_rank()]
     if over != shared:
         raise PlanError(
-            f"the {type(dispatcher).__name__} of experts lies over ranks {over}; they are shared "
-            f"over {shared}. Pass meshes.expert.get_group()."
+            f"the {type(dispatcher).__name__} of experts uses ranks {over}, but ranks {shared} "
+            "share the experts. Give it the group meshes.expert.get_group()."
         )
 
 

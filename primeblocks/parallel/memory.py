@@ -97,7 +97,7 @@ class HostMemory:
     Args:
         model: its tensors on the device of its first parameter move. DTensors move too. The device
             may be a CPU.
-        optimizer: None moves no optimizer state.
+        optimizer: With None, no optimizer state moves.
         chunk_bytes: host memory of a kind grows by this many bytes. torch pins powers of two.
 
     Raises:
@@ -233,7 +233,7 @@ class HostMemory:
                     continue
                 if not storage.resizable():
                     raise UnsupportedError(
-                        f"{name} lies in memory that torch cannot free ({size} bytes: shared, "
+                        f"{name} is in memory that torch cannot free ({size} bytes: shared, "
                         "mapped or of another library). Clone it first."
                     )
                 seen.add(storage)
@@ -270,9 +270,9 @@ class HostMemory:
             for name, held in tensors.items():
                 if now.get(name, held) != held:
                     raise ShapeError(
-                        f"{name} was {held.dtype} {list(held.shape)} when it was released, now is "
-                        f"{now[name].dtype} {list(now[name].shape)} in other memory. Put the old "
-                        "tensor back, and change it after restore()."
+                        f"{name} was {held.dtype} {list(held.shape)} when it was released, and is "
+                        f"now {now[name].dtype} {list(now[name].shape)} in other memory. Assign "
+                        "the old tensor again, and change it only after restore()."
                     )
             if written := [storage.nbytes() for storage, _, _ in places if storage.nbytes()]:
                 raise ShapeError(

@@ -106,14 +106,17 @@ class MeshPlan:
             RankError: another rank refused its plan.
         """
         if not dist.is_initialized():
-            raise PlanError("no process group. Call torch.distributed.init_process_group first.")
+            raise PlanError(
+                "there is no process group. Call torch.distributed.init_process_group first."
+            )
 
         everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
         with agreed("MeshPlan.build", on_device(device), group=everyone) as call:
             if dist.get_world_size() != self.world_size:
                 raise PlanError(
-                    f"planned for {self.world_size} ranks; {dist.get_world_size()} are running. "
-                    f"Plan with world_size={dist.get_world_size()}."
+                    f"the mesh is planned for {self.world_size} ranks, but "
+                    f"{dist.get_world_size()} ranks are running. Plan with "
+                    f"world_size={dist.get_world_size()}."
                 )
             call.facts |= {**asdict(self), "device": device}
 

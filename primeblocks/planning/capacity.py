@@ -213,7 +213,7 @@ def plan_capacity(
         groups: layers with equal caches, from `kv_groups` or written by hand.
         rollouts: one entry for each shape.
         tensor: ranks of one replica.
-        gpus: number of GPUs. None finds the fewest that hold everything.
+        gpus: number of GPUs. With None, the plan finds the smallest number that holds everything.
         page_tokens: tokens of a page, which is the engine's block size.
         host_bytes: memory of all hosts together, for rollouts that the GPUs do not hold. A page is
             stored there once, for any number of ranks.
@@ -376,6 +376,6 @@ def _check(
     tensor = numbers["tensor"]
     if gpus is not None and gpus % tensor:
         raise PlanError(
-            f"gpus={gpus} are not whole replicas of tensor={tensor}. "
-            f"Use {gpus // tensor * tensor or tensor} or {-(-gpus // tensor) * tensor}."
+            f"gpus={gpus} cannot be divided into whole replicas of tensor={tensor}. Use "
+            f"{gpus // tensor * tensor or tensor} or {-(-gpus // tensor) * tensor}."
         )

@@ -45,7 +45,8 @@ class KvGroup:
         head_bytes: keys and values of one token, in one head of one layer.
         heads: key-value heads per layer. Tensor-parallel ranks share them, or hold copies if there
             are more ranks than heads. Latents and index keys have one head.
-        window: tokens that a token sees, itself included. Earlier pages are freed. None sees all.
+        window: tokens that a token sees, itself included. Earlier pages are freed. With None, it
+            sees all tokens.
         state_head_bytes: state of a rollout of any length, in one head of one layer.
         pair_flops: FLOPs of attention of one query to one key in one layer, over all heads.
         max_keys: the most keys that a query attends to (sparse attention). All keys are stored.
@@ -234,7 +235,7 @@ def _delta_net(config: Any, layers: int, kv_dtype: str) -> KvGroup:
         keys, values = (_need(config, f"linear_num_{each}_heads") for each in ("key", "value"))
         key, value = (_need(config, f"linear_{each}_head_dim") for each in ("key", "value"))
     if values % keys:
-        raise PlanError(f"{values} heads of values share no {keys} heads of keys equally.")
+        raise PlanError(f"{values} heads of values cannot share {keys} heads of keys equally.")
     each = values // keys
     kept = (2 * key + each * value) * (_need(config, "linear_conv_kernel_dim") - 1)
     recurrent = each * value * key * 4

@@ -205,12 +205,18 @@ def simulate(
         progress: called with the steps simulated and `steps`, after each step.
 
     Raises:
-        UsageError: there are 0 engines or steps, or `pause_s` is longer than `publish_s`.
+        UsageError: there are 0 engines or steps, `pause_s` is longer than `publish_s`, or `train_s`
+            is neither seconds nor a function.
     """
     if not engines or not 0 <= settle < steps or not 0 <= pause_s <= publish_s:
         raise UsageError(
             f"needs an engine, settle < steps and pause_s <= publish_s; got {len(engines)} "
             f"engines, {settle} and {steps}, {pause_s} and {publish_s} s."
+        )
+    if not callable(train_s) and not (isinstance(train_s, (int, float)) and train_s >= 0):
+        raise UsageError(
+            f"train_s must be seconds of 0 or more, or a function of the tokens; got {train_s!r}. "
+            "For steps of random length, pass a function that draws them."
         )
     clock = VirtualClock()
     capacity = (staleness.max_off_policy_steps + 1) * batch_size

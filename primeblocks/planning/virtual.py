@@ -24,7 +24,7 @@ class VirtualClock:
         return asyncio.get_running_loop().time()
 
     async def sleep(self, seconds: float) -> None:
-        """Return once the running loop's time is `seconds` later."""
+        """Return when the running loop's time is `seconds` later."""
         if seconds > 0:
             await asyncio.sleep(seconds)
 

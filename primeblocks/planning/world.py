@@ -224,7 +224,9 @@ class World:
         tokens, tools, breaks_at = self._draws(prompt.ordinal, sample, attempt)
         if breaks_at is not None:
             await self._turns(tokens * breaks_at, tools)
-            raise EngineError(f"sample {sample} of prompt {prompt.ordinal} broke off.")
+            raise EngineError(
+                f"sample {sample} of prompt {prompt.ordinal} failed, as the simulation planned."
+            )
         self.sampled.append(tokens)
         spans = prompt.spans[sample] = await self._turns(tokens, tools)
         return self._rollout(tuple(made_by for made_by, _ in spans))

@@ -54,8 +54,8 @@ def replace(replacements: Mapping[str, Callable[[Any], Any]], *, name: str, test
     """Replace symbols in the name of a patch, each once. Arguments and errors as for `Patch`."""
     if missing := [symbol for symbol in replacements if _owner(symbol) is None]:
         raise UnsupportedError(
-            f"{name} cannot be applied: there is no {', '.join(missing)}. It was tested "
-            f"with {tested}; install that."
+            f"{name} cannot be applied: {', '.join(missing)} is missing. It was tested with "
+            f"{tested}. Install that version."
         )
     for symbol, replacement_of in replacements.items():
         if name not in _patches(symbol):

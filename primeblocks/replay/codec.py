@@ -176,10 +176,10 @@ def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:
 def checked_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
     """Return layer ids as integers that can be written, or raise ShapeError. Local."""
     if not isinstance(layer_ids, Iterable) or isinstance(layer_ids, str):
-        raise ShapeError(f"layer_ids are indices of layers; got {shown(layer_ids)}")
+        raise ShapeError(f"layer_ids must be indices of layers; got {shown(layer_ids)}")
     ids = tuple(layer_ids)
     if not all(isinstance(i, Integral) and 0 <= i < 1 << 32 for i in ids):
-        raise ShapeError(f"layer_ids are indices of layers; got {shown(ids)}")
+        raise ShapeError(f"layer_ids must be indices of layers; got {shown(ids)}")
     return tuple(int(i) for i in ids)
 
 
@@ -207,7 +207,7 @@ def encode(
 
 
 def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
-    """Read the fields of `Routes`, and their start. Local. Raises as `unseal`."""
+    """Read the fields of `Routes`, and their start. Local. Raises the errors of `unseal`."""
     body = unseal(payload, kind=_KIND, format_version=_FORMAT)
     if len(body) < _SIZES.size:
         raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of routes")

@@ -34,10 +34,10 @@ def follow(
 ) -> Following:
     """Make `model(..., routed_experts=rows)` follow these rows. Call once, before the first step.
 
-    `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`. A row of -1 lets
-    the token choose for itself in that layer. To replay gates too, as `impose(gates=)` does, pass
-    `routed_experts_weights`, float32 or float64 of the same shape. A call without rows is a plain
-    call.
+    `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`. For a row of -1,
+    the token uses the model's own choice in that layer. To replay gates too, as `impose(gates=)`
+    does, pass `routed_experts_weights`, float32 or float64 of the same shape. A call without rows
+    is a plain call.
 
     The rows go to each layer as an argument of its call. So any number of micro-batches may be in
     flight, and an activation checkpoint of the layer recomputes it under the same rows. If the
@@ -79,7 +79,10 @@ def follow(
         raise PlanError(f"layer_ids must name each layer once, {absent} included; got {columns}")
     again = [router.layer_id for router in ordered if _follows(router.module)]
     if again:
-        raise UsageError(f"layers {again} follow already. close() the first one.")
+        raise UsageError(
+            f"layers {again} already follow the rows of an earlier follow(). Call close() on what "
+            "that call returned."
+        )
     return Following(model, ordered, columns)
 
 
@@ -280,8 +283,9 @@ def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module
     for router in routers:
         if router.module not in names:
             raise PlanError(
-                f"the router of layer {router.layer_id} is not inside this {type(model).__name__}."
-                " A stage follows with its own routers of those found in the whole model."
+                f"the router of layer {router.layer_id} is not inside this "
+                f"{type(model).__name__}. Pass only the routers of this stage, as found in the "
+                "whole model."
             )
         for stack, child in _steps(model, names[router.module]):
             if isinstance(stack, nn.ModuleList | nn.ModuleDict):
@@ -293,7 +297,9 @@ def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module
                 " layers: which call brings its rows cannot be told. Use impose."
             )
     if len({layer for layer, _ in places}) != len(routers):
-        raise PlanError("two routers are in one layer: each layer's call brings one row a token")
+        raise PlanError(
+            "two routers are in one layer: each call of a layer takes one row per token"
+        )
     return places
 
 

@@ -36,9 +36,9 @@ def impose(
     """Make the routers follow `routes` while the context is open.
 
     Only the indices are replayed, in their order. Gate weights are computed again from the live
-    scores, so that gradients reach the gate. A missing token chooses for itself. The rows are those
-    of the flattened input, `[batch * sequence]`. Open one context per micro-batch. With activation
-    checkpointing call backward inside it too.
+    scores, so that gradients reach the gate. A missing token uses the trainer's own choice. The
+    rows are those of the flattened input, `[batch * sequence]`. Open one context per micro-batch.
+    With activation checkpointing call backward inside it too.
 
     Local. Uses forward hooks. On entering, the ids are copied once to the device of each router's
     weights, from pinned memory and without waiting. They stay there in the narrow dtype until the
@@ -70,8 +70,8 @@ def impose(
     nested = [layer.router.layer_id for layer in layers if is_imposed(layer.router.module)]
     if nested:
         raise UsageError(
-            f"layers {nested} are imposed already: recomputation could not tell the micro-batches"
-            " apart. Close the first context before the second."
+            f"layers {nested} are already under impose, and a recomputation could not know which "
+            "micro-batch it belongs to. Close the first context before you open the second."
         )
     differentiating = torch.is_grad_enabled()
     known_slots = int((~(routes.missing | routes.padding)).sum()) * routes.top_k
@@ -87,7 +87,10 @@ def impose(
 
 
 class Imposed:
-    """The outcome of an `impose`. Read it once the model has run, also after the context."""
+    """The outcome of an `impose`.
+
+    Read it after the model has run. The context may be closed by then.
+    """
 
     def __init__(self, tallies: dict[int, _Tally], known_slots: int) -> None:
         self._tallies = tallies
@@ -130,8 +133,8 @@ def _check_options(
         raise UsageError(f"min_score_ratio must be in (0, 1]; got {shown(ratio)}")
     if gates is not None and ratio is not None:
         raise UsageError(
-            "min_score_ratio puts experts into slots for which no gate was recorded."
-            " Use it, or gates, not both."
+            "min_score_ratio puts experts into slots that have no recorded gate. Use "
+            "min_score_ratio or gates, not both."
         )
 
 
@@ -144,14 +147,14 @@ def _plan(
     layer_ids = tuple(router.layer_id for router in routers)
     if set(layer_ids) != set(routes.layer_ids):
         raise PlanError(
-            f"the model routes in layers {layer_ids}, the routes in {routes.layer_ids}."
-            " A part of a model takes routes.select_layers(layer_ids)."
+            f"the model has routers in layers {layer_ids}, but the routes are for layers "
+            f"{routes.layer_ids}. A part of a model takes routes.select_layers(layer_ids)."
         )
     ours = routers[0].num_experts, routers[0].top_k
     if ours != (routes.num_experts, routes.top_k):
         raise PlanError(
-            f"the model chooses {ours[1]} of {ours[0]} experts,"
-            f" the routes {routes.top_k} of {routes.num_experts}"
+            f"the model chooses {ours[1]} of {ours[0]} experts, but the routes have "
+            f"{routes.top_k} of {routes.num_experts}"
         )
     devices = [_device_of(router.module) for router in routers]
     columns = [routes.layer_ids.index(layer_id) for layer_id in layer_ids]
@@ -220,7 +223,7 @@ class ImposedRows(NamedTuple):
     ids: torch.Tensor
     """Integers `[tokens, top_k]`, narrow or not."""
     missing: torch.Tensor | None = None
-    """bool `[tokens]`: what chooses for itself, whatever its ids; None where nothing does."""
+    """bool `[tokens]`: tokens that use the router's own choice. None if no token does."""
     padding: torch.Tensor | None = None
     """bool `[tokens]`: what the filter of scores leaves alone."""
     weights: torch.Tensor | None = None
@@ -272,9 +275,10 @@ class _ImposedLayer:
         suspended = self._ran_without_grad and not self._ran_with_grad
         if differentiating and suspended and self.router.module.training:
             raise UsageError(
-                f"layer {self.router.layer_id} ran without gradients in a context opened with"
-                " them. Under reentrant checkpointing backward would now recompute without the"
-                " routes: call backward inside. If no gradient is wanted, open it in no_grad()."
+                f"layer {self.router.layer_id} ran without gradients, but its context was opened "
+                "with gradients enabled. With reentrant checkpointing, backward would recompute "
+                "without the routes, so call backward inside the context. If you need no "
+                "gradients, open the context inside torch.no_grad()."
             )
 
 

@@ -71,7 +71,9 @@ class Mismatch:
         """
         parts = list(parts)
         if not parts:
-            raise UsageError("nothing to pool: pass the measurements of at least one rank")
+            raise UsageError(
+                "cannot pool an empty list. Pass the measurements of at least one rank."
+            )
         tokens = sum(part.tokens for part in parts)
         k3 = sum(part.tokens * part.k3 for part in parts) / tokens
         # Squares add up: of each part about its own mean, and of the means about their mean.
@@ -143,7 +145,7 @@ def measure_mismatch(
     counts = _mask_of(mask, trainer.shape, trainer.device)
     positions = counts.nonzero()
     if not len(positions):
-        raise UsageError("no token counts: the mask leaves none")
+        raise UsageError("the mask excludes all tokens. Pass a mask with at least one True.")
     if worst < 0:
         raise UsageError(f"worst must not be negative; got {worst}")
     trainer, rollout = trainer[counts].double(), rollout[counts].double()
@@ -189,7 +191,7 @@ def exact_kl(
     counts = _mask_of(mask, trainer.shape[:-1], trainer.device)
     positions = counts.nonzero()
     if not len(positions):
-        raise UsageError("no position counts: the mask leaves none")
+        raise UsageError("the mask excludes all positions. Pass a mask with at least one True.")
     if mask is not None:
         rollout, trainer = rollout[counts], trainer[counts]
     vocab = trainer.shape[-1]
@@ -308,8 +310,8 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
     for name, given in (("a", a), ("b", b)):
         if not isinstance(given, Routes):
             raise UsageError(
-                f"{name} must be Routes, such as tape.routes; got {given!r:.60}. Routes.from_array"
-                " takes ids from elsewhere."
+                f"{name} must be Routes, such as tape.routes; got {given!r:.60}. For other ids, "
+                "call Routes.from_array."
             )
     if a.experts.shape != b.experts.shape or (a.num_experts, a.layer_ids) != (
         b.num_experts,

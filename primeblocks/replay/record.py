@@ -32,8 +32,8 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
     and they must choose the same then. A second forward is refused, such as a step of `generate`.
     Opened inside `impose` the tape has the imposed choices, and around it the model's own.
 
-    Local. Keeps narrow ids on the device. Waits for the device only when `tape.routes` is read, or
-    on leaving if a layer ran twice. For a compiled model call `allow_compile` first.
+    Local. Keeps ids on the device, in a narrow dtype. Waits for the device only when `tape.routes`
+    is read, or on leaving if a layer ran twice. For a compiled model call `allow_compile` first.
 
     Args:
         gates: also keep the weights of the choices. They take four more bytes per slot.

@@ -26,7 +26,7 @@ def softmax_router(
     """Gate weights `[tokens, top_k]` and choices of a softmax router.
 
     Args:
-        imposed: choices to follow. A token with None chooses for itself.
+        imposed: choices to follow. With None, the token uses the router's own choice.
     """
     gates, choices = [], []
     for token, logits in enumerate(_logits(hidden, weight, bias)):

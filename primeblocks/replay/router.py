@@ -69,7 +69,7 @@ def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:
         raise UsageError(f"pass the routers of the model, a list of them; got {shown(routers)}")
     ordered = tuple(sorted(routers, key=lambda router: router.layer_id))
     if not ordered:
-        raise UsageError("no routers: a model without experts has nothing to replay")
+        raise UsageError("the list of routers is empty, so there are no choices to replay")
     layer_ids = [router.layer_id for router in ordered]
     if len(set(layer_ids)) != len(layer_ids):
         raise PlanError(f"two routers share a layer: {layer_ids}")

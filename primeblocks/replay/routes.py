@@ -153,7 +153,9 @@ class Routes:
         if pad_to is not None:
             parts = [piece for part in parts for piece in part._filled_up(pad_to)]
         if not parts:
-            raise ShapeError("nothing to join: an empty list has no layers. Pass routes[0:0].")
+            raise ShapeError(
+                "cannot join an empty list, because it has no layers. Pass routes[0:0]."
+            )
         first = parts[0]
         for part in parts[1:]:
             if part._model != first._model:
@@ -229,8 +231,8 @@ class Routes:
     def pad(self, tokens: int) -> Routes:
         """Pad to `tokens` with rows that visit all experts in turn.
 
-        Successive experts are far apart in number, so that even a few rows load all ranks of an
-        expert-parallel group. The rows go to the end of the flattened input. For a batch call
+        Numbers of successive experts are far apart, so that even a few rows give work to all ranks
+        of an expert-parallel group. The rows go to the end of the flattened input. For a batch call
         `with_missing` on each sequence, or `join(pad_to=)`.
 
         Raises:
@@ -287,8 +289,8 @@ class Routes:
         whole = isinstance(batch, Integral) and not isinstance(batch, bool)
         if not whole or batch < 1 or self.tokens % batch:
             raise ShapeError(
-                f"{self.tokens} tokens are no {batch!r} rows of one length."
-                " Routes.join(rows, pad_to=width) makes them so."
+                f"{self.tokens} tokens cannot be split into {batch!r} rows of one length. "
+                "Routes.join(rows, pad_to=width) pads all rows to one length."
             )
         ids = self.experts.astype(np.int16 if self.num_experts < 1 << 15 else np.int32)
         ids[self.missing] = -1
@@ -335,7 +337,8 @@ class Routes:
             return onto.extend(routes, start=start)
         if start:
             raise UsageError(
-                f"these rows start at token {start}: pass onto= the routes of the tokens before"
+                f"these rows start at token {start}. Pass the routes of the earlier tokens as "
+                "onto=."
             )
         return routes
 

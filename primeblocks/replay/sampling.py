@@ -132,7 +132,7 @@ class KeptTokens:
         """`kept[a:b]`: a range of tokens. Ids are a view."""
         first, last, step = tokens.indices(self.tokens)
         if step != 1:
-            raise ShapeError(f"kept tokens are sliced with step 1; got {step}")
+            raise ShapeError(f"kept tokens can only be sliced with step 1; got {step}")
         offsets = self.offsets[first : max(first, last) + 1]
         return KeptTokens(self.ids[offsets[0] : offsets[-1]], offsets - offsets[0], self.vocab_size)
 

@@ -87,7 +87,7 @@ Route = Callable[[Request, Sequence[EngineState]], int]
 
 def _some(engines: Sequence[EngineState]) -> Sequence[EngineState]:
     if not engines:
-        raise UsageError("a route chooses among engines that are open; got none.")
+        raise UsageError("a route needs at least one open engine; got none.")
     return engines
 
 

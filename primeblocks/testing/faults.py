@@ -24,9 +24,9 @@ class FaultyTransport:
 
     Args:
         inner: the object that does the work.
-        script: for each method, what happens at its first, second, ... call. None passes it on. An
-            exception is raised instead. A callable gets the call, may make it, and returns the
-            result.
+        script: for each method, what happens at its first, second, ... call. With None, the call is
+            passed on. An exception is raised instead. A callable gets the call, may make it, and
+            returns the result.
 
     Raises:
         UsageError: the script names a method that `inner` does not have.
@@ -91,7 +91,7 @@ def flip_byte(path: str | Path, offset: int) -> None:
     """Invert one byte of a file, or raise UsageError. A negative offset counts from the end."""
     content = bytearray(Path(path).read_bytes())
     if not -len(content) <= offset < len(content):
-        raise UsageError(f"{path} has {len(content)} bytes; there is none at offset {offset}")
+        raise UsageError(f"{path} has {len(content)} bytes; offset {offset} is past its end")
     content[offset] ^= 0xFF
     Path(path).write_bytes(content)
 

@@ -45,8 +45,8 @@ def gradients_of(
     Args:
         function: returns one tensor.
         inputs: floating inputs are differentiated, others passed through.
-        cotangent: shaped like the output. None draws one from a fixed seed. A constant cotangent
-            would hide errors that cancel in a sum.
+        cotangent: shaped like the output. With None, it is drawn from a fixed seed. A constant
+            cotangent would hide errors that cancel in a sum.
 
     Returns:
         The detached output and the gradients, with None for an input without a gradient.

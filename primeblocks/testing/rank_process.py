@@ -29,7 +29,7 @@ __all__ = ["KILLED", "RAISED", "RETURNED", "TOLD", "Seat", "kill", "main", "tell
 # The kinds of message that a rank sends to its parent.
 RETURNED, RAISED, KILLED, TOLD = "returned", "raised", "killed", "told"
 
-# The way to the parent; None in a process that is no rank.
+# The way to the parent; None in a process that is not a rank.
 _outbox: Connection | None = None
 
 
@@ -106,7 +106,7 @@ def _join(seat: Seat) -> None:
 
 def _send(kind: str, value: object) -> None:
     if _outbox is None:
-        raise UsageError("tell and kill are for the body of ranks.run or ranks.gang")
+        raise UsageError("tell and kill can be called only in the body of ranks.run or ranks.gang")
     # Pickled here: `Connection.send` would pass tensors as shared memory, which dies with us.
     _outbox.send_bytes(pickle.dumps((kind, value)))
 

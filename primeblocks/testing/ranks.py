@@ -105,7 +105,10 @@ def gang(
 def preload(*modules: str) -> None:
     """Import more modules in the server from which ranks are forked, before the first gang."""
     if _started.cache_info().currsize:
-        raise UsageError(f"preload {modules} before the first gang: the server is running")
+        raise UsageError(
+            f"the server of ranks is already running. Call preload({modules}) before the first "
+            "gang."
+        )
     _preloaded.extend(modules)
 
 

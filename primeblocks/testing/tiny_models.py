@@ -38,7 +38,7 @@ def config(
         family: one of `FAMILIES`, or of `OTHER_FAMILIES`, which have no experts or have vision.
         hidden: a multiple of 32. Attention has heads of 32, and experts are as wide as the model.
         vocab: 4 special tokens and the words `w4`, `w5`, ...
-        init_std: standard deviation of the weights. None keeps the family's own.
+        init_std: standard deviation of the weights. With None, the family's own value is used.
 
     Raises:
         MissingPackageError: transformers is not installed.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 __all__ = ["Digest", "as_buffer", "bucket_digest", "cast_and_digest", "crossing", "taken"]
 
-# XXH3-128: finds any accident, at the speed of memory. It is no defence against an attacker, who
+# XXH3-128: finds any accident, at the speed of memory. It does not defend against an attacker, who
 # could write the commit as well as the weights.
 Digest = xxhash.xxh3_128
 
@@ -44,7 +44,7 @@ def cast_and_digest(
     """Copy tensors, each cast to its dtype, and return the digest of the copies. Local: one pass.
 
     Args:
-        into: targets of the same shapes. None computes only the digest.
+        into: targets of the same shapes. With None, only the digest is computed.
     """
     digest = Digest()
     targets: Sequence[Tensor | None] = [None] * len(sources) if into is None else into

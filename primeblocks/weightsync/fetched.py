@@ -28,6 +28,7 @@ from .digest import bucket_digest, cast_and_digest
 from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket, used
 from .marker import Digests, Marker
 from .plan import Plan
+from .progress import Counted
 from .transports.transport import Incoming
 
 __all__ = ["Feed", "Fetched", "ReaderState", "bring", "check", "check_plan", "feeding", "write"]
@@ -101,8 +102,9 @@ def bring(
     *,
     deadline: float,
     threads: int,
+    counted: Counted,
 ) -> Fetched:
-    """Return the checked bytes of the last version in `found`. Each is a delta to the one before.
+    """Return the checked bytes of the last version in `found`. Each is a delta to the previous one.
 
     Deltas are applied to a copy of their base version, so that the base stays whole. Then the
     result is checked.
@@ -111,6 +113,7 @@ def bring(
         base: the version to which the first version in `found` is a delta. It is not written to.
         memory: the source of memory for the copy.
         threads: how many buckets are handled at a time, if there are enough bytes.
+        counted: gets the bytes of each checked bucket.
 
     Raises:
         PlanError: a version was sent by another plan.
@@ -129,6 +132,7 @@ def bring(
     if deltas:
         held = Boxes(plan, reader, stays=start.stays, device=start.device, memory=memory)
     checked: list[int] = []
+    counted.begin(plan.read_bytes(reader))
 
     def bring_bucket(index: int) -> None:
         if time.monotonic() > deadline:
@@ -147,10 +151,11 @@ def bring(
     is_kept = False
     try:
         with used(start):
-            _for_each(plan, mine, start, bring_bucket, threads=threads)
+            _for_each(plan, mine, start, bring_bucket, threads=threads, counted=counted)
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"checked all {len(mine)} buckets, and not in time. Pass a longer timeout_s."
+                    f"checked all {len(mine)} buckets, but after the deadline. Pass a longer "
+                    "timeout_s."
                 )
         is_kept = not deltas
     finally:
@@ -172,7 +177,13 @@ def check(plan: Plan, reader: int, fetched: Fetched) -> None:
 
 
 def write(
-    plan: Plan, reader: int, fetched: Fetched, places: Mapping[str, Tensor], *, threads: int
+    plan: Plan,
+    reader: int,
+    fetched: Fetched,
+    places: Mapping[str, Tensor],
+    *,
+    threads: int,
+    counted: Counted,
 ) -> None:
     """Copy a version into an engine's own tensors, and check the copies, in one pass.
 
@@ -189,7 +200,8 @@ def write(
         _check_bucket(plan, index, held, fetched.marker, into=pieces)
 
     with used(held):
-        _for_each(plan, plan.of_reader(reader), held, write_bucket, threads=threads)
+        mine = plan.of_reader(reader)
+        _for_each(plan, mine, held, write_bucket, threads=threads, counted=counted)
 
 
 class Feed:
@@ -324,6 +336,7 @@ def _for_each(
     work: Callable[[int], None],
     *,
     threads: int,
+    counted: Counted,
 ) -> None:
     """Work on each bucket. After the first error, only the buckets already started are finished."""
     if not isinstance(held, Lent):  # In memory, threads beyond the cores only wait for each other.
@@ -332,12 +345,14 @@ def _for_each(
     if threads == 1:
         for index in indices:
             work(index)
+            counted.add(plan.buckets[index].bytes)
         return
     with ThreadPoolExecutor(threads) as pool:
         futures = [pool.submit(work, index) for index in indices]
         try:
-            while futures:
+            for index in indices:
                 futures.pop(0).result()
+                counted.add(plan.buckets[index].bytes)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             futures.clear()  # An error holds this frame, and the bytes that it worked on.

@@ -115,7 +115,7 @@ class Blob:
 
 
 class Sealed:
-    """A `Held` over a blob in sealed memory, which no process can write. It begins at byte `start`.
+    """A version in sealed memory, which no process can write to, from byte `start` on.
 
     The memory is mapped in private pages, for one use at a time. So a load's writes to its tensors
     are lost afterwards. Writers leave the memory unchanged until `close`, and while a tensor of a
@@ -185,7 +185,7 @@ def used(held: Held | Lent) -> Iterator[None]:
 
 
 class BlobFile:
-    """A `Lent` over a blob in a file. It begins at byte `start`.
+    """A version in a file, from byte `start` on. Implements `Lent`.
 
     The file is read and not mapped. So a file that was cut short causes an error, not a SIGBUS.
     """
@@ -236,8 +236,8 @@ class BlobFile:
                 raise TransferError(f"a file of weights cannot be read: {error}") from error
             if count == 0:
                 raise CorruptionError(
-                    f"a file of weights ends at {at + done} bytes; {at + len(room)} needed. "
-                    "Publish again."
+                    f"a file of weights ends at {at + done} bytes; it must have at least "
+                    f"{at + len(room)}. Publish again."
                 )
             done += count
 
@@ -301,7 +301,7 @@ class Boxes:
 
 
 class CachingAllocator:
-    """Reuses memory once its tensors are freed, because fresh pages cost several copies."""
+    """Reuses memory after its tensors are freed, because fresh pages cost several copies."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, list[np.ndarray]] = {}
@@ -347,7 +347,7 @@ def copied(plan: Plan, reader: int, held: Lent, *, stays: bool, deadline: float)
         copy_bucket(plan, index, held, boxes.views(index))
     if time.monotonic() > deadline:
         raise DeadlineError(
-            f"copied all {len(mine)} buckets, and not in time. Pass a longer timeout_s."
+            f"copied all {len(mine)} buckets, but after the deadline. Pass a longer timeout_s."
         )
     return boxes
 

@@ -40,7 +40,7 @@ class Hold:
     Args:
         fd: the descriptor of the open file. The lock owns it, and closes it if it raises. It is
             -1 after `close`, and in a forked child.
-        how: fcntl.LOCK_SH or fcntl.LOCK_EX. None takes no lock.
+        how: fcntl.LOCK_SH or fcntl.LOCK_EX. With None, no lock is taken.
 
     Raises:
         BlockingIOError: another process has the lock.

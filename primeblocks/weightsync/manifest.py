@@ -142,7 +142,7 @@ def as_plan_error(what: str) -> Iterator[None]:
         raise
     except UNREADABLE as error:
         raise PlanError(
-            f"this is no text of {what}: {type(error).__name__}: {str(error)[:200]}. "
+            f"this text does not describe {what}: {type(error).__name__}: {str(error)[:200]}. "
             "Pass on what to_json() returned."
         ) from error
 
@@ -171,7 +171,9 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
         pairs = list(rows.items() if isinstance(rows, Mapping) else rows)
         tensors = dict(pairs)
     except (TypeError, ValueError) as error:
-        raise PlanError(f"Give a module or tensors by name, not {shown(source)}.") from error
+        raise PlanError(
+            f"Give a module or a dict of tensors by name, not {shown(source)}."
+        ) from error
     if len(tensors) != len(pairs):
         raise PlanError(
             f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors. "
@@ -203,7 +205,8 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
     Args:
         source: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
-        dtype: the dtype with which floating tensors are described. None keeps theirs.
+        dtype: the dtype with which floating tensors are described. With None, each keeps its own
+        dtype.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.

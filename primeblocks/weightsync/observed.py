@@ -115,8 +115,8 @@ class Observed:
                 return
         raise PlanError(
             f"reader {self.reader} was observed by plan {self.plan}, in {len(self.forms)} copies; "
-            f"this is plan {plan.fingerprint()}, which has others. Attach the engine anew with "
-            "this plan."
+            f"this is plan {plan.fingerprint()}, whose copies differ. Attach the engine again "
+            "with this plan."
         )
 
 

@@ -125,9 +125,9 @@ class Shipment:
     `history.forget()`.
 
     Args:
-        base: the version to which buckets are sent as deltas. None sends them in full.
-        history: the bytes that this rank sent last. None keeps no bytes.
-        pool: threads that read buckets. None reads one bucket at a time, in the caller's thread.
+        base: the version to which buckets are sent as deltas. With None, buckets are sent in full.
+        history: the bytes that this rank sent last. With None, no bytes are kept.
+        pool: threads that read buckets. With None, the caller's thread reads one bucket at a time.
         progress: called with bytes taken and bytes to take, after each bucket, in this thread.
     """
 
@@ -158,7 +158,7 @@ class Shipment:
             history.version = None  # From here on it is neither of the two versions.
 
     def fill_all(self, buckets: Iterable[tuple[int, Sequence[Tensor] | None]]) -> None:
-        """Copy buckets in full, several at a time, into one tensor for each of their copies."""
+        """Fill the tensors of whole buckets, several buckets at a time."""
         for index, digest in self._each(self._fill, buckets):
             self._note(index, digest, self.plan.buckets[index].bytes)
 

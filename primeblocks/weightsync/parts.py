@@ -31,7 +31,7 @@ class Encoder(Protocol):
         ...
 
     def describe(self, held: Manifest) -> Manifest:
-        """Return the manifest of a rank once its parameters are encoded."""
+        """Return the manifest of a rank after its parameters are encoded."""
         ...
 
     def origins(self, held: Manifest) -> Mapping[str, str]:
@@ -122,19 +122,20 @@ class Parts:
         if tuple(local.shape) != source.held.shard.sizes:
             raise PlanError(
                 f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank} and was "
-                f"described as {source.held.shard.sizes}. Describe it anew and plan again."
+                f"described as {source.held.shard.sizes}. Describe the tensors and plan again."
             )
         if not converts(local.dtype, source.dtype):
             raise PlanError(
                 f"{source.piece.source!r} is {local.dtype} on rank {self._rank} and travels as "
-                f"{source.dtype}, to which it does not convert. Describe it anew and plan again."
+                f"{source.dtype}, to which it does not convert. Describe the tensors and plan "
+                "again."
             )
         return local
 
     def _made(self, name: str) -> Mapping[str, Tensor]:
         if name not in self._tensors:
             raise PlanError(
-                f"rank {self._rank} shall send {name!r} and has no such tensor; plan again."
+                f"rank {self._rank} must send {name!r}, but does not hold this tensor. Plan again."
             )
         local = local_part(self._tensors[name].detach())
         if local.is_meta:
@@ -201,7 +202,7 @@ class Parts:
                 planned = spec.shape if want is None else want.shape
                 raise PlanError(
                     f"{name!r} is {here} on rank {self._rank} and was planned as {planned}. "
-                    "Describe it anew and plan again."
+                    "Describe the tensors and plan again."
                 )
 
     def _held_pieces(self, held: Manifest) -> list[Piece]:
@@ -230,8 +231,8 @@ class Parts:
                     return _Source(origin, part, layout, is_all, dtype)
         found = [piece.target_box for piece in pieces.get(name, ())]
         raise PlanError(
-            f"rank {self._rank} shall send {box} of {name!r} and has "
-            f"{found or 'no such tensor'}; plan again."
+            f"rank {self._rank} must send {box} of {name!r}, but holds "
+            f"{found or 'no such tensor'}. Plan again."
         )
 
 

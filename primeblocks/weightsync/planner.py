@@ -131,8 +131,8 @@ def _check(
     wanted = sum(box.numel for boxes in wants for row in boxes.values() for box in row)
     if not sources or not wanted:
         raise PlanError(
-            f"nothing to plan: {len(sources)} sources, {len(wants)} readers that want {wanted} "
-            "elements. Pass at least one source, and a reader that wants a tensor."
+            f"there is nothing to plan: {len(sources)} sources, {len(wants)} readers that want "
+            f"{wanted} elements. Pass at least one source, and a reader that wants a tensor."
         )
     recipes = sorted({source.recipe for source in sources})
     if recipes != [target.recipe]:

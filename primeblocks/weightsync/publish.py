@@ -1,4 +1,14 @@
-"""Trainer side: every rank sends its shards, then rank 0 commits."""
+"""Trainer side: every rank sends its shards, then rank 0 commits.
+
+A publish has four steps. After each step the ranks exchange their results, and fail together:
+
+    check -> begin (rank 0) -> send -> commit (rank 0)
+
+If a rank dies, the exchange fails on the living ranks. They then need a new group and new
+Publishers. Rank 0 aborts the version, so that readers keep the version before. If rank 0 died, its
+transport needs a new owner, which starts without versions and removes the remains. Only a death
+after the commit leaves the new version to readers, although `publish` raises.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +85,8 @@ class Publisher:
             raise UsageError(
                 f"full_every must be at least 1; got {full_every}. 1 sends every version in full."
             )
-        self._agreement = Messenger(world_size=plan.world_size, group=group)
-        rank = self._agreement.rank
+        self._messenger = Messenger(world_size=plan.world_size, group=group)
+        rank = self._messenger.rank
         self._parts = Parts(plan, rank, parameters, source=source, convert=convert, encode=encode)
         self._plan, self._transport, self._rank = plan, transport, rank
         self._history = SentBytes() if full_every > 1 else None
@@ -96,9 +106,9 @@ class Publisher:
         """Send and commit one version. Collective over the trainer ranks.
 
         Readers see either the whole version or none of it. After a failure, call `publish` again
-        with the same version. If that version is already committed, `publish` compares it with the
-        parameters and sends no weights. If another rank hangs, the call ends two seconds after
-        `timeout_s`.
+        with the same version. If a rank died or hung, first make a new group and new Publishers. If
+        the version is already committed, `publish` compares it with the parameters and sends no
+        weights. If another rank hangs, the call ends two seconds after `timeout_s`.
 
         Cost: one copy and one XXH3-128 of what this rank sends, in up to four threads, and eight
         small all-gathers. A delta costs one more pass, over the bytes sent before.
@@ -131,27 +141,27 @@ class Publisher:
         deadline = start + timeout_s
         checked: int | None = None
         try:
-            told = self._step(self._check, version, deadline)
+            told = self._step(self._check, version, deadline=deadline)
             _expect_equal(told)
             version = checked = told[self._rank]["version"]
-            opened = self._step(self._open, version, deadline)[0]
-            begun = time.monotonic()
-            sent = self._step(self._send, version, opened, progress, deadline)
-            sent_s = time.monotonic() - begun
-            done = self._step(self._commit, version, opened, sent, deadline)[0]
+            begun = self._step(self._begin, version, deadline=deadline)[0]
+            send_start = time.monotonic()
+            sent = self._step(self._send, version, begun, progress, deadline=deadline)
+            sent_s = time.monotonic() - send_start
+            done = self._step(self._commit, version, begun, sent, deadline=deadline)[0]
         except BaseException:
-            self._forget()
+            self._forget_sent()
             if self._rank == 0 and checked is not None:
                 self._transport.abort(checked)
             raise
-        self._remember(opened, done["bytes"], sent_s)
+        self._remember_sent(begun, done["bytes"], sent_s)
         return Receipt(version, done["bytes"], time.monotonic() - start, done["digest"])
 
     def close(self) -> None:
         """Refuse further use. Local. The transport stays open, and a running `publish` goes on."""
         self._closed = True
         with suppress(UsageError), alone(self._publishing, "close()"):
-            self._forget()
+            self._forget_sent()
 
     def __enter__(self) -> Self:
         return self
@@ -160,20 +170,18 @@ class Publisher:
         self.close()
 
     def _step(
-        self,
-        work: Callable[..., dict[str, Any]],
-        *args: Any,
+        self, work: Callable[..., dict[str, Any]], *args: Any, deadline: float
     ) -> list[dict[str, Any]]:
         """Do a rank's work, tell the others the outcome, and fail together."""
         failure: Exception | None = None
         message: dict[str, Any] = {}
         try:
-            message = work(*args)
+            message = work(*args, deadline)
         except Exception as error:  # Peers must hear of any error, or they wait for nothing.
             failure = error
             text = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
             message = {"error": text, "usage": isinstance(error, UsageError)}
-        replies = self._agreement.exchange(message, deadline=args[-1] + _GRACE_S)
+        replies = self._messenger.exchange(message, deadline=deadline + _GRACE_S)
         failed = {rank: reply for rank, reply in enumerate(replies) if "error" in reply}
         if failed:
             text = "; ".join(f"rank {rank}: {reply['error']}" for rank, reply in failed.items())
@@ -185,7 +193,7 @@ class Publisher:
         self._parts.refresh()
         return {"version": check_version(version), "plan": self._plan.fingerprint()}
 
-    def _open(self, version: int, deadline: float) -> dict[str, Any]:
+    def _begin(self, version: int, deadline: float) -> dict[str, Any]:
         if self._rank > 0:
             return {}
         last = self._transport.markers()[-1:]
@@ -206,7 +214,7 @@ class Publisher:
     def _send(
         self,
         version: int,
-        opened: dict[str, Any],
+        begun: dict[str, Any],
         progress: Callable[[int, int], object] | None,
         deadline: float,
     ) -> dict[str, Any]:
@@ -216,13 +224,13 @@ class Publisher:
                 self._plan,
                 self._rank,
                 version,
-                base=opened["base"],
-                history=self._history if opened["sends"] else None,
+                base=begun["base"],
+                history=self._history if begun["sends"] else None,
                 pool=pool,
                 deadline=deadline,
                 progress=progress,
             )
-            if opened["sends"]:
+            if begun["sends"]:
                 self._transport.send(shipment, deadline=deadline)
             else:
                 shipment.digest_all()
@@ -232,7 +240,7 @@ class Publisher:
     def _commit(
         self,
         version: int,
-        opened: dict[str, Any],
+        begun: dict[str, Any],
         sent: list[dict[str, Any]],
         deadline: float,
     ) -> dict[str, Any]:
@@ -241,14 +249,14 @@ class Publisher:
         queues = [iter(reply["digests"]) for reply in sent]
         rows = [next(queues[bucket.rank]) for bucket in self._plan.buckets]
         marker = Marker.make(
-            run=opened["run"],
+            run=begun["run"],
             version=version,
             plan=self._plan.fingerprint(),
-            base=opened["base"],
+            base=begun["base"],
             sizes=tuple(size for _, size in rows),
             buckets=tuple(digest for digest, _ in rows),
         )
-        if opened["sends"]:
+        if begun["sends"]:
             self._transport.commit(marker, deadline=deadline)
         else:
             marker = self._committed(marker)
@@ -256,25 +264,22 @@ class Publisher:
 
     def _committed(self, marker: Marker) -> Marker:
         """Return the marker committed under this version, if it is of the same weights."""
+        same = marker.version, marker.plan, marker.buckets
         for old in self._transport.markers():
-            if (old.version, old.plan, old.buckets) == (
-                marker.version,
-                marker.plan,
-                marker.buckets,
-            ):
+            if (old.version, old.plan, old.buckets) == same:
                 return old
         raise UsageError(
             f"version {marker.version} is committed already, with other bytes. "
             "Publish these weights as a new version."
         )
 
-    def _remember(self, opened: dict[str, Any], size_bytes: int, seconds: float) -> None:
-        if opened["sends"] and self._history is not None and self._shipment is not None:
+    def _remember_sent(self, begun: dict[str, Any], size_bytes: int, seconds: float) -> None:
+        if begun["sends"] and self._history is not None and self._shipment is not None:
             sent = Sent(size_bytes, seconds, self._shipment.sent())
-            self._pace = self._pace.after(sent, is_delta=opened["base"] is not None)
+            self._pace = self._pace.after(sent, is_delta=begun["base"] is not None)
         self._shipment = None
 
-    def _forget(self) -> None:
+    def _forget_sent(self) -> None:
         if self._history is not None:
             self._history.forget()
         self._shipment = None

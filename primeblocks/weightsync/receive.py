@@ -12,10 +12,13 @@
           LOADED with a TransferError, or still TORN with an EngineError
 
 `_last` is the version that was loaded last. A version that fails before its load changes neither
-`_state` nor `_last`. No state is stored on disk, so a process that dies starts again EMPTY. If the
-transport allows it, the bytes of `_last` are kept, as the base of deltas and to go back to. A load
-of a FETCHED version begins only if its bytes were checked before, or if there is a version to go
-back to. Each tensor is then checked before `load` gets it, or once it is copied in place.
+`_state` nor `_last`. A load of a FETCHED version begins only if its bytes were checked before, or
+if there is a version to go back to. Each tensor is then checked before `load` gets it, or once it
+is copied in place.
+
+All state is in memory. If the process dies, the next one starts EMPTY and fetches a full version.
+The lease of the dead process ends at once, or after `lease_s`. Other readers continue. Over a
+group, they load a version only if each reader, after its check, voted for the version in `settle`.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from .manifest import NamedTensors
 from .marker import Digests, Marker, Receipt
 from .observed import digest_tensors, kept
 from .plan import Plan
+from .progress import Counted, Progress
 from .transports.transport import Incoming, ReceiveRequest, Transport
 
 __all__ = ["Load", "Subscriber"]
@@ -114,7 +118,7 @@ class Subscriber:
         self._state = ReaderState.EMPTY
         self._last: Fetched | None = None
         self._next: Fetched | None = None
-        self._memory = CachingAllocator()
+        self._memory, self._counted = CachingAllocator(), Counted(None)
         self._busy = threading.Lock()
         self._closed = False
 
@@ -133,7 +137,9 @@ class Subscriber:
     def _kept(self) -> Fetched | None:
         return None if self._last is None or self._last.held is None else self._last
 
-    def verify(self, version: int | None = None, *, timeout_s: float) -> Receipt:
+    def verify(
+        self, version: int | None = None, *, timeout_s: float, progress: Progress | None = None
+    ) -> Receipt:
         """Wait for a version and check every byte, but do not load it. Local.
 
         The next `receive` then only loads it. Arguments, cost and errors are as for `receive`.
@@ -141,13 +147,15 @@ class Subscriber:
         more versions before that `receive`, it raises TransferError.
         """
         start = time.monotonic()
-        with self._alone("verify()"):
+        with self._alone("verify()", Counted(progress)):
             ready = self._get_next(version, start + timeout_s, loads=False)
             if isinstance(ready.held, Lent) and not ready.held.stays:
                 self._drop_next()
             return _receipt(ready._replace(digests=None), start)
 
-    def receive(self, version: int | None = None, *, timeout_s: float) -> Receipt:
+    def receive(
+        self, version: int | None = None, *, timeout_s: float, progress: Progress | None = None
+    ) -> Receipt:
         """Wait for a version, check it and load it. Local.
 
         Cost: one XXH3-128 of the bytes that this reader wants, and the cost of `load`. If the bytes
@@ -163,20 +171,24 @@ class Subscriber:
                 is not loaded again. None takes the version that `verify` checked, or else the
                 newest version, if it is newer than the version held.
             timeout_s: how long to wait for the version and its checks.
+            progress: called with the bytes checked and loaded, and the bytes to check and load. If
+                it raises an error during a load, the load still runs to completion.
 
         Raises:
             DeadlineError: the version was not committed or not checked in time.
             CorruptionError: bytes or marker are not as sent. The engine is unchanged.
             PlanError: the publisher has another plan. The engine is unchanged.
-            TransferError: the version was retired, or `load` failed and the version before was
-                loaded again.
+            TransferError: the version was retired, or another reader of a group does not have it.
+                Or `load` failed and the version before was loaded again.
             EngineError: `load` failed and the version before could not be loaded again. The model
                 is torn.
             UsageError: `version` is not a policy version, or another call is running.
             ClosedError: the subscriber was closed.
         """
         start = time.monotonic()
-        with self._alone("receive()"):
+        made = None if self._convert is None else self._convert.targets.values()
+        size = self.plan.read_bytes(self.reader) if made is None else sum(x.bytes for x in made)
+        with self._alone("receive()", Counted(progress, last_bytes=size)):
             ready = self._get_next(version, start + timeout_s, loads=True)
             self._next = None
             if self._last is None or ready.marker != self._served:
@@ -200,10 +212,14 @@ class Subscriber:
         self.close()
 
     @contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
+    def _alone(self, call: str, counted: Counted) -> Iterator[None]:
         try:
             with alone(self._busy, call):
+                self._counted = counted
                 yield
+                self._counted = Counted(None)  # An error holds frames, and the bytes in them.
+                if counted.error is not None:
+                    raise counted.error
         finally:
             if self._closed:  # Meanwhile.
                 self.close()
@@ -224,17 +240,12 @@ class Subscriber:
         self._next = None if self._next in (None, self._last) else self._next.closed()
 
     def _fetch(
-        self,
-        version: int | None,
-        deadline: float,
-        *,
-        served: Marker | None,
-        loads: bool = False,
+        self, version: int | None, deadline: float, *, served: Marker | None, loads: bool = False
     ) -> Fetched:
-        """Return a version's bytes, all checked, once the other readers of it agree.
+        """Return a version's bytes, all checked, once all readers of a group have voted for it.
 
-        `loads`: unchecked, where it was checked before, or there is one to go back to and nobody
-        waits for this reader.
+        If it `loads` them, they may be unchecked: after a `verify`, or with check="ahead" if a
+        version to go back to is kept. Over a group they are checked, because of the vote.
         """
         kept = self._kept
         held = None if kept is None else kept.marker
@@ -249,14 +260,12 @@ class Subscriber:
             except CorruptionError:
                 self._last = kept.closed()
                 return self._fetch(version, deadline, served=served, loads=loads)
-        may_fail = (
-            self._served is not None
-            and kept is not None
-            and last.marker in self._transport.markers()
-        )
+        can_go_back = self._served is not None and kept is not None
+        # A group shows its readers no markers, because every reader must vote.
+        may_fail = can_go_back and last.marker in self._transport.markers()
         was_checked = self._next is not None and last.marker == self._next.marker
-        is_sure = was_checked or (self._ahead and may_fail)
-        if loads and is_sure and len(found) == 1 and last.marker.base is None:
+        may_skip = was_checked or (self._ahead and may_fail)
+        if loads and may_skip and len(found) == 1 and last.marker.base is None:
             check_plan(self.plan, last.marker)
             size = self.plan.read_bytes(self.reader)
             return Fetched(last.marker, last.whole(), size, ReaderState.FETCHED)
@@ -300,12 +309,14 @@ class Subscriber:
             self._memory,
             deadline=request.deadline,
             threads=self._threads,
+            counted=self._counted,
         )
 
     def _load_or_go_back(self, new: Fetched) -> Fetched:
         served, self._state = self._served, ReaderState.TORN  # Until it has one of them.
         if new is self._last:  # Kept since before a load that left the engine torn.
             self._last = None
+        self._counted.begin_last()
         try:
             digests = self._feed(new)
         except Exception as error:  # Whatever it is, the model must not stay torn.
@@ -324,6 +335,7 @@ class Subscriber:
     def _go_back(self, failed: Fetched, served: Marker | None, error: Exception) -> NoReturn:
         """Load the version before again, and raise TransferError; EngineError where that fails."""
         failed.closed()
+        self._counted = Counted(None)
         text = f"loading version {failed.marker.version} failed: {type(error).__name__}: {error}"
         text = text.rstrip(".")
         kept = self._kept
@@ -349,10 +361,12 @@ class Subscriber:
 
     def _feed(self, fetched: Fetched) -> Digests | None:
         """Give the engine all tensors, each once its bytes were checked; then observe it."""
+        plan, reader, threads = self.plan, self.reader, self._threads
+        counted = self._counted
         is_copied = fetched.state is ReaderState.FETCHED and not isinstance(fetched.held, Lent)
         places = self._places() if is_copied else {}
         if places and all(place.device.type == "cpu" for place in places.values()):
-            write(self.plan, self.reader, fetched, places, threads=self._threads)
+            write(plan, reader, fetched, places, threads=threads, counted=counted)
             return None
         taken, given = 0, dict[str, Sequence[str]]()
 
@@ -363,8 +377,8 @@ class Subscriber:
                 if self._observe is not None:
                     given.update(digest_tensors({name: tensor}))
                 yield name, tensor
+                counted.add(tensor.nbytes)
 
-        plan, reader, threads = self.plan, self.reader, self._threads
         with feeding(plan, reader, fetched, self._convert, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(feed.names):

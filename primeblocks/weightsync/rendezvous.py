@@ -39,9 +39,9 @@ def announce(
     Args:
         where: a name, for `SharedMemoryTransport`, or this rank's end of a transport.
         parameters: as for `describe`.
-        dtype: the dtype in which floats travel. None keeps theirs.
+        dtype: the dtype in which floats travel. With None, each keeps its own dtype.
         convert: as for `plan_sync`. The engines then hold its targets.
-        group: the trainer ranks. None is the default group, or this process alone.
+        group: the trainer ranks. With None, it is the default group, or only this process.
 
     Raises:
         PlanError: as for `describe` and `plan_sync`.
@@ -94,8 +94,8 @@ def _await_announced(commits: Commits, deadline: float) -> str:
     while (text := commits.look(ANNOUNCED, deadline=deadline)) is None:
         if time.monotonic() >= deadline:
             raise DeadlineError(
-                "nobody announced a plan there in time. Is the trainer running, under that name?"
-                f"{commits.hint()}"
+                "no trainer announced a plan there in time. Check that the trainer runs and uses "
+                f"that name.{commits.hint()}"
             )
         never.wait(commits.look_s)
     return text

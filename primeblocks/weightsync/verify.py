@@ -37,6 +37,7 @@ from .observed import (
 from .parts import Encode, Parts
 from .plan import Copy, Plan, owned_boxes
 from .planner import plan_sync
+from .progress import Counted, Progress
 
 __all__ = ["Verified", "prove_round_trip", "verify_engine"]
 
@@ -106,6 +107,7 @@ def verify_engine(
     encode: Encode | None = None,
     group: dist.ProcessGroup | None = None,
     timeout_s: float = 60.0,
+    progress: Progress | None = None,
 ) -> Verified:
     """Compare an engine's weights with the trainer's, and name the tensors that differ.
 
@@ -122,6 +124,8 @@ def verify_engine(
         plan, convert, source, encode, group: as for the `Publisher`. Without a plan, one is made
             for `into`. Without both, tensors that both sides have are compared by name.
         timeout_s: how long ranks wait for each other.
+        progress: called with the bytes that this rank has compared and will compare, after each
+            bucket, or after each tensor if they are compared by name.
 
     Raises:
         PlanError: the trainer's tensors do not fit the plan, or the engine was observed by another
@@ -133,6 +137,7 @@ def verify_engine(
     deadline = time.monotonic() + timeout_s
     if callable(engine) and not isinstance(engine, nn.Module):
         engine = engine()
+    counted = Counted(progress)
     is_digested, mine = are_digests(parameters), cast(Any, parameters)
     if not is_digested and not isinstance(parameters, nn.Module):
         mine = named_tensors(mine)  # Pairs can be read once.
@@ -144,11 +149,11 @@ def verify_engine(
         if len(held) != 1 or isinstance(held[0], Observed) or not (is_digested or is_alone):
             raise UsageError(
                 f"verify_engine() got {len(held)} processes and no plan. Pass the Publisher's "
-                "plan=, or into=. Digests are compared with those of one process."
+                "plan=, or into=. Without a plan, digests of only one process can be compared."
             )
         if plan is None and not (convert is source is encode is None):
             raise UsageError("convert=, source= and encode= need the Publisher's plan=, or into=.")
-        return _by_name(mine, held[0])
+        return _by_name(mine, held[0], counted)
     wrong: _Wrong = {kind: {} for kind in _KINDS}
     is_complete = plan is None  # A plan of others may have readers elsewhere.
     if plan is None:
@@ -167,7 +172,7 @@ def verify_engine(
             wrong["missing"] |= dict.fromkeys(plan.wants[reader], f"reader {reader}, not observed")
     parts = Parts(plan, agreement.rank, mine, source=source, convert=convert, encode=encode)
     parts.refresh()
-    _compare(plan, agreement.rank, parts, seen, wrong)
+    _compare(plan, agreement.rank, parts, seen, wrong, counted)
     for row in agreement.exchange(wrong, deadline=deadline):
         for kind, names in row.items():
             wrong[kind] = {**names, **wrong[kind]}
@@ -209,7 +214,10 @@ def prove_round_trip(
         parameters = named_tensors(parameters)  # Pairs can be read once.
     floating = any(map(_is_floating, named_tensors(parameters).values()))
     if not floating and (not dist.is_initialized() or dist.get_world_size() == 1):
-        raise UsageError("there is nothing to prove: no parameter is floating. Pass weights.")
+        raise UsageError(
+            "there is nothing to prove, because no parameter is floating-point. Pass "
+            "floating-point weights."
+        )
 
     def look(version: int) -> Verified:
         push(version)
@@ -247,14 +255,16 @@ def _shared(
     return seen
 
 
-def _by_name(parameters: Any, engine: NamedTensors) -> Verified:
+def _by_name(parameters: Any, engine: NamedTensors, counted: Counted) -> Verified:
     """Compare digests of the tensors that both have, under each of their names."""
     names = parameters if are_digests(parameters) else with_aliases(parameters)
     every = {name: local_part(one.detach()) for name, one in with_aliases(engine).items()}
     differing: dict[str, str] = {}
     both = [name for name in every if name in names]
     hidden = {name: UNSEEN for name in both if every[name].is_meta}
-    for name in (name for name in both if name not in hidden):
+    shown = [name for name in both if name not in hidden]
+    counted.begin(sum(every[name].nbytes for name in shown))
+    for name in shown:
         theirs, mine = every[name], names[name]
         if isinstance(mine, Tensor):
             mine = local_part(mine.detach())
@@ -263,6 +273,7 @@ def _by_name(parameters: Any, engine: NamedTensors) -> Verified:
         have, want = digest_tensors({name: theirs})[name], tuple(mine)
         if have != want:
             differing[name] = have[0] if have[0] == want[0] else f"{have[0]}, not {want[0]}"
+        counted.add(theirs.nbytes)
     if not both and not are_digests(parameters):
         first = f"{list(names)[:2]} and {list(every)[:2]}"
         raise UsageError(f"trainer and engine have no name in common: {first}. Pass into=.")
@@ -270,7 +281,14 @@ def _by_name(parameters: Any, engine: NamedTensors) -> Verified:
     return Verified(len(both) - len(hidden), differing, missing, unexpected, hidden)
 
 
-def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wrong: _Wrong) -> None:
+def _compare(
+    plan: Plan,
+    rank: int,
+    parts: Parts,
+    seen: Sequence[Observed],
+    wrong: _Wrong,
+    counted: Counted,
+) -> None:
     """Compare what this rank would send with what each reader has."""
     wrong["unexpected"] |= {name: f"reader {one.reader}" for one in seen for name in one.unexpected}
     wrong["missing"] |= {name: f"reader {one.reader}" for one in seen for name in one.absent}
@@ -281,6 +299,7 @@ def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wron
             for place in range(len(plan.buckets[index].copies)):
                 found[one.reader, index, place] += next(rows)
     readers = {one.reader for one in seen}
+    counted.begin(plan.written_bytes(rank))
     for index in plan.of_rank(rank):
         bucket = plan.buckets[index]
         views, dtypes = parts.views(index)
@@ -288,6 +307,7 @@ def _compare(plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wron
         for reader in readers & set(bucket.readers):
             for place, (copy, room) in enumerate(zip(bucket.copies, rooms, strict=True)):
                 _compare_copy(reader, copy, room, found[reader, index, place], wrong)
+        counted.add(bucket.bytes)
 
 
 def _compare_copy(

@@ -258,6 +258,21 @@ def test_the_first_failure_ends_the_loop(what):
     run(body)
 
 
+@pytest.mark.parametrize("what", ["train", "publish"])
+def test_no_step_follows_a_step_that_failed(what):
+    async def body(world, loop):
+        async with loop:
+            world.fail[what] = EngineError("gone")
+            with pytest.raises(EngineError, match="gone"):
+                await anext(loop.steps(1))
+            del world.fail[what]
+            with pytest.raises(ClosedError, match="a step has failed"):
+                await anext(loop.steps(1))
+
+    world, _ = run(body)
+    assert world.published == []
+
+
 def test_a_hung_engine_ends_at_the_deadline_and_nothing_stays_behind():
     async def body(world, loop):
         clock = loop._clock

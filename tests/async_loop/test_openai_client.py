@@ -111,7 +111,7 @@ def test_rollouts_are_what_the_server_said():
         (
             {"choices": [choice(finish_reason="abort", token_ids=[], logprobs=None)]},
             PrimeblocksError,
-            "aborted before its first token: ask again",
+            "aborted before its first token: send the request again",
         ),
         # A server that has no room is well: an EngineError would take it out of a fleet for good.
         ((408, {}), CapacityError, "status 408"),

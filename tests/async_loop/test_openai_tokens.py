@@ -104,13 +104,17 @@ def spans(*each: Any) -> dict[str, Any]:
         ({"choices": [token_choice(weight_versions=[7])]}, EngineError, "no choice of this"),
         ({"choices": [token_choice(finish_reason=None)]}, EngineError, "None as its finish_reason"),
         ({"choices": [token_choice(routed_experts=1)]}, EngineError, "1 as its routed_experts"),
-        ({"choices": [spans(("default", 0, 2))]}, EngineError, "labelled 'default'.*update it"),
+        (
+            {"choices": [spans(("default", 0, 2))]},
+            EngineError,
+            "labelled 'default'.*Update its weights",
+        ),
         ({"choices": [spans(("9" * 5000, 0, 2))]}, EngineError, "labelled '999"),
         ({"choices": [spans((str(1 << 63), 0, 2))]}, EngineError, "labelled '922"),
         (
             {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]},
             PrimeblocksError,
-            "aborted before its first token: ask again",
+            "aborted before its first token: send the request again",
         ),
         ({"choices": [spans((4, 0, 2))]}, EngineError, "labelled 4"),
         ({"choices": [spans(("4", 0, 1))]}, EngineError, "do not fit: .* end at 1 of 2"),
@@ -201,7 +205,9 @@ def test_a_prefill_that_sends_nothing_is_told_how_to_start(told):
 
 def test_a_prefill_that_is_aborted_is_asked_again():
     answer = {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]}
-    with pytest.raises(PrimeblocksError, match="a prompt of 3 tokens .* ask again") as caught:
+    with pytest.raises(
+        PrimeblocksError, match="a prompt of 3 tokens .* send the request again"
+    ) as caught:
         split(lambda *_: answer)
     assert type(caught.value) is PrimeblocksError
 
@@ -230,7 +236,9 @@ def test_a_prompt_of_other_weights_than_its_answer_is_asked_again():
             return {"choices": [choice], "kv_transfer_params": {"remote_port": 1}}
         return {"choices": [token_choice()]}
 
-    with pytest.raises(PrimeblocksError, match="version 3 .* version 4 went on. Ask") as caught:
+    with pytest.raises(
+        PrimeblocksError, match="version 3 .* version 4 continued it. Send"
+    ) as caught:
         split(reply)
     assert type(caught.value) is PrimeblocksError
 

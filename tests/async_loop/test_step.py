@@ -17,12 +17,18 @@ def rollout(versions, **more):
     return Rollout(tokens=tokens, logprobs=logprobs, versions=np.array(versions), **ends)
 
 
-EQUAL = Group("a", (rollout([3], reward=1.0, rewards={"format": 1.0}),) * 2, 3)
+DRAFTS = {"draft_tokens": np.array([1, 4])}  # Accepted, and all.
+EQUAL = Group("a", (rollout([3], reward=1.0, rewards={"format": 1.0}, attachments=DRAFTS),) * 2, 3)
 SPREAD = Group(
     "b",
     (
         rollout([1, 3], reward=0.0, rewards={"format": 0.0}, finish_reason="length"),
-        rollout([2, 2, 2], reward=1.0, loss_mask=np.array([True, True, False])),
+        rollout(
+            [2, 2, 2],
+            reward=1.0,
+            loss_mask=np.array([True, True, False]),
+            attachments={"draft_tokens": np.array([4, 4])},
+        ),
     ),
     1,
 )
@@ -66,6 +72,7 @@ def test_the_numbers_of_a_step():
         "loop/filtered_groups": 1,
         "loop/failed_attempts": 3,
         "loop/lost_prompts": 1,
+        "rollout/spec_accept_rate": 0.5,  # 6 of 12.
         "perf/rollout_wait_s": 0.5,
         "loop/engine_idle_s": 0.125,
         "loop/train_s": 1.0,
@@ -89,6 +96,7 @@ def test_keys_stay_where_there_is_nothing_to_measure(groups):
     assert all(type(value) in (int, float) for value in found.values())
     assert all(math.isnan(found[name]) for name in ("reward", "reward_std", "frac_reward_zero_std"))
     assert math.isnan(found["completions/mean_length"]) == (not groups)
+    assert math.isnan(found["rollout/spec_accept_rate"])
 
 
 def test_numbers_of_train_come_first_and_all_else_is_left_out():

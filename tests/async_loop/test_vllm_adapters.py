@@ -168,7 +168,7 @@ def test_what_would_be_labelled_wrong_is_refused(saw):
     for name, message in {
         "no_version": "go together",
         "no_adapter": "go together",
-        "negative": "a policy version counts updates",
+        "negative": "a policy version must be an integer",
         "in_place": "load_inplace",
         "removed": "does not hold 'policy@1'",
     }.items():

@@ -81,7 +81,7 @@ def test_a_trainer_that_went_back_meets_groups_of_later_policies_once():
                 await sender.put(make_group(0), timeout_s=HANG_S)  # Of policy 2.
             buffer = buffer_of()
             async with RolloutReceiver(buffer, first.address) as receiver:
-                with pytest.raises(UsageError, match="policy 2, which is later"):
+                with pytest.raises(UsageError, match="the later policy 2"):
                     await buffer.take(1, version=1, timeout_s=HANG_S, on_drop=receiver.settle)
                 await sender.settled(timeout_s=HANG_S)
                 await sender.put(make_group(1), timeout_s=HANG_S)

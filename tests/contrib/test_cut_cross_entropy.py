@@ -78,7 +78,7 @@ def test_what_it_does_not_do_is_refused_with_a_remedy():
     ):
         with pytest.raises(UnsupportedError, match=f"do {next(iter(options))}.*Use primeblocks"):
             call(hidden, weight, ids, **options)
-    with pytest.raises(UnsupportedError, match="one word a row.*Use primeblocks"):
+    with pytest.raises(UnsupportedError, match="one word per row.*Use primeblocks"):
         call(hidden, weight, ids[:, None])
     with pytest.raises(UnsupportedError, match="float64 on cpu. Use primeblocks"):
         call(hidden.double(), weight.double(), ids)

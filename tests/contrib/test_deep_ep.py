@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from primeblocks.contrib.adapters.deep_ep import buffer_dispatcher, elastic_dispatcher, exchange
 from primeblocks.errors import (
     ClosedError,
+    PlanError,
     RankError,
     ShapeError,
     UnsupportedError,
@@ -208,17 +209,17 @@ BAD_BATCHES = {
     r"lie in \[0, 12\]; the layer has experts 0 to 11": {"ids": torch.tensor([[0, 12, 1]])},
     r"lie in \[-1, 1\]": {"ids": torch.tensor([[0, -1, 1]])},
     "chose an expert twice": {"ids": torch.tensor([[4, 2, 4]])},
-    "0 choices a token": {"ids": torch.zeros(1, 0).long(), "scores": torch.zeros(1, 0)},
+    "0 choices per token": {"ids": torch.zeros(1, 0).long(), "scores": torch.zeros(1, 0)},
     "1 of 3 scores are NaN": {"scores": torch.tensor([[1, 1, float("nan")]])},
     "13 experts cannot be shared equally by 2 ranks": {"num_experts": 13},
 }
 TOO_MUCH = {
-    "10 tokens; max_tokens is 9": {
+    "10 tokens exceed max_tokens=9": {
         "x": torch.zeros(10, 8).bfloat16(),
         "scores": torch.ones(10, 3),
         "ids": torch.tensor([[0, 1, 11]] * 10),
     },
-    "4 choices a token; the buffer takes 1 to 3": {
+    "4 choices per token; the buffer takes 1 to 3": {
         "ids": torch.tensor([[0, 1, 2, 3]]),
         "scores": torch.ones(1, 4),
     },
@@ -260,6 +261,25 @@ def _refusals(kind):
 @pytest.mark.parametrize("kind", ["elastic", "buffer"])
 def test_with_a_fake_deep_ep_bad_input_on_one_rank_is_an_error_on_all(kind):
     assert ranks.run(_refusals, kind, world_size=2) == [True, True]
+
+
+def _sizes_and_dtypes():
+    _fake(float64=False)
+    x, scores, ids = _batch(2, seed=0)
+    with (
+        _build("elastic", max_tokens=4 + dist.get_rank()) as dispatcher,
+        pytest.raises(PlanError, match=r"max_tokens must be equal on all ranks; .*\[4, 5\]"),
+    ):
+        dispatcher.dispatch(x.bfloat16(), scores, ids, num_experts=EXPERTS)
+    with (
+        _build("elastic", check=False) as dispatcher,
+        pytest.raises(UnsupportedError, match="x is torch.float64"),
+    ):
+        dispatcher.dispatch(x, scores, ids, num_experts=EXPERTS)
+
+
+def test_with_a_fake_deep_ep_ranks_agree_on_the_buffer_and_dtypes_are_checked_always():
+    ranks.run(_sizes_and_dtypes, world_size=2)
 
 
 def _three_ranks():

@@ -198,7 +198,7 @@ def _refusals():
     for error, said, wrong in [
         (ShapeError, "this rank 5 tokens", {"x": torch.zeros(4, 2)}),
         (ShapeError, "x must be a tensor", {"x": None}),
-        (PlanError, "ratio must be a whole number from 1 on; got 0", {"ratio": 0}),
+        (PlanError, "ratio must be a whole number of at least 1; got 0", {"ratio": 0}),
         (PlanError, "overlap must be a whole number from 0 on", {"overlap": -1}),
         (PlanError, "sequence must be a SequencePlan", {"sequence": [4, 6]}),
         (PlanError, "overlap must be equal on all ranks", {"overlap": group.rank()}),

@@ -224,7 +224,7 @@ def _refusals():
     grouped = {"kv": part["kv"][:, None].expand(-1, 3, -1)}
     grouped["indices"] = good["indices"].expand(-1, 3, -1)
     for error, said, wrong in [
-        (UnsupportedError, "one list a query; got 3, one a key head", grouped),
+        (UnsupportedError, "one list per query; got 3, one per key head", grouped),
         (ShapeError, "this rank 5 tokens", {"q": part["q"][:4]}),
         (
             ShapeError,

@@ -192,6 +192,23 @@ def test_nan_is_selected():
         assert set(wanted) <= set(found[39, 0].tolist())
 
 
+@pytest.mark.parametrize(("local", "chunk_bytes"), [(0, 1), (0, 1 << 20), (2, 300)])
+def test_tiles_equal_loops(local, chunk_bytes):
+    lengths, size, wanted = (4, 23), 3, []
+    q, keys, weights = _drawn(sum(lengths), sum(lengths), 2, 0)
+    for start, p in [(0, p) for p in range(4)] + [(4, p) for p in range(23)]:
+        t, own = start + p, p // size
+        for dots in (keys[start : t + 1] @ q[t].T * weights[t]).T.tolist():
+            best = [max(dots[at : at + size]) for at in range(0, p + 1, size)]
+            best = [torch.inf if i > own - local else score for i, score in enumerate(best)]
+            tiles = sorted(sorted(range(own + 1), key=lambda i: (-best[i], i))[:2])
+            wanted.append([start + i for tile in tiles for i in range(p + 1) if i // size == tile])
+    plan = plan_sequence(lengths, ranks=1)
+    selector = TopTiles(2, size, local, chunk_bytes)
+    found = select(IndexerInputs(q, keys, weights), keys, selector=selector, sequence=plan, rank=0)
+    assert [ids for lists in _listed(found) for ids in lists] == wanted
+
+
 def _engine(q, k, weights):
     return index_scores(q, k, weights)
 

@@ -119,7 +119,7 @@ def test_checkpointing_recomputes_under_the_same_rows():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-5, atol=1e-6)
     with selections.impose(indexers(trainer), tape.indices):
         loss = cross_entropy(_logits(trainer, tokens)[0], tokens[0])
-    with pytest.raises(UsageError, match="recomputed after its impose was closed"):
+    with pytest.raises(UsageError, match="recomputed after its impose context was closed"):
         loss.backward()
     cross_entropy(_logits(trainer, tokens)[0], tokens[0]).backward()  # The guard is gone.
 
@@ -151,7 +151,7 @@ def test_packed_documents_and_parts_of_them():
     with selections.impose([Plain()], tape.indices.take(order), **part):
         assert torch.equal(module(torch.zeros(1, 3, 1, dtype=torch.int32)), packed[:, order])
     with (
-        pytest.raises(ShapeError, match="at other positions"),
+        pytest.raises(ShapeError, match="positions of the indices differ"),
         selections.impose([Plain()], tape.indices.take(order)),
     ):
         module(torch.zeros(1, 3, 1, dtype=torch.int32))
@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_refused():
     ):
         _logits(trainer, tokens)
     with (
-        pytest.raises(UsageError, match="imposed already"),
+        pytest.raises(UsageError, match="already under impose"),
         selections.impose(indexers(trainer), good),
         selections.impose(indexers(trainer), good),
     ):
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused():
         pass
     with pytest.raises(UsageError, match="belong together"):
         selections.record(indexers(trainer), positions=torch.arange(3)).__enter__()
-    with pytest.raises(UsageError, match="no indexers"):
+    with pytest.raises(UsageError, match="list of indexers is empty"):
         selections.record([]).__enter__()
     with pytest.raises(UnsupportedError, match="has no indexer"):
         indexers(torch.nn.Linear(2, 2))

@@ -163,7 +163,7 @@ def test_weights_that_are_others_after_going_back_are_noticed(trainer, fake, eng
     folder = trainer.folder(1)
     fake.break_after[str(folder.path)] = [1]
     save_file(_random(9), trainer.start / "model.safetensors")
-    with pytest.raises(EngineError, match="After going back, weights differ"):
+    with pytest.raises(EngineError, match="After going back, the weights differ"):
         engine.update(folder, timeout_s=TIMEOUT_S)
     assert fake.blocked
 
@@ -171,7 +171,7 @@ def test_weights_that_are_others_after_going_back_are_noticed(trainer, fake, eng
 def test_a_server_that_ends_itself(trainer, fake, engine):
     folder = trainer.folder(1)
     fake.break_after[str(folder.path)] = [1, 1]  # SGLang does not catch what its rollback raises.
-    with pytest.raises(EngineError, match="POST /update_weights_from_disk .* Restart it"):
+    with pytest.raises(EngineError, match="POST /update_weights_from_disk .* Restart the server"):
         engine.update(folder, timeout_s=TIMEOUT_S)
     with pytest.raises(EngineError, match="POST /pause_generation"):
         engine.update(folder, timeout_s=TIMEOUT_S)
@@ -243,7 +243,7 @@ def test_a_server_that_dies(trainer, fake, engine):
         return exchange(method, path, body)
 
     fake.answer = answer
-    with pytest.raises(EngineError, match=f"{hangs_up_at} .*Restart it"):
+    with pytest.raises(EngineError, match=f"{hangs_up_at} .*Restart the server"):
         engine.update(folder, timeout_s=TIMEOUT_S)
 
 

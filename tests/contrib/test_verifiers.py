@@ -135,7 +135,7 @@ def test_the_policy_of_an_episode():
     turn(other, [vf.UserMessage(content="judge")], sampler)
     task = vf.TraceTask(type="T", data=vf.TaskData(prompt="x"), key="the key")
     episode = vf.Episode(task=task, traces=[trace, other])
-    with pytest.raises(UnsupportedError, match="notes no policy"):
+    with pytest.raises(UnsupportedError, match="has no recorded policy"):
         episode_rollouts(episode)
 
     def ran(start: int, end: int) -> None:

@@ -162,7 +162,12 @@ def test_the_file_of_mooncake_is_what_vllm_reads(adapter, tmp_path):
 @pytest.mark.parametrize(
     ("builder", "wrong", "error", "message"),
     [
-        ("native", {"cpu_bytes": 0, "disk_path": "d"}, UnsupportedError, "no disk alone"),
+        (
+            "native",
+            {"cpu_bytes": 0, "disk_path": "d"},
+            UnsupportedError,
+            "disk without host memory",
+        ),
         ("native", {"cpu_bytes": 4}, PlanError, r"4096; got 4. For 4 GiB pass 4 << 30"),
         ("native", {"cpu_bytes": True}, PlanError, "got True"),
         ("native", {"disk_path": "d", "capture": True}, UnsupportedError, "without its routes"),
@@ -200,7 +205,7 @@ def test_values_that_do_not_fit(adapter, builder, wrong, error, message):
 def test_parts_that_do_not_go_together(adapter, engine):
     prefill, cpu = adapter.nixl("prefill"), adapter.native(cpu_bytes=GIB)
     ours = engine.engine_args(primary_bytes=GIB, host_bytes=GIB)
-    with pytest.raises(PlanError, match="two parts or more; got 1"):
+    with pytest.raises(PlanError, match="at least two parts; got 1"):
         adapter.multi(prefill)
     with pytest.raises(PlanError, match="recompute or fail; got 'retry'"):
         adapter.multi(prefill, cpu, on_load_failure="retry")
@@ -208,11 +213,11 @@ def test_parts_that_do_not_go_together(adapter, engine):
         adapter.multi(prefill, {"enable_prefix_caching": True})
     with pytest.raises(PlanError, match="enable_prefix_caching=True and False"):
         adapter.multi(cpu, prefill | {"enable_prefix_caching": False})
-    with pytest.raises(UnsupportedError, match="Use each kind once"):
+    with pytest.raises(UnsupportedError, match="Use each kind at most once"):
         adapter.multi(cpu, ours)
     with pytest.raises(UnsupportedError, match="do not nest"):
         adapter.multi(adapter.multi(prefill, cpu), adapter.mooncake("run"))
-    with pytest.raises(UnsupportedError, match="Put it first"):
+    with pytest.raises(UnsupportedError, match="Put this part first"):
         adapter.multi(cpu, prefill)
 
 

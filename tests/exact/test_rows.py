@@ -243,7 +243,7 @@ def test_what_has_no_such_form_is_refused_by_name():
     refused(lambda: sdpa(four[0], four[0], four[0]), "(2, 4, 8)")
     refused(lambda: sdpa(four, four, four, attn_mask=gap), "gap")
     refused(lambda: sdpa(four, four, four, attn_mask=heads), "differs between heads")
-    refused(lambda: sdpa(four, four, four, attn_mask=torch.full((4, 4), -0.5)), "adds to scores")
+    refused(lambda: sdpa(four, four, four, attn_mask=torch.full((4, 4), -0.5)), "added to scores")
     refused(lambda: sdpa(four, four, four, attn_mask=gap, is_causal=True), "one of them")
     refused(lambda: sdpa(four, four.expand(2, -1, -1, -1), four), "(2, 2, 4, 8)")
     refused(lambda: x.index_put((torch.zeros(2, dtype=torch.int64),), x, accumulate=True), "index")

@@ -131,7 +131,7 @@ def test_what_nothing_would_tell_of_is_refused():
     net(torch.ones(4, 32))
     assert cache.roundings == 2
     net[0].weight = torch.nn.Parameter(net[0].weight * 3)
-    with pytest.raises(UsageError, match="another parameter than when the cache was made"):
+    with pytest.raises(UsageError, match="was replaced after the cache was made"):
         net(torch.ones(4, 32))
 
 
@@ -257,4 +257,4 @@ def test_it_holds_under_fsdp2_with_experts_dealt_out():
 
 def test_a_cache_that_was_made_before_sharding_is_refused():
     for said in ranks.run(_too_early, world_size=2):
-        assert "make it after fully_shard" in said
+        assert "Make the cache after fully_shard" in said

@@ -116,7 +116,7 @@ def test_a_fault_is_named(case):
 
 
 def test_scales_of_another_kind_are_refused():
-    with pytest.raises(PlanError, match=f"{SCALES} holds scales that are no powers of two"):
+    with pytest.raises(PlanError, match=f"{SCALES} holds scales that are not powers of two"):
         unpack_weights(packed(), Recipe(RECIPE.activations, RECIPE.weights, scale="ue8m0"))
 
 

@@ -106,5 +106,5 @@ def test_a_key_takes_numbers_of_numpy(untyped):
 @pytest.mark.parametrize("wrong", [{"routes": 5}, {"routes": "text"}, {"routes": None}, {3: b""}])
 def test_attachments_that_are_not_bytes_are_refused(wrong, untyped):
     """A number would be packed as that many zeros."""
-    with pytest.raises(UsageError, match="bytes by name"):
+    with pytest.raises(UsageError, match="from names to bytes"):
         pack_attachments(wrong)

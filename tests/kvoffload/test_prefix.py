@@ -47,7 +47,7 @@ def test_a_hash_is_the_one_that_is_written_down():
     ],
 )  # fmt: skip
 def test_what_is_no_prompt_is_refused(tokens, page_tokens):
-    with pytest.raises(PlanError, match="line of integers"):
+    with pytest.raises(PlanError, match="one-dimensional integers"):
         page_hashes(tokens, page_tokens=page_tokens)
 
 

@@ -167,10 +167,10 @@ def _call(q, k, v, **rules):
 MASK = torch.ones(4, 4, dtype=torch.bool)
 # By change: what rank 1 does alone, and what it is told.
 CHANGES = {
-    "mask": (lambda q, k, v: _call(q, k, v, attn_mask=MASK), "PlanError: the plan says who"),
+    "mask": (lambda q, k, v: _call(q, k, v, attn_mask=MASK), "PlanError: the plan already masks"),
     "dropout": (
         lambda q, k, v: _call(q, k, v, dropout_p=0.1, is_causal=True),
-        "PlanError: .* no dropout; got 0.1",
+        "PlanError: .* not support dropout; got 0.1",
     ),
     "not causal": (_call, "PlanError: got is_causal=False, Con"),
     "no batch": (lambda q, k, v: _call(q[0], k[0], v[0], is_causal=True), "ShapeError: needs .bat"),

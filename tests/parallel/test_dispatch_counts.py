@@ -179,7 +179,9 @@ def _crowded():
     """Twenty-two rows go to one rank: first from rank 1 alone, then from both."""
     x, scores, ids = _batch(11, seed=0)
     crowded, wrong = torch.zeros_like(ids), dist.get_rank() == 1
-    with pytest.raises(PlanError if wrong else RankError, match="22 rows .* is 20. Raise it"):
+    with pytest.raises(
+        PlanError if wrong else RankError, match="22 rows .* is 20. Raise capacity_rows"
+    ):
         _made("capacity").dispatch(x, scores, crowded if wrong else ids, num_experts=EXPERTS)
     with pytest.raises(RuntimeError, match="over capacity_rows=20"):
         _made("capacity", check=False).dispatch(x, scores, crowded, num_experts=EXPERTS)

@@ -372,7 +372,7 @@ def _early_optimizer():
     assert all(torch.equal(p.full_tensor(), before[n]) for n, p in model.named_parameters())
     with pytest.raises(PlanError, match="Make the optimizer after parallelize"):
         check_optimizer(model, early)
-    with pytest.raises(PlanError, match=r"\d+ of \d+ tensors of the optimizer are no parameters"):
+    with pytest.raises(PlanError, match=r"\d+ of \d+ tensors of the optimizer are not parameters"):
         clip_grad_norm_(model.parameters(), 1.0, meshes=meshes, optimizer=early)
     with pytest.raises(PlanError, match="sharded already"):
         _shard(model, meshes)

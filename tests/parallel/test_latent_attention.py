@@ -178,9 +178,9 @@ def _refusals():
         for error, said, operands, more in [
             (ShapeError, "gives this rank 8 tokens", (q[1:], latents[1:], up), {}),
             (ShapeError, "needs q .local_tokens", (q, latents[:, None], up), {}),
-            (ShapeError, "the same heads", (q[:, :2], latents, up), {}),
-            (ShapeError, "at least latent_dim", (q, latents[:, :3], up), {}),
-            (ShapeError, "as many as up gives", (q, latents, up[:, :5]), {}),
+            (ShapeError, "equal numbers of heads", (q[:, :2], latents, up), {}),
+            (ShapeError, "latent_dim [+] rope_dim columns", (q, latents[:, :3], up), {}),
+            (ShapeError, "rows that up has per head", (q, latents, up[:, :5]), {}),
             (ShapeError, "one floating dtype", (q, latents, up.float()), {}),
             (PlanError, "AttentionKernel", (q, latents, up), {"kernel": "flash"}),
             (PlanError, "AttentionKernel", (q, latents, up), {"kernel": RectangleKernel}),

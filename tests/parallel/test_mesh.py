@@ -82,7 +82,7 @@ def test_ranks_of_two_copies_with_context():
 
 
 def _build_for_four():
-    with pytest.raises(PlanError, match="planned for 4 ranks; 2 are running") as caught:
+    with pytest.raises(PlanError, match="planned for 4 ranks, but 2 ranks are running") as caught:
         plan_mesh(world_size=4).build("cpu")
     return str(caught.value)
 

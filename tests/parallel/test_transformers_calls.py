@@ -79,7 +79,7 @@ def _plans_that_no_model_follows():
         with pytest.raises(PlanError, match="came without position_ids"):
             part(**inputs)
     inputs |= {"position_ids": positions, "labels": inputs["input_ids"]}
-    with pytest.raises(PlanError, match="across its documents. Shift before the split"):
+    with pytest.raises(PlanError, match="inside this rank.s part. Shift labels before the split"):
         model(**inputs)
 
 
@@ -127,14 +127,18 @@ def _losses_of_one_rank():
     ids = torch.arange(12).view(1, 12)
     wrong = [
         (PlanError, "Pass num_items_in_batch=global_token_count", {"labels": ids}),
-        (UnsupportedError, "auxiliary loss of this rank", {"output_router_logits": True}),
+        (UnsupportedError, "auxiliary loss from this rank", {"output_router_logits": True}),
     ]
     split = plan_mesh(world_size=2, context=2).build("cpu")
     group = split.context.get_group()
     packed = local_inputs(
         torch.arange(24), sequence=plan_sequence([9, 15], ranks=2, order="zigzag"), group=group
     )
-    unshifted = (PlanError, "Shift before the split", {"labels": ids, "num_items_in_batch": 22})
+    unshifted = (
+        PlanError,
+        "Shift labels before the split",
+        {"labels": ids, "num_items_in_batch": 22},
+    )
     uncounted = (*wrong[0][:2], {"labels": ids, "shift_labels": ids})
     for meshes, inputs, refused in [
         (plan_mesh(world_size=2).build("cpu"), {"input_ids": ids}, wrong),
@@ -147,7 +151,7 @@ def _losses_of_one_rank():
                 model(**inputs, **arguments)
         in_order = inputs["input_ids"], None, inputs.get("position_ids"), None, None, ids
         rest = {name: inputs[name] for name in inputs.keys() - {"input_ids", "position_ids"}}
-        with pytest.raises(PlanError, match="num_items_in_batch|Shift before"):
+        with pytest.raises(PlanError, match="num_items_in_batch|Shift labels before"):
             model(*in_order, **rest)
         model(**inputs)
         model.config.output_router_logits = True
@@ -171,7 +175,7 @@ def _other_ranks():
     meshes = plan_mesh(world_size=4, expert=2).build("cpu")
     groups = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
     across = AllToAllDispatcher(groups[dist.get_rank() % 2])
-    with pytest.raises(PlanError, match="lies over ranks .* Pass meshes.expert.get_group"):
+    with pytest.raises(PlanError, match="uses ranks .* group meshes.expert.get_group"):
         parallelize(_model("qwen3_moe"), meshes, dispatcher=across)
 
 
@@ -202,7 +206,7 @@ def _recurrence_kernels():
     meshes, calls = plan_mesh(world_size=1).build("cpu"), []
     for family in ("llama", "glm_moe_dsa"):
         model = _model(family)
-        with pytest.raises(UnsupportedError, match="no recurrent layers for recurrence_kernel="):
+        with pytest.raises(UnsupportedError, match="no recurrent layers that could use"):
             parallelize(model, meshes, recurrence_kernel=chunk_state_space)
         assert type(model).__name__[:4] != "FSDP"
     for family, kernel in [

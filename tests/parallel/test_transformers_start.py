@@ -271,8 +271,11 @@ def _refusals(path):
     model = _start("qwen3_moe")
     error = PlanError if rank == 0 else RankError
     for name, said in [
-        ("fewer", r"experts.down_proj is \(5, 64, 64\) there and \(6, 64, 64\) here"),
-        ("wider", r"lm_head.weight is \(31, 64\) there and \(30, 64\) here"),
+        (
+            "fewer",
+            r"experts.down_proj is \(5, 64, 64\) in the checkpoint and \(6, 64, 64\) in the model",
+        ),
+        ("wider", r"lm_head.weight is \(31, 64\) in the checkpoint and \(30, 64\) in the model"),
         ("bin", "cannot be read as a Qwen3MoeForCausalLM"),
         ("index", "cannot be read as a Qwen3MoeForCausalLM: KeyError: 'weight_map'"),
         ("gptq", "quantized by 'gptq'.* Save them dequantized first"),

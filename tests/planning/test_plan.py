@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -49,6 +50,12 @@ def test_a_lognormal_has_the_mean_that_was_asked_for():
 def test_nonsense_is_refused(broken):
     with pytest.raises(UsageError):
         broken()
+
+
+def test_a_table_of_throughputs_is_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
+    with pytest.raises(UsageError, match="tokens_per_s must be a function"):
+        planning.EngineModel({1: 10.0})
 
 
 def tables(*, trainer_s=3.0, engine_s=1.0, weights=0.0, sample_bytes=0.0):

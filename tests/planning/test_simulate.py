@@ -4,6 +4,7 @@ import asyncio
 import functools
 import math
 
+import jaxtyping
 import numpy as np
 import pytest
 
@@ -266,6 +267,13 @@ def test_it_runs_where_an_event_loop_runs_already():
 def test_nonsense_is_refused(broken):
     with pytest.raises(UsageError, match="needs an engine"):
         loop(**broken)
+
+
+@pytest.mark.parametrize("train_s", [planning.constant(1), -1.0, math.nan], ids=str)
+def test_a_step_takes_seconds_or_a_function(train_s, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
+    with pytest.raises(UsageError, match="train_s must be seconds"):
+        loop(train_s=train_s, steps=2)
 
 
 @functools.cache

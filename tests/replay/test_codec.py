@@ -146,7 +146,7 @@ def test_turns_join_by_where_they_start():
     first = whole[:5].with_missing(after=1)  # the last sampled token has no row yet
     assert Routes.unpack(whole.pack(start=5), onto=first) == whole
     assert Routes.unpack(whole.pack(start=9), onto=whole) == whole
-    with pytest.raises(UsageError, match="start at token 5: pass onto="):
+    with pytest.raises(UsageError, match="start at token 5. Pass the routes"):
         Routes.unpack(whole.pack(start=5))
     with pytest.raises(ShapeError, match="from token 8 on do not continue 6"):
         Routes.unpack(whole.pack(start=8), onto=first)

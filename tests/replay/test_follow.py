@@ -256,7 +256,7 @@ def test_what_cannot_work_is_refused(inputs, foreign):
         follow(bare, [bare.layer.gate])
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in [*model.modules(), bare])
     following = follow(model, model.routers)
-    with pytest.raises(UsageError, match=r"\[0, 1, 2\] follow already"):
+    with pytest.raises(UsageError, match=r"\[0, 1, 2\] already follow"):
         follow(model, model.routers)
     with pytest.raises(UsageError, match="under impose"), impose(model.routers, foreign()):
         model(inputs, routed_experts=rows)

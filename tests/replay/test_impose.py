@@ -296,7 +296,7 @@ def test_routes_of_another_model_are_refused(toy, foreign):
         model.layers[0](torch.randn(8, 5, dtype=torch.float64))
     model.layers[0].gate.num_experts = 7
     with (
-        pytest.raises(PlanError, match="2 of 7 experts, the routes 2 of 6"),
+        pytest.raises(PlanError, match="2 of 7 experts, but the routes have 2 of 6"),
         impose(model.routers[:1], foreign().select_layers([0])),
     ):
         pass
@@ -317,7 +317,7 @@ def test_routers_are_checked(toy):
     model.layers[1].gate.top_k = 3
     with pytest.raises(PlanError, match=r"\[\(6, 2\), \(6, 3\)\]"):
         check_routers(model.routers)
-    with pytest.raises(UsageError, match="nothing to replay"):
+    with pytest.raises(UsageError, match="no choices to replay"):
         check_routers([])
     with pytest.raises(UsageError, match="not the ToyModel itself"):
         check_routers.__wrapped__(model)

@@ -180,14 +180,16 @@ def test_the_one_known_slot_counts_in_full(toy, inputs):
 def test_routes_of_more_layers_or_choices_are_refused(toy, foreign):
     model = toy()
     with (
-        pytest.raises(PlanError, match=r"in layers \(0, 1\), the routes in \(0, 1, 2\)"),
+        pytest.raises(
+            PlanError, match=r"in layers \(0, 1\), but the routes are for layers \(0, 1, 2\)"
+        ),
         impose(model.routers[:2], foreign()),
     ):
         pass
     for router in model.routers:
         router.top_k = 3
     with (
-        pytest.raises(PlanError, match="3 of 6 experts, the routes 2 of 6"),
+        pytest.raises(PlanError, match="3 of 6 experts, but the routes have 2 of 6"),
         impose(model.routers, foreign()),
     ):
         pass
@@ -197,6 +199,9 @@ def test_a_second_context_is_found_behind_other_hooks(toy, inputs, foreign):
     model = toy()
     allow_compile(model.routers)
     with impose(model.routers, foreign()):
-        with pytest.raises(UsageError, match="imposed already"), impose(model.routers, foreign()):
+        with (
+            pytest.raises(UsageError, match="already under impose"),
+            impose(model.routers, foreign()),
+        ):
             pass
         model(inputs)

@@ -99,7 +99,7 @@ def test_pooled_parts_equal_one_measurement():
     assert pooled.ratio_tails == pytest.approx(whole.ratio_tails)
     places = [(cuts[part][0] + at,) for part, at in (token.position for token in pooled.worst)]
     assert places == [token.position for token in whole.worst]
-    with pytest.raises(UsageError, match="nothing to pool"):
+    with pytest.raises(UsageError, match="cannot pool an empty list"):
         Mismatch.pool([])
 
 

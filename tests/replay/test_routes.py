@@ -123,7 +123,7 @@ def test_what_does_not_fit_an_array_is_refused(odd):
 
 
 def test_a_batch_is_no_flag():
-    with pytest.raises(ShapeError, match="no True rows"):
+    with pytest.raises(ShapeError, match="be split into True rows"):
         random_routes().tensor(batch=True)
 
 
@@ -351,7 +351,7 @@ def test_the_tensor_of_routes(foreign):
     assert np.array_equal(flat[5:], routes.experts[5:])
     assert foreign()[:0].tensor().shape == (1, 0, 3, 2)
     for batch in (0, 3, 16):
-        with pytest.raises(ShapeError, match=f"8 tokens are no {batch} rows"):
+        with pytest.raises(ShapeError, match=f"8 tokens cannot be split into {batch} rows"):
             routes.tensor(batch=batch)
 
 

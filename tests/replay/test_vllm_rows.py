@@ -168,7 +168,7 @@ def test_arrays_of_any_shape_are_views(shape):
 
 @pytest.mark.parametrize("layers", [(), (0, 0), (2, 1), (3,), (-1,)])
 def test_a_router_shape_has_rising_layers_in_range(layers):
-    with pytest.raises(UsageError, match=r"rise within 0\.\.2"):
+    with pytest.raises(UsageError, match=r"between 0 and 2"):
         RouterShape(num_layers=3, moe_layers=layers, num_experts=8, top_k=2)
 
 
@@ -274,7 +274,9 @@ def test_halves_that_are_no_halves_are_refused():
     asked = {"prompt_tokens": 5, "versions": (4, 4)}
     whole = join_prefill(prefill, decode, **asked)
     assert whole == known(array, [True] * 8 + [False])
-    with pytest.raises(UsageError, match="version 3 computed the prompt, and version 4 went on"):
+    with pytest.raises(
+        UsageError, match="version 3 computed the prompt, and version 4 continued it"
+    ):
         join_prefill(prefill, decode, **asked | {"versions": (3, 4)})
     for wrong in (0, 4, 7):
         with pytest.raises(ShapeError, match=f"a prompt of {wrong} tokens .* got 6 and 9"):

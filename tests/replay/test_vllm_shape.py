@@ -73,7 +73,7 @@ def test_what_is_missing_is_named(name, named):
 
 
 def test_a_model_without_experts_is_refused():
-    with pytest.raises(UsageError, match="moe_layers must rise"):
+    with pytest.raises(UsageError, match="moe_layers must be ascending"):
         RouterShape.from_config(SIZES | {"mlp_layer_types": ["dense"] * 6})
 
 

@@ -40,11 +40,12 @@ pytestmark = pytest.mark.vllm
 
 
 class Seen(NamedTuple):
-    """What came of requests, and of the drafts of all of them."""
+    """What came of requests, and the drafts of all of them: of the engine, and of completions."""
 
     requests: list[Served]
     drafts: int
     accepted: int
+    draft_tokens: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +83,11 @@ def seen(request: Any, folder: Path) -> Seen:
     return Seen(*call(_serve, folder, METHODS[request.param]))
 
 
-def _serve(folder: Path, speculation: dict[str, Any]) -> tuple[list[Served], int, int]:
+def _serve(folder: Path, speculation: dict[str, Any]) -> tuple[list[Served], int, int, list[int]]:
     """Prompts, what flushes them out of the engine's cache, and the prompts with their answers."""
     import vllm
 
+    from primeblocks.async_loop.adapters.vllm.completion import completion_of
     from primeblocks.kvoffload.adapters.vllm import engine_args as tiers
 
     max_bytes = plan_capture_bytes(EXACT, page_tokens=PAGE_TOKENS, device_pages=PAGES)
@@ -101,6 +103,7 @@ def _serve(folder: Path, speculation: dict[str, Any]) -> tuple[list[Served], int
         skip_tokenizer_init=True,
         disable_log_stats=False,
         speculative_config=speculation,
+        per_request_spec_decode_metrics="summary",
         **engine_args(max_bytes=max_bytes, device="cpu"),
         **tiers(
             primary_bytes=1 << 20, host_bytes=1 << 24, routes_bytes_per_token=EXACT.bytes_per_token
@@ -122,7 +125,13 @@ def _serve(folder: Path, speculation: dict[str, Any]) -> tuple[list[Served], int
     counts = {metric.name: metric.value for metric in engine.get_metrics() if "spec" in metric.name
               and hasattr(metric, "value")}  # fmt: skip
     engine.llm_engine.engine_core.shutdown()
-    return served(first + between + again), counts[DRAFTS], counts[ACCEPTED]
+    requests = first + between + again
+    completions = [
+        completion_of((0,), request.outputs[0], num_cached_tokens=0, version=0)
+        for request in requests
+    ]
+    kept = [each.to_rollout().attachments["draft_tokens"] for each in completions]
+    return served(requests), counts[DRAFTS], counts[ACCEPTED], sum(kept).tolist()
 
 
 def test_routes_under_rejected_drafts_are_those_of_the_tokens(seen, folder):
@@ -130,6 +139,7 @@ def test_routes_under_rejected_drafts_are_those_of_the_tokens(seen, folder):
     from transformers import AutoModelForCausalLM
 
     assert 0 < seen.accepted < seen.drafts
+    assert seen.draft_tokens == [seen.accepted, seen.drafts]
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()

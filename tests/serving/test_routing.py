@@ -78,7 +78,7 @@ def test_weights_that_make_no_sense_are_refused(wrong):
     [round_robin, least_loaded, consistent_hash, PrefixAndLoad()],
 )
 def test_a_route_among_no_engines_is_a_mistake(route):
-    with pytest.raises(UsageError, match="among engines that are open; got none"):
+    with pytest.raises(UsageError, match="at least one open engine; got none"):
         route(Request(session="a", pages=(1,)), [])
 
 

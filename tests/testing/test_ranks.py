@@ -155,7 +155,7 @@ def test_a_body_that_cannot_travel_is_refused():
 
 def test_preload_comes_before_the_first_gang():
     ranks.run(_settings)
-    with pytest.raises(UsageError, match="before the first gang"):
+    with pytest.raises(UsageError, match="is already running"):
         ranks.preload("json")
 
 

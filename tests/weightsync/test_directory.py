@@ -40,7 +40,7 @@ def test_a_name_is_one_path_component(kind, name):
 
 
 def test_shared_memory_refuses_where_it_cannot_work(monkeypatch, tmp_path):
-    with pytest.raises(UnsupportedError, match="is no directory"):
+    with pytest.raises(UnsupportedError, match="is not a directory"):
         SharedMemoryTransport("a", root=str(tmp_path / "none"))
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="darwin. Use FileTransport"):
@@ -160,7 +160,7 @@ def test_a_mount_that_shows_another_user_is_named(tmp_path):
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "/etc/passwd/x", "/proc/none", "a\0b"])
 def test_what_is_no_directory_is_refused(path):
-    with pytest.raises(UsageError, match="cannot be used|is no path"):
+    with pytest.raises(UsageError, match="cannot be used|is not a path"):
         FileTransport(path, owner=True)
     with suppress(UsageError):  # Or there is nothing yet.
         assert FileTransport(path).markers() == ()
@@ -169,7 +169,7 @@ def test_what_is_no_directory_is_refused(path):
 def test_a_root_in_which_others_rename_things_is_refused(tmp_path):
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
-    with pytest.raises(UsageError, match="others may rename what is in it"):
+    with pytest.raises(UsageError, match="other users may rename files in it"):
         SharedMemoryTransport("policy", owner=True, root=str(tmp_path / "open"))
 
 
@@ -292,7 +292,7 @@ def test_a_root_of_somebody_else_is_a_typed_error(made, mode, below):
         os.chmod(root, mode)
         os.seteuid(65534)
         try:
-            with pytest.raises(UsageError, match="cannot be used|is no directory|is not opened"):
+            with pytest.raises(UsageError, match="cannot be used|is not a directory|is not opened"):
                 made(place)
         finally:
             os.seteuid(0)

@@ -308,9 +308,9 @@ def test_a_process_forked_during_a_load_holds_up_nobody(site, tmp_path):
 
 
 def test_it_refuses_where_it_cannot_work(monkeypatch, tmp_path):
-    with pytest.raises(UnsupportedError, match="is no directory"):
+    with pytest.raises(UnsupportedError, match="is not a directory"):
         IpcTransport("a", root=str(tmp_path / "none"))
-    with pytest.raises(UnsupportedError, match="no handles of memory on meta"):
+    with pytest.raises(UnsupportedError, match="memory on meta has no handles"):
         IpcTransport("a", device="meta")
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)

@@ -116,7 +116,7 @@ def _boxes():
     assert_same_bits(held["a"].to_local(), whole[3 * rank : 3 * rank + 3])
     with pytest.raises(PlanError, match="'a' is .*Plan with describe"):
         load_into(held, plan, reader=1)
-    with pytest.raises(PlanError, match="there is no 2"):
+    with pytest.raises(PlanError, match="got reader 2"):
         load_into(held, plan, reader=2)
 
 

@@ -144,7 +144,7 @@ def test_one_adapter_of_several():
     config = peft.LoraConfig(r=3, lora_alpha=3, target_modules=["o_proj"], use_dora=True)
     model.add_adapter("default2", config)
     assert len(adapter_parameters(model)) == 8
-    with pytest.raises(UnsupportedError, match="lora_magnitude_vector.*only A and B"):
+    with pytest.raises(UnsupportedError, match="lora_magnitude_vector.*not the A or the B"):
         adapter_parameters(model, adapter="default2")
     with pytest.raises(PlanError, match="no LoRA parameters of an adapter named 'fault2'"):
         adapter_parameters(model, adapter="fault2")

@@ -181,9 +181,9 @@ GOOD = describe({"w": torch.zeros(4, 2)})
      '["",[["w","float32",["a"],[0],[4]]]]', '["",[["w","float33",[4],[0],[4]]]]'],
 )  # fmt: skip
 def test_a_text_that_is_no_manifest_or_plan_is_refused(text):
-    with pytest.raises(PlanError, match="text of a manifest|no dtype"):
+    with pytest.raises(PlanError, match="describe a manifest|no dtype"):
         Manifest.from_json(text)
-    with pytest.raises(PlanError, match="no text of a plan"):
+    with pytest.raises(PlanError, match="does not describe a plan"):
         Plan.from_json(text)
 
 
@@ -192,7 +192,7 @@ def test_a_text_that_is_no_manifest_or_plan_is_refused(text):
 def test_a_plan_with_another_value_in_it_is_refused(key, value):
     head = json.loads(plan_sync([GOOD], GOOD.whole(), bucket_bytes=64).to_json())
     with pytest.raises(
-        PlanError, match=r"(?s)no text of a (plan|manifest): .*Pass on what to_json"
+        PlanError, match=r"(?s)does not describe a (plan|manifest): .*Pass on what to_json"
     ):
         Plan.from_json(json.dumps({**head, key: value}))
 

@@ -327,7 +327,7 @@ def _new_group_after_a_death(path):
     """What the error tells to do: a new group, a new Publisher, the same transport."""
     parameters = _weights(1)
     plan, transport, publisher = join("shared_memory", path, parameters)
-    publisher._agreement._broken = "a test"
+    publisher._messenger._broken = "a test"
     with pytest.raises(TransferError, match="failed earlier: a test"):
         publisher.publish(1, timeout_s=TIMEOUT_S)
     group = dist.new_group(backend="gloo")

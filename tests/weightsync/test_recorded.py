@@ -242,7 +242,7 @@ def test_reads_travel_as_text_and_know_what_a_plan_lacks():
     assert not reads.lacking(plan.wants[0])
     assert not reads.lacking(plan.wants[1])
     assert reads.lacking({"w": (Shard((0, 0), (2, 6)),)}) == ["w"]
-    with pytest.raises(PlanError, match="no text of reads"):
+    with pytest.raises(PlanError, match="does not describe reads"):
         Reads.from_json("[]", checkpoint)
     for changed in ('[{"v": [[[0, 0], [2, 6]]]}, {}]', '[{"w": [[[9, 9], [2, 6]]]}, {}]'):
         with pytest.raises(PlanError):  # Of no such tensor, or outside of it.
@@ -265,7 +265,7 @@ def swapped(param, tensor):
         (lambda p, t: p.add_(t), "it is computed with"),
         (swapped, "it is computed with"),
         (lambda p, t: torch.zeros(4, 6).copy_(t), "it is copied to no parameter"),
-        (lambda p, t: p.copy_(t[:1]), "it is repeated, or cut in ways that are no boxes"),
+        (lambda p, t: p.copy_(t[:1]), "it is repeated, or cut into parts that are not boxes"),
         (lambda p, t: p.view(-1)[7:12].copy_(t.view(-1)[:5]), None),
         (lambda p, t: p.view(-1)[1:6].copy_(t.view(-1)[3:8]), "its elements are not read in boxes"),
         (lambda p, t: p[:, :2].copy_(t.unfold(1, 2, 1)[:, 3]), None),

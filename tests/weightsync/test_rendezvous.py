@@ -86,7 +86,7 @@ def test_a_name_alone_is_enough():
     assert_same_bits(engine[0].weight.detach(), trainer[0].weight.detach())
     sending.close()
     with pytest.raises(
-        DeadlineError, match="nobody announced a plan there in time. Is the trainer"
+        DeadlineError, match="no trainer announced a plan there in time. Check that the trainer"
     ):
         weightsync.find(name, timeout_s=0)
 
@@ -136,7 +136,7 @@ def test_an_announcement_that_others_could_write_is_not_read(tmp_path):
         weightsync.announce(owner, {"a": torch.ones(1)})
         (note,) = tmp_path.glob("*/announced.json")
         note.chmod(0o666)
-        with pytest.raises(UsageError, match="mode 666; .*It was not read"):
+        with pytest.raises(UsageError, match="mode 666; .*The file was not read"):
             weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
         note.rename(note.with_name("elsewhere"))
         note.symlink_to(note.with_name("elsewhere"))
@@ -160,7 +160,7 @@ def test_an_announcement_of_another_user_is_named_and_not_read(tmp_path):
 def test_a_text_that_is_no_plan(tmp_path):
     with _end("file", tmp_path, True) as owner:
         owner.commits.post("announced", "{", deadline=0.0)
-        with pytest.raises(PlanError, match="no text of a plan"):
+        with pytest.raises(PlanError, match="does not describe a plan"):
             weightsync.find(FileTransport(tmp_path), timeout_s=0)
 
 

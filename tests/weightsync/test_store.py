@@ -253,7 +253,7 @@ def test_a_rank_without_the_version_is_a_typed_error(site, store):
         ):
             board.post(f"{run}/rank-0", json.dumps(told), deadline=soon())
             with pytest.raises(
-                error, match=r"rank 0 (has (not version 1|10 bytes)|cannot be read)"
+                error, match=r"rank 0 (does not have version 1|has 10 bytes|cannot be read)"
             ):
                 subscriber.receive(timeout_s=TIMEOUT_S)
         board.post(f"{run}/rank-0", json.dumps(notes), deadline=soon())

@@ -148,15 +148,18 @@ def test_observations_that_do_not_fit_the_plan_are_refused():
         return {"forms": [[[*row[:at], value, *row[at + 1 :]] for row in one] for one in rows]}
 
     for change, said in (
-        ({"reader": 7}, "there is no 7"),
-        ({"reader": -1}, "there is no -1"),
+        ({"reader": 7}, "got reader 7"),
+        ({"reader": -1}, "got reader -1"),
         ({"forms": []}, "in 0 copies"),
         ({"forms": [], "plan": "another"}, "by plan another, in 0 copies"),
         ({"forms": rows + rows}, "in 4 copies"),
-        (changed(3, "nn"), "no text of an observation: TypeError"),
-        (changed(3, "float33"), "no text of an observation: AttributeError"),
-        ({"forms": [[[[9, 9], [1, 1], *r[2:]] for r in one] for one in rows]}, "which has others"),
-        ({"forms": [[[[0], [1], *r[2:]] for r in one] for one in rows]}, "which has others"),
+        (changed(3, "nn"), "does not describe an observation: TypeError"),
+        (changed(3, "float33"), "does not describe an observation: AttributeError"),
+        (
+            {"forms": [[[[9, 9], [1, 1], *r[2:]] for r in one] for one in rows]},
+            "whose copies differ",
+        ),
+        ({"forms": [[[[0], [1], *r[2:]] for r in one] for one in rows]}, "whose copies differ"),
         (
             {"forms": [[[r[0], [9] * len(r[1]), *r[2:]] for r in one] for one in rows]},
             "not lie",

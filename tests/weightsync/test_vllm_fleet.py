@@ -396,5 +396,5 @@ def test_a_server_that_hangs_or_is_gone(fleet):
     assert lost["hung"]["seconds"] < TIMEOUT_S
     assert lost["after"] == {"greedy": answers(fleet, 1), "labels": ["19"]}
     assert lost["gone"]["kind"] == "EngineError"
-    assert "Restart it" in lost["gone"]["message"]
+    assert "Restart the" in lost["gone"]["message"]
     assert lost["gone"]["seconds"] < TIMEOUT_S / 2

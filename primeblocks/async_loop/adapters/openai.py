@@ -108,7 +108,8 @@ async def generate(
     if before != after:
         raise PrimeblocksError(
             f"the weights went from version {before} to {after} during {what}, and the server does "
-            "not say at which token. Ask again, for fewer tokens, or hold requests during updates."
+            "not say at which token. Send the request again for fewer tokens, or hold requests "
+            "during updates."
         )
     choices = _choices_of(text, what, n)
     return tuple(_rollout(choice, tokens, before, what, prompt_id) for choice in choices)
@@ -133,8 +134,8 @@ async def served_version(
         raise EngineError(f"{what}: the server answered {text[:200]!r}") from error
     if (found := version_of(label)) is None:
         raise UsageError(
-            f"{what} is {label!r:.200}; versions here are integers. Label them when they are "
-            "updated: /update_weight_version with str(version)."
+            f"{what} is {label!r:.200}, but a policy version must be an integer. Label them when "
+            "they are updated: /update_weight_version with str(version)."
         )
     return found
 
@@ -163,7 +164,7 @@ def _rollout(
             "server that returns them with return_token_ids, such as vLLM."
         )
     if run != prompt:
-        raise EngineError(f"{what}: the server ran another prompt: {run!r:.200}")
+        raise EngineError(f"{what} got another prompt back from the server: {run!r:.200}")
     versions = np.full(len(ids), version)
     return _rollout_of(choice, prompt, ids, values, versions, what=what, prompt_id=prompt_id)
 
@@ -271,7 +272,8 @@ async def generate_split(
         raise
     if (before := computed.versions[0]) != (after := completion.versions[0]):
         raise PrimeblocksError(
-            f"{what}: version {before} computed it, and version {after} went on. Ask again."
+            f"{what}: version {before} computed it, and version {after} continued it. Send the "
+            "request again."
         )
     return computed, completion
 
@@ -318,8 +320,9 @@ def _labelled_rollout(
     for label, start, end in labels:
         if (version := version_of(label)) is None:
             raise EngineError(
-                f"{what}: its weights are labelled {label!r:.200}; versions here are integers. It "
-                "has not been given a version since it started: update it before it gets requests."
+                f"{what}: its weights are labelled {label!r:.200}, but a policy version must be "
+                "an integer. The server has had no update since it started. Update its weights "
+                "before you send requests."
             )
         if type(start) is not int or type(end) is not int:
             raise EngineError(f"{what} got versions of tokens {start!r} to {end!r}")
@@ -360,7 +363,7 @@ def _choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
     if found != list(range(n)):
         raise EngineError(f"{what} got choices {found} where {n} were asked for")
     if aborted:
-        raise PrimeblocksError(f"{what} was aborted before its first token: ask again")
+        raise PrimeblocksError(f"{what} was aborted before its first token: send the request again")
     return choices
 
 

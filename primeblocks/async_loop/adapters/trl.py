@@ -52,10 +52,10 @@ _CLEANUP_S = 10.0
 
 
 class EventThread:
-    """An event loop in its own thread, for callers that have none.
+    """An event loop in its own thread, for callers without an event loop.
 
-    The thread is a daemon: a call that hangs ends in an error of the caller, and does not keep the
-    process alive.
+    The thread is a daemon, so a call that hangs does not keep the process alive. The caller gets an
+    error.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class EventThread:
         """
         if self.loop.is_closed() or not self._thread.is_alive():
             work.close()
-            raise ClosedError("this EventThread was closed. Make another.")
+            raise ClosedError("this EventThread was closed. Create another EventThread.")
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def call(self, work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
@@ -117,13 +117,13 @@ class EventThread:
 class TrlWorker:
     """Feeds TRL's asynchronous trainer from an `AsyncLoop`, one batch per policy version.
 
-    The loop hands over a batch, and treats the next version as the engine's once TRL reports it.
+    The loop hands over a batch, and treats the next version as the engine's when TRL reports it.
     TRL looks one micro-batch ahead, so `max_off_policy_steps` must be at least 1. The buffer's
     staleness policy counts. TRL's own policy, which drops single samples of a batch, is off.
     Log-probabilities are the engine's. A token that no policy sampled is context, without a loss.
 
     `check_health` raises the error that ended the loop, such as the death of the engine. TRL calls
-    it once its queue has been empty for five seconds. Every wait inside ends at `step_timeout_s`.
+    it after its queue has been empty for five seconds. Every wait inside ends at `step_timeout_s`.
 
     Args:
         thread: runs everything. `generate` may use objects that were made there.
@@ -218,7 +218,7 @@ class TrlWorker:
             ClosedError: the thread was closed.
         """
         if self._running is not None:
-            raise UsageError("a TrlWorker is started once. Make another.")
+            raise UsageError("a TrlWorker can be started only once. Create another TrlWorker.")
         self._running = self._thread.spawn(self._run())
 
     def stop(self) -> None:

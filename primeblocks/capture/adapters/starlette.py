@@ -55,7 +55,7 @@ def capture_app(recorder: Recorder) -> Starlette:
 
     A request needs the key of its session, as `Authorization: Bearer`. An answer is sampled in full
     before it is sent. So errors have a status in streams too, and all events come at once. A turn
-    is recorded once the engine has answered, even if the agent does not read the answer. If the
+    is recorded when the engine has answered, even if the agent does not read the answer. If the
     agent leaves before that, the engine's request is cancelled.
 
     Errors are OpenAI's JSON. An unsupported request gets status 400, a wrong key 401, an ended
@@ -165,7 +165,9 @@ async def _read(receive: Receive, most: int) -> bytes | None:
     while True:
         message: Message = await receive()
         if message["type"] == "http.disconnect":
-            raise CancelledError("the agent left before its request was whole")
+            raise CancelledError(
+                "the agent closed the connection before it had sent the whole request"
+            )
         part = message.get("body", b"")
         length += len(part)
         # Read to the end: an agent that is still sending would not see the answer.

@@ -127,4 +127,4 @@ def _call(text: str) -> tuple[str, str] | None:
 
 
 def _refuse(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")

@@ -58,7 +58,7 @@ def token_logprobs(
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
         filter_eps: skip blocks of the backward in which all values are below it. A value is the
             probability, minus one for the chosen word. A token's own gradient does not count. The
-            package's own default is the dtype's epsilon / 32. None skips no block.
+            package's own default is the dtype's epsilon / 32. With None, no block is skipped.
         options: the other keywords of `losses.logprobs.token_logprobs`, at their neutral values.
 
     Raises:
@@ -92,7 +92,7 @@ def _check(hidden: Tensor, ids: Tensor, options: dict[str, Any]) -> None:
             raise UnsupportedError(f"cut_cross_entropy does not do {name}=. {_OTHER}")
     if ids.ndim != 1:
         raise UnsupportedError(
-            f"cut_cross_entropy takes one word a row; got ids {list(ids.shape)}. {_OTHER}"
+            f"cut_cross_entropy takes one word per row; got ids {list(ids.shape)}. {_OTHER}"
         )
     device = hidden.device.type
     if hidden.dtype not in (dtypes := _DTYPES.get(device, ())):

@@ -217,9 +217,14 @@ class Sglang:
         again = self._try(before, deadline)
         if again is not None:
             again = _cause(again)
-            raise EngineError(f"{text}. Going back to {before.path} failed too: {again}. Restart.")
+            raise EngineError(
+                f"{text}. Going back to {before.path} failed too: {again}. Restart the server."
+            )
         if self._checksum(deadline) != before.checksum:
-            raise EngineError(f"{text}. After going back, weights differ from before. Restart it.")
+            raise EngineError(
+                f"{text}. After going back, the weights differ from the earlier ones. Restart the "
+                "server."
+            )
         self._torn = False
         raise TransferError(f"{text}. Version {before.label!r} was loaded again.")
 
@@ -247,7 +252,7 @@ class Sglang:
             DeadlineError, EngineError: as for `load`.
         """
         wanted = [part for part in parts if part in self._released]
-        if wanted:  # SGLang ends itself when it shall resume what it has not released.
+        if wanted:  # SGLang exits if it is told to resume memory that it did not release.
             deadline = time.monotonic() + timeout_s
             self._ask("POST", "/resume_memory_occupation", {"tags": wanted}, deadline)
             self._released.difference_update(wanted)

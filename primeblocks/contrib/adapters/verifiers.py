@@ -105,8 +105,8 @@ def _noted_version(episode: Episode) -> int:
     policy = None if work is None else work.policy
     if policy is None:
         raise UnsupportedError(
-            f"episode {episode.id} notes no policy. Give version=, or record_run() with a "
-            "PolicySpan when it is run."
+            f"episode {episode.id} has no recorded policy. Pass version=, or call record_run() "
+            "with a PolicySpan during the episode."
         )
     if policy.drift:
         raise UnsupportedError(
@@ -168,7 +168,7 @@ def _versions(
             if found.shape not in ((), (mask.sum(),)):
                 raise ShapeError(
                     f"version gave {found.shape} versions of a message of {mask.sum()} sampled "
-                    "tokens; give one, or one a token."
+                    "tokens; give one, or one per token."
                 )
             part[mask] = [check_version(each) for each in np.atleast_1d(found)]
         parts.append(part)

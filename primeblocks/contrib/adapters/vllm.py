@@ -137,8 +137,8 @@ def native(**options: Any) -> dict[str, Any]:
     """
     if options.get("disk_path") is not None and options.get("cpu_bytes") == 0:
         raise UnsupportedError(
-            "cpu_bytes=0: vLLM has no disk alone, pages pass through host memory. Give it room for "
-            "the pages of the longest prompts in flight."
+            "cpu_bytes=0: vLLM cannot use a disk without host memory. Set cpu_bytes to the size "
+            "of the pages of the longest prompts in flight."
         )
     given, extra = _read("native", options)
     if given["disk_path"] is None:
@@ -219,14 +219,16 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
     if on_load_failure not in ("recompute", "fail"):
         raise PlanError(f"on_load_failure is recompute or fail; got {on_load_failure!r}.")
     if len(parts) < 2:
-        raise PlanError(f"multi joins two parts or more; got {len(parts)}. Pass one as it is.")
+        raise PlanError(
+            f"multi needs at least two parts; got {len(parts)}. Do not call multi for one part."
+        )
     joined: dict[str, Any] = {}
     children = []
     for part in parts:
         rest = dict(part)
         config = rest.pop("kv_transfer_config", None)
         if not isinstance(config, KVTransferConfig):
-            raise PlanError(f"no KVTransferConfig in {part!r}: pass what a builder returned")
+            raise PlanError(f"no KVTransferConfig in {part!r}. Pass the result of a builder.")
         children.append({**transfer_settings(config), "kv_load_failure_policy": on_load_failure})
         for key in rest.keys() & joined.keys():
             if rest[key] != joined[key]:
@@ -280,13 +282,13 @@ def _wanted(option: Option, value: Any) -> str | None:
 def _check_order(names: list[str]) -> None:
     if "MultiConnector" in names or len(set(names)) < len(names):
         raise UnsupportedError(
-            f"parts {names}: vLLM keeps statistics by these names, and two offloading pools of one "
-            "engine would be one file. Use each kind once, and do not nest."
+            f"parts {names}: vLLM names its statistics after the kinds, and two offloading pools "
+            "would use the same file. Use each kind at most once, and do not nest multi."
         )
     if late := [name for name in names[1:] if name.startswith("Nixl")]:
         raise UnsupportedError(
-            f"parts {names}: {late[0]} would load only prompts of which no part in front has a "
-            "token. Put it first."
+            f"parts {names}: {late[0]} would load only prompts of which no earlier part has a "
+            "token. Put this part first."
         )
 
 

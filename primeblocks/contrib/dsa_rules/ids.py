@@ -46,7 +46,7 @@ class Queries(NamedTuple):
         return self.place - self.document
 
     def begun(self, size: int) -> Tensor:
-        """Count the document's tokens up to the query that fill whole pieces of `size`."""
+        """Count the tokens of the document's complete pieces of `size` tokens, up to the query."""
         return (self.position + 1).div(size, rounding_mode="floor") * size
 
     def chunks(self, columns: int, chunk_bytes: int) -> Iterator[tuple[slice, Queries]]:
@@ -127,4 +127,4 @@ def check_whole(**numbers: tuple[object, int]) -> None:
     """Refuse anything but whole numbers of at least the given minimum. Pure."""
     for name, (value, least) in numbers.items():
         if not isinstance(value, Integral) or value < least:
-            raise PlanError(f"{name} must be a whole number from {least} on; got {value!r}.")
+            raise PlanError(f"{name} must be a whole number of at least {least}; got {value!r}.")

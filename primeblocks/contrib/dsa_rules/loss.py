@@ -71,7 +71,7 @@ def indexer_loss(
         call.facts |= checked_facts(q, kv, sinks, indices, sequence, sequence, group, rows, scale)
         if indices.shape[1] != 1:
             raise UnsupportedError(
-                f"indexer_loss takes one list a query; got {indices.shape[1]}, one a key head. "
+                f"indexer_loss takes one list per query; got {indices.shape[1]}, one per key head. "
                 "Call it for each key head separately."
             )
         check_indexer(indexer, sequence.counts[group.rank()])

@@ -52,9 +52,9 @@ class TopPools:
     A query sees the pools that are complete at its own position, and selects `k // pool` of them.
     GLM-5.3-Flash selects this way.
 
-    `select` takes keys `[entries, index_dim]`. It returns places of tokens, `[local_tokens, 1, k]`,
-    with `k` rounded down to whole pools, and `pool - 1` more columns with the tail. The tail has
-    the tokens of the query's own incomplete pool, up to the query.
+    `select` takes keys `[entries, index_dim]`. It returns places of tokens. The columns are `k`,
+    rounded down to whole pools, and `pool - 1` columns for the tail. The tail has the tokens of the
+    query's own incomplete pool, up to the query. The shape is `[local_tokens, 1, columns]`.
 
     Attributes:
         k: the most tokens of pools that a query selects.

@@ -61,7 +61,7 @@ class TopTiles:
     ) -> Tensor:
         if scores is not index_scores:
             raise UnsupportedError(
-                "TopTiles scores by itself, without ReLU: leave out scores, which have one."
+                "TopTiles computes its own scores, without a ReLU. Leave out scores=."
             )
         check_operands(
             q, weights, keys,

@@ -133,7 +133,10 @@ def decode(payload: Bytes, *, max_bytes: int | None) -> DecodedIndices:
     """
     body = np.frombuffer(unseal(payload, kind=_KIND, format_version=_FORMAT), dtype=np.uint8)
     if len(body) < _SIZES.size:
-        raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of index sets.")
+        raise CorruptionError(
+            f"a body of {len(body)} bytes is too short for the sizes of index sets. Fetch the "
+            "bytes again."
+        )
     top_k, layers, tokens, documents, turns = _SIZES.unpack_from(body)  # type: ignore[arg-type]
     if max_bytes is not None and 4 * top_k * layers * tokens > max_bytes:
         raise CapacityError(
@@ -142,7 +145,10 @@ def decode(payload: Bytes, *, max_bytes: int | None) -> DecodedIndices:
         )
     layer_ids = body[_SIZES.size : _SIZES.size + 4 * layers]
     if len(layer_ids) != 4 * layers or not top_k or max(documents, turns) > 8 * len(body) + 64:
-        raise CorruptionError(f"{len(body)} bytes do not hold {layers} layers of top {top_k}.")
+        raise CorruptionError(
+            f"{len(body)} bytes are too few for {layers} layers of top {top_k}. Fetch the bytes "
+            "again."
+        )
     reader = _Reader(body[_SIZES.size + 4 * layers :])
     positions = reader.positions(documents, tokens)
     rows = _Rows(positions, reader.known(turns, tokens * layers), layers, top_k)
@@ -159,13 +165,18 @@ def _read_rows(reader: _Reader, rows: _Rows) -> np.ndarray:
     lengths = np.zeros(len(rows.known), dtype=np.int64)
     lengths[rows.known] = rows.most[rows.known] - reader.numbers(int(rows.known.sum()))
     if (lengths < 0).any():
-        raise CorruptionError("a row has a negative number of members.")
+        raise CorruptionError(
+            "the bytes are damaged: a row has a negative number of members. Fetch the bytes again."
+        )
     chosen = rows.choosing(lengths)
     distance = reader.numbers(len(chosen))
     told = distance > 0
     relatives = chosen - distance
     if (distance > rows.history[chosen]).any() or not rows.known[relatives[told]].all():
-        raise CorruptionError("a row is coded from a row that does not exist.")
+        raise CorruptionError(
+            "the bytes are damaged: a row is coded from a row that does not exist. Fetch the "
+            "bytes again."
+        )
     sizes = np.where(told, lengths[relatives], 0)
     removed = np.zeros(len(chosen), dtype=np.int64)
     removed[told] = reader.numbers(int(told.sum()))
@@ -230,13 +241,13 @@ class _Reader:
     def positions(self, documents: int, tokens: int) -> np.ndarray:
         first, lengths = self.numbers(documents), self.numbers(documents)
         if lengths.sum() != tokens or (first + lengths > 1 << 31).any():
-            raise CorruptionError(f"the documents do not hold {tokens} tokens.")
+            raise CorruptionError(f"the coded documents do not add up to {tokens} tokens.")
         return ranges(first, lengths)
 
     def known(self, turns: int, rows: int) -> np.ndarray:
         lengths = self.numbers(turns)
         if lengths.sum() != rows:
-            raise CorruptionError(f"the turns do not hold {rows} rows.")
+            raise CorruptionError(f"the coded ranges of known rows do not add up to {rows} rows.")
         return np.repeat(np.arange(turns) % 2 == 0, lengths)
 
 

@@ -191,16 +191,17 @@ def impose(
     layer_ids = tuple(indexer.layer_id for indexer in ordered)
     if set(layer_ids) != set(indices.layer_ids):
         raise PlanError(
-            f"the model selects in layers {layer_ids}, the indices are of {indices.layer_ids}. "
-            "Pass the indexers of the recorded layers."
+            f"the model selects in layers {layer_ids}, but the indices are for layers "
+            f"{indices.layer_ids}. Pass the indexers of the recorded layers."
         )
     layers = [_Imposed(indexer, indices, where) for indexer in ordered]
     for layer in layers:
         hooks = layer.indexer.module._forward_hooks
         if any(isinstance(hook, _Imposed) for hook in hooks.values()):
             raise UsageError(
-                f"layer {layer.indexer.layer_id} is imposed already: recomputation could not tell "
-                "the micro-batches apart. Close the first context before the second."
+                f"layer {layer.indexer.layer_id} is already under impose, and a recomputation "
+                "could not know which micro-batch it belongs to. Close the first context before "
+                "you open the second."
             )
         for key in [key for key, hook in hooks.items() if isinstance(hook, _Closed)]:
             del hooks[key]
@@ -254,8 +255,9 @@ class _Imposed:
         known = self._inside[:, 0] >= 0
         if not torch.equal(positions[known], self._positions[known]):
             raise ShapeError(
-                f"layer {self.indexer.layer_id}: the indices are of tokens at other positions than "
-                "the batch's. Order them like its rows: indices.take(sequence.indices(rank))."
+                f"layer {self.indexer.layer_id}: the positions of the indices differ from those "
+                "of the batch. Order the indices like the rows of the batch: "
+                "indices.take(sequence.indices(rank))."
             )
         ids = self._inside.long()
         rows = torch.where(ids >= 0, ids + starts[:, None], -1)
@@ -279,8 +281,8 @@ class _Closed:
         # torch's checkpoints detect recomputation in this way: only autograd has graph tasks.
         if torch._C._current_graph_task_id() != -1:
             raise UsageError(
-                f"layer {self._layer_id} is recomputed after its impose was closed, and would "
-                "select differently from its forward. Call backward inside the context."
+                f"layer {self._layer_id} is recomputed after its impose context was closed, and "
+                "may select other tokens than in forward. Call backward inside the context."
             )
         self._handle.remove()
 
@@ -293,7 +295,7 @@ def _ordered(indexers: Sequence[Indexer]) -> list[Indexer]:
         )
     ordered = sorted(indexers, key=lambda indexer: indexer.layer_id)
     if not ordered:
-        raise UsageError("no indexers: there is no selection to replay.")
+        raise UsageError("the list of indexers is empty, so there are no selections to replay.")
     return ordered
 
 

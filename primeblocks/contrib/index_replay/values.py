@@ -155,7 +155,9 @@ class Indices:
         """
         parts = list(parts)
         if not parts:
-            raise ShapeError("nothing to join: an empty list has no layers. Pass indices[0:0].")
+            raise ShapeError(
+                "cannot join an empty list, because it has no layers. Pass indices[0:0]."
+            )
         first = parts[0]
         for part in parts[1:]:
             first._check_model(part)
@@ -174,8 +176,8 @@ class Indices:
         """
         if sum(lengths) != self.tokens or any(length < 0 for length in lengths):
             raise ShapeError(
-                f"lengths add up to {sum(lengths)}, indices hold {self.tokens} tokens."
-                " Add the others with with_missing(), or correct the lengths."
+                f"lengths add up to {sum(lengths)}, indices hold {self.tokens} tokens. Add "
+                "missing tokens with with_missing(), or correct the lengths."
             )
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
         return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]

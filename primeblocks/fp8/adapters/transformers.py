@@ -51,14 +51,14 @@ def convert(
         if met := {name for name in named if not (without and without.names(name))}:
             raise UnsupportedError(
                 f"{len(met)} modules of experts, such as {min(met)}, store weights as [experts, "
-                f"in, out], and tiles of {recipe.weights} would lie along another dim in training "
-                "than in what is sent. Use square tiles, or exclude the experts."
+                f"in, out], and tiles of {recipe.weights} would run along another dim in training "
+                "than in the tensors that are sent. Use square tiles, or exclude the experts."
             )
     stock = [module for module in experts.values() if not hasattr(module, "grouped_mm")]
     if any(module._is_expert_parallel for module in stock):
         raise UnsupportedError(
-            "transformers shares these experts among ranks, by masks of its own. Share them with "
-            "primeblocks.parallel.adapters.transformers.parallelize instead."
+            "transformers itself already shares these experts among ranks. Share the experts "
+            "with primeblocks.parallel.adapters.transformers.parallelize instead."
         )
     for module in stock:
         module.grouped_mm = None

@@ -111,7 +111,7 @@ def connect(
         raise MissingPackageError("mooncake", remedy=remedy) from error
     host, _, port = master.rpartition(":")
     if not host or not port.isdecimal():
-        raise PlanError(f"the master of a Mooncake Store is host:port; got {master!r}")
+        raise PlanError(f"the address of a Mooncake master must be host:port; got {master!r}")
     try:
         socket.create_connection((host, int(port)), timeout=timeout_s).close()
     except TimeoutError as error:
@@ -167,8 +167,8 @@ class MooncakeTier:
     ) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", namespace):
             raise PlanError(
-                "a namespace has 1 to 64 letters, digits, dots, dashes and underscores; got "
-                f"{namespace!r}"
+                "a namespace must have 1 to 64 letters, digits, dots, dashes and underscores; "
+                f"got {namespace!r}"
             )
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
         self._frame_bytes = host.frame_bytes
@@ -224,7 +224,10 @@ class MooncakeTier:
             self._expect([code for code in codes if code not in _MISS])
 
     def clear(self) -> None:
-        """Remove all pages of the namespace for all engines. One request. Raises as `drop`."""
+        """Remove all pages of the namespace for all engines.
+
+        One request. Raises the errors of `drop`.
+        """
         pattern = f"^{self._namespace.replace('.', '[.]')}/"
         with self._call() as client:
             self._expect([client.remove_by_regex(pattern, True)])

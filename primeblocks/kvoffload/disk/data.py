@@ -276,8 +276,8 @@ class Frames:
     """The free frames of a file. A head sweeps forward over them, and starts again at the front.
 
     Free frames are claimed in the order of the sweep. So pages written together are adjacent if
-    there is room, and a live page never moves. The fence is where the disk had no room. Frames
-    behind it are claimed last.
+    there is room, and a live page never moves. The fence is the frame at which the disk had no
+    room. Frames behind it are claimed last.
 
     Source: the threaded log of F2FS (FAST 2015).
     """

@@ -2,15 +2,15 @@
 
 The index is in one of three states:
 
-    LEFT     The file is new, damaged, or of pages of another size. The index is empty. The file
+    UNUSED   The file is new, damaged, or of pages of another size. The index is empty. The file
              stays as it is until the first change.
     KEPT     The rows of the file and the frames in memory agree, except for rows in `_gone`.
     CLEARED  `clear` failed. The index is empty, but the file still has its rows.
 
     any -> CLEARED -> KEPT   `clear`. The second step replaces the file by an empty one, and fails
                              if the file system refuses.
-    LEFT, CLEARED -> KEPT    `ready`, before any other change, repeats that step.
-    KEPT -> LEFT             SQLite reports damage, or a file was removed, replaced or cut.
+    UNUSED, CLEARED -> KEPT  `ready`, before any other change, repeats that step.
+    KEPT -> UNUSED           SQLite reports damage, or a file was removed, replaced or cut.
 
 The index does not vouch for its rows. A page's digest covers its key and its bytes, and every
 reader compares the digest. Damage or a power cut may change a row or bring one back. Such a row is
@@ -62,7 +62,7 @@ _CUT = (sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_FSTAT)  # or remov
 class FolderState(Enum):
     """The head of this file explains the states."""
 
-    LEFT = auto()
+    UNUSED = auto()
     KEPT = auto()
     CLEARED = auto()
 
@@ -106,7 +106,7 @@ class Index:
         self.lost = 0  # pages, to damage; who reports them counts anew
         self._gone: list[int] = []  # frames of rows to delete before anything else is written
         self._age = _OLDEST
-        self.state = FolderState.LEFT
+        self.state = FolderState.UNUSED
         self._connect()
         try:
             self._load()
@@ -204,7 +204,7 @@ class Index:
             self._system.read(self._lock, [mark], 0)
             if mark != _OURS:
                 raise UsageError(
-                    f"{self._path} is no index of pages that this version can read. Delete its "
+                    f"{self._path} is not an index of pages that this version can read. Delete its "
                     "folder, or give the tier another folder."
                 ) from error
             logger.warning("%s. Its pages are dropped, and it is begun anew.", error)
@@ -331,7 +331,7 @@ class Index:
 
     def _damaged(self, why: object) -> CorruptionError:
         self.lost += len(self._frames)
-        self._empty(FolderState.LEFT if self.state is FolderState.KEPT else self.state)
+        self._empty(FolderState.UNUSED if self.state is FolderState.KEPT else self.state)
         return CorruptionError(f"{self._path} is damaged: {why}")
 
     def _stamped(self) -> list[tuple[int, int, int] | None]:
@@ -362,7 +362,7 @@ class Index:
         try:
             yield
         except UnicodeDecodeError as error:  # of a message of SQLite's own
-            raise self._damaged("a name is no text") from error
+            raise self._damaged("a name is not text") from error
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
             number = _ERRORS.get(code & 0xFF)

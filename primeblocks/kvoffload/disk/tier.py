@@ -25,12 +25,12 @@ _ROOM_BYTES, _ROW_BYTES = 16 << 10, 128  # a generous guess at what the index ta
 
 
 class DiskTier:
-    """A folder of pages that survives a crash.
+    """A folder of pages that survives its process.
 
     The file `pages` has equal frames, and new pages go to the next free frames. `index`, an SQLite
     database, has a row with the frame of each page. A page counts once its row is committed. Its
-    frame is reused only after the row's removal is committed. So after a crash, the next owner
-    finds all acknowledged changes.
+    frame is reused only after the row's removal is committed. So after a kill, the next owner finds
+    all acknowledged changes. A page whose `put` was cut short has no row, and its frame is free.
 
     A power cut may undo changes since the last `flush` or `clear`. Damage to the index may do the
     same, or lose all pages. Neither returns a wrong page, because the caller compares the digest of
@@ -88,7 +88,7 @@ class DiskTier:
         self._open(io)
         self._unsynced = len(self)  # at most this many of the newest pages are not on the disk yet
         self._refused = False  # the last sync
-        self._gave_back = False  # since the index had room
+        self._freed_room = False  # since the index had room
 
     @property
     def direct(self) -> bool:
@@ -99,9 +99,10 @@ class DiskTier:
         """Write pages: first their data, then their rows in one transaction. Local.
 
         A page that replaces another takes a new frame. If no frame is free, the old page leaves
-        first. If a page is refused, the key keeps its old page. The answer is then a
-        `CapacityError` if quota or disk is full, a `ShapeError` if the content does not fit, or the
-        `OSError`. A `CorruptionError` means that the index is damaged, and all pages are lost.
+        first, and a refusal or a kill loses both. Otherwise the key of a refused page keeps its old
+        page. The answer is then a `CapacityError` if quota or disk is full, a `ShapeError` if the
+        content does not fit, or the `OSError`. A `CorruptionError` means that the index is damaged,
+        and all pages are lost.
         """
         with self._in_turn():
             latest = {record.key: record for record in records}
@@ -148,7 +149,7 @@ class DiskTier:
             CorruptionError: the index is damaged and all pages are lost, or a file was removed.
         """
         with self._in_turn(), refusing(self.path):
-            self._leave(keys)
+            self._remove(keys)
 
     def clear(self) -> None:
         """Remove every page and free its space. A power cut cannot bring the pages back.
@@ -177,7 +178,7 @@ class DiskTier:
                 self._data.flush()
                 self._refused, self._unsynced = False, 0
                 self._index.lost += len(failed)
-                self._leave(failed)
+                self._remove(failed)
                 self._ready()
                 self._system.sync_folder(self.path)
                 self._index.flush()
@@ -206,11 +207,11 @@ class DiskTier:
     def close(self) -> None:
         """Release the folder. The pages stay. Does not flush. A second call does nothing."""
         with suppress(ClosedError), self._in_turn():
-            if self._index.state is not FolderState.LEFT:
+            if self._index.state is not FolderState.UNUSED:
                 with suppress(OSError, CorruptionError):
                     self._ready()  # what could not be written, perhaps it can now
             self._closed = True
-            self._give_up()
+            self._release_folder()
 
     def __len__(self) -> int:
         return len(self._index)
@@ -236,8 +237,8 @@ class DiskTier:
                 opened.callback(self._index.close)
                 self._adopt()
                 # Not at exit: a thread may still write to what would be another file by then.
-                self._give_up = weakref.finalize(self, opened.pop_all().close)
-                self._give_up.atexit = False
+                self._release_folder = weakref.finalize(self, opened.pop_all().close)
+                self._release_folder.atexit = False
                 os.register_at_fork(after_in_child=partial(_disown, weakref.ref(self)))
         except BlockingIOError as error:
             raise UsageError(
@@ -264,12 +265,12 @@ class DiskTier:
         try:
             self._index.ready()
         except OSError as error:
-            if not full(error) or self._gave_back:  # others took the room, and would again
+            if not full(error) or self._freed_room:  # others took the room, and would again
                 raise
-            self._gave_back = True
-            self._give_back()
+            self._freed_room = True
+            self._free_room()
             self._index.ready()
-        self._gave_back = False
+        self._freed_room = False
         if not kept:
             self._data.shrink(self.capacity_pages)
 
@@ -287,7 +288,7 @@ class DiskTier:
             self._index.lost += len(cut)
             self._frames.release(cut)
 
-    def _give_back(self) -> None:
+    def _free_room(self) -> None:
         """Free room for the index: first the frames behind the last page, then the last pages."""
         # A page behind the end of the file is not adopted, so a crash does not serve a wrong page.
         needed = -(-(_ROOM_BYTES + _ROW_BYTES * len(self._index)) // self.frame_bytes)
@@ -333,10 +334,10 @@ class DiskTier:
         refused = [each.key for each in records if each.key not in here][free:]
         fitting = [each for each in records if each.key not in refused]
         short = max(0, len(fitting) - free)
-        self._leave([each.key for each in fitting if each.key in here][:short])
+        self._remove([each.key for each in fitting if each.key in here][:short])
         return fitting
 
-    def _leave(self, keys: Sequence[PageKey]) -> None:
+    def _remove(self, keys: Sequence[PageKey]) -> None:
         # Free at once, even if the drop is not written now: nothing is put before it is.
         if gone := self._index.forget(keys):
             self._frames.release(gone)
@@ -358,9 +359,9 @@ class DiskTier:
             for record, frame in placed
             if answers[record.key] is None
         ]
-        return answers | self._name(places)
+        return answers | self._write_rows(places)
 
-    def _name(self, places: Sequence[tuple[PageKey, Place]]) -> dict[PageKey, Answer]:
+    def _write_rows(self, places: Sequence[tuple[PageKey, Place]]) -> dict[PageKey, Answer]:
         """Write the rows of pages. If the index is full, the last pages give up their room."""
         answers: dict[PageKey, Answer] = {}
         while places:
@@ -393,4 +394,4 @@ def _disown(tier: weakref.ref[DiskTier]) -> None:
     """Leave the folder to the parent, in a forked child, even if the child outlives it."""
     if (inherited := tier()) is not None:
         inherited._closed = True
-        inherited._give_up()
+        inherited._release_folder()

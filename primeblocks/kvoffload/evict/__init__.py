@@ -212,7 +212,8 @@ class VersionAware:
     are loaded again.
 
     Args:
-        max_staleness: the staleness up to which pages are kept. None keeps all versions.
+        max_staleness: the staleness up to which pages are kept. With None, pages of all versions
+        are kept.
 
     Raises:
         PlanError: `max_staleness` is negative.
@@ -242,7 +243,8 @@ class RolloutAware:
     third of the hits of `lru` (see `docs/kvoffload_eviction.md`).
 
     Args:
-        max_staleness: the staleness up to which pages are kept. None keeps all versions.
+        max_staleness: the staleness up to which pages are kept. With None, pages of all versions
+        are kept.
 
     Raises:
         PlanError: `max_staleness` is negative.

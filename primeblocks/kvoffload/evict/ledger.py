@@ -317,7 +317,7 @@ class PageLedger:
         try:
             choice = self._evict(snapshot)
             if self._pages.get(choice.page.key) != choice.page.last_used:
-                raise UsageError(f"{choice} is none of the pages of the snapshot")
+                raise UsageError(f"{choice} is not one of the pages of the snapshot")
         except Exception:  # a caller's code must not end the store's threads
             logger.exception("%r failed; the least recently used page leaves", self._evict)
             choice = lru(snapshot)

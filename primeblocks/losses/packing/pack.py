@@ -26,7 +26,7 @@ class Pack:
 
     Arrays of *tokens* have a row per token, including prompts and padding. Arrays of *completions*
     (`logprobs`, `versions`, `loss_mask`) have a row per completion token, rollout after rollout.
-    Give the model the former. The head and the loss need only the latter:
+    Give the model the arrays of tokens. The head and the loss need only the arrays of completions:
     `hidden[pack.predictors]` predicts `pack.targets`.
 
     Attributes:
@@ -91,7 +91,8 @@ class Pack:
         rows = len(self.logprobs)
         if len(values) != rows:
             raise ShapeError(
-                f"needs {rows} rows, one a sampled token; got {list(np.shape(values))}. Of a batch "
+                f"needs {rows} rows, one per sampled token; got {list(np.shape(values))}. Of a "
+                "batch "
                 "[1, tokens] pass values[0]."
             )
 
@@ -110,8 +111,8 @@ class Pack:
             for each in parts(other["attachments"].get(name, ())):
                 if name in {*self.per_token, *self.per_completion} or not isinstance(each, Aligned):
                     raise UsageError(
-                        f"{name!r} has no places in a pack: read per_token, per_completion or "
-                        "others, or attach Aligned(value, start, stop)."
+                        f"{name!r} belongs to no tokens of the pack. Read it from per_token, "
+                        "per_completion or others, or attach it as Aligned(value, start, stop)."
                     )
                 found.append(replace(each, start=each.start + start, stop=each.stop + start))
         return sorted(found, key=lambda each: each.start)
@@ -158,7 +159,7 @@ def pack(
     if multiple_of < 1:
         raise UsageError(f"multiple_of must be at least 1; got {multiple_of}.")
     if len({*per_token, *per_completion}) < len(per_token) + len(per_completion):
-        raise UsageError(f"named twice: {[*per_token, *per_completion]}")
+        raise UsageError(f"these attachments are named twice: {[*per_token, *per_completion]}")
     chosen = [rollouts[i] for i in indices]
     lengths = [len(rollout.tokens) for rollout in chosen]
     total = max(-(-sum(lengths) // multiple_of), 1) * multiple_of

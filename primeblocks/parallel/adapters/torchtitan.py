@@ -169,9 +169,10 @@ class FromTorchtitan:
             expected = (self.theirs.num_experts, self.theirs.top_k)
             if (num_experts, expert_ids.shape[1]) != expected or num_experts % ranks:
                 raise PlanError(
-                    f"{num_experts} experts, {expert_ids.shape[1]} a token, over {ranks} ranks;"
-                    f" torchtitan's dispatcher was configured for {expected[0]} and {expected[1]},"
-                    " and ranks take equal shares. Configure it for this layer."
+                    f"{num_experts} experts, {expert_ids.shape[1]} per token, over {ranks} ranks; "
+                    f"torchtitan's dispatcher was configured for {expected[0]} experts and "
+                    f"{expected[1]} per token, and all ranks need equal shares. Configure the "
+                    "dispatcher for this layer."
                 )
             agreement.facts["num_experts"] = num_experts
             agreement.facts |= facts_of("x", x) | facts_of("scores", scores)
@@ -279,6 +280,6 @@ def _check_kind(dispatcher: Any, tested: tuple[type, ...]) -> None:
     # Compare exactly, because a subclass may pad rows or drop them.
     if type(dispatcher) not in tested:
         raise UnsupportedError(
-            f"{type(dispatcher).__qualname__} is none of torchtitan's {_TESTED} dispatchers that"
-            f" were tested: {[kind.__qualname__ for kind in tested]}."
+            f"{type(dispatcher).__qualname__} is not one of the tested dispatchers of torchtitan "
+            f"{_TESTED}: {[kind.__qualname__ for kind in tested]}."
         )

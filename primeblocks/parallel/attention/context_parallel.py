@@ -122,9 +122,11 @@ class ContextParallel(TorchFunctionMode):
         if q.shape[1] != k.shape[1] and not gqa:
             raise ShapeError(f"fewer key heads than heads need enable_gqa=True; got {shapes}.")
         if mask is not None:
-            raise PlanError("the plan says who sees whom; got an attn_mask too. Pass None.")
+            raise PlanError("the plan already masks attention; got an attn_mask. Pass None.")
         if dropout:
-            raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
+            raise PlanError(
+                f"attention over split sequences does not support dropout; got {dropout}. Use 0."
+            )
         if bool(causal) != self._causal:
             raise PlanError(
                 f"got is_causal={causal}, ContextParallel causal={self._causal}. Pass equal values."

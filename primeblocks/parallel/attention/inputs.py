@@ -146,8 +146,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
         raise ShapeError(f"needs at least one head, and one number in it; got {shapes}.")
     if q.shape[2] != k.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise ShapeError(
-            "q and k need one head_dim, k and v the same heads, and these must divide the heads "
-            f"of q; got {shapes}."
+            "q and k need equal head_dim. k and v need equal numbers of heads, which must divide "
+            f"the heads of q; got {shapes}."
         )
     check_sinks(sinks, q)
 
@@ -155,7 +155,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
         raise ShapeError(
-            f"needs one sink a head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
+            f"needs one sink per head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
         )
 
 

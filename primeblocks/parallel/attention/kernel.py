@@ -39,7 +39,7 @@ class AttentionSpec:
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it, by position. None means
             all tokens.
-        softcap: scores become `softcap * tanh(score / softcap)`. None leaves them unchanged.
+        softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
     """
 
     plan: SequencePlan

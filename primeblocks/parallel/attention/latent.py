@@ -200,6 +200,7 @@ def _check_shapes(q: Tensor, latents: Tensor, up: Tensor) -> None:
     nope = q.shape[2] - rope
     if q.shape[1] != up.shape[0] or 0 in up.shape or rope < 0 or not 0 <= nope < up.shape[1]:
         raise ShapeError(
-            "q and up need the same heads, latents at least latent_dim numbers, q those behind "
-            f"them and as many as up gives a key; got {shapes}."
+            "q and up need equal numbers of heads. latents need latent_dim + rope_dim columns, "
+            "with rope_dim of 0 or more. q needs nope_dim + rope_dim columns, with nope_dim "
+            f"below the rows that up has per head; got {shapes}."
         )

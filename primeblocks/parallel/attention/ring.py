@@ -48,10 +48,10 @@ def ring_attention(
         causal: a token sees itself and earlier tokens. If False, it sees its whole document.
         scale: factor of the scores. Default: head_dim ** -0.5.
         window: a token sees itself and the `window - 1` tokens before it. None means all.
-        softcap: scores become `softcap * tanh(score / softcap)`. None leaves them unchanged.
+        softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
         sinks: `[heads]`, the score of one more key per head, whose value is zero.
-        kernel: computes a hop. Default: `VarlenKernel()` on CUDA if it takes the call, which it
-            seldom does with `order="balanced"`, and otherwise `RectangleKernel()`.
+        kernel: computes a hop. Default: on CUDA `VarlenKernel()` if it supports the call,
+            otherwise `RectangleKernel()`. With `order="balanced"` it supports few calls.
         check: agree on shapes, dtypes and the plan first, so that a mistake on one rank raises on
             all ranks instead of hanging. One small collective, for which the host waits for a GPU.
 

@@ -188,8 +188,9 @@ class Segments(NamedTuple):
     Attributes:
         queries, keys: rows that take part. Other queries see no key, and no query sees other keys.
         query_starts, key_starts: `[segments + 1]`, int32, among these rows.
-        most_queries, most_keys: the longest segment. If only the left is limited, `most_keys` is
-            at least `most_queries`, because flash attention uses it as the limit to the right.
+        most_queries, most_keys: the tokens of the longest segment. If a window limits only the
+            keys to the left, `most_keys` is at least `most_queries`. The reason is that flash
+            attention uses `most_keys` as the limit to the right.
     """
 
     queries: slice | Tensor
@@ -352,6 +353,7 @@ def _refusal(spec: AttentionSpec, query_rank: int, key_rank: int) -> str:
     return (
         f"flash attention cannot take {plan.counts[query_rank]} queries of rank {query_rank} and "
         f"{plan.counts[key_rank]} keys of rank {key_rank} in one launch: in order={plan.order!r} "
-        f"with window={spec.window} they are no segments of one kind with keys of their own. Use "
-        "kernel=FlexKernel(), or order='contiguous', which has them always."
+        f"with window={spec.window} the queries cannot be cut into segments that each have their "
+        "own keys. Use "
+        "kernel=FlexKernel(), or order='contiguous', which always allows such segments."
     )

@@ -138,8 +138,8 @@ class AllToAllDispatcher:
         if self.capacity_rows is None or most <= self.capacity_rows:
             return None
         return PlanError(
-            f"{most} rows go to one rank; capacity_rows is {self.capacity_rows}. Raise it, or "
-            "leave it out, and the host reads the counts."
+            f"{most} rows go to one rank; capacity_rows is {self.capacity_rows}. Raise "
+            "capacity_rows, or leave it out, and the host reads the counts."
         )
 
 
@@ -147,8 +147,8 @@ class OncePerRankDispatcher:
     """A dispatcher that sends a token once to each rank that owns experts it chose.
 
     The owner copies the token for its experts, and sums their weighted outputs before they return.
-    With top-8 over two ranks, a quarter of the bytes of rows travel. Each choice adds an id of 4
-    bytes and a score of 4 or 8 bytes.
+    With top-8 over two ranks, it sends a quarter of the bytes that `AllToAllDispatcher` sends for
+    rows. Each choice adds an id of 4 bytes and a score of 4 or 8 bytes.
 
     Otherwise works like `AllToAllDispatcher`, without a capacity, and with one more collective in
     `dispatch` for the scores. Outputs are rounded to their dtype once more.

@@ -239,7 +239,7 @@ def check_outputs(y: Tensor, dispatched: Dispatched) -> None:
     check_tensors(y=y)
     if not isinstance(dispatched, Dispatched):
         raise ShapeError(
-            f"combine takes what dispatch returned; got a {type(dispatched).__name__}."
+            f"combine needs the result of dispatch; got a {type(dispatched).__name__}."
         )
     if not y.is_floating_point():
         raise ShapeError(f"y must be floating point; got {y.dtype}.")

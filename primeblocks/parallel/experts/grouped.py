@@ -58,8 +58,8 @@ def grouped_linear(
         )
     if len(counts) != len(weight):
         raise ShapeError(
-            f"{len(counts)} counts for {len(weight)} experts. A dispatcher must lie over the ranks "
-            "that share the experts: AllToAllDispatcher(meshes.expert.get_group())."
+            f"{len(counts)} counts for {len(weight)} experts. Give the dispatcher the group of "
+            "the ranks that share the experts: AllToAllDispatcher(meshes.expert.get_group())."
         )
     # torch's kernel ignores autocast and the loop does not, so a rank without rows would differ.
     tokens, weight = autocast(tokens), autocast(weight)

@@ -126,7 +126,7 @@ def state_space(
         dt: `[tokens, heads]`, the steps after bias, softplus and limits.
         A: `[heads]`, at most 0.
         B, C: `[tokens, groups, state_dim]`. `groups` divides `heads`.
-        D: `[heads]`, the skip. None means no skip.
+        D: `[heads]`, the skip. With None, the skip term is left out.
         kernel: a function from `(x, dt, A, B, C)` to the output and the last state. Tensors have a
             leading batch, and states are `[batch, heads, head_dim, state_dim]`. Example:
             `partial(f, chunk_size=..., return_final_states=True)` with transformers'

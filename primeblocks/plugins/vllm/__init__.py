@@ -1,7 +1,7 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
-Code without a hook is patched once a configuration asks for it. An engine that uses no part of
+Code without a hook is patched when a configuration asks for it. An engine that uses no part of
 primeblocks is not changed.
 
 Each patch names its reason and symbols, and logs that it is applied. It is applied
@@ -212,7 +212,7 @@ def require(name: str) -> None:
     """
     patches = {patch.name: patch for patch in PATCHES}
     if name not in patches:
-        raise UsageError(f"no patch is named {name!r}; there are: {', '.join(patches)}.")
+        raise UsageError(f"no patch is named {name!r}; the patches are: {', '.join(patches)}.")
     if (refusal := refusals(**_here()).get(name)) is not None:
         raise UnsupportedError(f"{name} is not applied: {refusal}.")
     _apply(patches[name])

@@ -25,10 +25,11 @@ class CapturedPages(_HostStore):
     per token out of 256 or 65,536, and no dense layer, one real row looks the same. A row that
     chose the last expert in every layer is then taken for missing.
 
-    If two different pages were put under one hash, it is unknown which of the two a later hit
-    means, so the hash stays missing. For that the store remembers digests of pages, also after
-    their eviction: of sixteen times the pages that fit, and of at least 65,536. A digest takes
-    about 200 bytes. A difference from a page without a digest is not noticed.
+    If two different pages were put under one hash, a later hit may mean either page. The store
+    therefore treats the hash as missing. To notice such pages, the store remembers digests of
+    pages, also after it evicts the pages. It remembers sixteen times as many digests as pages fit,
+    and at least 65,536. A digest takes about 200 bytes. If the digest of the first page was
+    forgotten, the store does not notice the second page.
     """
 
     def __init__(self, **sizes: int) -> None:

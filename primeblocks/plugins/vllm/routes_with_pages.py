@@ -106,7 +106,7 @@ class RowTable:
         return None if is_empty else self.read([place], 0, self.page_tokens).tobytes()
 
     def put(self, place: int, page: bytes | None) -> None:
-        """Set the rows that `page` returned. None makes all rows of the page missing."""
+        """Set the rows that `page` returned. With None, all rows of the page become missing."""
         self.empty([place])
         if page is not None:
             rows = np.frombuffer(page, self._rows.dtype).reshape(self._rows[place].shape)

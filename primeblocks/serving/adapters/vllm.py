@@ -204,9 +204,9 @@ class VllmFleet:
             raise EngineError(f"all {len(self._members)} engines of the fleet are drained")
         if self.version is not None and published.version < self.version:
             raise UsageError(
-                f"version {published.version} after {self.version}: the salts of earlier versions "
-                "would return, and with them pages of other weights. Publish it under a higher "
-                "number."
+                f"version {published.version} after {self.version}: requests would reuse the "
+                "salts of earlier versions, and so read pages of other weights. Publish it under "
+                "a higher number."
             )
         self._is_settled = False
         while True:
@@ -267,5 +267,5 @@ class VllmFleet:
             late = all(isinstance(each, DeadlineError) for each in failed.values())
             said = "; ".join(f"engine {name!r}: {error!r}" for name, error in failed.items())
             kind = DeadlineError if late else EngineError
-            raise kind(f"{method} of {len(failed)} of {len(names)} engines failed. {said}")
+            raise kind(f"{method} failed on {len(failed)} of {len(names)} engines. {said}")
         return answers

@@ -35,7 +35,7 @@ class JsonServer:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
             raise UnsupportedError(
-                f"{url!r} is no address of a server. Pass http://host:port, such as "
+                f"{url!r} is not the address of a server. Pass http://host:port, such as "
                 "http://localhost:30000."
             )
         self.url, self._headers = url, dict(headers or {})
@@ -46,7 +46,7 @@ class JsonServer:
         """Make a request, and return the status and the answer, for any status.
 
         Args:
-            body: a JSON-able value. None sends an empty body.
+            body: a JSON-able value. With None, the body is empty.
             deadline: a time of `time.monotonic()`.
 
         Returns:
@@ -75,10 +75,12 @@ class JsonServer:
             ) from error
         except httpx.TransportError as error:
             said = f"{type(error).__name__}: {error}".rstrip(":. ")
-            raise EngineError(f"{what}: {said}. Restart it.") from error
+            raise EngineError(f"{what}: {said}. Restart the server.") from error
         if not {"content-length", "transfer-encoding"} & set(response.headers):
             # A connection that is cut looks like its end.
-            raise EngineError(f"{what}: an answer without its length. Restart it.")
+            raise EngineError(
+                f"{what}: the server sent an answer without its length. Restart the server."
+            )
         return response.status_code, _parse(response.content)
 
     def exchange_blocking(

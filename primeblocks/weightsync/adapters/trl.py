@@ -71,7 +71,7 @@ class TrlTransfer:
         """Do nothing. A successful update has resumed the engine, and a failed one has raised."""
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Send all weights as the next version, and return once the engine has it. Local.
+        """Send all weights as the next version, and return when the engine has it. Local.
 
         Raises:
             PrimeblocksError: as `Publisher.publish`, `attach` and `update`. The version number is
@@ -114,14 +114,14 @@ class TrlTransfer:
                 shape = "absent" if held is None else tuple(held.shape)
                 raise UsageError(
                     f"TRL sends {name!r} of shape {tuple(tensor.shape)}, which was {shape} in the "
-                    "first transfer. Freeze no parameters once training has begun."
+                    "first transfer. Freeze no parameters after training has begun."
                 )
             held.copy_(tensor)
             seen += 1
         if seen != len(self._held):
             raise UsageError(
                 f"TRL sent {seen} weights where the first transfer had {len(self._held)}. "
-                "Freeze no parameters once training has begun."
+                "Freeze no parameters after training has begun."
             )
 
     def _empty(self, tensor: Tensor) -> Tensor:

@@ -171,7 +171,8 @@ def record_wiring(
     """Run a conversion without data and record where each element goes. Local.
 
     The conversion may rename, slice, transpose, split, stack, join and drop tensors, in plain
-    torch. Tensors of its own that it joins, such as zeros, become padding.
+    torch. If the conversion creates tensors (such as zeros) and joins them to others, they become
+    padding.
 
     Args:
         convert: takes whole tensors by name, without memory, and returns the converted tensors.

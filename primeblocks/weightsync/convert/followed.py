@@ -138,7 +138,9 @@ class Follower(TorchDispatchMode):
                     self.placed[name][whole.target_box] = whole
                     left -= whole.target_box.numel
         for piece in pieces if left else ():
-            self.lost.setdefault(piece.source, "it is repeated, or cut in ways that are no boxes")
+            self.lost.setdefault(
+                piece.source, "it is repeated, or cut into parts that are not boxes"
+            )
 
     def _overwrite(self, target: Tensor) -> None:
         """Note that other elements replace what was written."""

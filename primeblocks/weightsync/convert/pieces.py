@@ -15,7 +15,7 @@ from ...layout import Shard
 __all__ = ["NEW", "Piece", "in_place", "merge", "paired", "pieces_in"]
 
 NEW = -1
-# Of a view that is no box. More are not worth their time.
+# For a view that is not a box. More pieces are not worth their time.
 _MOST_PIECES = 1024
 
 

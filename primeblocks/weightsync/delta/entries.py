@@ -223,7 +223,7 @@ def open_delta(delta: Bytes) -> Opened:
     start = _HEADER.size + -(-numel // _SEGMENT) * len(layers) * 4
     if not layers or start > len(body):
         raise CorruptionError(
-            f"{len(view)} bytes are no delta of {numel} elements of {itemsize} bytes"
+            f"{len(view)} bytes are not a delta of {numel} elements of {itemsize} bytes"
         )
     counts = np.frombuffer(body[_HEADER.size : start], dtype="<u4").reshape(-1, len(layers))
     opened = Opened(itemsize, numel, counts, body[start:])

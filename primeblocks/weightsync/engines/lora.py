@@ -89,8 +89,8 @@ class AdapterSpec:
         if found:
             text = ", ".join(f"{key}={config[key]!r}" for key in found)
             raise UnsupportedError(
-                f"settings of {name!r} have {text}: only plain LoRA with one rank is sent. Unset "
-                "them."
+                f"settings of {name!r} have {text}, but only plain LoRA with one rank can be "
+                "sent. Unset these settings."
             )
         lacks = [key for key in ("r", "lora_alpha") if config.get(key) is None]
         if lacks:
@@ -136,7 +136,7 @@ class AdapterSpec:
                     )
         if not parts:
             raise PlanError(
-                f"no tensors of adapter {self.name!r}. Take them from adapter_parameters()."
+                f"adapter {self.name!r} has no tensors. Take the tensors from adapter_parameters()."
             )
         return {module: (sizes["A"], sizes["B"]) for module, sizes in parts.items()}
 
@@ -162,7 +162,8 @@ def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[st
             found[match["stem"] + ".weight"] = parameter
         elif others.fullmatch(name):
             raise UnsupportedError(
-                f"{name!r}: only A and B of plain LoRA are sent. Train the adapter without it."
+                f"{name!r}: this parameter is not the A or the B of plain LoRA, and cannot be "
+                "sent. Train the adapter without this parameter."
             )
     if not found:
         raise PlanError(

@@ -139,7 +139,7 @@ class Update:
     def go_back(
         self, before: tuple[int | None, ...], deadline: float
     ) -> Generator[EngineCall, Any, bool]:
-        """Bring workers that loaded back to the version before, and return whether that worked."""
+        """Bring workers that loaded back to the previous version. Return whether that worked."""
         states = _states((yield _ASK))
         torn = [state for state in states if state.error == EngineError.__name__]
         _raise_first(torn)
@@ -204,7 +204,7 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
     """Await an engine's answer until `deadline` (time.monotonic), or until the engine dies.
 
     Args:
-        engine: has `errored`, which is true once the engine is dead.
+        engine: has `errored`, which is true after the engine died.
         what: a verb for messages, as in "the engine did not {what} in time."
 
     Raises:
@@ -218,7 +218,7 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
             await asyncio.wait({task}, timeout=max(0.0, min(left, _LOOK_S)))
             # Looked at here because a dead engine leaves its callers waiting.
             if not task.done() and engine.errored:
-                raise EngineError(f"the engine died before it did {what}. Restart it.")
+                raise EngineError(f"the engine died before it could {what}. Restart the engine.")
             if not task.done() and left <= 0:
                 raise DeadlineError(f"the engine did not {what} in time.")
     finally:
@@ -229,6 +229,8 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
     if isinstance(error, DeadlineError):
         raise error
     if engine.errored:
-        said = str(error).removesuffix(" Restart it.")  # A server's own error may end so.
-        raise EngineError(f"the engine died before it did {what}: {said} Restart it.") from error
+        said = str(error).removesuffix(" Restart the server.")  # A server's own error may end so.
+        raise EngineError(
+            f"the engine died before it could {what}: {said} Restart the engine."
+        ) from error
     raise EngineError(f"the engine refused to {what}: {type(error).__name__}: {error}") from error

@@ -96,7 +96,7 @@ def mapped(fd: int, size_bytes: int, *, shared: bool) -> UInt8[Tensor, " bytes"]
 
 
 class DiskBlobs:
-    """Buffers as files, with a new file for each version. Raises as `MemoryBlobs`."""
+    """Buffers as files, with a new file for each version. Raises the errors of `MemoryBlobs`."""
 
     def __init__(self, user: int | None) -> None:
         self._user = user
@@ -234,7 +234,7 @@ class MemoryBlobs:
             raise
         try:
             if _target(path) != target:
-                raise FileNotFoundError(f"{path} is another one by now")
+                raise FileNotFoundError(f"{path} was replaced by another file")
             found = os.fstat(hold.fd)
             if found.st_size != size_bytes:
                 raise CorruptionError(
@@ -298,7 +298,8 @@ def _target(path: Path) -> tuple[int, int]:
     link = _LINK.fullmatch(os.readlink(path)) if stat.S_ISLNK(found.st_mode) else None
     if link is None or found.st_uid != os.geteuid():
         raise UsageError(
-            f"{path} is not opened: it belongs to user {found.st_uid}, or is no link to memory of "
+            f"{path} is not opened: it belongs to user {found.st_uid}, or is not a link to memory "
+            "of "
             "its owner. Remove this path."
         )
     return int(link[1]), int(link[2])

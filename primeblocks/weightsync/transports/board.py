@@ -182,7 +182,7 @@ class Transaction:
         """Wait for a note. Raises TransferError if the sync was aborted, or DeadlineError."""
         found = self._first_of("decision", key, deadline=deadline)
         if found is None:
-            raise DeadlineError(f"waited for the {key} in vain: it did not come in time")
+            raise DeadlineError(f"the {key} did not arrive before the deadline")
         if found[0] == "decision":
             raise TransferError(found[1])
         with as_corruption("a note of the group"):
@@ -205,7 +205,7 @@ class Transaction:
         A rank whose step or wait fails decides to abort. The first decision stands. It may be to
         commit, if the store did the step and only lost the answer. Otherwise, TransferError.
         """
-        decision, why = None, "waited for the others in vain"
+        decision, why = None, "waited for the other ranks until the deadline"
         try:
             last_step()
             decision = self._board.read(self._key("decision"), deadline=deadline)

@@ -125,7 +125,8 @@ class HandleCarrier:
         self._device = torch.device(device)
         if self._device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
-                f"no handles of memory on {device}. Pass a CUDA device, or device='cpu'."
+                f"memory on {device} has no handles that other processes can open. Pass a CUDA "
+                "device, or device='cpu'."
             )
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise UnsupportedError(

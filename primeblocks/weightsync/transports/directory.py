@@ -63,7 +63,7 @@ class DirectoryTransport:
 
     A full version is one safetensors file with all tensors. Every rank writes its boxes into this
     file. A delta is one file per rank. The transport keeps the last version and the versions that
-    it depends on. It keeps the version before until the next version begins.
+    it depends on. It keeps the previous version until the next version begins.
     """
 
     def __init__(
@@ -188,10 +188,10 @@ class SharedMemoryTransport(DirectoryTransport):
     with a third while a reader lags or has kept a tensor. The first publish after a trainer rank
     has joined again fails.
 
-    Links to the memory, deltas and commits are in a directory of mode 700 whose name ends in random
-    digits. Engines find the directory by `name` and by its user. Directories of other users are
-    ignored. The owner removes its directory at `close`, or when its process ends. After a killed
-    owner, the next owner of this user removes the directory, under any name.
+    A directory of mode 700 contains commits, deltas, and links to the memory. Its name ends in
+    random digits. Engines find the directory by `name` and by its user. Directories of other users
+    are ignored. The owner removes its directory at `close`, or when its process ends. After a
+    killed owner, the next owner of this user removes the directory, under any name.
 
     Args:
         name: one word that trainer and engine agree on.
@@ -214,9 +214,9 @@ class FileTransport(DirectoryTransport):
     """Carries versions in a directory on a disk that trainer and engine share.
 
     Files are synced to the disk before a commit. Writers on several hosts need a file system with
-    coherent writes, such as Lustre or GPFS. NFS is not coherent, and there the digests refuse the
-    version. A full version is the safetensors file `run-<run>/version-<n>.safetensors`, which other
-    programs can read.
+    coherent writes, such as Lustre or GPFS. NFS does not have coherent writes, so readers there may
+    refuse a version because its digests differ. A full version is the safetensors file
+    `run-<run>/version-<n>.safetensors`, which other programs can read.
 
     An owner writes only `primeblocks-run.json`, `primeblocks.lock` and a directory `run-<run>`. Its
     `close` leaves the last version there, and the versions that it depends on. The next owner
@@ -226,8 +226,8 @@ class FileTransport(DirectoryTransport):
         path: the directory. It is made if missing. Other files in it stay untouched.
         owner: true on trainer rank 0, and only there.
         user: the number of the user whose files are read, for a mount that shows all files as
-            another user's. None is the user of this process. Then other users must not have write
-            access.
+            another user's. With None, it is the user of this process. Then other users must not
+            have write access.
 
     Raises:
         UsageError: the directory has a living owner, or cannot be written to, or a file there
@@ -258,11 +258,13 @@ class _Incoming:
         payload = self._transport.commits.read(name, at, size)
         if payload is None:
             raise TransferError(
-                f"version {self.marker.version} was retired while it was read. Receive the newest."
+                f"version {self.marker.version} was retired while it was read. Receive the newest "
+                "version."
             )
         if len(payload) != size:
             raise CorruptionError(
-                f"{name} ends at {at + len(payload)} bytes; {at + size} needed. Publish again."
+                f"{name} ends at {at + len(payload)} bytes; it must have at least {at + size}. "
+                "Publish again."
             )
         return memoryview(payload)
 

@@ -254,7 +254,8 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
             place.leave(owned)
     except OSError as error:
         raise TransferError(
-            f"cannot clear up: {error}. The next owner removes {owned.directory}. Move it if you "
+            f"cannot remove files: {error}. The next owner removes {owned.directory}. Move it if "
+            "you "
             "need its files."
         ) from error
 

@@ -174,7 +174,7 @@ class GroupTransport:
         self._markers = (*self._markers[-1:], marker)
 
     def abort(self, version: int) -> None:
-        """Rank 0: give up the version that was begun, and tell the readers."""
+        """On rank 0, drop the unfinished version, and report this to the readers."""
         if not self._open or self._rank > 0:
             return
         self._open = False
@@ -187,7 +187,7 @@ class GroupTransport:
                 self._now.abort(why, deadline=deadline)
 
     def markers(self) -> tuple[Marker, ...]:
-        """Rank 0: return the last version that it committed, and the version before.
+        """Rank 0: return the last version that it committed, and the previous version.
 
         Empty on other ranks, because a version sent over a group cannot be read again.
         """
@@ -214,7 +214,7 @@ class GroupTransport:
         if go.error:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"nothing was published in time: {go.error}.")
-            raise TransferError(f"nothing was sent: {go.error}. Ask again.")
+            raise TransferError(f"nothing was sent: {go.error}. Call receive() again.")
         with self._aborting(deadline):
             return [self._arrived(request, go.base, deadline)]
 
@@ -247,7 +247,7 @@ class GroupTransport:
         now.post(f"join/{request.reader}", holds, deadline=deadline)
         go = now.read_go(deadline=deadline)
         if go is None:
-            why = f"reader {request.reader} waited for the others in vain"
+            why = f"reader {request.reader} waited for the other ranks until the deadline"
             go = now.call_off(why, deadline=deadline)
         self._broken = broken
         return go
@@ -304,7 +304,7 @@ class GroupTransport:
                 reason = self._now.abort(reason, deadline=deadline)
             except TransferError as lost:
                 reason = f"{lost}"
-                kept = "This rank keeps the version before; others may have committed"
+                kept = "This rank keeps the previous version; other ranks may have committed"
             self._broken = reason
             if isinstance(error, RuntimeError | TransferError | DeadlineError):
                 raise TransferError(
@@ -334,7 +334,9 @@ class GroupTransport:
         if self._link is None:
             said = self._named.read("generation", deadline=deadline)
             if said is None:
-                raise TransferError("rank 0 did not post its generation in time. Is it running?")
+                raise TransferError(
+                    "rank 0 did not post its generation in time. Check that rank 0 is running."
+                )
             if int(said) != self._generation:
                 self._start(int(said))
 

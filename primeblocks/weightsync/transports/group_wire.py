@@ -197,7 +197,7 @@ def receive_buckets(
 ) -> None:
     """Receive each bucket and pass its bytes to `take`, which must copy them.
 
-    Cost: two buffers, each of the size of the largest message. Raises as `send_buckets`.
+    Cost: two buffers, each of the size of the largest message. Raises the errors of `send_buckets`.
     """
     size = max((sizes[message.bucket] for message in messages), default=0)
     buffers = _buffers(link, messages, size)

@@ -51,7 +51,7 @@ class PackedTransport:
     publish waits, until its deadline, for the engines that hold the buffers it needs. You may
     publish again after a failure. A restarted rank or engine joins by constructing its end again.
     If a trainer rank ends, its versions end too. Engines that have not fetched them keep the
-    version before.
+    previous version.
 
     Memory on a trainer rank: twice the bytes that it sends, and its deltas. Memory on an engine
     that reads in place: about three buckets of each trainer rank. On other engines: the buckets
@@ -162,7 +162,7 @@ class Pool:
 
 
 class Packed:
-    """A `Held`: the boxes that one reader wants, as views of packed buckets.
+    """The boxes that one reader wants, as views of packed buckets. Implements `Held`.
 
     A box inside one copy is a view. Any other box is put together in new memory.
     """
@@ -208,7 +208,7 @@ class Packed:
 
 
 class Borrowed:
-    """A `Lent`: packed buckets in buffers of trainer ranks, unchanged until `close`."""
+    """Packed buckets in buffers of trainer ranks, unchanged until `close`. Implements `Lent`."""
 
     stays = False
 
@@ -335,7 +335,9 @@ def _noted(said: str | None, rank: int, version: int) -> tuple[int, Mapping[str,
         found = None if said is None else json.loads(said).get(str(version))
         if found is not None:
             return noted(found, "bytes"), dict(found["at"])
-    raise TransferError(f"rank {rank} has not version {version} any more. Receive the newest.")
+    raise TransferError(
+        f"rank {rank} does not have version {version} any more. Receive the newest version."
+    )
 
 
 def starts_of_version(plan: Plan, marker: Marker, rank: int) -> tuple[dict[int, int], int]:

@@ -75,14 +75,16 @@ class PrivatePlace:
                 f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
             )
         if not os.path.isdir(root):  # False too where this user may not look.
-            raise UnsupportedError(f"{root} is no directory. Mount a tmpfs, or use FileTransport.")
+            raise UnsupportedError(
+                f"{root} is not a directory. Mount a tmpfs, or use FileTransport."
+            )
         if not name or Path(name).name != name or "\0" in name:
             raise UsageError(f"name={name!r} is not one path component; try 'policy'")
         mode = os.stat(root).st_mode
         if mode & 0o022 and not mode & stat.S_ISVTX:
             raise UsageError(
-                f"{root} has mode {mode & 0o7777:o}: others may rename what is in it. "
-                f"Run: chmod +t {root}"
+                f"{root} has mode {mode & 0o7777:o}, so other users may rename files in it. Run:  "
+                f"chmod +t {root}"
             )
         self._spec = {"name": name, "root": root, "prefix": prefix}
         self._root, self._name = Path(root), f"{prefix}-{name}"
@@ -135,7 +137,7 @@ class PrivatePlace:
         if mode & 0o077:
             raise UsageError(
                 f"{self._found} has mode {mode:o}; it has to be of user {os.geteuid()} with mode "
-                "700. Others may have written to it: end its owner and start again."
+                "700. Others may have written to it: end its owner and start it again."
             )
         return self._found
 
@@ -175,7 +177,9 @@ class DiskPlace:
 
     def __init__(self, path: str, *, user: int | None = None) -> None:
         if "\0" in path:
-            raise UsageError(f"{path!r} is no path: it has a NUL character. Remove that.")
+            raise UsageError(
+                f"{path!r} is not a path: it contains a NUL character. Remove that character."
+            )
         self._path, self.user = Path(path).absolute(), user
 
     def spec(self) -> dict[str, Any]:
@@ -287,14 +291,15 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
     if not stat.S_ISREG(found.st_mode) or found.st_uid != wanted or open_to_others:
         os.close(fd)
         raise UsageError(
-            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it has to "
-            f"be a file of user {wanted} that others cannot write to. It was not read; remove it."
+            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it has "
+            f"to be a file of user {wanted} that others cannot write to. The file was not read. "
+            "Remove the file."
         )
     return fd
 
 
 def read_own(path: Path, at: int = 0, size: int = -1, *, user: int | None) -> bytes:
-    """Return bytes of a file, at most to its end. Raises as `open_own`."""
+    """Return bytes of a file, at most to its end. Raises the errors of `open_own`."""
     with open(open_own(path, os.O_RDONLY, user=user), "rb") as file:
         file.seek(at)
         return file.read(size)

@@ -42,7 +42,7 @@ class _Record(NamedTuple):
 class StoreCommits:
     """A note of all markers, which the owner replaces, and counts of readers by version.
 
-    Every call ends by its deadline. A new owner takes over from the owner before. If that owner
+    Every call ends by its deadline. A new owner takes over from the previous owner. If that owner
     still lives, its next commit is refused. Calls that write wait for each other, in all threads.
     The arguments are those of `PullTransport`.
     """

@@ -214,18 +214,20 @@ def _read(link: socket.socket, read: Read, deadline: float) -> None:
     link.sendall(_REQUEST.pack(token, read.start, len(read.target)))
     answer = _receive(link, len(_GRANTED))
     if answer is None:
-        raise ConnectionResetError("the other process hung up")
+        raise ConnectionResetError("the other process closed the connection")
     if answer != _GRANTED:
         raise TransferError(
-            f"{len(read.target):,} bytes from {read.start:,} on are not there: their version was "
-            "retired. Receive the newest."
+            f"{len(read.target):,} bytes from {read.start:,} on were removed, because their "
+            "version was retired. Receive the newest version."
         )
     room, done = read.target.numpy().data, 0
     while done < len(room):
         link.settimeout(_left_s(deadline))
         count = link.recv_into(room[done : done + _STEP_BYTES])
         if count == 0:
-            raise ConnectionResetError(f"the other process hung up after {done:,} bytes")
+            raise ConnectionResetError(
+                f"the other process closed the connection after {done:,} bytes"
+            )
         done += count
 
 

@@ -51,7 +51,8 @@ class ReceiveRequest:
     """A reader's request for a version.
 
     Attributes:
-        version: the version to return. None is the newest version, if newer than `served`.
+        version: the version to return. With None, the newest version is returned if it is newer
+            than `served`.
         held: the version whose bytes the reader has. Deltas may be applied to them.
         served: the version that was loaded last.
         deadline: a time of `time.monotonic()`.
@@ -80,11 +81,13 @@ class Incoming(Protocol):
         ...
 
     def payload(self, index: int) -> memoryview:
-        """Return a bucket of a delta as it travelled. Raises as `whole`."""
+        """Return a bucket of a delta as it travelled. Raises the errors of `whole`."""
         ...
 
     def settle(self, error: str, *, deadline: float) -> None:
         """Report that this reader has the version, or why not, and wait for the decision.
+
+        Only a group decides together. Over other transports, this does nothing.
 
         Args:
             error: why the reader does not have the version. "" if it has the version.
@@ -121,7 +124,7 @@ class Transport(Protocol):
         ...
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: send its buckets. Returns once they are as safe as the transport promises.
+        """Trainer rank: send its buckets. Returns when they are as safe as the transport promises.
 
         Raises:
             DeadlineError: the buckets were not sent in time.

@@ -23,7 +23,11 @@ def adapter():
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({"host_bytes": 0, "disk_path": "d", "disk_bytes": 1}, UnsupportedError, "disk alone"),
+        (
+            {"host_bytes": 0, "disk_path": "d", "disk_bytes": 1},
+            UnsupportedError,
+            "a disk needs host memory",
+        ),
         ({"primary_bytes": 0}, PlanError, "primary_bytes must be positive; got 0"),
         ({"disk_path": "d"}, PlanError, "both or neither"),
         ({"disk_bytes": 1}, PlanError, "both or neither"),

@@ -186,7 +186,7 @@ def test_kimi_linear_is_what_transformers_keeps():
             QWEN3_NEXT_80B | {"linear_num_value_heads": 24},
             "fp8",
             PlanError,
-            "share no 16 heads of keys",
+            "cannot share 16 heads of keys",
         ),
     ],
 )

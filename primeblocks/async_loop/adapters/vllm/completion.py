@@ -19,7 +19,8 @@ class Completion:
 
     `routed_experts` is vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion, or
     None if the engine does not return routes. `num_cached_tokens` counts the prompt tokens that
-    came from the KV cache.
+    came from the KV cache. `draft_tokens` has the numbers of accepted and of all draft tokens, if
+    the engine has `per_request_spec_decode_metrics="summary"`.
     """
 
     prompt: tuple[int, ...]
@@ -29,6 +30,7 @@ class Completion:
     finish_reason: str
     routed_experts: NDArray | None
     num_cached_tokens: int
+    draft_tokens: NDArray[np.int64] | None = None
 
     def to_rollout(
         self,
@@ -40,14 +42,15 @@ class Completion:
         """Return the completion as a `Rollout`. Local. Arguments as there.
 
         Args:
-            attachments: by default the engine's array as "routed_experts", if it returned one.
+            attachments: by default "routed_experts" and "draft_tokens", if the engine returned
+                them.
 
         Raises:
             ShapeError, UsageError: as for `Rollout`.
         """
         if attachments is None:
-            routes = self.routed_experts
-            attachments = {} if routes is None else {"routed_experts": routes}
+            found = {"routed_experts": self.routed_experts, "draft_tokens": self.draft_tokens}
+            attachments = {name: array for name, array in found.items() if array is not None}
         return Rollout(
             tokens=np.array(self.prompt + self.token_ids),
             prompt_length=len(self.prompt),
@@ -66,7 +69,8 @@ def completion_of(
     """Read one of vLLM's outputs. Local.
 
     Args:
-        version: of the adapter that sampled it. None takes the engine's labels of the base weights.
+        version: of the adapter that sampled it. With None, the engine's labels of the base weights
+        are used.
 
     Raises:
         EngineError: the label of the engine's weights is not a version.
@@ -86,7 +90,15 @@ def completion_of(
         finish_reason=str(output.finish_reason),
         routed_experts=output.routed_experts,
         num_cached_tokens=num_cached_tokens,
+        draft_tokens=_draft_tokens(output.spec_decode_metrics),
     )
+
+
+def _draft_tokens(counted: Any) -> NDArray[np.int64] | None:
+    if counted is None:
+        return None
+    accepted = sum(length * times for length, times in enumerate(counted.histogram))
+    return np.array([accepted, counted.num_draft_tokens])
 
 
 def _base_versions(output: Any, *, length: int) -> NDArray[np.int64]:
@@ -94,8 +106,8 @@ def _base_versions(output: Any, *, length: int) -> NDArray[np.int64]:
     for span in output.weight_versions or ():
         if (named := version_of(span.version)) is None:
             raise EngineError(
-                f"the engine's weights are labelled {span.version!r:.80}; versions here are "
-                "integers. Label them with update_weight_version(str(version))."
+                f"the engine's weights are labelled {span.version!r:.80}, but a policy version "
+                "must be an integer. Label them with update_weight_version(str(version))."
             )
         spans.append((named, span.start, span.end))
     return versions_from_spans(spans, length=length)

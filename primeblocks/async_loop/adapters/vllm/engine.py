@@ -315,8 +315,8 @@ def _check_adapter(lora: LoRARequest | None, version: int | None) -> int | None:
         )
     if lora is not None and lora.load_inplace:
         raise UsageError(
-            f"{lora.lora_name!r} has load_inplace, which gives requests in flight other weights "
-            "without a word. Load each version of an adapter under a name and id of its own."
+            f"{lora.lora_name!r} has load_inplace, which silently changes the weights of requests "
+            "in flight. Load each version of an adapter under a name and id of its own."
         )
     return None if version is None else check_version(version)
 
@@ -354,7 +354,7 @@ def _check_image(image: Aligned) -> None:
     value, tokens = image.value, image.stop - image.start
     if not isinstance(value, dict) or value.keys() != set(_IMAGE_FIELDS):
         named = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise UsageError(f"an image is a dict of {' and '.join(_IMAGE_FIELDS)}; got {named}")
+        raise UsageError(f"an image must be a dict of {' and '.join(_IMAGE_FIELDS)}; got {named}")
     pixels, grid = (np.shape(value[name]) for name in _IMAGE_FIELDS)
     patches = int(np.prod(value["image_grid_thw"]))
     if grid != (1, 3) or len(pixels) != 2 or pixels[0] != patches or patches % tokens:

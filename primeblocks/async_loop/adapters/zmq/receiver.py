@@ -68,7 +68,7 @@ class RolloutReceiver:
         self._heard: dict[bytes, int] = {}  # By connection, the number of its last message.
         self._waiting_bytes = 0
         self._room = asyncio.Event()
-        self.refused = 0  # Messages that were no groups.
+        self.refused = 0  # Messages that were not groups.
         self._wire = ServedSocket(zmq.ROUTER, configure, max_bytes=max(max_group_bytes, HEAD_BYTES))
         self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._wire.open(self._wire.socket.bind, address)

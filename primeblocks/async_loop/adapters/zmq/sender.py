@@ -84,7 +84,7 @@ class RolloutSender:
         return tuple(self._kept)
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
-        """Send a group. Returns once the receiver's buffer has it.
+        """Send a group. Returns when the receiver's buffer has it.
 
         Raises:
             DeadlineError: no receiver answered, or its buffer was full. The group is withdrawn. If
@@ -99,7 +99,7 @@ class RolloutSender:
         if len(payload) > self._capacity_bytes:
             raise CapacityError(
                 f"the group of ordinal {ordinal} has {len(payload):,} bytes, above "
-                f"capacity_bytes={self._capacity_bytes:,}. Raise it."
+                f"capacity_bytes={self._capacity_bytes:,}. Raise capacity_bytes."
             )
         await self._within(self._deliver(ordinal, payload), timeout_s, f"put of group {ordinal}")
 
@@ -107,8 +107,8 @@ class RolloutSender:
         """Wait until every group is settled.
 
         Raises:
-            DeadlineError: some groups are not settled. They are kept.
-            UnsupportedError: a receiver that was restarted refused groups that had been accepted.
+            DeadlineError: some groups are not settled. The sender keeps these groups.
+            UnsupportedError: a restarted receiver refused groups that an earlier receiver accepted.
             ClosedError: the sender was closed, or has failed.
         """
         await self._within(self._until(lambda: not self._kept), timeout_s, "settling")
@@ -124,7 +124,7 @@ class RolloutSender:
         if len(payload) > most:
             raise CapacityError(
                 f"the group of ordinal {ordinal} has {len(payload):,} bytes, above the receiver's "
-                f"max_group_bytes={most:,}. Raise it there."
+                f"max_group_bytes={most:,}. Raise max_group_bytes of the receiver."
             )
 
         def is_room() -> bool:

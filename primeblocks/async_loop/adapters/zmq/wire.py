@@ -104,5 +104,5 @@ class ServedSocket:
 
 def check_ordinal(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise UsageError(f"an ordinal is an int from 0; got {value!r:.80}")
+        raise UsageError(f"an ordinal must be an int of 0 or more; got {value!r:.80}")
     return value

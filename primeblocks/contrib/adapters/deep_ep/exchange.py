@@ -230,9 +230,11 @@ class DeepEpDispatcher:
 
     def _check_room(self, tokens: int, top_k: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:
-            raise ShapeError(f"{tokens} tokens; max_tokens is {self.max_tokens}. Raise it.")
+            raise ShapeError(
+                f"{tokens} tokens exceed max_tokens={self.max_tokens}. Raise max_tokens."
+            )
         if not 1 <= top_k <= self.top_k:
-            raise ShapeError(f"{top_k} choices a token; the buffer takes 1 to {self.top_k}.")
+            raise ShapeError(f"{top_k} choices per token; the buffer takes 1 to {self.top_k}.")
 
 
 class _Send(torch.autograd.Function):

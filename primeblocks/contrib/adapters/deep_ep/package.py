@@ -37,7 +37,7 @@ def load_deep_ep(needed: Mapping[str, Sequence[str]], *, written_for: str) -> An
         version = getattr(package, "__version__", "of unknown version")
         raise UnsupportedError(
             f"deep_ep {version} lacks {', '.join(missing)}. This adapter was written for "
-            f"{written_for}: install that."
+            f"{written_for}. Install that version."
         )
     return package
 

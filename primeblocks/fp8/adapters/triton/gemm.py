@@ -301,10 +301,10 @@ class TritonGemm:
         return out
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows of `a` by `b[expert].T`. Local. Raises as `a @ b.T`.
+        """Multiply each expert's rows of `a` by `b[expert].T`.
 
-        As many programs start as any offsets could need. Programs without rows end at once. Rows
-        after the last offset are zero.
+        Local. Raises the errors of `a @ b.T`. As many programs start as any offsets could need.
+        Programs without rows end at once. Rows after the last offset are zero.
         """
         _check(a, b, offsets, ndim=3)
         out = a.codes.new_empty(a.shape[0], b.shape[1], dtype=getattr(torch, self.dtype))
@@ -313,7 +313,7 @@ class TritonGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply `a @ b.T` over each expert's tokens. Local. Raises as `a @ b.T`.
+        """Multiply `a @ b.T` over each expert's tokens. Local. Raises the errors of `a @ b.T`.
 
         If two experts share a tile, each uses its own tokens, which costs more than a whole tile.
         An expert without tokens gets zeros.

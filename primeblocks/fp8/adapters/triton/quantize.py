@@ -231,7 +231,7 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize x and x.mT, each in `tile`, and read x once. Local. Raises as a call does.
+        """Quantize x and x.mT, each in `tile`, and read x once. Local. Raises the errors of a call.
 
         The codes of both are contiguous. Tiles of x.mT start at multiples of the tile in x.
         """

@@ -53,18 +53,18 @@ def engine_args(
         disk_path: the folder of our pages on disk. Without `persist`, it is emptied when the engine
             starts and stops.
         disk_bytes: the quota of the folder.
-        max_staleness: evict pages of versions staler than this first (see `request_args`). None
-            treats all versions alike.
+        max_staleness: evict pages of versions staler than this first (see `request_args`). With
+            None, all versions are treated alike.
         evict: "versions" is `VersionAware`. "rollouts" is `RolloutAware`. It has several times the
             hits if agents queue, and less than half the hits if waits have a heavy tail.
         offload_prompt_only: leave out generated tokens.
         routes_bytes_per_token: with routed-expert capture, the bytes captured per token
-            (`RouterShape.bytes_per_token` of primeblocks.replay). Routes then travel with their
+            (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). Routes then travel with their
             pages. 0 leaves routes in vLLM.
         persist: keep the pages on disk for the next engine with the same `persist`. Change this
             name with everything that the pages depend on, above all the weights with which the
             engine starts. Only engines with equal model, layout, parallel sizes and vLLM version
-            find the pages. None starts empty and leaves no pages.
+            find the pages. With None, the folder starts empty and is emptied at the end.
 
     Raises:
         PlanError: the sizes do not fit together.
@@ -72,13 +72,14 @@ def engine_args(
     """
     if host_bytes <= 0:
         raise UnsupportedError(
-            f"host_bytes={host_bytes}: a disk alone is refused; give the host tier some pages."
+            f"host_bytes={host_bytes}: a disk needs host memory. Raise host_bytes to the size of "
+            "at least one page."
         )
     if primary_bytes <= 0:
         raise PlanError(f"primary_bytes must be positive; got {primary_bytes}")
     if (disk_path is None) != (disk_bytes == 0) or disk_bytes < 0:
         raise PlanError(
-            f"disk_path={disk_path!r} with disk_bytes={disk_bytes}: give both or neither."
+            f"disk_path={disk_path!r} with disk_bytes={disk_bytes}: pass both or neither."
         )
     if routes_bytes_per_token < 0:
         raise PlanError(
@@ -116,7 +117,7 @@ def engine_args(
 
 
 def server_args(**settings: Any) -> list[str]:
-    """Return `engine_args` as arguments of a server's command line. Pure. Raises as it does."""
+    """Return `engine_args` as arguments of a server's command line, with its errors. Pure."""
     return command_line(engine_args(**settings))
 
 

@@ -53,7 +53,8 @@ class Speeds:
     def patience_s(self, pages: int) -> float:
         """Return how long a request may wait for room for these pages: the time that a load saves.
 
-        So a request that waits in vain takes at most twice the time of the better choice.
+        So even if a request waits and no room appears, it takes at most twice the time of the
+        better choice.
         """
         if not self.load.pages or not self.compute.pages:
             return _UNMEASURED_S
@@ -171,7 +172,7 @@ class StoreManager(TieringOffloadingManager):
       prompt. There, requests evict each other's pages before any request has all its pages.
     - Pages of queued requests come into the pool before they are scheduled. The head of the queue
       comes first, and only free room is used.
-    - Our tier knows the queue.
+    - The engine's queue is passed to our tier, whose eviction policy may use it.
     - Workers learn the hashes of the pages they move, if routes travel with them.
     """
 

@@ -90,7 +90,7 @@ class Tail:
         return row[self.offset : self.end].tobytes()
 
     def restore(self, row: np.ndarray, sealed: bytes | None) -> None:
-        """Write back the result of `sealed`. None marks the routes as missing."""
+        """Write back the result of `sealed`. With None, the routes are marked as missing."""
         row[self.offset : self.end] = 0
         if sealed is not None and len(sealed) == self.end - self.offset:
             row[self.offset : self.end] = np.frombuffer(sealed, row.dtype)
@@ -138,8 +138,8 @@ class RoutesWorker(OffloadingWorker):
         if live is None:
             raise UnsupportedError(
                 "routes travel with the pages by the plug-in's patch routes_with_pages, which is "
-                "not applied here: take it out of PRIMEBLOCKS_VLLM_PATCHES_OFF, or leave out "
-                "routes_bytes_per_token"
+                "not applied here. Remove the patch from PRIMEBLOCKS_VLLM_PATCHES_OFF, or leave "
+                "out routes_bytes_per_token."
             )
         self._connectors = live
 
@@ -214,7 +214,7 @@ class RoutesWorker(OffloadingWorker):
             raise PlanError(
                 f"the routes of a page take {connector.page_nbytes()} bytes in this engine, not "
                 f"{self._tail.rows_bytes}: routes_bytes_per_token is layers x top_k x item size, "
-                "RouterShape.bytes_per_token of primeblocks.replay"
+                "RouterShape.bytes_per_token of primeblocks.replay.adapters.vllm"
             )
         if connector is not None:
             connector.carry()

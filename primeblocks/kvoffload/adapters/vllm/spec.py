@@ -126,9 +126,9 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
         tokens = {*self.tokens_per_block, self.tokens_per_hash * self.blocks_per_chunk}
         if tokens != {self.tokens_per_hash}:
             raise UnsupportedError(
-                f"routes travel with pages of {self.tokens_per_hash} tokens, as vLLM hashes them; "
-                f"here pages have {sorted(tokens)}. Use one block size for all groups of layers "
-                "and blocks_per_chunk=1, or leave out routes_bytes_per_token."
+                f"routes travel with pages of {self.tokens_per_hash} tokens, as vLLM hashes them, "
+                f"but this engine's pages have {sorted(tokens)}. Use one block size for all "
+                "groups of layers and blocks_per_chunk=1, or leave out routes_bytes_per_token."
             )
         if self.extra_config.get("sync_load_budget_bytes"):
             raise UnsupportedError(
@@ -173,8 +173,8 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
             return stock, stock._mmap_region
         if self.config.canonical_layout or self.blocks_per_chunk != 1:
             raise UnsupportedError(
-                "on the CPU platform pages are copied without canonical_layout, and one by one: "
-                "leave it out, and use blocks_per_chunk=1"
+                "the CPU platform does not support canonical_layout or several blocks per chunk. "
+                "Leave out canonical_layout, and use blocks_per_chunk=1."
             )
         region = UnlinkedRegion(
             engine_id=self._engine_id,

@@ -96,13 +96,15 @@ def request_args(
         version = check_version(version)
     is_list = isinstance(ends, list | tuple)
     if not is_list or not all(isinstance(name, str) for name in ends):
-        raise UsageError(f"ends is a list of names of rollouts; got {ends!r}.")
+        raise UsageError(f"ends must be a list of names of rollouts; got {ends!r}.")
     if rollout is not None and not isinstance(rollout, str):
-        raise UsageError(f"a rollout is named by text; got {rollout!r}.")
+        raise UsageError(f"the name of a rollout must be text; got {rollout!r}.")
     waits = {} if waits is None else waits
     is_map = isinstance(waits, dict)
     if not is_map or not all(isinstance(name, str) for pair in waits.items() for name in pair):
-        raise UsageError(f"waits names a tool for each of some rollouts; got {waits!r}")
+        raise UsageError(
+            f"waits must be a dict from names of rollouts to names of tools; got {waits!r}"
+        )
     said = {_VERSION: version, _ROLLOUT: rollout, _ENDS: list(ends) or None, _WAITS: waits or None}
     return {"kv_transfer_params": {name: each for name, each in said.items() if each is not None}}
 

@@ -103,7 +103,7 @@ def sequence_of(module: Any, arguments: dict[str, Any], batch: int) -> SequenceP
             "model(**local_inputs(tokens, sequence=plan, group=...))."
         )
     if batch != 1:
-        raise ShapeError(f"documents are packed into one row; got a batch of {batch}.")
+        raise ShapeError(f"documents must be packed into one row; got a batch of {batch}.")
     return sequence
 
 
@@ -168,7 +168,9 @@ def _forward(
     """Run attention as transformers calls it, on `[batch, heads, tokens, head_dim]`."""
     sequence = sequence_of(module, arguments, query.shape[0])
     if dropout:
-        raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
+        raise PlanError(
+            f"attention over split sequences does not support dropout; got {dropout}. Use 0."
+        )
     context: Context = module.context_parallel
     where = {"sequence": sequence, "group": context.group, "scale": scaling}
     over_latents = _of_latents(module) if "expand_kv" in vars(module) else None

@@ -62,7 +62,8 @@ def load_pretrained(
     fetches before the others.
 
     Args:
-        model: the model that you passed to `parallelize`. It may come from the meta device.
+        model: the model that you passed to `parallelize`. It may have been built on the meta
+            device.
         progress: called with the tensors that this rank has read and will read, after each one.
 
     Raises:
@@ -160,9 +161,9 @@ def _check(
         there: Any = tuple(found[name].shape) if name in found else odd.get(name, "missing")
         if there != tuple(here.shape):
             raise PlanError(
-                f"{path} is no checkpoint of this model: {name} is {there} there and "
-                f"{tuple(here.shape)} here. Build the model from the configuration of its "
-                "checkpoint."
+                f"{path} is not a checkpoint of this model: {name} is {there} in the checkpoint "
+                f"and {tuple(here.shape)} in the model. Build the model from the configuration of "
+                "its checkpoint."
             )
 
 
@@ -227,7 +228,8 @@ def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None
         return
     if bare < every:
         raise PlanError(
-            f"{bare} of {every} parameters are on the meta device. Build the whole model there."
+            f"{bare} of {every} parameters are on the meta device. Build the whole model on the "
+            "meta device."
         )
     model.to_empty(device=device if parts is None else parts)  # FSDP keeps tied weights tied.
     with torch.no_grad():

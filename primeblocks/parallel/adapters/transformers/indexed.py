@@ -283,7 +283,9 @@ def _forward(
     """
     call: _Call = module.indexed_call
     if dropout:
-        raise PlanError(f"attention over split sequences has no dropout; got {dropout}. Use 0.")
+        raise PlanError(
+            f"attention over split sequences does not support dropout; got {dropout}. Use 0."
+        )
     latent, rope = module.kv_lora_rank, module.qk_rope_head_dim
     matrix = _matrix(module.kv_b_proj).unflatten(0, (query.shape[1], -1))
     to_key, to_value = matrix.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)

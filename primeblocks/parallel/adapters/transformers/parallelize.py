@@ -107,14 +107,16 @@ def parallelize(
     plan, kind = meshes.plan, model.config.model_type
     if kind not in FAMILIES:
         raise UnsupportedError(
-            f"{type(model).__name__} (model_type {kind!r}) was not compared with one rank; these "
-            f"were: {sorted(FAMILIES)}. For others call fully_shard_moe with a forward of your own."
+            f"{type(model).__name__} (model_type {kind!r}) is not one of the tested families: "
+            f"{sorted(FAMILIES)}. For another family, call fully_shard_moe with a forward of your "
+            "own."
         )
     indexed, recurrent = bool(indexed_attentions(model)), bool(recurrent_layers(model))
     _check_attention(kind, indexed, attention)
     if recurrence_kernel is not None and not recurrent:
         raise UnsupportedError(
-            f"{kind} has no recurrent layers for recurrence_kernel= to serve. Leave it out."
+            f"{kind} has no recurrent layers that could use recurrence_kernel=. Leave out "
+            "recurrence_kernel=."
         )
     check_dispatcher(dispatcher, meshes)
     _own_configs(model)
@@ -199,7 +201,7 @@ def _check_attention(kind: str, indexed: bool, attention: object) -> None:
             "attention=IndexedAttention(kernel=..., scores=...), or nothing."
         )
     raise UnsupportedError(
-        f"{kind} has no indexer for IndexedAttention to serve. Pass attention=ring_attention, "
+        f"{kind} has no indexer that could use IndexedAttention. Pass attention=ring_attention, "
         "ulysses_attention, or nothing."
     )
 
@@ -247,7 +249,8 @@ def _admit_sequence(
         )
     if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
         raise PlanError(
-            "labels= shifts inside this rank's part, across its documents. Shift before the split: "
+            "with labels=, the model would shift labels across documents and inside this rank's "
+            "part. Shift labels before the split: "
             "shift_labels=sequence.split(sequence.labels(tokens), group=...)[None]."
         )
 
@@ -259,9 +262,10 @@ def _admit_loss(module: PreTrainedModel, args: Any, arguments: dict[str, Any]) -
     config = module.config.get_text_config()
     if getattr(config, "output_router_logits", False) if asked is None else asked:
         raise UnsupportedError(
-            "output_router_logits makes an auxiliary loss of this rank's tokens only, and the sum "
-            "over ranks is not the loss of all tokens. Switch it off, also in the configuration. "
-            "Read the routers with forward hooks."
+            "output_router_logits computes an auxiliary loss from this rank's tokens only. The "
+            "sum of these losses over ranks is not the loss of all tokens. Switch "
+            "output_router_logits off, also in the configuration. Read the routers with forward "
+            "hooks."
         )
     if arguments.get("labels") is not None and arguments.get("num_items_in_batch") is None:
         raise PlanError(

@@ -64,7 +64,7 @@ def score_tiles(
 
 @dataclass(frozen=True)
 class TritonIndexScores:
-    """An `IndexScores` in one launch, which allocates only its result.
+    """An `IndexScores` that makes one launch and allocates only its result.
 
     Takes float16, bfloat16 or float32, and sums in float32. At most 128 heads, each of at most
     128 columns.

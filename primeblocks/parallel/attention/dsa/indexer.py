@@ -170,8 +170,8 @@ def keep_indices() -> Any:
     Everything else is recomputed. A recomputation may sum in another order and break near ties
     differently. The gradients would then belong to other rows.
 
-    Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. It keeps
-    the indices of each layer that selects in memory.
+    Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. It stores
+    the indices of each layer that selects.
     """
     return create_selective_checkpoint_contexts([torch.ops.primeblocks.select_indices.default])
 

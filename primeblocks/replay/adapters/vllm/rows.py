@@ -51,8 +51,8 @@ def routes_from_output(
     Raises:
         UnsupportedError: the engine returned no rows for tokens that it generated.
         ShapeError: rows do not fit the tokens or the model.
-        UsageError: a dense layer routes, an id is out of range, or a row names an expert twice
-            (capture under torch.compile does).
+        UsageError: a dense layer has routes, an id is out of range, or a row names an expert
+            twice. Capture under torch.compile returns such rows.
     """
     tokens = prompt_tokens + len(output.token_ids)
     if output.routed_experts is not None:
@@ -83,7 +83,7 @@ def routes_from_base64(
         file = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise CorruptionError(
-            f"{len(text)} characters of routed experts are no base64: {error}."
+            f"{len(text)} characters of routed experts are not base64: {error}."
         ) from error
     return routes_from_rows(read_npy(file), shape, tokens=tokens, prompt_start=prompt_start)
 
@@ -109,13 +109,14 @@ def join_prefill(
 
     Raises:
         UsageError: other weights computed the prompt.
-        ShapeError: the two are not of one prompt or one model. Also raised if a row from
-            `prompt_start` on, other than the last token's, is known to neither.
+        ShapeError: the two are not of one prompt or one model. Also raised if neither side
+            knows a row from `prompt_start` on, except the row of the last token.
     """
     if versions[0] != versions[1]:
         raise UsageError(
-            f"version {versions[0]} computed the prompt, and version {versions[1]} went on: these "
-            "are the routes of no policy. Ask again; update both engines together."
+            f"version {versions[0]} computed the prompt, and version {versions[1]} continued "
+            "it, so no single policy has these routes. Send the request again, and update both "
+            "engines together."
         )
     one_more = prefill.tokens in (prompt_tokens, prompt_tokens + 1)
     inside = 0 <= prompt_start <= prompt_tokens and 1 <= prompt_tokens <= decode.tokens
@@ -153,7 +154,7 @@ def read_npy(file: Bytes) -> np.ndarray:
         return data.view(np.dtype(found[1].decode())).reshape(dims)
     except ValueError as error:
         raise CorruptionError(
-            f"{len(file)} bytes of routed experts are no .npy file: {error}."
+            f"{len(file)} bytes of routed experts are not an .npy file: {error}."
         ) from error
 
 

@@ -70,7 +70,9 @@ class RouterShape:
         whole = isinstance(layers, Sequence) and all(type(layer) is int for layer in layers)
         inside = whole and all(0 <= layer <= last for layer in layers)
         if not layers or not inside or list(layers) != sorted(set(layers)):
-            raise UsageError(f"moe_layers must rise within 0..{last}; got {shown(layers)}.")
+            raise UsageError(
+                f"moe_layers must be ascending and between 0 and {last}; got {shown(layers)}."
+            )
         if self.top_k > self.num_experts:
             raise UsageError(f"top_k must be in 1..{self.num_experts}; got {self.top_k}.")
 

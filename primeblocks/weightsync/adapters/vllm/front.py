@@ -158,7 +158,7 @@ async def update_all(
 
     All engines check every byte while they generate. Only then do they pause and load. Output
     tokens carry the label `str(version)`. Cached image features are dropped in every mode. If an
-    engine fails, the engines that loaded go back to the version before. An engine that hangs, or
+    engine fails, the engines that loaded go back to the previous version. An engine that hangs, or
     could not go back, stays paused until an update succeeds. So two versions are never served at
     the same time. Do not address engines through a router, which passes each call to only one.
 
@@ -208,17 +208,20 @@ async def update_all(
 
 
 def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
-    """Ask the workers of an offline `LLM`. Blocks. Raises as `describe`."""
+    """Ask the workers of an offline `LLM`. Blocks. Raises the errors of `describe`."""
     return list(drive_sync(llm, _describe_steps(checkpoint)))
 
 
 def observe_llm(llm: Any) -> list[Observed]:
-    """Digest the weights in the workers of an offline `LLM`. Blocks. Raises as `observe`."""
+    """Digest the weights in the workers of an offline `LLM`.
+
+    Blocks. Raises the errors of `observe`.
+    """
     return list(drive_sync(llm, _observe_steps()))
 
 
 def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int = 0) -> None:
-    """Attach an offline `LLM`. Blocks. Raises as `attach`."""
+    """Attach an offline `LLM`. Blocks. Raises the errors of `attach`."""
     drive_sync(llm, attach_steps(plan, transport, first_reader))
 
 
@@ -240,7 +243,8 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     except PrimeblocksError as error:
         if not drive_sync(llm, made.go_back(before, deadline)):
             raise EngineError(
-                f"{error} Its workers held {before}: no version to go back to. Restart the engine."
+                f"{error} Its workers held {before} and cannot go back to a version. Restart the "
+                "engine."
             ) from error
         raise
     llm.llm_engine.reset_encoder_cache()
@@ -339,8 +343,8 @@ def _raise_first(members: Sequence[_Member]) -> None:
 def refuse_replicas(replicas: int) -> None:
     if replicas > 1:
         raise UnsupportedError(
-            f"one engine with {replicas} replicas reports on the first of them only. "
-            "Start one engine for each replica, and pass all of them to update_all()."
+            f"one engine with {replicas} replicas reports only on the first replica. Start one "
+            "engine for each replica, and pass all of them to update_all()."
         )
 
 

@@ -169,13 +169,13 @@ async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) ->
 def attach_lora_llm(
     llm: Any, spec: AdapterSpec, plan: Plan, transport: Transport, *, keep: int = 4
 ) -> None:
-    """Attach an adapter to an offline `LLM`. Blocks. Raises as `attach_lora`."""
+    """Attach an adapter to an offline `LLM`. Blocks. Raises the errors of `attach_lora`."""
     _check_engine(llm.llm_engine)
     drive_sync(llm, _attach_steps(spec, plan, transport, keep))
 
 
 def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
-    """Load a version of an adapter into an offline `LLM`. Raises as `update_lora`.
+    """Load a version of an adapter into an offline `LLM`. Raises the errors of `update_lora`.
 
     `timeout_s` bounds each worker's wait and check, not the call.
     """
@@ -186,7 +186,7 @@ def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) 
 
 
 def remove_lora_llm(llm: Any, request: LoRARequest) -> None:
-    """Remove a version from an offline `LLM`. Raises as `remove_lora`."""
+    """Remove a version from an offline `LLM`. Raises the errors of `remove_lora`."""
     _Gate.of(llm.llm_engine).close(request)
     drive_sync(llm, ask(_LORA, "remove", request.lora_int_id))
 

@@ -142,8 +142,8 @@ class Adapters:
     def _check_room(self, source: _Source, request: LoRARequest) -> None:
         if request.lora_name in self._names():
             raise UsageError(
-                f"{request.lora_name!r} is held with other bytes. Remove that version first, or "
-                "publish a new version."
+                f"{request.lora_name!r} is already loaded with other bytes. Remove that version "
+                "first, or publish a new version."
             )
         if request.lora_int_id in self._manager.list_adapters():
             raise UsageError(
@@ -203,7 +203,7 @@ def _check_fits(manager: Any, spec: AdapterSpec, plan: Plan) -> None:
             continue  # Another pipeline stage has it.
         if name not in adapted:
             raise PlanError(
-                f"this engine adapts no module {name!r}. It has {len(adapted)}, such as "
+                f"this engine cannot adapt the module {name!r}. It has {len(adapted)}, such as "
                 f"{min(adapted, default=None)!r}: see target_modules and lora_target_modules."
             )
         if sizes != adapted[name]:

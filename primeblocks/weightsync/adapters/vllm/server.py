@@ -43,7 +43,10 @@ def register() -> None:
 
 
 def engine_args() -> dict[str, Any]:
-    """Return keyword arguments for `AsyncEngineArgs` or `LLM`. Local. Raises as `register`."""
+    """Return keyword arguments for `AsyncEngineArgs` or `LLM`.
+
+    Local. Raises the errors of `register`.
+    """
     register()
     from vllm.config import WeightTransferConfig
 

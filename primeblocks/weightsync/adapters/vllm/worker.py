@@ -8,7 +8,7 @@ The front end makes these calls of a worker:
 - `state` returns the outcome of the last call.
 
 They never raise in a worker, because an error would jam vLLM's executor. A version whose digest
-fails never touches the model. A load that fails is undone: the version before is loaded again.
+fails never touches the model. A load that fails is undone: the previous version is loaded again.
 `UpdateInfo.transaction` identifies an attempt, and a late call of an attempt that was given up is
 ignored.
 """
@@ -91,7 +91,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @property
     def state(self) -> WorkerState:
-        """The outcome of the last call. It is `busy` while `verify` runs."""
+        """The outcome of the last call, with `busy` set while `verify` runs."""
         busy = self._checking is not None and not self._checking.done()
         return replace(self._state, busy=busy)
 
