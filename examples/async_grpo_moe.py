@@ -55,7 +55,7 @@ from async_grpo.trainer import LOSSES, SEED, Trainer, follow, on_all_ranks
 from tqdm import tqdm
 from transformers.utils.logging import disable_progress_bar
 
-from primeblocks import async_loop, losses
+from primeblocks import async_loop
 from primeblocks.testing import tiny_models
 
 # --- the task: see async_grpo/task.py; the engine: rollouts.py; the trainer's ranks: trainer.py ---
@@ -74,12 +74,6 @@ TIMEOUT_S, START_S = 120.0, 600.0  # of the engine, on a busy machine too
 # --- rank 0: the loop ----------------------------------------------------------------------------
 
 
-def with_advantages(groups) -> tuple[list[async_loop.Rollout], list[float]]:
-    rewards = torch.tensor([[rollout.reward for rollout in group.rollouts] for group in groups])
-    advantages = losses.advantages.group_advantages(rewards.float()).flatten().tolist()
-    return [rollout for group in groups for rollout in group.rollouts], advantages
-
-
 async def probe(trainer: Trainer, rollouts, texts: list[str], version: int) -> tuple:
     """Engine and trainer at the same version, on fresh rollouts of held-out prompts."""
     fresh = await rollouts.each(texts, version=version)
@@ -91,7 +85,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
     # Here, for the other ranks need no vLLM.
     import vllm
     from async_grpo.report import record_of, report
-    from async_grpo.rollouts import Rollouts, engine_arguments, router_shape
+    from async_grpo.rollouts import Rollouts, engine_arguments
 
     from primeblocks.async_loop.adapters.vllm import VllmEngine
     from primeblocks.kvoffload.adapters.vllm import engine_statistics
@@ -116,7 +110,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
     )
     history, probes, receipts, sync_seconds = [], [], [], []
     async with await VllmEngine.start(arguments, timeout_s=START_S) as engine:
-        rollouts = Rollouts(engine, None if options.exact else router_shape(config))
+        rollouts = Rollouts(engine)
         await weightsync_vllm.attach(
             engine.llm, trainer.sync_plan, trainer.transport, timeout_s=TIMEOUT_S
         )
@@ -130,7 +124,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
             sync_seconds.append(time.monotonic() - began)
 
         def train(groups, *, version: int) -> dict[str, float]:
-            return on_all_ranks(trainer, "train", *with_advantages(groups))
+            return on_all_ranks(trainer, "train", groups)
 
         await publish(run.version)
         reward_before = await rollouts.greedy_reward(held_out, version=run.version)

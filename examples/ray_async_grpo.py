@@ -32,7 +32,7 @@ import torch.distributed as dist
 import vllm
 from async_grpo.nodes import files_of, transport_over_tcp, write_files
 from async_grpo.report import record_of, report
-from async_grpo.rollouts import Rollouts, engine_arguments, router_shape
+from async_grpo.rollouts import Rollouts, engine_arguments
 from async_grpo.task import snippets
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -119,7 +119,7 @@ class Engine:
             max_off_policy_steps=demo.MAX_OFF_POLICY_STEPS,
         )
         self._engine = await VllmEngine.start(arguments, timeout_s=START_S)
-        self._rollouts = Rollouts(self._engine, router_shape(config))
+        self._rollouts = Rollouts(self._engine)
         plan, spec = source
         with open_transport(spec) as transport:  # The engine's worker opens one of its own.
             await into_vllm.attach(
@@ -273,7 +273,7 @@ class Run:
         return (await answers(calls, timeout_s))[0]
 
     async def train(self, groups, *, version: int) -> dict[str, float]:
-        return await self.on_all("train", *map(ray.put, demo.with_advantages(groups)))
+        return await self.on_all("train", ray.put(groups))
 
     async def publish(self, version: int) -> None:
         began = time.monotonic()

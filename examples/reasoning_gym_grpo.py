@@ -106,7 +106,6 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
         questions,
         template,
         calculator,
-        config,
         max_turns=MAX_TURNS,
         max_tokens=MAX_TOKENS,
         max_length=MAX_LENGTH,
@@ -136,7 +135,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
             )
 
         def train(groups, *, version: int) -> dict[str, float]:
-            return on_all_ranks(trainer, "train", *demo.with_advantages(groups))
+            return on_all_ranks(trainer, "train", groups)
 
         async def mismatch(version: int) -> tuple[float, float, float]:
             fresh = await episodes.each(questions.held_out[:PROBED], version=version)

@@ -1,4 +1,4 @@
-"""Draw docs/walks.md: three values on their way through the files, followed in code that runs.
+"""Draw docs/walks.md: four values on their way through the files, followed in code that runs.
 
     python scripts/walks.py            # draw all; the first part starts a vLLM engine on the CPU
     python scripts/walks.py --check    # compare the page with the parts that need no engine
@@ -7,7 +7,7 @@
 A value is known by its bytes. Where a call of a function in our files has them in its arguments, or
 brings them back (as its result, or in a buffer that it was given), the value goes from function to
 function; other packages may lie between. Two functions count once, however often the one calls the
-other, and reads of properties do not count.
+other. Reads of properties do not count, and neither does it when a coroutine goes on after a wait.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import sys
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, cached_property
 from pathlib import Path
 from types import CodeType, FrameType, MappingProxyType, SimpleNamespace
 from typing import Any
@@ -37,22 +37,9 @@ PAGE = ROOT / "docs" / "walks.md"
 OURS = ("primeblocks/", "examples/")
 # Packages whose objects are looked into; the last makes namespaces.
 PACKAGES = ("primeblocks", "async_grpo", "async_grpo_moe", "vllm", "types")
-WIDTH = 76
 TEXT = "some words"  # of the prompt
 VERSION = 1
 TIMEOUT_S = 300.0
-
-# Of the engine: as in the examples, but one process, in which the calls can be seen.
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "TORCH_COMPILE_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
 Function = tuple[str, str]
 """A file below the root, and the name of a function; the file is "" for other code."""
@@ -101,7 +88,10 @@ class Walk:
             return
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         arguments = {name: frame.f_locals[name] for name in names if name in frame.f_locals}
-        if isinstance(getattr(type(arguments.get("self")), code.co_name, None), property):
+        kind = getattr(type(arguments.get("self")), code.co_name, None)
+        # The argument of RESUME is 0 in a call, and not 0 after a yield or an await.
+        resumes = not returns and code.co_code[frame.f_lasti + 1] & 3
+        if resumes or isinstance(kind, property | cached_property):
             return
         if not returns and _holds(arguments, self._value):
             self.steps.append((caller, called))
@@ -123,8 +113,9 @@ def _function(code: CodeType) -> Function:
 
 
 def _holds(thing: Any, value: bytes, depth: int = 8) -> bool:
-    """Look into containers and values of ours; not into what has a `close`, which owns much."""
-    if depth == 0 or isinstance(thing, nn.Module) or hasattr(type(thing), "close"):
+    """Look into containers and values of ours; not into what is closed or left: it owns much."""
+    owns = any(hasattr(type(thing), name) for name in ("close", "__aexit__"))
+    if owns or depth == 0 or isinstance(thing, nn.Module):
         return False
     if isinstance(thing, np.ndarray | torch.Tensor | bytes | bytearray | memoryview):
         return value in _bytes_of(thing)
@@ -132,6 +123,8 @@ def _holds(thing: Any, value: bytes, depth: int = 8) -> bool:
         inside = [*thing.values()]
     elif isinstance(thing, list | tuple | set | deque):
         inside = [*thing]
+        if value in _bytes_of_numbers(inside):
+            return True
     elif type(thing).__module__.split(".")[0] in PACKAGES:
         slots = [name for kind in type(thing).__mro__ for name in vars(kind).get("__slots__", ())]
         inside = [getattr(thing, name, None) for name in slots]
@@ -141,14 +134,24 @@ def _holds(thing: Any, value: bytes, depth: int = 8) -> bool:
     return any(_holds(each, value, depth - 1) for each in inside)
 
 
+def _bytes_of_numbers(things: list[Any]) -> bytes:
+    """Return the bytes of a sequence of numbers, or of vLLM's log-probabilities, a dict a token."""
+    each = [value for x in things for value in (x.values() if isinstance(x, dict) else (x,))]
+    numbers = [getattr(x, "logprob", x) if isinstance(x, SimpleNamespace) else x for x in each]
+    numeric = all(type(x) in (int, float) for x in numbers)
+    return _bytes_of(np.array(numbers)) if numeric else b""
+
+
 def _bytes_of(data: Any) -> bytes:
-    """Return the bytes of floats, and of integers as if they took one byte each."""
+    """Return the bytes of floats, float64 as float32, and of integers as if each took one byte."""
     if isinstance(data, torch.Tensor):
         if type(data) not in (torch.Tensor, nn.Parameter) or data.device.type != "cpu":
             return b""
         # Cloned: an array would keep FSDP from freeing the tensor.
         data = data.detach().clone().contiguous().reshape(-1)
         data = data.view(torch.uint8).numpy() if data.is_floating_point() else data.numpy()
+    if isinstance(data, np.ndarray) and data.dtype == np.float64:
+        data = data.astype(np.float32)
     if isinstance(data, np.ndarray) and data.dtype.kind in "iub":
         data = data.astype(np.uint8)
     try:
@@ -201,11 +204,13 @@ def engine() -> Walk:
 class _Answering:
     """The part of `AsyncLLM` that `VllmEngine.generate` calls, with rows instead of a model."""
 
-    def __init__(self, answer: list[int], rows: np.ndarray) -> None:
+    def __init__(self, answer: list[int], logprobs: list[float], rows: np.ndarray) -> None:
         self._output = SimpleNamespace(
             index=0,
             token_ids=answer,
-            logprobs=[{token: SimpleNamespace(logprob=-1.0)} for token in answer],
+            logprobs=[
+                {t: SimpleNamespace(logprob=p)} for t, p in zip(answer, logprobs, strict=True)
+            ],
             weight_versions=[SimpleNamespace(version=str(VERSION), start=0, end=len(answer))],
             spec_decode_metrics=None,
             finish_reason="stop",
@@ -216,17 +221,18 @@ class _Answering:
         yield SimpleNamespace(outputs=[self._output], num_cached_tokens=0)
 
 
-def trainer() -> Walk:
+def trainer(*, follow_routes: bool = True) -> Walk:
     """A step of examples/async_grpo_moe.py on one rank, from the engine's answer on."""
     import async_grpo_moe as example
     import torch.distributed as dist
-    from async_grpo.rollouts import Rollouts, router_shape
+    from async_grpo.rollouts import Rollouts
     from async_grpo.task import answer_of, prompt_of
 
     from primeblocks import weightsync
     from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
     from primeblocks.async_loop.adapters.vllm import VllmEngine
     from primeblocks.clock import MonotonicClock
+    from primeblocks.replay.adapters.vllm import RouterShape
     from primeblocks.testing import tiny_models
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -234,18 +240,19 @@ def trainer() -> Walk:
         tiny_models.save("qwen3_moe", folder, **example.MODEL | {"num_layers": 1})
         transport = weightsync.SharedMemoryTransport(f"walks-{os.getpid()}", owner=True)
         one_rank = example.Trainer(Path(folder), torch.device("cpu"), transport)
-    shape = router_shape(one_rank.model.config)
+    shape = RouterShape.from_config(one_rank.model.config)
     tokens = len(prompt_of(TEXT)) + len(answer_of(TEXT))
     every = np.tile(np.arange(shape.num_experts, dtype=np.uint8), (tokens - 1, 1, 1))
     rows = np.random.default_rng(0).permuted(every, axis=2)[:, :, : shape.top_k].copy()
+    logprobs = -np.arange(1, len(answer_of(TEXT)) + 1) / 16
 
     async def step() -> None:
-        llm: Any = _Answering(answer_of(TEXT), rows)
-        rollouts = Rollouts(VllmEngine(llm, (), MonotonicClock()), shape)
+        llm: Any = _Answering(answer_of(TEXT), logprobs.tolist(), rows)
+        rollouts = Rollouts(VllmEngine(llm, (), MonotonicClock()))
         loop = AsyncLoop(
             prompts=[TEXT],
             generate=rollouts.one,
-            train=lambda groups, version: one_rank.train(*example.with_advantages(groups)),
+            train=lambda groups, version: one_rank.train(groups),
             publish=lambda version: None,
             buffer=RolloutBuffer(capacity=1, staleness=StalenessPolicy(1, correction="none")),
             batch_size=1,
@@ -257,10 +264,18 @@ def trainer() -> Walk:
             async for _ in loop.steps(1):
                 pass
 
-    with Walk(rows[:8].tobytes()) as walk:
+    with Walk(_bytes_of((rows if follow_routes else logprobs)[:8])) as walk:
         asyncio.run(step())
     one_rank.close()
     dist.destroy_process_group()
+    return walk
+
+
+def rollout() -> Walk:
+    """The log-probabilities in such a step, from the engine's answer to the loss."""
+    walk = trainer(follow_routes=False)
+    called = [there for _, (_, there) in walk.steps]
+    del walk.steps[called.index("off_policy_metrics") :]
     return walk
 
 
@@ -332,13 +347,7 @@ def page() -> Walk:
 
 
 # --- the page ------------------------------------------------------------------------------------
-
-PARTS: dict[str, Callable[[], Walk]] = {
-    "engine": engine,
-    "trainer": trainer,
-    "shard": shard,
-    "page": page,
-}
+PARTS: dict[str, Any] = {part.__name__: part for part in (engine, trainer, rollout, shard, page)}
 
 
 def drawn(walk: Walk) -> str:
@@ -348,22 +357,12 @@ def drawn(walk: Walk) -> str:
         if here:
             boxes.setdefault(here, [])
         boxes.setdefault(there, []).append(f"{number:4}  from {here or 'a host or a thread'}")
-    edge = f"+{'-' * (WIDTH - 2)}+"
+    edge = f"+{'-' * 74}+"
     lines = [edge]
     for file, entries in boxes.items():
-        lines += [f"| {line:<{WIDTH - 4}} |" for line in (file, *entries)] + [edge]
+        lines += [f"| {line:<72} |" for line in (file, *entries)] + [edge]
     numbers = f"{len(walk.changes)} file changes, {len(boxes)} files."
     return "\n".join([numbers, "", "```text", *lines, "```"])
-
-
-def _between(text: str, name: str) -> tuple[str, str, str]:
-    """Split a page before and after what is drawn of a part."""
-    begin, end = f"<!-- {name} -->\n\n", f"\n\n<!-- end of {name} -->"
-    head, found, rest = text.partition(begin)
-    middle, also_found, tail = rest.partition(end)
-    if not found or not also_found:
-        sys.exit(f"{PAGE} has no place for {name}: {begin!r}, any text, {end!r}")
-    return head + begin, middle, end + tail
 
 
 def main() -> None:
@@ -371,8 +370,9 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=PARTS)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    os.environ |= ENVIRONMENT
     sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+    import async_grpo_moe  # noqa: F401  It sets what vLLM reads from the environment.
+
     sys.setswitchinterval(60.0)  # Threads take turns where they wait, or the order would vary.
     if options.part:
         walk = PARTS[options.part]()
@@ -384,11 +384,12 @@ def main() -> None:
     for name, part in PARTS.items():
         if options.check and part is engine:
             continue
-        head, before, tail = _between(text, name)
-        now = drawn(part())
-        text = head + now + tail
-        if now != before:
+        pattern = rf"<!-- {name} -->\n\n(.*?)\n\n<!-- end of {name} -->"
+        if (place := re.search(pattern, text, re.DOTALL)) is None:
+            sys.exit(f"{PAGE} has no place for {name}: {pattern}")
+        if (now := drawn(part())) != place[1]:
             stale.append(f"{name}:\n{now}")
+        text = text[: place.start(1)] + now + text[place.end(1) :]
     if not options.check:
         PAGE.write_text(text)
     elif stale:

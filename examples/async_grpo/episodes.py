@@ -12,7 +12,6 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def engine_arguments(
 
 
 class Episodes:
-    """Plays whole episodes. Only this class handles text, tokens, routes and scores together.
+    """Plays whole episodes. Only this class handles text, tokens and scores together.
 
     `engine` is set before `one` is called. Demonstrations need no engine.
     """
@@ -71,14 +70,12 @@ class Episodes:
         questions: Questions,
         template: ChatTemplate,
         calculator: Calculator,
-        config: Any,
         *,
         max_turns: int,
         max_tokens: int,
         max_length: int,
     ) -> None:
         self.questions, self.template, self.calculator = questions, template, calculator
-        self.shape = replay_vllm.RouterShape.from_config(config)
         self.max_turns, self.max_tokens, self.max_length = max_turns, max_tokens, max_length
         self.engine: VllmEngine | None = None
 
@@ -111,20 +108,12 @@ class Episodes:
                 "logprobs": made.logprobs,
                 "versions": made.versions,
                 "finish_reason": made.finish_reason,
-                "attachments": {"experts": Aligned.rows(made.routed_experts)},
+                "attachments": {"routed_experts": Aligned.rows(made.routed_experts)},
             }
 
         rollout = await self._play(index, speak)
-        engine = SimpleNamespace(
-            token_ids=rollout.completion,
-            routed_experts=rollout.attachments["experts"].value,
-        )
-        routes = replay_vllm.routes_from_output(
-            engine, self.shape, prompt_tokens=rollout.prompt_length
-        )
-        # A journal keeps bytes.
-        kept = {"routes": bytes(routes.pack()), "calls": rollout.attachments["calls"]}
-        return replace(rollout, attachments=kept)
+        rows = rollout.attachments["routed_experts"].value
+        return replace(rollout, attachments={**rollout.attachments, "routed_experts": rows})
 
     async def each(self, indices: Sequence[int], *, version: int) -> list[Rollout]:
         """One episode of every question."""

@@ -1,4 +1,4 @@
-"""Arguments of the engine, and rollouts with reward and routes. Only rank 0 uses this file."""
+"""Arguments of the engine, and rollouts with reward. Only rank 0 uses this file."""
 
 import asyncio
 import statistics
@@ -31,16 +31,6 @@ PART_TOKENS = 5  # of an answer, after which a run with a journal writes it down
 TIMEOUT_S = 120.0
 
 
-def router_shape(config: Any) -> replay_vllm.RouterShape:
-    """Return the shape of the engine's routes, given a transformers configuration of Qwen3-MoE."""
-    return replay_vllm.RouterShape(
-        num_layers=config.num_hidden_layers,
-        moe_layers=tuple(range(config.num_hidden_layers)),
-        num_experts=config.num_experts,
-        top_k=config.num_experts_per_tok,
-    )
-
-
 def engine_arguments(
     checkpoint: Path,
     config: Any,
@@ -54,7 +44,7 @@ def engine_arguments(
     key_or_value = config.num_key_value_heads * config.head_dim * element_bytes
     page_bytes = PAGE_TOKENS * config.num_hidden_layers * 2 * key_or_value
     capture_bytes = replay_vllm.plan_capture_bytes(
-        router_shape(config),
+        replay_vllm.RouterShape.from_config(config),
         page_tokens=PAGE_TOKENS,
         device_pages=DEVICE_PAGES,
         offloaded_pages=PASSAGE_PAGES + HOST_PAGES + DISK_PAGES,
@@ -88,10 +78,10 @@ def engine_arguments(
 
 
 class Rollouts:
-    """Asks the engine. Only this class handles text, tokens, routes and rewards together."""
+    """Asks the engine. Only this class handles text, tokens and rewards together."""
 
-    def __init__(self, engine: VllmEngine, shape: replay_vllm.RouterShape | None) -> None:
-        self.engine, self.shape = engine, shape
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
         self.tokens = 0
 
     async def one(
@@ -99,9 +89,8 @@ class Rollouts:
     ) -> Rollout:
         """Sample a rollout, or the rest of one, under the salt of the version at its start."""
         answer = await self.ask(text, version=version, temperature=1.0, sample=sample, draft=draft)
-        rollout = self.rollout_of(text, answer)
-        self.tokens += len(rollout.completion)
-        return rollout
+        self.tokens += len(answer.token_ids)
+        return answer.to_rollout(prompt_id=text, reward=reward_of(text, answer.token_ids))
 
     async def each(self, texts: Sequence[str], *, version: int) -> list[Rollout]:
         """One rollout of every text."""
@@ -136,13 +125,3 @@ class Rollouts:
         return await generate_in_parts(
             self.engine, prompt, draft=draft, sample=sample, part_tokens=PART_TOKENS, **options
         )
-
-    def rollout_of(self, text: str, answer: Completion) -> Rollout:
-        attachments = {}
-        if self.shape is not None:
-            routes = replay_vllm.routes_from_output(
-                answer, self.shape, prompt_tokens=len(answer.prompt)
-            )
-            attachments = {"routes": bytes(routes.pack())}  # A journal keeps bytes.
-        reward = reward_of(text, answer.token_ids)
-        return answer.to_rollout(prompt_id=text, reward=reward, attachments=attachments)

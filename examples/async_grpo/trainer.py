@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -26,8 +27,9 @@ from primeblocks.parallel.adapters.transformers import (
     local_inputs,
     parallelize,
 )
+from primeblocks.replay.adapters import vllm as replay_vllm
 from primeblocks.replay.adapters.transformers import routers
-from primeblocks.rollout import Rollout
+from primeblocks.rollout import Group, Rollout
 
 from .task import answer_of, prompt_of
 
@@ -131,13 +133,15 @@ class Trainer:
         self.apply_gradients(lr)
         return loss.detach()
 
-    def train(self, rollouts: Sequence[Rollout], advantages: Sequence[float]) -> dict[str, float]:
+    def train(self, groups: Sequence[Group]) -> dict[str, float]:
         """Make one GRPO step. Every rank packs its share of the rollouts."""
-        packed, routes, trees = self.share_of(rollouts)
+        rewards = torch.tensor([[rollout.reward for rollout in each.rollouts] for each in groups])
+        advantages = losses.advantages.group_advantages(rewards.float()).flatten().numpy()
+        packed, routes, trees = self.share_of([x for each in groups for x in each.rollouts])
         sampled_logprobs = torch.from_numpy(packed.logprobs).float().to(self.device)
         mask = torch.from_numpy(packed.loss_mask).to(self.device)
         lengths = packed.completion_lengths
-        of_tokens = np.array(advantages, np.float32)[[*packed.indices]].repeat(lengths)
+        of_tokens = advantages[[*packed.indices]].repeat(lengths)
         sequence_ids = torch.arange(len(lengths)).repeat_interleave(torch.from_numpy(lengths))
         count = parallel.global_token_count(mask.sum(), self.meshes)
         with self.as_in_the_engine(routes) if self.use_replay else nullcontext():
@@ -192,7 +196,18 @@ class Trainer:
         packed = pack(rollouts, range(self.rank, len(rollouts), self.world_size))
         if self.use_exact:  # The trainer chooses the same experts by itself.
             return packed, None, None
-        mine = [replay.Routes.unpack(rollouts[i].attachments["routes"]) for i in packed.indices]
+        shape = replay_vllm.RouterShape.from_config(self.model.config)
+        mine = [
+            replay_vllm.routes_from_output(
+                SimpleNamespace(
+                    token_ids=rollouts[i].completion,
+                    routed_experts=rollouts[i].attachments.get("routed_experts"),
+                ),
+                shape,
+                prompt_tokens=rollouts[i].prompt_length,
+            )
+            for i in packed.indices
+        ]
         if not self.use_trees:
             return packed, replay.Routes.join(mine), None
         trees = plan_trees(

@@ -26,7 +26,6 @@ from .buffer import RolloutBuffer
 from .feeder import Feeder, Generate
 from .journal import Journal
 from .scheduler import AdaptiveLimit, Retries
-from .staleness import staleness
 from .step import Step
 from .worker import WorkerThread, check_call, is_async
 
@@ -276,7 +275,7 @@ class AsyncLoop:
         return Step(
             version=self.version,
             groups=groups,
-            staleness=tuple(staleness(group, version=before) for group in groups),
+            staleness=tuple(before - group.oldest_version for group in groups),
             dropped=self._dropped,
             trainer_idle_s=taken - start,
             train_s=trained - taken,

@@ -10,10 +10,10 @@ for top-k and top-p. `measure_mismatch` and `compare` measure the distance of th
 from . import gates, mismatch, sampling
 from .attribution import attribute
 from .follow import follow
-from .impose import allow_compile, impose
+from .impose import impose
 from .mismatch import compare, measure_mismatch
 from .record import Tape, record
-from .router import Router
+from .router import Router, allow_compile
 from .routes import Routes
 from .sampling import KeptTokens
 

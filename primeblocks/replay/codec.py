@@ -37,8 +37,6 @@ __all__ = [
     "decode",
     "encode",
     "expert_dtype",
-    "host_array",
-    "read_only",
     "seal",
     "unseal",
 ]
@@ -167,21 +165,6 @@ def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) ->
             " bound returns zeros (run it eagerly); dense layers must be left out."
         )
     return experts
-
-
-def host_array(values: np.ndarray) -> np.ndarray:
-    """Return an array as numpy has it, or raise ShapeError. Local."""
-    try:
-        return np.asarray(values)
-    except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError is torch's.
-        raise ShapeError(f"routes need arrays in host memory: {error}") from error
-
-
-def read_only(array: np.ndarray) -> np.ndarray:
-    """Return a view that cannot be written. Local."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:

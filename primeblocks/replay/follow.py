@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError, shown
-from .imposed_layer import ImposedRows, is_imposed, replaced, weigh
+from .impose import ImposedRows, is_imposed, replaced, weigh
 from .router import INTEGERS, Router, check_routers
 
 __all__ = ["Following", "follow"]

@@ -1,21 +1,28 @@
-"""Imposed choices for a model, which keep the gradients of its gate."""
+"""Imposed choices for a model, which keep the gradients of its gate.
+
+A layer's rows are fixed while the context is open, so running twice gives the same result. On
+leaving, each layer must have run, with gradients if the context was opened with gradients. Backward
+must run in the context of the same micro-batch. `_SameMicroBatch` checks that, because autograd
+recomputes a checkpointed layer under the context that is open at that time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from numbers import Real
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int64
 from torch import nn
 
-from ..errors import PlanError, ShapeError, UsageError
-from .imposed_layer import ImposedLayer, ImposedRows, Tally, check_ratio, is_imposed
-from .router import Router, check_routers
+from ..errors import PlanError, ShapeError, UsageError, shown
+from .router import Router, check_routers, chosen_ids, keep_scored
 from .routes import Routes
 
-__all__ = ["Imposed", "allow_compile", "impose"]
+__all__ = ["Imposed", "ImposedRows", "impose", "is_imposed", "replaced", "weigh"]
 
 
 @contextmanager
@@ -79,25 +86,13 @@ def impose(
         layer.check_done(differentiating)
 
 
-def allow_compile(routers: Sequence[Router]) -> None:
-    """Let `impose` and `record` reach a model that torch compiles. Local. Call before compiling.
-
-    torch does not look for hooks again on a module that had none when it was compiled. This call
-    leaves an empty hook on each router, so that torch guards on the number of hooks. The first
-    context then compiles once more, and later contexts reuse that code. Idempotent.
-    """
-    for router in check_routers(routers):
-        if _nothing not in router.module._forward_hooks.values():
-            router.module.register_forward_hook(_nothing)
-
-
 class Imposed:
     """The outcome of an `impose`.
 
     Read it after the model has run. The context may be closed by then.
     """
 
-    def __init__(self, tallies: dict[int, Tally], known_slots: int) -> None:
+    def __init__(self, tallies: dict[int, _Tally], known_slots: int) -> None:
         self._tallies = tallies
         self._known_slots = known_slots
 
@@ -133,8 +128,10 @@ def _check_options(
                 f"gates must be float32 {list(routes.experts.shape)}, as the routes;"
                 f" got {dtype} {list(shape)}"
             )
-    check_ratio(min_score_ratio)
-    if gates is not None and min_score_ratio is not None:
+    ratio = min_score_ratio
+    if ratio is not None and (not isinstance(ratio, Real) or not 0 < ratio <= 1):
+        raise UsageError(f"min_score_ratio must be in (0, 1]; got {shown(ratio)}")
+    if gates is not None and ratio is not None:
         raise UsageError(
             "min_score_ratio puts experts into slots that have no recorded gate. Use "
             "min_score_ratio or gates, not both."
@@ -146,7 +143,7 @@ def _plan(
     routes: Routes,
     gates: np.ndarray | torch.Tensor | None,
     min_score_ratio: float | None,
-) -> list[ImposedLayer]:
+) -> list[_ImposedLayer]:
     layer_ids = tuple(router.layer_id for router in routers)
     if set(layer_ids) != set(routes.layer_ids):
         raise PlanError(
@@ -168,7 +165,7 @@ def _plan(
     if gates is not None:
         weights = _upload(np.asarray(gates), devices, columns)
     return [
-        ImposedLayer(router, ImposedRows(*rows), min_score_ratio)
+        _ImposedLayer(router, ImposedRows(*rows), min_score_ratio)
         for router, rows in zip(
             routers, zip(ids, missing, padding, weights, strict=True), strict=True
         )
@@ -214,5 +211,185 @@ def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
-def _nothing(module: nn.Module, args: Any, output: Any) -> None:
-    """Do nothing. See `allow_compile`."""
+class _Tally:
+    """Slots that the filter replaced in a layer's latest run, on the device. 0 without a filter."""
+
+    replaced: Any = None
+
+
+class ImposedRows(NamedTuple):
+    """The choices of one micro-batch in one layer."""
+
+    ids: torch.Tensor
+    """Integers `[tokens, top_k]`, narrow or not."""
+    missing: torch.Tensor | None = None
+    """bool `[tokens]`: tokens that use the router's own choice. None if no token does."""
+    padding: torch.Tensor | None = None
+    """bool `[tokens]`: what the filter of scores leaves alone."""
+    weights: torch.Tensor | None = None
+    """Gates to compute with, `[tokens, top_k]`."""
+
+
+class _ImposedLayer:
+    """The forward hook of one router. torch.compile traces it once for all contexts."""
+
+    def __init__(self, router: Router, rows: ImposedRows, min_score_ratio: float | None) -> None:
+        self.router = router
+        self.tally = _Tally()
+        self._rows = rows
+        self._min_score_ratio = min_score_ratio
+        self._ran_with_grad = False
+        self._ran_without_grad = False
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            return self._impose(output, check=True)
+        if _inside_saved_tensor_hooks():
+            return self._leave_what_is_compiled_inside_a_checkpoint(output)
+        return self._impose(output, check=False)
+
+    def _impose(self, output: Any, *, check: bool) -> Any:
+        ids, gates, self.tally.replaced = weigh(
+            self.router, output, self._rows, min_score_ratio=self._min_score_ratio
+        )
+        if torch.is_grad_enabled():
+            self._ran_with_grad = True
+        else:
+            self._ran_without_grad = True
+        if check:
+            gates = _SameMicroBatch.apply(gates, self)
+        return replaced(self.router, output, ids, gates)
+
+    def _leave_what_is_compiled_inside_a_checkpoint(self, output: Any) -> Any:
+        # Compiled code keeps no object to compare a recomputation with. Under fullgraph torch
+        # raises here: compile the checkpoint instead of its content.
+        return torch.compiler.disable(self._impose)(output, check=True)
+
+    def check_done(self, differentiating: bool) -> None:
+        if not (self._ran_with_grad or self._ran_without_grad):
+            raise UsageError(
+                f"layer {self.router.layer_id} never ran, so nothing was imposed on it. A model"
+                " compiled before the context was opened does not call hooks: call"
+                " allow_compile(routers) before compiling."
+            )
+        suspended = self._ran_without_grad and not self._ran_with_grad
+        if differentiating and suspended and self.router.module.training:
+            raise UsageError(
+                f"layer {self.router.layer_id} ran without gradients, but its context was opened "
+                "with gradients enabled. With reentrant checkpointing, backward would recompute "
+                "without the routes, so call backward inside the context. If you need no "
+                "gradients, open the context inside torch.no_grad()."
+            )
+
+
+def is_imposed(module: nn.Module) -> bool:
+    """Say whether a router is under `impose`. Local."""
+    return any(isinstance(hook, _ImposedLayer) for hook in module._forward_hooks.values())
+
+
+def weigh(
+    router: Router, output: Any, rows: ImposedRows, *, min_score_ratio: float | None = None
+) -> tuple[Int64[torch.Tensor, "tokens top_k"], torch.Tensor, Any]:
+    """Return the final choices, their live gates, and how many the filter replaced. Local.
+
+    Raises:
+        ShapeError: rows of another number of tokens, or gates of another shape than the choices.
+    """
+    own = chosen_ids(router, output)
+    if own.shape[0] != rows.ids.shape[0]:
+        raise ShapeError(
+            f"layer {router.layer_id} runs on {own.shape[0]} tokens, the routes hold"
+            f" {rows.ids.shape[0]}. Rows follow the flattened input [batch * sequence]. For"
+            " one sequence call routes.pad(tokens). For a batch call with_missing(after=) on each"
+            " sequence, and join them."
+        )
+    # Widened on the device only; a no-op copy unless the device was guessed wrongly.
+    ids = rows.ids.to(own.device).to(torch.int64)
+    own = own.to(torch.int64)
+    if rows.missing is not None:
+        ids = _where(rows.missing, own, ids)
+    count: Any = 0
+    if min_score_ratio is not None:
+        exempt = None if rows.padding is None else rows.padding.to(own.device)
+        ids, count = keep_scored(router, output, own, ids, ratio=min_score_ratio, exempt=exempt)
+    gates = router.gates(output, ids)
+    if gates.shape != ids.shape:
+        raise ShapeError(
+            f"layer {router.layer_id}: Router.gates returns {list(gates.shape)} for"
+            f" choices {list(ids.shape)}"
+        )
+    if rows.weights is not None:
+        # Adding the zero leaves the recorded value as it is, and the gradient to the live one.
+        recorded = rows.weights.to(own.device).to(gates.dtype) + (gates - gates.detach())
+        gates = recorded if rows.missing is None else _where(rows.missing, gates, recorded)
+    return ids, gates, count
+
+
+def replaced(router: Router, output: Any, ids: torch.Tensor, gates: torch.Tensor) -> Any:
+    """Call `Router.replace`, and check its result.
+
+    Raises:
+        ShapeError: the output would change the host's arithmetic.
+    """
+    changed = router.replace(output, ids, gates)
+    _check_alike(router.layer_id, output, changed)
+    return changed
+
+
+def _where(mask: torch.Tensor, there: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask.to(there.device)[:, None], there, here)
+
+
+def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
+    """Refuse an output that would change the host's arithmetic, such as float32 for bfloat16."""
+    if isinstance(own, tuple | list) and isinstance(replaced, tuple | list):
+        if len(own) != len(replaced):
+            raise ShapeError(
+                f"layer {layer_id}: Router.replace returns {len(replaced)} parts where the module"
+                f" returns {len(own)}"
+            )
+        for before, after in zip(own, replaced, strict=True):
+            _check_alike(layer_id, before, after)
+        return
+    if not isinstance(own, torch.Tensor) or not isinstance(replaced, torch.Tensor):
+        return
+    if own.dtype != replaced.dtype or own.shape != replaced.shape:
+        raise ShapeError(
+            f"layer {layer_id}: Router.replace puts {replaced.dtype} {list(replaced.shape)} where"
+            f" the module returns {own.dtype} {list(own.shape)}. Cast what Router.gates returns:"
+            " gates.to(output[1].dtype), say (docs/replay.md)."
+        )
+
+
+class _SameMicroBatch(torch.autograd.Function):
+    """The identity. Its backward refuses a recomputation under another context's routes.
+
+    Checkpointing recomputes saved tensors and keeps attributes of `ctx`, so the two then disagree.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gates: torch.Tensor, layer: _ImposedLayer) -> torch.Tensor:
+        ctx.layer = layer
+        # An id stays unique while ctx keeps its owner alive.
+        ctx.save_for_backward(torch.tensor(id(layer), device="cpu"))
+        return gates.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (recomputed,) = ctx.saved_tensors
+        if recomputed.item() != id(ctx.layer):
+            raise UsageError(
+                f"layer {ctx.layer.router.layer_id} was recomputed under the routes of another"
+                " micro-batch. With activation checkpointing call backward inside the impose"
+                " context of the same micro-batch."
+            )
+        return grad, None
+
+
+def _inside_saved_tensor_hooks() -> bool:
+    """Whether a checkpoint is around code that is traced now. A later one is not noticed."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler.
+_inside_saved_tensor_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The protocol of a host's router."""
+"""The protocol of a host's router, and what is read from it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Bool, Int64
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError, shown
 
-__all__ = ["INTEGERS", "Router", "check_routers", "chosen_ids"]
+__all__ = ["INTEGERS", "Router", "allow_compile", "check_routers", "chosen_ids", "keep_scored"]
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -91,3 +92,60 @@ def chosen_ids(router: Router, output: Any) -> torch.Tensor:
             f" [tokens, {router.top_k}]; got {ids.dtype} {list(ids.shape)}"
         )
     return ids
+
+
+def allow_compile(routers: Sequence[Router]) -> None:
+    """Let `impose` and `record` reach a model that torch compiles. Local. Call before compiling.
+
+    torch does not look for hooks again on a module that had none when it was compiled. This call
+    leaves an empty hook on each router, so that torch guards on the number of hooks. The first
+    context then compiles once more, and later contexts reuse that code. Idempotent.
+    """
+    for router in check_routers(routers):
+        if _nothing not in router.module._forward_hooks.values():
+            router.module.register_forward_hook(_nothing)
+
+
+def _nothing(module: nn.Module, args: Any, output: Any) -> None:
+    """Do nothing. See `allow_compile`."""
+
+
+def keep_scored(
+    router: Router,
+    output: Any,
+    own: Int64[torch.Tensor, "tokens top_k"],
+    replayed: Int64[torch.Tensor, "tokens top_k"],
+    *,
+    ratio: float,
+    exempt: Bool[torch.Tensor, " tokens"] | None = None,
+) -> tuple[Int64[torch.Tensor, "tokens top_k"], Int64[torch.Tensor, ""]]:
+    """Replace replayed experts that the trainer scores far below its own choices.
+
+    An expert stays if its score is at least `ratio` times the weakest score among the row's own
+    choices. The slots of other experts, from left to right, get the row's own choices that are not
+    in the row, best first. So no row names an expert twice. Local. Does not wait for the device.
+
+    Args:
+        ratio: in (0, 1]. An expert that the trainer chose itself is always kept.
+        exempt: True for rows to leave unchanged, such as padding.
+
+    Returns:
+        The rows, and how many slots were replaced (on the device).
+
+    Source: prime-rl pull request 2703.
+    """
+    with torch.no_grad():
+        # In one call, so that both are divided by the same number.
+        scores = router.gates(output, torch.cat([own, replayed], dim=1))
+        of_own, of_replayed = scores.split([own.shape[1], replayed.shape[1]], dim=1)
+        kept = of_replayed >= ratio * of_own.amin(dim=1, keepdim=True)
+        if exempt is not None:
+            kept = kept | exempt[:, None]
+        best_first = own.gather(1, of_own.argsort(dim=1, descending=True, stable=True))
+        twice = (best_first[:, :, None] == replayed[:, None, :]).any(-1)
+        # Free choices first, in their order. A replayed own choice is kept, so there are at least
+        # as many free choices as slots to fill.
+        free_first = best_first.gather(1, twice.to(torch.uint8).argsort(dim=1, stable=True))
+        turn = (~kept).cumsum(dim=1) - 1
+        rows = torch.where(kept, replayed, free_first.gather(1, turn.clamp(min=0)))
+        return rows, (~kept).sum()

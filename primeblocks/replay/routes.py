@@ -14,7 +14,7 @@ from ..errors import ShapeError, UsageError
 from . import codec
 from .codec import Bytes
 
-__all__ = ["Routes"]
+__all__ = ["Routes", "read_only"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +60,8 @@ class Routes:
             object.__setattr__(self, "padding", np.broadcast_to(np.False_, tokens))
         for name, mask in (("missing", self.missing), ("padding", self.padding)):
             codec.check_mask(name, mask, tokens)
-            object.__setattr__(self, name, codec.read_only(mask))
-        object.__setattr__(self, "experts", codec.read_only(self.experts))
+            object.__setattr__(self, name, read_only(mask))
+        object.__setattr__(self, "experts", read_only(self.experts))
 
     @classmethod
     def from_array(
@@ -81,15 +81,13 @@ class Routes:
                 not fit it.
             UsageError: an id is out of range, or one row names an expert twice.
         """
-        array = codec.host_array(array)
+        array = _host_array(array)
         if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
             raise ShapeError(
                 "routes need an integer array [tokens, layers, top_k];"
                 f" got {array.dtype} {list(array.shape)}"
             )
-        missing = (
-            np.zeros(len(array), dtype=np.bool_) if missing is None else codec.host_array(missing)
-        )
+        missing = np.zeros(len(array), np.bool_) if missing is None else _host_array(missing)
         codec.check_mask("missing", missing, len(array))
         experts = codec.checked_experts(array, num_experts, missing)
         return cls(experts, num_experts, codec.checked_ids(layer_ids), missing)
@@ -371,6 +369,21 @@ class Routes:
         first = np.flatnonzero(order == start)[0]
         turns = (first + np.arange(rows * self.top_k)) % self.num_experts
         return order[turns].reshape(rows, self.top_k).astype(self.experts.dtype)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """Return a view that cannot be written. Local."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _host_array(values: np.ndarray) -> np.ndarray:
+    """Return an array as numpy has it, or raise ShapeError."""
+    try:
+        return np.asarray(values)
+    except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError is torch's.
+        raise ShapeError(f"routes need arrays in host memory: {error}") from error
 
 
 @lru_cache

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from ..errors import CorruptionError, ShapeError, UsageError
-from .codec import Bytes, read_only, seal, unseal
+from .codec import Bytes, seal, unseal
+from .routes import read_only
 
 __all__ = ["KeptTokens", "kept_logprobs", "kept_tokens"]
 

@@ -7,8 +7,8 @@ import torch
 
 from primeblocks import replay
 from primeblocks.errors import PlanError, ShapeError, UsageError
-from primeblocks.replay import Routes, impose, record
-from primeblocks.replay.impose import _upload, allow_compile
+from primeblocks.replay import Routes, allow_compile, impose, record
+from primeblocks.replay.impose import _upload
 from primeblocks.replay.reference import sigmoid_router, softmax_router
 from primeblocks.replay.router import check_routers
 

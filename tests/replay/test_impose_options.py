@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from primeblocks.errors import PlanError, ShapeError, UsageError
-from primeblocks.replay import Routes, compare, impose, record
-from primeblocks.replay.impose import allow_compile
+from primeblocks.replay import Routes, allow_compile, compare, impose, record
 from tests.replay.test_impose import CHECKPOINTS, assert_equal, step
 
 

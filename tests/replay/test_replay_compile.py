@@ -9,8 +9,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from primeblocks.errors import UsageError
-from primeblocks.replay import Routes, record
-from primeblocks.replay.impose import allow_compile, impose
+from primeblocks.replay import Routes, allow_compile, impose, record
 from primeblocks.testing import ranks
 from tests.replay.conftest import ToyModel
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeblocks.replay.imposed_layer import keep_scored
+from primeblocks.replay.router import keep_scored
 
 EXPERTS = 6
 

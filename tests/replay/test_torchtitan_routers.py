@@ -12,8 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from primeblocks.errors import MissingPackageError, UnsupportedError
-from primeblocks.replay import Routes, impose, record
-from primeblocks.replay.impose import allow_compile
+from primeblocks.replay import Routes, allow_compile, impose, record
 from primeblocks.replay.reference import sigmoid_router, softmax_router
 from primeblocks.testing import ranks
 

@@ -19,11 +19,9 @@ from ...errors import (
     CorruptionError,
     PlanError,
     PrimeblocksError,
-    ShapeError,
     UnsupportedError,
 )
-from ..page import ALIGNMENT, DIGEST_BYTES
-from ..tier import Record
+from ..page import ALIGNMENT
 
 __all__ = [
     "Answer",
@@ -32,7 +30,6 @@ __all__ = [
     "Place",
     "System",
     "full",
-    "misfit",
     "refusal",
     "refusing",
 ]
@@ -349,16 +346,6 @@ class Frames:
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-
-
-def misfit(record: Record, *, room: int) -> ShapeError | None:
-    """Return why a record does not fit a disk tier, or None if it fits."""
-    if record.content.nbytes <= room and len(record.digest) == DIGEST_BYTES:
-        return None
-    return ShapeError(
-        f"a page with attachments has at most {room} bytes and a digest of {DIGEST_BYTES}; got "
-        f"{record.content.nbytes} and {len(record.digest)} bytes"
-    )
 
 
 def full(error: OSError) -> bool:

@@ -13,10 +13,10 @@ from threading import Lock
 
 import numpy as np
 
-from ...errors import CapacityError, ClosedError, CorruptionError, UsageError
-from ..page import PageKey, checksum, frames_of
+from ...errors import CapacityError, ClosedError, CorruptionError, ShapeError, UsageError
+from ..page import DIGEST_BYTES, PageKey, checksum, frames_of
 from ..tier import Found, Record
-from .data import Answer, DataFile, Frames, Place, System, full, misfit, refusal, refusing
+from .data import Answer, DataFile, Frames, Place, System, full, refusal, refusing
 from .index import FolderState, Index
 
 __all__ = ["DiskTier"]
@@ -105,11 +105,8 @@ class DiskTier:
         and all pages are lost.
         """
         with self._in_turn():
-            room = self.page_bytes + self.attachment_bytes
             latest = {record.key: record for record in records}
-            answers: dict[PageKey, Answer] = {
-                key: misfit(each, room=room) for key, each in latest.items()
-            }
+            answers: dict[PageKey, Answer] = {k: self._misfit(x) for k, x in latest.items()}
             wanted = [record for key, record in latest.items() if answers[key] is None]
             try:
                 self._ready()
@@ -317,6 +314,16 @@ class DiskTier:
             else:
                 lost.append(key)
         return lost
+
+    def _misfit(self, record: Record) -> ShapeError | None:
+        """Return why a record does not fit, or None if it fits."""
+        room = self.page_bytes + self.attachment_bytes
+        if record.content.nbytes <= room and len(record.digest) == DIGEST_BYTES:
+            return None
+        return ShapeError(
+            f"a page with attachments has at most {room} bytes and a digest of {DIGEST_BYTES}; got "
+            f"{record.content.nbytes} and {len(record.digest)} bytes"
+        )
 
     def _make_room(self, records: Sequence[Record]) -> list[Record]:
         """Return the records that fit. If frames are scarce, give up pages that they replace."""

@@ -71,7 +71,8 @@ def use_attention(name: str, modules: Iterable[nn.Module], group: dist.ProcessGr
     found: list[Any] = []
     for module in modules:
         config: Any = getattr(module, "config", None)
-        if not hasattr(config, "_attn_implementation"):
+        # Experts have the same configuration, and attend to nothing.
+        if not hasattr(config, "_attn_implementation") or hasattr(module, "_apply_gate"):
             continue
         found.append(module)
         if group.size() == 1:

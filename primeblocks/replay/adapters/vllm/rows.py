@@ -183,7 +183,8 @@ def routes_from_rows(
         raise UsageError(f"layers {routed} route, but moe_layers is {shape.moe_layers}.")
     if len(shape.moe_layers) < shape.num_layers:
         rows = rows[:, shape.moe_layers]
-    return _from_array(rows, shape, forgotten).with_missing(before=prompt_start, after=1)
+    rows = np.pad(rows, ((prompt_start, 1), (0, 0), (0, 0)))
+    return _from_array(rows, shape, np.pad(forgotten, (prompt_start, 1), constant_values=True))
 
 
 def _from_array(rows: np.ndarray, shape: RouterShape, missing: np.ndarray | None = None) -> Routes:
