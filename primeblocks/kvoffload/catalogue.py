@@ -126,10 +126,7 @@ class Catalogue:
             page.ended += (rollout,)
 
     def write_down(self) -> CapacityError | None:
-        """Start to write every page that lower tiers lack.
-
-        Return CapacityError if one had no room.
-        """
+        """Start to write every page that lower tiers lack. Return an error if one had no room."""
         here = {key: page for key, page in self._pages.items() if page not in self._coming}
         waiting = deque(here.values())
         while waiting:  # a page that had to leave for another is written again
@@ -156,10 +153,7 @@ class Catalogue:
                 self._moves.append(Recall(depth))
 
     def take(self) -> list[Move]:
-        """Return the new moves.
-
-        Frames are assigned here, once for all results that were reported since the last call.
-        """
+        """Return the new moves. Assigns the frames that results have freed since the last call."""
         if self._unsettled:
             self.settle()
             self._unsettled = False

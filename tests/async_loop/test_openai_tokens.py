@@ -107,16 +107,16 @@ def spans(*each: Any) -> dict[str, Any]:
         (
             {"choices": [spans(("default", 0, 2))]},
             EngineError,
-            "labelled 'default'.*Update its weights",
+            "label 'default'.*Update the weights",
         ),
-        ({"choices": [spans(("9" * 5000, 0, 2))]}, EngineError, "labelled '999"),
-        ({"choices": [spans((str(1 << 63), 0, 2))]}, EngineError, "labelled '922"),
+        ({"choices": [spans(("9" * 5000, 0, 2))]}, EngineError, "label '999"),
+        ({"choices": [spans((str(1 << 63), 0, 2))]}, EngineError, "label '922"),
         (
             {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]},
             PrimeblocksError,
             "aborted before its first token: send the request again",
         ),
-        ({"choices": [spans((4, 0, 2))]}, EngineError, "labelled 4"),
+        ({"choices": [spans((4, 0, 2))]}, EngineError, "label 4"),
         ({"choices": [spans(("4", 0, 1))]}, EngineError, "do not fit: .* end at 1 of 2"),
         ({"choices": [spans(("4", 0, None))]}, EngineError, "of tokens 0 to None"),
         ((503, {"message": "no worker"}), EngineError, "status 503.*no worker"),
@@ -237,7 +237,7 @@ def test_a_prompt_of_other_weights_than_its_answer_is_asked_again():
         return {"choices": [token_choice()]}
 
     with pytest.raises(
-        PrimeblocksError, match="version 3 .* version 4 continued it. Send"
+        PrimeblocksError, match="version 3 .* version 4 went on. Send"
     ) as caught:
         split(reply)
     assert type(caught.value) is PrimeblocksError

@@ -210,10 +210,10 @@ def test_attention_that_cannot_be_is_refused(shared, monkeypatch):
     at = torch.arange(4)
     call = partial(attend, scale=1.0)
     for odd, word in [
-        (lambda: call(query, key, key[:5], positions=at), "6 and 5"),
+        (lambda: call(query, key, key[:5], positions=at), "6 keys in 2 groups and 5 values"),
         (lambda: call(query[:, 1:], key.repeat(1, 2, 1), key, positions=at), "heads"),
         (lambda: call(query, key, key, positions=at - 1), "-1 to 2"),
-        (lambda: call(query, key, key, positions=at + 3), "3 to 6 of 6"),
+        (lambda: call(query, key, key, positions=at + 3), "3 to 6 for 6 keys"),
     ]:
         with pytest.raises(ShapeError, match=word):
             odd()
@@ -245,7 +245,7 @@ def test_what_has_no_such_form_is_refused_by_name():
     refused(lambda: torch.addmm(x[0], x[0, :, :3], x[0], alpha=2.0), "addmm", "2")
     refused(lambda: torch.conv1d(x, torch.ones(3, 3, 2)), "convolution")
     refused(lambda: torch.linalg.inv(x[:, :2, :2] + torch.eye(2)), "linalg")
-    refused(lambda: sdpa(four, four, four, dropout_p=0.1), "drops 0.1")
+    refused(lambda: sdpa(four, four, four, dropout_p=0.1), "dropout 0.1")
     refused(lambda: sdpa(four[0], four[0], four[0]), "(2, 4, 8)")
     refused(lambda: sdpa(four, four, four, attn_mask=gap), "gap")
     refused(lambda: sdpa(four, four, four, attn_mask=heads), "differs between heads")

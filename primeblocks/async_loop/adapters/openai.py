@@ -108,8 +108,7 @@ async def generate(
     if before != after:
         raise PrimeblocksError(
             f"the weights went from version {before} to {after} during {what}, and the server does "
-            "not say at which token. Send the request again for fewer tokens, or hold requests "
-            "during updates."
+            "not say at which token. Ask for fewer tokens, or hold requests during updates."
         )
     choices = _choices_of(text, what, n)
     return tuple(_rollout(choice, tokens, before, what, prompt_id) for choice in choices)
@@ -134,8 +133,8 @@ async def served_version(
         raise EngineError(f"{what}: the server answered {text[:200]!r}") from error
     if (found := version_of(label)) is None:
         raise UsageError(
-            f"{what} is {label!r:.200}, but a policy version must be an integer. Label them when "
-            "they are updated: /update_weight_version with str(version)."
+            f"{what} is {label!r:.200}, but a policy version must be an integer. After an update, "
+            "post str(version) to /update_weight_version."
         )
     return found
 
@@ -272,8 +271,7 @@ async def generate_split(
         raise
     if (before := computed.versions[0]) != (after := completion.versions[0]):
         raise PrimeblocksError(
-            f"{what}: version {before} computed it, and version {after} continued it. Send the "
-            "request again."
+            f"{what}: version {before} began it, version {after} went on. Send the request again."
         )
     return computed, completion
 
@@ -320,9 +318,8 @@ def _labelled_rollout(
     for label, start, end in labels:
         if (version := version_of(label)) is None:
             raise EngineError(
-                f"{what}: its weights are labelled {label!r:.200}, but a policy version must be "
-                "an integer. The server has had no update since it started. Update its weights "
-                "before you send requests."
+                f"{what} has weights with the label {label!r:.200}, which is not a policy version. "
+                "Update the weights of a server before you send requests."
             )
         if type(start) is not int or type(end) is not int:
             raise EngineError(f"{what} got versions of tokens {start!r} to {end!r}")
