@@ -90,6 +90,7 @@ def attach_steps(plan: Plan, transport: Transport, first_reader: int) -> Steps:
         PrimeblocksError: the error of the first worker that failed, with its type.
     """
     info = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": first_reader}
+    yield _ASK  # A worker looks for its drafter.
     yield EngineCall("init_weight_transfer_engine", (SimpleNamespace(init_info=info),))
     _raise_first(_states((yield _ASK)))
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from ...observed import Observed
 from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
+from .drafts import WithDrafts
 from .kernels import observe_worker
 from .lora_worker import Adapters
 
@@ -78,7 +79,8 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """A `Subscriber` inside a vLLM worker. The head of this file describes its calls."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = False  # `receive_weights` loads the drafter with the target.
+    drafter: nn.Module | None = None
     _NEVER = WorkerState(error="TransferError", message="not attached; call attach() first")
     _state, _transaction = _NEVER, ""
     _subscriber: Subscriber | None = None
@@ -88,6 +90,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _role: tuple[int, Wiring | None] = 0, None
     _reads: Reads | None = None
     _direct: Sequence[str] = ()
+    _updated: nn.Module | None = None
 
     @property
     def state(self) -> WorkerState:
@@ -117,13 +120,43 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def reads(self, checkpoint: Manifest) -> Reads:
         """Record the boxes of a checkpoint that this worker's loader reads. Changes no weights."""
-        return self._recorded(checkpoint)[0]
+        return self._recorded(self._with_drafts(checkpoint) or self.model, checkpoint)[0]
 
-    def _recorded(self, checkpoint: Manifest) -> tuple[Reads, list[str]]:
+    def _with_drafts(self, checkpoint: Manifest) -> WithDrafts | None:
+        """Return the target and its drafter, if the checkpoint has tensors of the drafter alone."""
+        config = self.vllm_config.speculative_config
+        if self.drafter is None or config is None:
+            return None
+        rest, own = {}, set[str]()
+        # Tensors of other drafters have the names of the target's.
+        if config.method == "mtp":
+            seen = self._recorded(self.model, checkpoint)[0].sources
+            rest = {name: spec for name, spec in checkpoint.items() if name not in seen}
+        if rest:
+            reads, _ = self._recorded(self.drafter, Manifest(tuple(rest.items())))
+            if len(reads.lost) == len(rest):
+                raise UnsupportedError(
+                    f"{type(self.drafter).__name__}, which drafts tokens, cannot be updated: "
+                    f"{next(iter(reads.lost.values()))}. Leave out of the target manifest what "
+                    f"only this loader reads: {len(rest)} tensors, such as {next(iter(rest))!r}."
+                )
+            shared = {id(one) for one in self.model.parameters()}
+            into = {n: one for n, one in self.drafter.named_parameters() if id(one) not in shared}
+            pieces = () if reads.into is None else reads.into.pieces
+            own = {piece.source for piece in pieces if piece.target in into} | set(reads.lost)
+        if own:
+            return WithDrafts(self.model, self.drafter, own)
+        logging.getLogger(__name__).warning(
+            "%s, which drafts tokens, keeps its weights: it has no MTP heads, or the target "
+            "manifest lacks the tensors of the heads",
+            type(self.drafter).__name__,
+        )
+        return None
+
+    def _recorded(self, model: Any, checkpoint: Manifest) -> tuple[Reads, list[str]]:
         """Return the reads, and the layers with parameters that are written without a loader."""
         from vllm.config import set_current_vllm_config
 
-        model: Any = self.model
         loaded: set[str] = set()
 
         def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -150,7 +183,8 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         reader = first_reader + rank if len(plan.wants) > 1 else 0
         plan.check_reader(reader)
         wants = plan.wants[reader]
-        self._reads, self._direct = reads, _ = self._recorded(plan.target)
+        self._updated = self._with_drafts(plan.target) or self.model
+        self._reads, self._direct = reads, _ = self._recorded(self._updated, plan.target)
         if lacking := reads.lacking(wants):
             raise PlanError(
                 f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
@@ -166,7 +200,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def observe(self) -> Observed:
         """Digest the weights that this worker computes with."""
         self._wait()
-        return observe_worker(self.model, self._subscriber, self._reads)
+        return observe_worker(self._updated or self.model, self._subscriber, self._reads)
 
     def verify(self, info: UpdateInfo) -> None:
         """Start to check a version. From now on `receive_weights` only serves this attempt."""
@@ -217,20 +251,21 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         from vllm.model_executor.model_loader import reload
         from vllm.model_executor.model_loader.reload import layerwise
 
-        for layer in cast(Any, self.model).modules():
+        model: Any = self._updated
+        for layer in model.modules():
             if getattr(layer, "is_amx_bmm_enabled", False):  # It released the weight it packed.
                 info = layerwise.get_layerwise_info(layer.kv_b_proj)
                 weight = torch.empty_like(info.restore_metadata[0]["weight"], device="cpu")
                 layer.kv_b_proj.weight = nn.Parameter(weight, requires_grad=False)
-        reload.initialize_layerwise_reload(self.model)
-        direct = [self.model.get_submodule(prefix) for prefix in self._direct]
+        reload.initialize_layerwise_reload(model)
+        direct = [model.get_submodule(prefix) for prefix in self._direct]
         for layer in direct:
             layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
         try:
             # Shared experts may have two names, and load under either.
-            every = self.model.named_parameters(remove_duplicate=False)
+            every = model.named_parameters(remove_duplicate=False)
             expected = [(_loader_name(name), one) for name, one in every]
-            loaded: set[str] | None = cast(Any, self.model).load_weights(tensors)
+            loaded: set[str] | None = model.load_weights(tensors)
             have = {one for name, one in expected if loaded is None or name in loaded}
             missing = sorted(name for name, one in expected if one not in have)
             if missing and self.model_config.quantization is None:
@@ -242,10 +277,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 info = layerwise.get_layerwise_info(layer)
                 info.load_numel = max(1, info.load_numel)
         except BaseException:
-            _forget_buffered(self.model)
+            _forget_buffered(model)
             raise
         finally:
-            reload.finalize_layerwise_reload(self.model, self.model_config)
+            reload.finalize_layerwise_reload(model, self.model_config)
 
 
 class WorkerExtension:
@@ -256,16 +291,21 @@ class WorkerExtension:
     _weight_update_active: bool
     _primeblocks_adapters: Adapters | None = None
 
+    def _primeblocks_engine(self) -> Any:
+        # vLLM gives an engine only the target.
+        self.weight_transfer_engine.drafter = self.model_runner.get_draft_model()
+        return self.weight_transfer_engine
+
     def primeblocks_state(self) -> dict[str, Any]:
         """Return the outcome of the last attach or update, for the front end."""
-        state = self.weight_transfer_engine.state
+        state = self._primeblocks_engine().state
         return asdict(replace(state, active=self._weight_update_active))
 
     def primeblocks_describe(self, checkpoint: str) -> dict[str, Any]:
         """Return the boxes of a checkpoint that this worker reads."""
 
         def read() -> str:
-            reads: Reads = self.weight_transfer_engine.reads(Manifest.from_json(checkpoint))
+            reads: Reads = self._primeblocks_engine().reads(Manifest.from_json(checkpoint))
             return reads.to_json()
 
         return asdict(_told(read))
