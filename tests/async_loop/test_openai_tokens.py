@@ -236,9 +236,7 @@ def test_a_prompt_of_other_weights_than_its_answer_is_asked_again():
             return {"choices": [choice], "kv_transfer_params": {"remote_port": 1}}
         return {"choices": [token_choice()]}
 
-    with pytest.raises(
-        PrimeblocksError, match="version 3 .* version 4 went on. Send"
-    ) as caught:
+    with pytest.raises(PrimeblocksError, match="version 3 .* version 4 went on. Send") as caught:
         split(reply)
     assert type(caught.value) is PrimeblocksError
 

@@ -199,7 +199,7 @@ def _refusals():
         (ShapeError, "this rank 5 tokens", {"x": torch.zeros(4, 2)}),
         (ShapeError, "x must be a tensor", {"x": None}),
         (PlanError, "ratio must be a whole number of at least 1; got 0", {"ratio": 0}),
-        (PlanError, "overlap must be a whole number from 0 on", {"overlap": -1}),
+        (PlanError, "overlap must be a whole number of at least 0", {"overlap": -1}),
         (PlanError, "sequence must be a SequencePlan", {"sequence": [4, 6]}),
         (PlanError, "overlap must be equal on all ranks", {"overlap": group.rank()}),
     ]:

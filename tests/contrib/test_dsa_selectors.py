@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused():
         few = IndexerInputs(q[:8], keys, weights[:8])
         with pytest.raises(ShapeError, match="this rank's 9 tokens"):
             select(few, keys, selector=selector, sequence=plan, rank=0)
-    with pytest.raises(UnsupportedError, match="without ReLU"):
+    with pytest.raises(UnsupportedError, match="without a ReLU"):
         select(indexer, keys, selector=TopTiles(2, 2), sequence=plan, rank=0, scores=_engine)
     for wrong in (
         lambda: TopPools(3, 4),

@@ -243,7 +243,7 @@ def test_refusals_say_what_to_pass():
         (UsageError, "temperature", lambda: unchecked(hidden, weight, ids, temperature=0)),
         (
             ShapeError,
-            "one number",
+            "a scalar tensor",
             lambda: chunked_loss(hidden, weight, ids, loss=lambda seen, _: seen.logprobs),
         ),
     ):

@@ -260,7 +260,7 @@ KEPT = X < 0
         (lambda: losses.kl_loss(X, X, mask=KEPT, estimator="abs"), "estimates no KL"),
         (lambda: losses.gspo_loss(X[0], X[0], X[0], mask=KEPT[0]), "Pass sequence_ids"),
         (lambda: normalisation.length_weights(KEPT[0]), "Pass sequence_ids"),
-        (normalisation.divide, "no loss"),
+        (normalisation.divide, "list of losses is empty"),
         (lambda: normalisation.divide(losses.TokenLoss(X.sum(), 1, 0), by=-1), "-1"),
         (
             lambda: normalisation.divide(losses.TokenLoss(X.sum(), 1, 0), by="sequences"),

@@ -204,7 +204,10 @@ def test_wrong_order_and_wrong_names_are_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: setattr(m[0].weight, "data", torch.zeros(2, 3)), r"is torch.float32 \[2, 3\]"),
+        (
+            lambda m: setattr(m[0].weight, "data", torch.zeros(2, 3)),
+            r"is now torch.float32 \[2, 3\]",
+        ),
         (lambda m: setattr(m[0].weight, "data", torch.zeros(8, 6)), "weights: 0.weight was"),
         (lambda m: m[0].weight.grad.untyped_storage().resize_(8), "1 released gradients were al"),
     ],
@@ -236,7 +239,7 @@ def test_memory_of_another_library_is_refused_before_anything_moves():
     model[0].weight.data = torch.from_numpy(np.ones((8, 6), np.float32))
     before = _everything(model, optimizer)
     memory = HostMemory(model, optimizer, chunk_bytes=1024)
-    with pytest.raises(UnsupportedError, match=r"weights: 0.weight lies in memory .* \(192 bytes"):
+    with pytest.raises(UnsupportedError, match=r"weights: 0.weight is in memory .* \(192 bytes"):
         memory.release()
     assert memory.away == ()
     _assert_same(_everything(model, optimizer), before)

@@ -70,7 +70,7 @@ def test_masked_tokens_may_hold_anything_and_others_must_be_finite():
     )
     with pytest.raises(UsageError, match=r"\[1\] are not finite"):
         measure_mismatch(trainer_logprobs=trainer, rollout_logprobs=rollout)
-    with pytest.raises(UsageError, match="no token"):
+    with pytest.raises(UsageError, match="excludes all tokens"):
         measure_mismatch(
             trainer_logprobs=trainer,
             rollout_logprobs=rollout,
@@ -128,7 +128,7 @@ def test_exact_kl_leaves_out_what_the_engine_excludes():
     assert exact_kl(trainer_logprobs=rollout, rollout_logprobs=rollout) == 0
     with pytest.raises(UsageError, match="not finite"):
         exact_kl(trainer_logprobs=rollout, rollout_logprobs=trainer)
-    with pytest.raises(UsageError, match="no position"):
+    with pytest.raises(UsageError, match="excludes all positions"):
         exact_kl(
             trainer_logprobs=trainer,
             rollout_logprobs=rollout,
@@ -190,7 +190,7 @@ def test_nothing_to_compare_is_refused_by_name():
     x = torch.zeros(2, 0)
     with pytest.raises(ShapeError, match="both be"):
         exact_kl(trainer_logprobs=x, rollout_logprobs=x)
-    with pytest.raises(UsageError, match="no token"):
+    with pytest.raises(UsageError, match="excludes all tokens"):
         measure_mismatch(trainer_logprobs=x, rollout_logprobs=x)
     with pytest.raises(UsageError, match="worst must not be negative; got -1"):
         measure_mismatch(trainer_logprobs=x.sum(1), rollout_logprobs=x.sum(1), worst=-1)

@@ -209,7 +209,9 @@ def test_control_calls_reach_every_open_engine():
         await fleet.resume(timeout_s=TIMEOUT_S)
         assert not any(each.paused for each in engines.values())
         engines["a"].faults = {len(engines["a"].log): "refuse"}
-        with pytest.raises(EngineError, match="pause_generation of 1 of 2 .* 'a': .*refused"):
+        with pytest.raises(
+            EngineError, match="pause_generation failed on 1 of 2 .* 'a': .*refused"
+        ):
             await fleet.pause(mode="keep", clear_cache=False, timeout_s=TIMEOUT_S)
         assert [each.paused for each in engines.values()] == [False, True, False]
         for name in ("a", "b"):

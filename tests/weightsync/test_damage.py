@@ -132,7 +132,7 @@ def pull_damaged(small, where, fault):
         reads = any(small.side.reader in small.plan.buckets[index].readers for index in hit)
         if reads or (fault == "truncated" and marker.base is None):
             assert said.startswith("CorruptionError: ")
-            words = "fails its digest", "were sent", "needed"
+            words = "fails its digest", "were sent", "must have at least"
             assert any(word in said for word in words), said
         else:
             assert said == ""  # It reads none of that.

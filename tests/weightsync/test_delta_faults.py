@@ -168,7 +168,9 @@ def test_a_damaged_delta_is_refused_and_a_full_version_mends_it(setup):
             setup.late()
         flip_byte(setup.delta(2), offset)
     truncate(setup.delta(2), size_bytes=size - 1)
-    with pytest.raises(CorruptionError, match=f"ends at {size - 1} bytes; {size} needed"):
+    with pytest.raises(
+        CorruptionError, match=f"ends at {size - 1} bytes; it must have at least {size}"
+    ):
         setup.receive()
     setup.publish(3)
     with pytest.raises(CorruptionError):
