@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused():
     ranks.run(_refusals, world_size=2)
     plan = plan_sequence([7, 2], ranks=2)
     for ratio in (0, -1):
-        with pytest.raises(PlanError, match="ratio must be a whole number from 1 on"):
+        with pytest.raises(PlanError, match="ratio must be a whole number of at least 1"):
             plan_entries(plan, ratio)
     with pytest.raises(PlanError, match="tokens are planned for 2 ranks, entries for 3"):
         tokens_and_entries(plan, plan_entries(plan_sequence([7, 2], ranks=3), 2))

@@ -181,7 +181,7 @@ def test_attach_sends_plan_and_transport_and_refuses_replicas(serve, tmp_path):
     server, replicated = serve(), serve(replicas=3)
     with FileTransport(str(tmp_path), owner=True) as transport:
         asyncio.run(attach(server.client, plan, transport, timeout_s=TIMEOUT_S))
-        assert server.engine.log[0] == "init"
+        assert server.engine.log[:2] == ["primeblocks_state", "init"]
         sent = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": 0}
         assert server.engine.init_info == sent
         with pytest.raises(UnsupportedError, match="one engine with 3 replicas"):
