@@ -53,7 +53,7 @@ class RolloutBuffer:
         # The value is a future if the group waits for room.
         self._held: dict[Group, asyncio.Future[None] | None] = {}
         self._new: list[Group] = []  # Groups that the running `take` has not looked at.
-        self._count = self._waiting = 0
+        self._count = self._held_bytes = self._waiting = 0
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
@@ -162,20 +162,25 @@ class RolloutBuffer:
         return tuple(group for group in taken if group is not None)
 
     def _fits(self, group: Group) -> bool:
-        if self._count >= self.capacity or self.capacity_bytes is None:
-            return self._count < self.capacity
-        held = sum(other.nbytes for other, waits in self._held.items() if waits is None)
-        return held + group.nbytes <= self.capacity_bytes
+        bound = self.capacity_bytes
+        return self._count < self.capacity and (
+            bound is None or self._held_bytes + group.nbytes <= bound
+        )
+
+    def _bytes_of(self, group: Group) -> int:
+        return 0 if self.capacity_bytes is None else group.nbytes
 
     def _enter(self, group: Group) -> None:
         self._held[group] = None
         self._count += 1
+        self._held_bytes += self._bytes_of(group)
 
     def _remove(self, group: Group) -> None:
         """Remove a group, and give its room to waiting groups in the order of their arrival."""
         waits = self._held.pop(group)
         if waits is None:
             self._count -= 1
+            self._held_bytes -= self._bytes_of(group)
         else:
             self._waiting -= 1
             if not waits.done():
