@@ -183,7 +183,7 @@ def test_a_server_that_is_killed_costs_its_requests_one_attempt(mixed):
 
 def test_it_comes_back_with_the_current_version_and_says_the_same(mixed):
     assert mixed["unversioned"].startswith("EngineError")
-    assert "labelled 'default'" in mixed["unversioned"]
+    assert "the label 'default'" in mixed["unversioned"]
     every = (*mixed["others"], mixed["lost"])
     assert mixed["joined"] == [every, dict.fromkeys(every, "3")]
     check(mixed["back"], 3)
