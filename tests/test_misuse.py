@@ -141,6 +141,9 @@ PARALLEL = {
     ),
     "no model to move": lambda: parallel.memory.HostMemory(None),
     "parameters to move": lambda: parallel.memory.HostMemory([torch.zeros(1)]),
+    "no group to suspend": lambda: parallel.memory.GroupMemory(None),
+    "a list of groups to suspend": lambda: parallel.memory.GroupMemory([dist.group.WORLD]),
+    "meshes to suspend": lambda: parallel.memory.GroupMemory(_meshes()),
 }
 ROUTES = replay.Routes.from_array(np.zeros((2, 1, 1), int), num_experts=2, layer_ids=[0])
 MODEL = torch.nn.Linear(2, 2)

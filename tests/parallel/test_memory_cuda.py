@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
-from primeblocks.parallel.memory import HostMemory
+from primeblocks.parallel.memory import GroupMemory, HostMemory
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,3 +45,27 @@ def test_the_device_is_free_while_all_is_away():
     assert _requested() == requested
     assert all(torch.equal(x.cpu(), y) for x, y in zip(tensors, before, strict=True))
     optimizer.step()
+
+
+@pytest.mark.skipif(
+    not dist.is_nccl_available() or torch.cuda.nccl.version() < (2, 29, 7),
+    reason="needs NCCL 2.29.7",
+)
+def test_a_group_communicates_again_after_restore():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        memory, x = GroupMemory(dist.group.WORLD), torch.arange(1 << 20, device="cuda")
+        with memory.released() as moved:
+            assert moved.total_bytes == 0  # No communicator yet.
+        for _ in range(2):
+            dist.all_reduce(x)
+            backend = dist.group.WORLD._get_backend(x.device)
+            size = backend.memory_stats()["suspend"]
+            with memory.released() as moved:
+                assert moved.total_bytes == size
+                assert backend.memory_stats()["suspended"] == 1
+            assert backend.memory_stats()["suspended"] == 0
+        dist.all_reduce(x)
+        assert torch.equal(x.cpu(), torch.arange(1 << 20))
+    finally:
+        dist.destroy_process_group()

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ..errors import CapacityError, ShapeError, UnsupportedError, UsageError, check_counts
+from ...errors import CapacityError, ShapeError, UnsupportedError, UsageError, check_counts
 
 __all__ = ["HostMemory", "MovedBytes"]
 
@@ -33,7 +33,7 @@ _ALIGN_BYTES = 512
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """Bytes that one call moved, by kind: the sizes of storages before minus those after."""
+    """Bytes that one call freed on the device, or allocated there again, by kind."""
 
     num_bytes: dict[str, int]
 
