@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 
-def compiled(kernel, kinds, constants, *, target, warps, fusion=False):
-    """Compile as a launch would: sizes, strides and addresses are multiples of 16.
+def compiled(kernel, kinds, constants, *, target, warps, fusion=False, aligned=True):
+    """Compile as a launch would: sizes, strides and addresses are multiples of 16, if `aligned`.
 
     Arguments that are neither constants nor named in `kinds` are int32.
     """
@@ -21,7 +21,8 @@ def compiled(kernel, kinds, constants, *, target, warps, fusion=False):
     kinds = {name: kinds.get(name, "i32") for name in names}
     kinds |= dict.fromkeys(constants, "constexpr")
     whole = [name not in constants and kinds[name] != "fp32" for name in names]
-    multiples = {(i,): [["tt.divisibility", 16]] for i, one in enumerate(whole) if one}
+    whole = [i for i, one in enumerate(whole) if one and aligned]
+    multiples = {(i,): [["tt.divisibility", 16]] for i in whole}
     source = ASTSource(kernel, kinds, constants, multiples)
     options = {"num_warps": warps, "enable_fp_fusion": fusion}
     return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)

@@ -1,0 +1,134 @@
+"""Kernels of `exact` compiled for GPUs that are not here, and the adapter without one."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from primeblocks.errors import UnsupportedError
+from tests.triton_compiler import compiled, spilled_bytes
+
+SMALLEST = 99 << 10  # Shared memory of a program on the smallest GPUs since Ampere.
+KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+TARGETS = (90, 100)  # Hopper and Blackwell
+LAYOUTS = {"rows": {"right_column": 1}, "columns": {"right_row": 1}}
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    triton = pytest.importorskip("triton", reason="triton is not installed; scripts/peers does")
+    if triton.knobs.runtime.interpret:
+        pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile")
+    from primeblocks.exact.adapters import triton as kernels
+
+    return kernels
+
+
+def build(kernel, launch, kinds, *, target, aligned=True):
+    launch = dict(launch)
+    warps, fusion = launch.pop("num_warps"), launch.pop("enable_fp_fusion", True)
+    return compiled(
+        kernel, kinds, launch, target=target, warps=warps, fusion=fusion, aligned=aligned
+    )
+
+
+def build_row(kernels, kind, size, dtype, *, target, aligned=True, **constants):
+    kinds = dict.fromkeys(("values", "weight", "out"), KINDS[dtype])
+    kinds |= {"divisor": "fp32", "eps": "fp32"}
+    launch = kernels._launch_of_rows(kind, size) | constants
+    return build(kernels._compute_row, launch, kinds, target=target, aligned=aligned)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_products_add_alike_at_any_address(kernels, dtype, layout, target, tmp_path):
+    """One program owns a tile of the result, in the same steps for rows of any alignment.
+
+    Loads of 16-bit operands spill registers if rows are not aligned.
+    """
+    kinds = dict.fromkeys(("left", "right", "out"), KINDS[dtype]) | {"ends": "*i64"}
+    launch = kernels._launch_of_products(dtype) | LAYOUTS[layout]
+    steps = []
+    for aligned in (True, False):
+        binary = build(kernels._multiply_tiles, launch, kinds, target=target, aligned=aligned)
+        assert spilled_bytes(binary, tmp_path) == 0 or not (aligned or dtype == torch.float32)
+        assert binary.metadata.shared <= SMALLEST
+        ptx = binary.asm["ptx"]
+        assert not re.search(r"\b(atom|red)\.global", ptx)
+        steps.append(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|\bmma)\.[\w.:]+", ptx))
+        if dtype == torch.float32:  # Two of Blackwell's are one instruction for two sums.
+            fused = re.findall(r"fma\.rn\.(f32x2|f32)\b", ptx)
+            assert not steps[-1]
+            assert fused.count("f32") + 2 * fused.count("f32x2") == 64 * 64 // 256 * 16
+    assert steps[0] == steps[1]
+    if dtype != torch.float32:
+        assert steps[0]
+    if dtype != torch.float32 and target == 90:
+        assert len(steps[0]) == 4
+        assert all("m64n128k16.f32" in step for step in steps[0])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("width", [128, 151936])
+@pytest.mark.parametrize("kind", ["total", "softmax", "log_softmax", "rms_norm"])
+def test_rows_are_rounded_as_written_and_spill_nothing(kernels, kind, width, target, tmp_path):
+    for dtype in (torch.float32, torch.bfloat16):
+        binary = build_row(kernels, kind, width, dtype, target=target)
+        assert spilled_bytes(binary, tmp_path) == 0
+        ptx = binary.asm["ptx"]
+        assert "div.rn.f32" in ptx
+        assert ("sqrt.rn.f32" in ptx) == (kind == "rms_norm")
+        for other in ("div.full", "rcp.", "sqrt.approx", "rsqrt"):
+            assert other not in ptx
+        if kind in ("total", "rms_norm"):
+            assert "fma.rn.f32" not in ptx
+            assert ".ftz" not in ptx
+
+
+def test_rows_of_odd_widths_spill_nothing_on_a_hopper(kernels, tmp_path):
+    for kind in ("total", "softmax", "rms_norm"):
+        binary = build_row(kernels, kind, 4097, torch.bfloat16, target=90, aligned=False)
+        assert spilled_bytes(binary, tmp_path) == 0
+
+
+def test_sizes_of_one_compile(kernels):
+    """Triton makes a constant of an integer that is 1."""
+    kinds = dict.fromkeys(("left", "right", "out"), "*bf16") | {"ends": "*i64"}
+    ones = dict.fromkeys(("inner", "columns", "right_group", "right_row", "right_column"), 1)
+    launch = kernels._launch_of_products(torch.bfloat16) | ones
+    assert build(kernels._multiply_tiles, launch, kinds, target=90).asm["cubin"]
+    for kind in ("total", "log_softmax", "rms_norm"):
+        assert build_row(kernels, kind, 1, torch.bfloat16, target=90, width=1).asm["cubin"]
+
+
+def test_a_cpu_is_refused_outside_the_interpreter(kernels):
+    with pytest.raises(UnsupportedError, match=r"batch_invariant\(\) on a CPU"):
+        kernels.total(torch.ones(2))
+    with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
+        kernels.matmul(torch.ones(2, 2), torch.ones(2, 2))
+
+
+ABSENT = """
+import sys
+import primeblocks.exact
+assert "triton" not in sys.modules
+sys.modules["triton"] = None
+from primeblocks.errors import MissingPackageError
+try:
+    import primeblocks.exact.adapters.triton
+except MissingPackageError as error:
+    print(error)
+"""
+
+
+def test_exact_does_not_load_triton_and_its_absence_has_a_remedy():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", ABSENT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("triton is not installed. Run")
+    assert "pip install '.[triton]'" in done.stdout
