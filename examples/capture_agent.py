@@ -81,6 +81,7 @@ async def agent(client: openai.AsyncOpenAI, articles: list[str]) -> list[dict[st
         messages.append({"role": "user", "content": f"{article}?"})
         while True:
             ask = {"model": "policy", "messages": messages, "tools": [TOOL], "max_tokens": 60}
+            ask |= {"temperature": 0}  # Greedy answers are those that the model was taught.
             async with client.chat.completions.stream(**ask) as events:
                 async for _ in events:
                     pass

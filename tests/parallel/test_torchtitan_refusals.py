@@ -45,14 +45,14 @@ def test_dispatchers_that_do_more_are_refused_and_nothing_changes():
         FromTorchtitan(padding)
     layers = nn.ModuleList([model_of(config_of()), model_of(config_of())])
     layers[1].routed_experts.token_dispatcher = padding
-    with pytest.raises(UnsupportedError, match="TorchAOTokenDispatcher is none"):
+    with pytest.raises(UnsupportedError, match="TorchAOTokenDispatcher is not one"):
         use_dispatcher(layers)
     assert type(layers[0].routed_experts.token_dispatcher) is titan.AllToAllTokenDispatcher
     config = config_of()
     config.routed_experts.token_dispatcher = titan.TorchAOTokenDispatcher.Config(
         **SIZES, pad_multiple=16
     )
-    with pytest.raises(UnsupportedError, match="TorchAOTokenDispatcher.Config is none"):
+    with pytest.raises(UnsupportedError, match="TorchAOTokenDispatcher.Config is not one"):
         use_dispatcher(config)
 
 
@@ -67,9 +67,9 @@ def test_bad_input_is_refused_before_its_dispatcher_sees_it():
     ]:
         with pytest.raises(ShapeError):
             ours.dispatch(*bad, num_experts=EXPERTS)
-    with pytest.raises(PlanError, match="9 experts, 3 a token, over 1 ranks; .* for 8 and 3"):
+    with pytest.raises(PlanError, match="9 experts, 3 per token, over 1 ranks; .* for 8 experts and 3 per"):
         ours.dispatch(x, scores, ids, num_experts=9)
-    with pytest.raises(PlanError, match="8 experts, 2 a token"):
+    with pytest.raises(PlanError, match="8 experts, 2 per token"):
         ours.dispatch(x, scores[:, :2], ids[:, :2], num_experts=EXPERTS)
     sent = ours.dispatch(x, scores, ids, num_experts=EXPERTS)
     with pytest.raises(ShapeError, match=r"needs one row for each of 12 slots; got \(11, 16\)"):
