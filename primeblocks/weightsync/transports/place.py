@@ -83,7 +83,7 @@ class PrivatePlace:
         mode = os.stat(root).st_mode
         if mode & 0o022 and not mode & stat.S_ISVTX:
             raise UsageError(
-                f"{root} has mode {mode & 0o7777:o}, so other users may rename files in it. Run:  "
+                f"{root} has mode {mode & 0o7777:o}, so other users may rename files in it. Run: "
                 f"chmod +t {root}"
             )
         self._spec = {"name": name, "root": root, "prefix": prefix}
