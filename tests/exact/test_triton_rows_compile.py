@@ -1,9 +1,6 @@
 """Kernels of `exact` compiled for GPUs that are not here, and the adapter without one."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -110,25 +107,3 @@ def test_a_cpu_is_refused_outside_the_interpreter(kernels):
         kernels.total(torch.ones(2))
     with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
         kernels.matmul(torch.ones(2, 2), torch.ones(2, 2))
-
-
-ABSENT = """
-import sys
-import primeblocks.exact
-assert "triton" not in sys.modules
-sys.modules["triton"] = None
-from primeblocks.errors import MissingPackageError
-try:
-    import primeblocks.exact.adapters.triton
-except MissingPackageError as error:
-    print(error)
-"""
-
-
-def test_exact_does_not_load_triton_and_its_absence_has_a_remedy():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-c", ABSENT]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("triton is not installed. Run")
-    assert "pip install '.[triton]'" in done.stdout

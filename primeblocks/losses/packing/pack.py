@@ -91,9 +91,8 @@ class Pack:
         rows = len(self.logprobs)
         if len(values) != rows:
             raise ShapeError(
-                f"needs {rows} rows, one per sampled token; got {list(np.shape(values))}. Of a "
-                "batch "
-                "[1, tokens] pass values[0]."
+                f"needs {rows} rows, one per sampled token; got {list(np.shape(values))}. "
+                "For a batch [1, tokens], pass values[0]."
             )
 
     def aligned(self, name: str) -> list[Aligned]:
