@@ -71,8 +71,7 @@ def use_attention(name: str, modules: Iterable[nn.Module], group: dist.ProcessGr
     found: list[Any] = []
     for module in modules:
         config: Any = getattr(module, "config", None)
-        # Experts have the same configuration, and attend to nothing.
-        if not hasattr(config, "_attn_implementation") or hasattr(module, "_apply_gate"):
+        if not hasattr(config, "_attn_implementation"):
             continue
         found.append(module)
         if group.size() == 1:
