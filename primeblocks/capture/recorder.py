@@ -235,8 +235,7 @@ class CaptureSession:
         if len(self.conversation.turns) + len(self._waiting) >= bounds.turns:
             raise CapacityError(
                 f"session {self.name} has reached the bound of {bounds.turns} turns. End it, or "
-                "raise "
-                "CaptureBounds(turns=)."
+                "raise CaptureBounds(turns=)."
             )
         if len(self._recorder.in_flight) >= bounds.in_flight:
             raise CapacityError(

@@ -121,8 +121,7 @@ class PageKey(bytes):
         except (struct.error, UnicodeDecodeError) as error:
             raise CorruptionError(
                 f"PageKey.decode() got {len(data)} bytes that are not a page key: {error}. Pass "
-                "what "
-                "encode() returned."
+                "what encode() returned."
             ) from error
         if key != data:
             raise CorruptionError(

@@ -216,9 +216,8 @@ def _check_steps(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> 
     if foreign:
         raise PlanError(
             f"{foreign} of {len(stepped)} tensors of the optimizer are not parameters of the "
-            "model: "
-            "the optimizer was made before the model was sharded, and would not train it. Make the "
-            "optimizer after parallelize or fully_shard_moe."
+            "model: the optimizer was made before the model was sharded, and would not train it. "
+            "Make the optimizer after parallelize or fully_shard_moe."
         )
 
 

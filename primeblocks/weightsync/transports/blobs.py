@@ -299,7 +299,6 @@ def _target(path: Path) -> tuple[int, int]:
     if link is None or found.st_uid != os.geteuid():
         raise UsageError(
             f"{path} is not opened: it belongs to user {found.st_uid}, or is not a link to memory "
-            "of "
-            "its owner. Remove this path."
+            "of its owner. Remove this path."
         )
     return int(link[1]), int(link[2])

@@ -255,8 +255,7 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
     except OSError as error:
         raise TransferError(
             f"cannot remove files: {error}. The next owner removes {owned.directory}. Move it if "
-            "you "
-            "need its files."
+            "you need its files."
         ) from error
 
 
