@@ -48,7 +48,7 @@ class ModelFolders:
     """Makes one folder per version, for engines that load by path and do not check bytes.
 
     The small files of `like` are copied, so that an engine can also start from the folder. A folder
-    appears only when it is complete, and its name never stands for other bytes.
+    appears only when it is complete. Folders with equal names have equal bytes.
 
     Args:
         plan: the publisher's plan. Its reader 0 must want whole tensors.
@@ -85,7 +85,7 @@ class ModelFolders:
         Cost: one digest and one write of the bytes. The write may continue after the deadline.
 
         Raises:
-            DeadlineError, CorruptionError, PlanError, TransferError: as `Subscriber.receive`.
+            DeadlineError, CorruptionError, PlanError, TransferError: as for `Subscriber.receive`.
             CapacityError: the disk has too little free space for the weights.
             TransferError: `root` cannot be written to.
         """
@@ -143,8 +143,8 @@ def _check_covers(plan: Plan, like: Path) -> None:
     parts = [n for n, shape in sent.items() if wants.get(n) != (Layout.whole(shape).shard,)]
     if parts:
         raise PlanError(
-            f"reader 0 of the plan does not want the whole of {parts[0]!r}, and of "
-            f"{len(parts) - 1} other tensors. Plan with source.whole() for reader 0."
+            f"reader 0 of the plan wants only a part of {parts[0]!r}, and of {len(parts) - 1} "
+            "other tensors. Plan with source.whole() for reader 0."
         )
     missing = sorted(shapes.keys() - sent.keys())
     if missing:

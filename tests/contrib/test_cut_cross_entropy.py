@@ -76,7 +76,9 @@ def test_what_it_does_not_do_is_refused_with_a_remedy():
         {"first_word": 5},
         {"chunk_tokens": 512},
     ):
-        with pytest.raises(UnsupportedError, match=f"do {next(iter(options))}.*Use primeblocks"):
+        with pytest.raises(
+            UnsupportedError, match=f"support {next(iter(options))}.*Use primeblocks"
+        ):
             call(hidden, weight, ids, **options)
     with pytest.raises(UnsupportedError, match="one word per row.*Use primeblocks"):
         call(hidden, weight, ids[:, None])

@@ -219,7 +219,7 @@ TOO_MUCH = {
         "scores": torch.ones(10, 3),
         "ids": torch.tensor([[0, 1, 11]] * 10),
     },
-    "4 choices per token; the buffer takes 1 to 3": {
+    "4 choices per token; the buffer has room for 1 to 3": {
         "ids": torch.tensor([[0, 1, 2, 3]]),
         "scores": torch.ones(1, 4),
     },

@@ -110,5 +110,5 @@ def test_agreement_counts_rows_with_a_choice():
     assert found.rows == {2: 3}  # The first two tokens see no more than they select.
     assert found.equal_rows == {2: pytest.approx(1 / 3)}
     assert found.overlap == {2: pytest.approx((1 + 0.5 + 0) / 3)}
-    with pytest.raises(ShapeError, match="same tokens"):
+    with pytest.raises(ShapeError, match="differ in tokens or layers"):
         compare(one, other[:3])

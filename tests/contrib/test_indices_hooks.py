@@ -165,7 +165,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(PlanError, match="recorded layers"):
         selections.impose(indexers(trainer)[:1], good).__enter__()
     with (
-        pytest.raises(ShapeError, match=r"runs on 48 tokens, the indices hold 40"),
+        pytest.raises(ShapeError, match=r"runs on 48 tokens, but the indices hold 40"),
         selections.impose(indexers(trainer), good[:40]),
     ):
         _logits(trainer, tokens)
@@ -186,5 +186,5 @@ def test_what_does_not_fit_is_refused():
     with selections.record(indexers(trainer)) as tape, torch.no_grad():
         _logits(trainer, tokens)
         _logits(trainer, tokens.flip(1))
-    with pytest.raises(UsageError, match="selected otherwise"):
+    with pytest.raises(UsageError, match="selected other ids"):
         _ = tape.indices

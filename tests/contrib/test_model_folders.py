@@ -188,7 +188,7 @@ def test_every_tensor_must_be_checked_whole(tmp_path):
     source = describe(trainer.weights)
     only_b = describe({"b": trainer.weights["b"]})
     trainer.plan = plan_sync([source], [only_b, source.whole()], bucket_bytes=1 << 10)
-    with pytest.raises(PlanError, match="reader 0 of the plan does not want the whole of 'a'"):
+    with pytest.raises(PlanError, match="reader 0 of the plan wants only a part of 'a'"):
         trainer.folders()
     trainer.close()
 

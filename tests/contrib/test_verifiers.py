@@ -103,7 +103,7 @@ def test_a_trace_that_lacks_something_is_refused():
     without("and 1 log-probabilities", ShapeError, logprobs=[-1.0])
     without("0 entries of mask", ShapeError, mask=[], logprobs=[])
     trace, _ = two_turns()
-    with pytest.raises(ShapeError, match=r"gave \(9,\) versions"):
+    with pytest.raises(ShapeError, match=r"shape \(9,\) for a message of 4"):
         trace_rollouts(trace, version=lambda _: [0] * 9)
     (rollout,) = trace_rollouts(trace, version=0)
     assert dict(rollout.attachments) == {}

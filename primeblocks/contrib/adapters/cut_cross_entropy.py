@@ -33,7 +33,7 @@ _DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
 }
 _NEUTRAL = {"temperature": 1.0, "head_dtype": None, "group": None, "first_word": 0}
-_OTHER = "Use primeblocks.losses.logprobs.token_logprobs, which does."
+_OTHER = "Use primeblocks.losses.logprobs.token_logprobs instead."
 
 
 def token_logprobs(
@@ -48,17 +48,18 @@ def token_logprobs(
 
     Local. Differentiable once, in `hidden` and `weight`. The host reads once per call.
 
-    The kernels round each product of the chosen word's logit to the operands' dtype before they sum
-    the products. In bfloat16 the error is as large as that of logits in bfloat16. They add to
-    gradients in that dtype in any order, so gradients do not repeat bit for bit.
+    For the chosen word's logit, the kernels round each product to the operands' dtype before they
+    sum the products. In bfloat16 the error is as large as that of logits in bfloat16. The kernels
+    also sum gradients in this dtype, in any order, so gradients do not repeat bit for bit.
 
     Args:
         hidden: the hidden states.
         weight: the weight of the head.
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
-        filter_eps: skip blocks of the backward in which all values are below it. A value is the
-            probability, minus one for the chosen word. A token's own gradient does not count. The
-            package's own default is the dtype's epsilon / 32. With None, no block is skipped.
+        filter_eps: the backward skips blocks of logits whose gradients are all below this number.
+            Such a gradient is the probability, minus one for the chosen word. It is not yet
+            multiplied by the gradient of the token's result. The package's own default is the
+            dtype's epsilon / 32. With None, no block is skipped.
         options: the other keywords of `losses.logprobs.token_logprobs`, at their neutral values.
 
     Raises:
@@ -89,7 +90,7 @@ def _check(hidden: Tensor, ids: Tensor, options: dict[str, Any]) -> None:
     for name, value in options.items():
         neutral = name in _NEUTRAL and not isinstance(value, Tensor) and value == _NEUTRAL[name]
         if not neutral:
-            raise UnsupportedError(f"cut_cross_entropy does not do {name}=. {_OTHER}")
+            raise UnsupportedError(f"cut_cross_entropy does not support {name}=. {_OTHER}")
     if ids.ndim != 1:
         raise UnsupportedError(
             f"cut_cross_entropy takes one word per row; got ids {list(ids.shape)}. {_OTHER}"

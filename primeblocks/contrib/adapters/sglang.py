@@ -96,7 +96,7 @@ class Sglang:
 
     @property
     def version(self) -> int | None:
-        """The version loaded last, by the server's label, or None if that is not an integer."""
+        """The version loaded last, or None if the server's label for it is not an integer."""
         label = "" if self._held is None else self._held.label
         return int(label) if label.isdecimal() else None
 
@@ -114,7 +114,9 @@ class Sglang:
         found = str(self._ask("GET", "/server_info", None, deadline, needs="version")["version"])
         if tuple(int(digits) for digits in re.findall(r"\d+", found)[:3]) < _OLDEST:
             oldest = ".".join(map(str, _OLDEST))
-            raise UnsupportedError(f"{self._server.url} runs SGLang {found}; this needs {oldest}.")
+            raise UnsupportedError(
+                f"{self._server.url} runs SGLang {found}; this client needs {oldest} or later."
+            )
         model = self._model(deadline)
         self._held = _Held(*model, checksum=self._checksum(deadline))
 
@@ -136,7 +138,7 @@ class Sglang:
         Raises:
             TransferError: the server refused the folder, and serves the previous version.
             DeadlineError, EngineError: as for `load`. The server stays paused, so that it makes no
-                token of mixed weights. Update again, or restart it.
+                token with mixed weights. Update again, or restart the server.
         """
         start = time.monotonic()
         try:
@@ -183,10 +185,10 @@ class Sglang:
         self._flush = None
 
     def load(self, folder: ModelFolder, *, timeout_s: float) -> str:
-        """Load a version while paused, and return its checksum. You may load one again.
+        """Load a version while paused, and return its checksum.
 
-        If the server refuses the folder, the previous version is loaded again. Its weights must
-        then have their old checksum.
+        You may load the same version again. If the server refuses the folder, the previous version
+        is loaded again. Its weights must then have their old checksum.
 
         Args:
             folder: the result of `ModelFolders.make`.
@@ -222,8 +224,8 @@ class Sglang:
             )
         if self._checksum(deadline) != before.checksum:
             raise EngineError(
-                f"{text}. After going back, the weights differ from the earlier ones. Restart the "
-                "server."
+                f"{text}. The previous version was loaded again, but its checksum changed. Restart "
+                "the server."
             )
         self._torn = False
         raise TransferError(f"{text}. Version {before.label!r} was loaded again.")

@@ -30,7 +30,7 @@ class TransformersIndexer:
     layer_id: int
 
     def filled(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids in the form that the running attention takes.
+        """Return ids in the form that the model's attention implementation needs.
 
         Eager and SDPA attention scatter ids into a mask and cannot take -1. Each -1 becomes an id
         that the row already has, which changes nothing.
@@ -57,8 +57,8 @@ def indexers(model: nn.Module) -> list[TransformersIndexer]:
             continue
         if kind not in _INDEXERS:
             raise UnsupportedError(
-                f"{name} is a {kind}, which does not return places of tokens as those of "
-                f"{sorted(_INDEXERS.values())} do. Its selection cannot be replayed."
+                f"the selection of {name}, a {kind}, cannot be replayed, because it does not "
+                f"consist of token positions. Use one of the models {sorted(_INDEXERS.values())}."
             )
         layer: Any = module
         found.append(TransformersIndexer(module, int(layer.layer_idx)))

@@ -40,22 +40,23 @@ def trace_rollouts(
 ) -> tuple[Rollout, ...]:
     """Make a rollout of each branch of a trace that adds sampled tokens. Local.
 
-    A sampled token counts in one rollout. Another branch through the same token has it in its
-    prompt. Branches that verifiers does not train on, failed compactions, are left out. The reward
-    is the trace's, or None if part of the scoring did not run. Its components are `rewards`.
+    A sampled token is trained in one rollout. In the rollouts of other branches it belongs to the
+    prompt. Failed compactions are left out, because verifiers does not train on them. The reward is
+    the trace's, or None if part of the scoring did not run. Its components are `rewards`.
 
     Expert routes of a branch become the attachment "routed_experts", rows `[tokens - 1, layers,
     top_k]`. The tokens that sampling kept become two attachments: "sampling_mask" has all their
     ids, and "sampling_mask_counts" the number of ids per token.
 
     Args:
-        version: of the policy, if one policy sampled all tokens. Otherwise a function of a sampled
-            message. It returns one version, or one version per sampled token.
+        version: the version of the policy, if one policy sampled all tokens. Otherwise a function
+            that maps a sampled message to one version, or to one version per sampled token.
 
     Raises:
         UnsupportedError: a sampled message has no token ids, or no log-probabilities.
-        ShapeError: its ids, mask, log-probabilities or versions do not fit together.
-        UsageError: a version is not a policy version, or a log-probability is not finite.
+        ShapeError: ids, mask, log-probabilities or versions of a message do not fit together.
+        UsageError: a version is not a whole number in 0..2**63 - 1, or a log-probability is not
+            finite.
     """
     trained: set[int] = set()
     rollouts = []
@@ -82,11 +83,11 @@ def episode_rollouts(
     failed traces are included: check `episode.ok` first.
 
     Args:
-        version: by default the policy that is recorded in the episode.
+        version: by default the version of the policy that is recorded in the episode.
 
     Raises:
-        UnsupportedError: no policy is recorded, or it changed during the episode, or a trace lacks
-            ids or log-probabilities.
+        UnsupportedError: no policy is recorded, the policy changed during the episode, or a trace
+            lacks ids or log-probabilities.
         ShapeError, UsageError: as for `trace_rollouts`.
     """
     if version is None:
@@ -111,8 +112,8 @@ def _noted_version(episode: Episode) -> int:
     if policy.drift:
         raise UnsupportedError(
             f"the policy went from version {policy.start} to {policy.end} during episode "
-            f"{episode.id}, and a trace does not say at which token. Give version=, a function of "
-            "its messages, or record at the endpoint."
+            f"{episode.id}, and a trace does not say at which token. Pass as version= a "
+            "function of a message, or record with a CaptureServer."
         )
     return check_version(policy.start)
 
@@ -123,7 +124,7 @@ def _check(trace: Trace, branch: Branch) -> None:
         if node.sampled and not node.token_ids:
             raise UnsupportedError(
                 f"{where} was sampled, and has no token ids. Run the environment with "
-                "TrainClientConfig, or record at the endpoint."
+                "TrainClientConfig, or record with a CaptureServer."
             )
         sampled = sum(node.mask)
         if sampled and not node.logprobs:
@@ -133,7 +134,8 @@ def _check(trace: Trace, branch: Branch) -> None:
         if len(node.mask) != len(node.token_ids) or len(node.logprobs) != sampled:
             raise ShapeError(
                 f"{where} has {len(node.token_ids)} tokens, {len(node.mask)} entries of mask, "
-                f"{sampled} sampled tokens and {len(node.logprobs)} log-probabilities"
+                f"{sampled} sampled tokens and {len(node.logprobs)} log-probabilities. Give each "
+                "token an entry of mask, and each sampled token a log-probability."
             )
 
 
@@ -167,8 +169,8 @@ def _versions(
             found = np.asarray(version(node) if callable(version) else version)
             if found.shape not in ((), (mask.sum(),)):
                 raise ShapeError(
-                    f"version gave {found.shape} versions of a message of {mask.sum()} sampled "
-                    "tokens; give one, or one per token."
+                    f"version has shape {found.shape} for a message of {mask.sum()} sampled "
+                    "tokens; give one version, or one per sampled token."
                 )
             part[mask] = [check_version(each) for each in np.atleast_1d(found)]
         parts.append(part)

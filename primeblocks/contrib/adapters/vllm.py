@@ -129,7 +129,7 @@ def native(**options: Any) -> dict[str, Any]:
 
     vLLM's files have no checksum, no quota and no policy version, and stay after the engine ends.
     So use a new directory or new `cache_salt`s for each training run. `engine_args` does not have
-    these limits. This needs a GPU, because vLLM refuses to start it on the CPU platform.
+    these limits. The engine needs a GPU, because vLLM refuses this offloading on the CPU platform.
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
@@ -177,7 +177,7 @@ def mooncake(run: str, **options: Any) -> dict[str, Any]:
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
-        UnsupportedError: routes are captured too.
+        UnsupportedError: the engine also captures routes.
     """
     given, extra = _read("mooncake", {"run": run, **options})
     role, policy = _ROLES[given["role"]], given["on_load_failure"]
@@ -282,8 +282,9 @@ def _wanted(option: Option, value: Any) -> str | None:
 def _check_order(names: list[str]) -> None:
     if "MultiConnector" in names or len(set(names)) < len(names):
         raise UnsupportedError(
-            f"parts {names}: vLLM names its statistics after the kinds, and two offloading pools "
-            "would use the same file. Use each kind at most once, and do not nest multi."
+            f"parts {names}: vLLM names its statistics after the kinds of connector, and two "
+            "offloading pools would use the same file. Use each kind at most once, and do not "
+            "nest multi."
         )
     if late := [name for name in names[1:] if name.startswith("Nixl")]:
         raise UnsupportedError(

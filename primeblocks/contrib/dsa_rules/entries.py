@@ -35,9 +35,9 @@ def plan_entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
     """Plan the entries of all documents: one for each complete window of `ratio` tokens. Pure.
 
     The result is a plan like that of the tokens. `positions(rank) * ratio` gives the first position
-    of each own window in its document. `gather_tokens` gathers the entries of all ranks in the
-    order of the sequence. Left-over tokens at the end of a document make no entry. The rank that
-    holds the last token of a window owns its entry.
+    of each of the rank's windows, counted in its document. `gather_tokens` gathers the entries of
+    all ranks in the order of the sequence. Left-over tokens at the end of a document make no entry.
+    The rank that holds the last token of a window owns its entry.
 
     Raises:
         PlanError: `ratio` is not a whole number of at least 1.
@@ -51,8 +51,8 @@ def tokens_and_entries(sequence: SequencePlan, entries: SequencePlan) -> Sequenc
 
     Each rank holds its own tokens, followed by its own entries. The id of entry e is
     `sequence.tokens + e`. Pass the plan to `sparse_attention(..., entries=)` with
-    `torch.cat([tokens, entries])`. Each gather and each reduce-scatter of gradients then carries
-    both.
+    `torch.cat([tokens, entries])`. Each gather and each reduce-scatter of gradients then moves
+    tokens and entries together.
 
     Raises:
         PlanError: the two plans have different numbers of ranks.
@@ -80,8 +80,8 @@ def windows(
     Collective, and so is its backward: one exchange each. A rank receives at most
     `ratio - 1 + overlap` tokens of `x` per run. These are the tokens of a window that began before
     the run, and the `overlap` tokens before that window. No rank sends anything if no window is
-    cut. All ranks know this from the plan. Concatenate everything that you need of a token, so that
-    there is only one exchange.
+    split between ranks. All ranks know this from the plan. Concatenate everything that you need of
+    a token, so that there is only one exchange.
 
     Args:
         x: `[local_tokens, ...]`.
@@ -100,7 +100,8 @@ def windows(
     Raises:
         ShapeError: `x` does not hold this rank's tokens.
         PlanError: the group does not fit the plan, or `ratio` or `overlap` is out of range.
-        PlanError: ranks differ in these numbers, in sizes or in whether they need gradients.
+        PlanError: ranks differ in `ratio`, in `overlap`, in sizes or in whether they need
+            gradients.
         RankError: another rank refused its arguments.
     """
     with agreed("windows", x, group=group, check=check) as call:
@@ -124,7 +125,8 @@ def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
 
     Args:
         values: `[entries, window, dim]`.
-        gates: likewise, including the term that the model adds by place in the window.
+        gates: the logits, in the shape of `values`. They include the term that the model adds for
+            each place in the window.
         present: bool `[entries, window]`: tokens that count. Each window has at least one.
 
     Returns:
@@ -135,8 +137,8 @@ def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
     """
     if values.ndim != 3 or gates.shape != values.shape or present.shape != values.shape[:2]:
         raise ShapeError(
-            "needs values and gates [entries, window, dim] and present [entries, window]; got "
-            f"{tuple(values.shape)}, {tuple(gates.shape)} and {tuple(present.shape)}."
+            "gated_mean needs values and gates [entries, window, dim] and present [entries, "
+            f"window]; got {tuple(values.shape)}, {tuple(gates.shape)} and {tuple(present.shape)}."
         )
     logits = gates.to(accumulator_dtype(gates)).masked_fill(~present.unsqueeze(-1), -torch.inf)
     return (values * logits.softmax(1).to(values.dtype)).sum(1)

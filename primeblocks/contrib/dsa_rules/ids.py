@@ -46,11 +46,11 @@ class Queries(NamedTuple):
         return self.place - self.document
 
     def begun(self, size: int) -> Tensor:
-        """Count the tokens of the document's complete pieces of `size` tokens, up to the query."""
+        """Count the document's tokens in pieces of `size` that are complete at the query."""
         return (self.position + 1).div(size, rounding_mode="floor") * size
 
     def chunks(self, columns: int, chunk_bytes: int) -> Iterator[tuple[slice, Queries]]:
-        """Cut queries so that the tables of lists with `columns` columns fit."""
+        """Cut queries into chunks whose lists of `columns` ids fit in `chunk_bytes`."""
         step = max(1, chunk_bytes // (_BYTES_OF_AN_ID * max(1, columns)))
         for start in range(0, len(self.place), step):
             rows = slice(start, start + step)
@@ -74,7 +74,7 @@ def queries_of(sequence: SequencePlan, rank: int, ratio: int, device: torch.devi
 
 
 def first_entries(sequence: SequencePlan, ratio: int) -> dict[int, int]:
-    """Return each document's first entry, by the place of its first token. Pure."""
+    """Map the place of each document's first token to the document's first entry. Pure."""
     lengths = sequence.document_lengths
     starts = accumulate(lengths[:-1], initial=0)
     first = accumulate((length // ratio for length in lengths[:-1]), initial=0)
@@ -83,7 +83,7 @@ def first_entries(sequence: SequencePlan, ratio: int) -> dict[int, int]:
 
 
 def spread(ids: Tensor, first: Tensor, document: Tensor, size: int) -> Tensor:
-    """Return `[queries, ids * size]`: the tokens of pieces. `first` is the document's start."""
+    """Return the tokens of pieces, `[queries, ids * size]`. `first` is the document's first id."""
     within = torch.arange(size, dtype=torch.int32, device=ids.device)
     tokens = ((ids - first) * size + document).unsqueeze(2) + within
     return tokens.masked_fill_(ids.unsqueeze(2) < 0, -1).flatten(1)
@@ -97,7 +97,7 @@ def stretch(some: Queries, start: Tensor, most: int) -> Tensor:
 
 
 def join_ids(one: Tensor, other: Tensor) -> Tensor:
-    """Return ids of `one` followed by those of `other`, without the gap."""
+    """Return the ids of `one` and then those of `other`, without the -1 in between."""
     both = torch.cat([one, other], dim=1)
     places = torch.arange(both.shape[1], device=both.device)
     count = (one >= 0).sum(1, keepdim=True)

@@ -46,10 +46,10 @@ def indexer_loss(
     belong to the mean.
 
     Differentiable in the indexer's q, k and weights. Attention's q, kv and sinks get no gradient.
-    For selectors of tokens, with one list per query.
+    Use this loss with selectors of tokens that return one list per query.
 
     Collective: forward gathers kv and indexer.k, as `dsa_attention` does. Backward gathers
-    indexer.k again, and reduces as many rows of gradients in float32. Float32
+    indexer.k again, and reduces as many rows of gradients in float32. A float32 tensor
     `[local_tokens, k]` stays in memory from forward to backward.
 
     Args:

@@ -68,7 +68,9 @@ class TopPools:
 
     def __post_init__(self) -> None:
         if self.pool < 1 or self.k < self.pool or self.chunk_bytes < 1:
-            raise PlanError(f"needs pool >= 1, k >= pool and chunk_bytes >= 1; got {self}.")
+            raise PlanError(
+                f"TopPools needs pool >= 1, k >= pool and chunk_bytes >= 1; got {self}."
+            )
 
     def select(
         self,
@@ -117,8 +119,8 @@ class TopEntries:
     def __post_init__(self) -> None:
         if min(self.k, self.ratio, self.chunk_bytes) < 1 or self.window < 0:
             raise PlanError(
-                "needs k, ratio and chunk_bytes of at least 1 and window >= 0; "
-                f"got {self}. A layer that attends to all entries calls all_entries."
+                "TopEntries needs k, ratio and chunk_bytes of at least 1 and window >= 0; "
+                f"got {self}. For a layer that attends to all entries, call all_entries."
             )
 
     def select(
@@ -152,8 +154,8 @@ def all_entries(
 ) -> Tensor:
     """Return the last tokens of each query and all entries that it sees. Local.
 
-    The result serves layers that select nothing, such as DeepSeek-V4's HCA. It equals that of
-    `TopEntries` with a `k` that no document exceeds.
+    The result serves layers that select nothing, such as DeepSeek-V4's HCA. It equals the result of
+    `TopEntries` if `k` is at least the number of entries of any document.
 
     Returns:
         Int32 `[local_tokens, 1, window + entries]`, as wide as the longest document needs.

@@ -27,12 +27,13 @@ class TopTiles:
 
     `select` takes `q [local_tokens, groups, index_dim]`, with one index head per key head, and keys
     `[tokens, index_dim]`. It returns `[local_tokens, groups, budget * tile_tokens]`. It computes
-    scores itself and takes no other engine.
+    scores itself, so leave out `scores=`.
 
     Attributes:
         budget: tiles that a query selects, local tiles included.
         tile_tokens: tokens of a tile.
-        local: the number of tiles that are always selected: the query's own and those before it.
+        local: the number of tiles that are always selected: the query's own tile and the tiles
+            directly before it.
         chunk_bytes: as in `TopK`.
     """
 
@@ -45,8 +46,8 @@ class TopTiles:
         sound = self.budget >= 1 and self.tile_tokens >= 1 and self.chunk_bytes >= 1
         if not sound or not 0 <= self.local <= self.budget:
             raise PlanError(
-                "needs budget, tile_tokens and chunk_bytes of at least 1, and 0 <= local <= "
-                f"budget; got {self}."
+                "TopTiles needs budget, tile_tokens and chunk_bytes of at least 1, and "
+                f"0 <= local <= budget; got {self}."
             )
 
     def select(

@@ -18,8 +18,8 @@ class IndexAgreement:
 
     Attributes:
         equal_rows: fraction of rows that hold the same ids.
-        overlap: mean over rows of the number of common ids over the number in the larger row.
-        rows: rows that both know, in which there was a choice.
+        overlap: mean over rows of the common ids, divided by the ids of the larger row.
+        rows: the number of rows that `compare` counted.
     """
 
     equal_rows: dict[int, float]
@@ -28,14 +28,16 @@ class IndexAgreement:
 
 
 def compare(one: Indices, other: Indices) -> IndexAgreement:
-    """Compare two selections in rows that both know and in which a token sees over `top_k`. Local.
+    """Compare two selections. Local.
+
+    Counts the rows that both selections have, if the token sees more than `top_k` tokens.
 
     Raises:
-        ShapeError: the selections have other tokens or layers.
+        ShapeError: the selections differ in tokens or layers.
     """
     same = one.layer_ids == other.layer_ids and np.array_equal(one.positions, other.positions)
     if not same:
-        raise ShapeError(f"{one} and {other} are not of the same tokens and layers.")
+        raise ShapeError(f"{one} and {other} differ in tokens or layers.")
     equal, overlap, counts = {}, {}, {}
     chosen = one.positions + 1 > max(one.top_k, other.top_k)
     for column, layer in enumerate(one.layer_ids):

@@ -38,7 +38,7 @@ class Indexer(Protocol):
         """Index among all hidden layers of the model."""
 
     def filled(self, ids: Tensor) -> Tensor:
-        """Return ids, followed by -1, in the form that the host's attention takes."""
+        """Return ids, followed by -1, in the form that the model's attention needs."""
 
 
 class _Where:
@@ -52,7 +52,7 @@ class _Where:
         if (self.positions is None) != (self.starts is None):
             raise UsageError(
                 "positions and starts belong together: pass sequence.positions(rank) and "
-                "sequence.document_starts(rank), or neither for one document a row."
+                "sequence.document_starts(rank), or neither for one document per row."
             )
 
     def of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,7 +75,7 @@ def record(
 ) -> Iterator[IndexTape]:
     """Record the selection of one forward, in a `with` block.
 
-    A layer that runs again in the same context must select the same. A recomputation under
+    A layer that runs again in the same context must select the same ids. A recomputation under
     activation checkpointing does so. A second forward of other tokens does not. Local. Keeps ids on
     the device until you read `tape.indices`.
 
@@ -83,8 +83,8 @@ def record(
         indexers: the indexers of the model.
         positions: integers `[rows]`, the place of each token in its document. Default: each row of
             the batch is one document.
-        starts: integers `[rows]`, the place of the first token of each token's document among the
-            keys. Pass both for packed documents, and for a rank's part of them.
+        starts: integers `[rows]`, for each token the place among the keys where its document
+            begins. Pass both for packed documents, and for a rank's part of them.
 
     Raises:
         UsageError: `indexers` is empty, or `positions` came without `starts`.
@@ -112,8 +112,8 @@ class IndexTape:
     def indices(self) -> Indices:
         """The recorded selection, as positions inside documents. Copied to the host.
 
-        Ids after a token's own position are left out. Early queries of transformers name some, and
-        mask them afterwards.
+        Ids after a token's own position are left out. transformers selects some for the first
+        queries, and masks them afterwards.
 
         Raises:
             UsageError: a layer has not run, or selected differently when it ran again.
@@ -123,8 +123,8 @@ class IndexTape:
         changed = [one.indexer.layer_id for one in self._layers if one.changed]
         if silent or changed:
             raise UsageError(
-                f"layers {silent} have not run, layers {changed} selected otherwise when they ran "
-                "again. Record one forward, and read the tape after it."
+                f"layers {silent} have not run, and layers {changed} selected other ids when they "
+                "ran again. Record one forward, and read the tape after it."
             )
         found = [one.inside_documents() for one in self._layers]
         if len({ids.shape for ids in found}) != 1:
@@ -168,10 +168,10 @@ def impose(
 ) -> Iterator[None]:
     """Make the indexers select the ids of `indices` while the `with` block is open.
 
-    A missing row, and a known row without ids, keeps the model's own selection. A layer that runs
-    again gets the same rows. Use one context per micro-batch. With activation checkpointing call
-    backward inside it too. A recomputation outside is refused. Local. The ids are copied once to
-    the device of each indexer.
+    For a missing row, and for a known row without ids, the model keeps its own selection. A layer
+    that runs again gets the same rows. Use one context per micro-batch. With activation
+    checkpointing call backward inside it too. A recomputation outside of the context is refused.
+    Local. The ids are copied once to the device of each indexer.
 
     Args:
         indexers: the indexers of the model.
@@ -180,7 +180,7 @@ def impose(
 
     Raises:
         PlanError: the indices have other layers than the indexers.
-        ShapeError: the indices have other positions than the batch, or (from the forward) another
+        ShapeError: from the forward, if the indices differ from the batch in positions or in the
             number of tokens.
         UsageError: `indexers` is empty, an indexer already belongs to a context, or `positions`
             came without `starts`.
@@ -199,9 +199,9 @@ def impose(
         hooks = layer.indexer.module._forward_hooks
         if any(isinstance(hook, _Imposed) for hook in hooks.values()):
             raise UsageError(
-                f"layer {layer.indexer.layer_id} is already under impose, and a recomputation "
-                "could not know which micro-batch it belongs to. Close the first context before "
-                "you open the second."
+                f"layer {layer.indexer.layer_id} is already under impose. In a second context, a "
+                "recomputation could not know its micro-batch. Close the first context before you "
+                "open the second."
             )
         for key in [key for key, hook in hooks.items() if isinstance(hook, _Closed)]:
             del hooks[key]
@@ -249,8 +249,8 @@ class _Imposed:
         positions, starts = self._where.of(own)
         if positions.shape != self._positions.shape:
             raise ShapeError(
-                f"layer {self.indexer.layer_id} runs on {len(positions)} tokens, the indices hold "
-                f"{len(self._positions)}. Fill up with indices.with_missing(after=...)."
+                f"layer {self.indexer.layer_id} runs on {len(positions)} tokens, but the indices "
+                f"hold {len(self._positions)}. Fill up with indices.with_missing(after=...)."
             )
         known = self._inside[:, 0] >= 0
         if not torch.equal(positions[known], self._positions[known]):

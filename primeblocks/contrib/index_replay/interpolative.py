@@ -38,9 +38,9 @@ def encode_sets(members: np.ndarray, counts: np.ndarray, sizes: np.ndarray) -> b
     """Encode sets. Local. Makes a few passes over the members for each level.
 
     Args:
-        members: int64, the sets one after the other, each in ascending order, from 0 on.
+        members: int64, the sets one after the other, each in ascending order.
         counts: int64 `[sets]`.
-        sizes: int64 `[sets]`. The members of a set are below its size.
+        sizes: int64 `[sets]`. The members of a set are at least 0 and below its size.
     """
     return b"".join(
         _pack_bits(*_codes(members[first:last], counts[sets], sizes[sets]))
@@ -69,7 +69,9 @@ def decode_sets(
         CorruptionError: a set cannot have so many members, or the bytes end before the sets do.
     """
     if ((counts < 0) | (counts > sizes)).any():
-        raise CorruptionError("a set has more members than there are places.")
+        raise CorruptionError(
+            "the bytes are damaged: a set has more members than integers below its size."
+        )
     members = np.zeros(int(counts.sum()), dtype=np.int64)
     for sets, first, last in _pieces(counts):
         reader = _Reader(data)
@@ -160,7 +162,7 @@ def _levels(
 
 
 def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return integers from each start on, as many as its count, one range after the other."""
+    """Return ranges one after the other, each with `count` integers from its start."""
     total = int(counts.sum())
     return np.arange(total) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
 
@@ -234,9 +236,10 @@ class _Numbers(NamedTuple):
 
 
 def encode_numbers(numbers: np.ndarray) -> bytes:
-    """Encode integers from 0 on, with fewer bits for small ones.
+    """Encode integers of at least 0, with fewer bits for small integers.
 
-    The running sums form a set. If one width for all takes fewer bits, that width is used.
+    The code is that of the set of running sums. If one width for all integers takes fewer bits, all
+    integers get this width.
     """
     numbers = numbers.astype(np.int64)
     sums = np.cumsum(numbers + 1) - 1
@@ -261,11 +264,11 @@ def decode_numbers(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray
     width, total = int(data[0]), int.from_bytes(data[1:9].tobytes(), "little")
     if width == _FIXED:
         if total > 1 << 62:
-            raise CorruptionError(f"no numbers add up to {total}.")
+            raise CorruptionError(f"the bytes are damaged: numbers cannot have the sum {total}.")
         sums, rest = decode_sets(data[9:], np.array([count]), np.array([total]))
         return np.diff(sums, prepend=-1) - 1, rest
     if width > 32:
-        raise CorruptionError(f"no number has {width} bits.")
+        raise CorruptionError(f"the bytes are damaged: numbers of {width} bits, more than 32.")
     reader = _Reader(data[9:])
     numbers = reader.read(np.full(count, width))
     return numbers, data[9 + reader.nbytes :]

@@ -24,7 +24,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 
 class Sets(NamedTuple):
-    """Sets one after the other: all members, the count of each, and the bound of its members."""
+    """Sets one after the other: all members, and the number and bound of members per set."""
 
     members: np.ndarray
     counts: np.ndarray
@@ -45,10 +45,10 @@ def history_of(positions: np.ndarray) -> np.ndarray:
 def distances_of(
     ids: np.ndarray, known: np.ndarray, choosing: np.ndarray, history: np.ndarray
 ) -> np.ndarray:
-    """Return the rows from each row of `choosing` back to its nearest known relative, or 0.
+    """Return for each row of `choosing` how many rows back its nearest relative is, or 0.
 
-    The nearest row has the fewest different members. For large sets a sample of the integers
-    decides.
+    The nearest relative is the earlier row with the fewest different members. For large sets, only
+    a sample of the integers is compared.
 
     Args:
         ids: int32 `[tokens, top_k]` of one layer, followed by -1.
@@ -92,10 +92,10 @@ def _incidence(ids: np.ndarray) -> np.ndarray:
 
 
 def tell(own: np.ndarray, relative: np.ndarray, size: np.ndarray) -> tuple[Sets, Sets, np.ndarray]:
-    """Return the ranks of members to remove from `relative`, and of those to add, to make `own`.
+    """Return ranks of members to remove from `relative`, and of members to add, to get `own`.
 
-    A row that is cheaper on its own is coded from the empty set. The third result is True for the
-    other rows.
+    A row that is cheaper on its own is coded from the empty set. The third result is False for such
+    a row.
 
     Args:
         own: int32 `[rows, top_k]`.

@@ -19,10 +19,10 @@ __all__ = ["Indices"]
 class Indices:
     """The positions that each token attended to, in each layer with its own indexer.
 
-    A value on the host, made of read-only numpy arrays. A slice costs nothing. Positions are
-    counted inside a token's own document, as an engine knows them, however the trainer packs
-    documents. Layers that share another layer's selection are left out. An unknown row is missing.
-    `impose` lets a missing row keep the model's own selection.
+    A value on the host, made of read-only numpy arrays. A slice costs nothing. Positions count from
+    the start of the token's document, as in an engine, even if the trainer packs documents. Layers
+    that share another layer's selection are left out. An unknown row is missing. `impose` lets a
+    missing row keep the model's own selection.
 
     Args:
         ids: int32 `[tokens, layers, top_k]`. Each row ascends without gaps and is followed by -1.
@@ -49,7 +49,7 @@ class Indices:
             )
         tokens, layers, _ = self.ids.shape
         if len(self.layer_ids) != layers or len(set(self.layer_ids)) != layers:
-            raise ShapeError(f"{layers} layers need as many distinct ids; got {self.layer_ids}.")
+            raise ShapeError(f"layer_ids must be {layers} distinct ids; got {self.layer_ids}.")
         if self.positions.shape != (tokens,) or self.positions.dtype != np.int32:
             raise ShapeError(f"positions must be int32 [{tokens}]; got {_kind(self.positions)}.")
         if self.missing.shape != (tokens, layers) or self.missing.dtype != np.bool_:
@@ -82,7 +82,8 @@ class Indices:
 
         Raises:
             ShapeError: shapes or dtypes do not fit together, or a row holds more than `top_k` ids.
-            UsageError: a row names a position twice, after its token's own position, or below -1.
+            UsageError: a row has a position twice, a position after its token, or a number below
+                -1.
         """
         ids = _host(array)
         if ids.ndim != 3 or ids.dtype.kind not in "iu":
@@ -94,7 +95,9 @@ class Indices:
         if places.shape != (tokens,) or places.dtype.kind not in "iu":
             raise ShapeError(f"positions must be integers [{tokens}]; got {_kind(places)}.")
         if tokens and not 0 <= places.min() <= places.max() < np.iinfo(np.int32).max:
-            raise UsageError(f"positions reach from {places.min()} to {places.max()}.")
+            raise UsageError(
+                f"positions must fit in 0..2**31 - 2; got {places.min()}..{places.max()}."
+            )
         unknown = np.zeros(tokens, dtype=np.bool_) if missing is None else _host(missing)
         if unknown.shape == (tokens,):
             unknown = np.repeat(unknown[:, None], layers, axis=1)
@@ -176,26 +179,27 @@ class Indices:
         """
         if sum(lengths) != self.tokens or any(length < 0 for length in lengths):
             raise ShapeError(
-                f"lengths add up to {sum(lengths)}, indices hold {self.tokens} tokens. Add "
+                f"lengths add up to {sum(lengths)}, but there are {self.tokens} tokens. Add "
                 "missing tokens with with_missing(), or correct the lengths."
             )
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
         return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
     def with_missing(self, *, before: int = 0, after: int = 0) -> Indices:
-        """Add tokens with unknown rows, at the positions before and after ours.
+        """Add tokens with missing rows, before the first token and after the last.
 
         The last sampled token has no row (`after=1`). An omitted prompt has no rows (`before=`).
         Add padding with `after` as well.
 
         Raises:
-            ShapeError: a count is negative, or `before` exceeds our first position.
+            ShapeError: a count is negative, or `before` exceeds the first position.
         """
         first = int(self.positions[0]) if len(self) else before
         last = int(self.positions[-1]) if len(self) else before - 1
         if before < 0 or after < 0 or before > first:
             raise ShapeError(
-                f"cannot add {before} and {after} missing tokens around positions {first}..{last}."
+                f"cannot add before={before} and after={after} missing tokens to positions "
+                f"{first}..{last}. Pass 0 or more, and before <= {first}."
             )
         added = np.arange(first - before, first), np.arange(last + 1, last + 1 + after)
         positions = np.concatenate([added[0], self.positions, added[1]]).astype(np.int32)
@@ -236,8 +240,8 @@ class Indices:
         """Return the value that was packed. Local.
 
         Args:
-            max_bytes: refuse ids that would take more. A row with its whole prefix takes no bytes
-                of the payload, so a payload from a stranger may expand without bound.
+            max_bytes: refuse ids that would take more memory. A row with its whole prefix takes no
+                bytes of the payload, so a payload from a stranger may expand without bound.
 
         Raises:
             CorruptionError: a byte was changed, added or removed.
@@ -248,7 +252,7 @@ class Indices:
 
     def _check_model(self, other: Indices) -> None:
         if (other.layer_ids, other.top_k) != (self.layer_ids, self.top_k):
-            raise ShapeError(f"{other} is not of the same layers and top_k as {self}.")
+            raise ShapeError(f"{other} and {self} differ in layers or top_k.")
 
     def _with(self, ids: np.ndarray, positions: np.ndarray, missing: np.ndarray) -> Indices:
         return Indices(ids, positions, self.layer_ids, missing)
@@ -282,8 +286,8 @@ def _check_range(ids: np.ndarray, positions: np.ndarray) -> None:
     if wrong.any():
         token, layer, column = np.argwhere(wrong)[0]
         raise UsageError(
-            f"position {ids[token, layer, column]} at token {token}, layer position {layer} is"
-            f" outside 0..{positions[token]}, the token's own place. Pass ids inside the token's"
+            f"token {token}, layer position {layer}: id {ids[token, layer, column]} is outside"
+            f" 0..{positions[token]}, which ends at the token itself. Pass ids inside the token's"
             " document, without masked places."
         )
 
@@ -293,6 +297,6 @@ def _check_distinct(ids: np.ndarray) -> None:
     if twice.any():
         token, layer, column = np.argwhere(twice)[0]
         raise UsageError(
-            f"{int(twice.any(axis=-1).sum())} rows name a position twice, first token {token} of"
-            f" layer position {layer}: {ids[token, layer, column]}."
+            f"{int(twice.any(axis=-1).sum())} rows have an id twice. The first is token {token},"
+            f" layer position {layer}, with id {ids[token, layer, column]}."
         )

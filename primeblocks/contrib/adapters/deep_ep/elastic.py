@@ -62,14 +62,15 @@ def elastic_dispatcher(
             kernels need 128.
         deterministic: sort the rows of an expert by source rank, token and choice. Otherwise they
             keep the order of arrival.
-        num_sms: multiprocessors that communicate. With 0 DeepEP derives the number from bandwidths.
-        check: as for `AllToAllDispatcher`. With False, an id out of range or an expert that is
-            chosen twice aborts DeepEP's kernel.
+        num_sms: the number of multiprocessors that communicate. With 0 DeepEP derives the number
+            from bandwidths.
+        check: as for `AllToAllDispatcher`. With False, DeepEP's kernel aborts if an id is out of
+            range or a token chose an expert twice.
 
     Raises:
         MissingPackageError: deep_ep is not installed.
         UnsupportedError: deep_ep fails to import, or is not the version that this adapter knows.
-        ShapeError: DeepEP cannot copy rows of `hidden`.
+        ShapeError: `hidden` is not a positive multiple of 8.
         PlanError: another size is out of range.
 
     Source: github.com/deepseek-ai/DeepEP, version 2.1.

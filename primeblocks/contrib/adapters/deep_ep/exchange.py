@@ -61,9 +61,10 @@ class Received(NamedTuple):
 
     Attributes:
         rows: `[rows, hidden]`.
-        scores: `[rows, top_k]`, as sent. Undefined if the expert is on another rank.
-        expert_ids: `[rows, top_k]`, local ids. -1 if the expert is on another rank.
-        counts: choices of each local expert, on the host, because DeepEP has waited for them.
+        scores: `[rows, top_k]`, as sent. A score is undefined if its expert is on another rank.
+        expert_ids: `[rows, top_k]`, local ids, with -1 if the expert is on another rank.
+        counts: the number of choices of each local expert. They are on the host, because DeepEP has
+            waited for them.
         handle: DeepEP's own handle, which remembers the layout.
     """
 
@@ -82,13 +83,13 @@ class DeepEpBuffer(Protocol):
         ...
 
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
-        """Send other rows the same way. They arrive in the same order."""
+        """Send other rows to the same ranks. They arrive in the order of the first rows."""
         ...
 
     def sum_back(
         self, rows: Tensor, scores: Tensor | None, handle: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum the rows of each token. Return each choice's score to its token."""
+        """Send rows back and sum those of each token. Send each choice's score back, too."""
         ...
 
     def close(self) -> None:
@@ -136,8 +137,8 @@ class DeepEpDispatcher:
         """Send tokens to their experts, as `TokenDispatcher.dispatch` does. Collective.
 
         Raises:
-            ShapeError, PlanError, RankError: as for `TokenDispatcher.dispatch`. ShapeError also if
-                the buffer is too small for the tokens or choices.
+            ShapeError, PlanError, RankError: as for `TokenDispatcher.dispatch`. ShapeError is also
+                raised if the buffer is too small for the tokens or choices.
             UnsupportedError: the dtype is not bfloat16, or a token chose an expert twice.
             ClosedError: the dispatcher was closed.
         """
@@ -234,7 +235,9 @@ class DeepEpDispatcher:
                 f"{tokens} tokens exceed max_tokens={self.max_tokens}. Raise max_tokens."
             )
         if not 1 <= top_k <= self.top_k:
-            raise ShapeError(f"{top_k} choices per token; the buffer takes 1 to {self.top_k}.")
+            raise ShapeError(
+                f"{top_k} choices per token; the buffer has room for 1 to {self.top_k}."
+            )
 
 
 class _Send(torch.autograd.Function):
@@ -271,10 +274,10 @@ class _SumBack(torch.autograd.Function):
 
 
 def check_sizes(group: dist.ProcessGroup, *, hidden: int, alignment: int) -> None:
-    """Refuse sizes that neither buffer takes, before one is built. Local.
+    """Refuse sizes that neither of DeepEP's buffers supports. Local.
 
     Raises:
-        ShapeError: DeepEP cannot copy rows of `hidden`.
+        ShapeError: `hidden` is not a positive multiple of 8.
         PlanError: this rank is not in the group, or the alignment is below 1.
     """
     if hidden < 1 or hidden * ROWS.itemsize % _UNIT_BYTES:

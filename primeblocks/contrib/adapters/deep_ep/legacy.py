@@ -48,8 +48,8 @@ def buffer_dispatcher(
     The rows of an expert keep the order of arrival.
 
     Args:
-        group: the ranks that share the experts. Rank r owns the r-th share. The size is 2, 4, 8, or
-            a larger size for which DeepEP has settings.
+        group: the ranks that share the experts. Rank r owns the r-th share. The group has 2, 4 or 8
+            ranks, or a larger number for which DeepEP has settings.
         hidden: the width of a row, a multiple of 8.
         alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
             kernels need 128.
@@ -59,7 +59,7 @@ def buffer_dispatcher(
         MissingPackageError: deep_ep is not installed.
         UnsupportedError: deep_ep fails to import, is not the version that this adapter knows, or
             has no settings for this number of ranks.
-        ShapeError: DeepEP cannot copy rows of `hidden`.
+        ShapeError: `hidden` is not a positive multiple of 8.
         PlanError: the alignment is below 1.
 
     Source: github.com/deepseek-ai/DeepEP, version 1.2.1.
