@@ -161,7 +161,7 @@ class Catalogue:
         return moves
 
     def knows(self, key: PageKey) -> bool:
-        """Whether a load may hit, without shared tiers. From any thread."""
+        """Whether a load may hit a tier that is not shared. From any thread."""
         return key in self._pages or any(level.found(key) for level in self.levels)
 
     def idle(self) -> bool:
@@ -195,7 +195,7 @@ class Catalogue:
         self._release(move.page)
 
     def written(self, move: Write, error: Exception | None) -> None:
-        """Note that a tier has the page or refused it. A page of no tier is lost with its frame."""
+        """Note that a tier has the page or refused it. A page in no tier is lost with its frame."""
         self._underway -= 1
         page, level = move.page, self.levels[move.depth]
         page.writes -= 1

@@ -35,7 +35,7 @@ class Copiers:
     """A few threads that make copies, in order of arrival.
 
     They call `report` with finished copies and whether each was made. A thread without copies calls
-    it ten times per second. They call `broke` with an error that ended a thread.
+    `report` ten times per second. They call `broke` with an error that ended a thread.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class Breaker:
     def skips(self, *, feed: int | None) -> bool:
         """Whether to skip a page.
 
-        A slow tier gets at most `feed` writes at a time, or any with None.
+        A slow tier gets at most `feed` writes at a time. With None, no page is skipped.
         """
         circuit = self.circuit()
         if circuit is Circuit.CLOSED or feed is None:
@@ -155,7 +155,7 @@ class Breaker:
         self._open(self._clock())
 
     def page_waits(self) -> bool:
-        """Note that a page waits for room. Return whether to recall the moves not begun."""
+        """Note that a page waits for room. Return whether to recall moves that have not begun."""
         if self.writing and self._waits_s is None:
             self._waits_s = self._clock()
         recall = self._moving > 0 and self.silent() and not self._recalled
@@ -213,8 +213,8 @@ class Level:
     ) -> tuple[LowerCopy | None, PageKey | None]:
         """Make room for a page. Return its copy, and the key of the page that leaves for it.
 
-        Without a copy the page is not written. A flush passes None as `feed`. Then only pages are
-        skipped for which others would leave a tier on trial.
+        Without a copy the page is not written. A flush passes None as `feed`. Then a page is
+        skipped only if another page would have to leave a tier that is on trial.
         """
         if self.breaker.skips(feed=feed):
             self.counts["skipped"] += 1
@@ -311,7 +311,7 @@ def in_order(tiers: Sequence[HostTier | Tier]) -> tuple[HostTier, list[Tier]]:
     if len(below) != len(tiers) - 1 or len(set(names)) != len(names):
         raise UnsupportedError(f"tiers need different names and one host tier; got {names}")
     if any(tier.shared for tier in below[:-1]):
-        raise UnsupportedError(f"a tier that others write to must be the last; got {names}")
+        raise UnsupportedError(f"a shared tier must be the last; got {names}")
     sizes = {(tier.page_bytes, tier.attachment_bytes) for tier in tiers}
     if len(sizes) != 1:
         raise PlanError(f"all tiers need equal (page, attachment) bytes; got {sorted(sizes)}")

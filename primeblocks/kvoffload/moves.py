@@ -49,7 +49,7 @@ Users = tuple[Hashable, ...]  # names of rollouts
 
 @dataclass(slots=True, eq=False)
 class LowerCopy:
-    """A page in a lower tier. It is `here` once written. `replaces`: another page left for it."""
+    """A page in a lower tier: `here` once written, `replaces` if another page left for it."""
 
     here: bool
     replaces: bool = False
@@ -95,7 +95,8 @@ class HostPage:
         pins: the number of running copies out of the frame.
         writes: the number of running writes to lower tiers.
         shared: whether a shared tier has the page.
-        gone: whether its key names another page or none. The frame is free once it is unused.
+        gone: whether its key now names another page, or no page. The frame is free once it is
+            unused.
         users: the rollouts that used the page when it was chosen to leave.
         ended: the rollouts that ended while no ledger had the page.
         request: the save that the page comes from, until it is here.
@@ -125,7 +126,7 @@ class HostPage:
 
 @dataclass(slots=True, eq=False)
 class CopyIn:
-    """Caller's buffers -> frame."""
+    """A copy from the caller's buffers into a frame."""
 
     page: HostPage
     request: SaveRequest
@@ -133,7 +134,7 @@ class CopyIn:
 
 @dataclass(slots=True, eq=False)
 class CopyOut:
-    """Frame -> caller's buffers."""
+    """A copy from a frame into the caller's buffers."""
 
     page: HostPage
     request: LoadRequest
@@ -141,7 +142,7 @@ class CopyOut:
 
 @dataclass(slots=True, eq=False)
 class Write:
-    """A write from a frame into a lower tier. `copy` stands for the page there."""
+    """A write from a frame into a lower tier. `copy` is the page's copy in that tier."""
 
     depth: int
     page: HostPage

@@ -218,8 +218,8 @@ def frames_of(
     """
     if page_bytes <= 0 or attachment_bytes < 0:
         raise PlanError(
-            f"got page_bytes={page_bytes} and attachment_bytes={attachment_bytes}; "
-            "the first must be positive, the second not negative"
+            "page_bytes must be positive and attachment_bytes not negative; "
+            f"got {page_bytes} and {attachment_bytes}"
         )
     frame_bytes = -(-(page_bytes + attachment_bytes) // ALIGNMENT) * ALIGNMENT
     if capacity_bytes < frame_bytes:
@@ -247,8 +247,8 @@ def pack_attachments(attachments: Mapping[str, bytes]) -> bytes:
             label, content = name.encode(), memoryview(data).tobytes()
         except (AttributeError, TypeError, UnicodeEncodeError) as error:
             raise UsageError(
-                f"attachments must be a dict from names to bytes; got {shown(data)} as "
-                f"{shown(name)}. Encode them as bytes."
+                f"attachments must be a dict from names to bytes; got {shown(data)} under the "
+                f"name {shown(name)}. Encode them as bytes."
             ) from error
         if len(label) >= 1 << 16:
             raise ShapeError(

@@ -274,7 +274,7 @@ def _refer(
 
 
 def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:
-    """Return flat views of the bytes of a page, without a copy. A list has the page in parts."""
+    """Return flat views of the bytes of a page, without a copy. A list is a page in parts."""
     parts: Parts
     if isinstance(page, list | tuple):
         parts = [each for part in page if (each := _bytes_of(part, writable=writable)).nbytes]
@@ -330,8 +330,8 @@ def users_of(*names: Hashable) -> tuple[Hashable, ...]:
             hash(name)
         except TypeError as error:
             raise UsageError(
-                f"rollouts, and what they wait for, have names that can be hashed, such as text; "
-                f"got {name!r}"
+                "the name of a rollout, or of the reason that it waits for, must be hashable, such "
+                f"as text; got {name!r}"
             ) from error
     return tuple(name for name in names if name is not None)
 
@@ -339,4 +339,6 @@ def users_of(*names: Hashable) -> tuple[Hashable, ...]:
 def _same_length(**sequences: Sequence[Any]) -> None:
     lengths = {name: len(each) for name, each in sequences.items()}
     if len(set(lengths.values())) != 1:
-        raise ShapeError(f"a batch has one of each for every page; got lengths {lengths}.")
+        raise ShapeError(
+            f"a batch needs one entry per page in each argument; got lengths {lengths}."
+        )

@@ -48,7 +48,8 @@ class TieredStore:
     Args:
         tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes them.
         evict: chooses the page that leaves: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
-        write: write a page to the tiers below when it leaves host memory ("back"), or at once.
+        write: write a page to the tiers below when it leaves host memory ("back"), or at once
+            ("through").
         copy_threads: how many threads copy between the caller's buffers and host memory.
         patience_s: how many seconds saves wait for a slow tier below. Then pages leave host memory
             without a write to this tier. A tier that does not answer is not read either.
@@ -106,8 +107,8 @@ class TieredStore:
     ) -> Pending[Saved]:
         """Save a page. Local.
 
-        Do not change `page` before the result is ready. It replaces the page of the same key,
-        except in a shared tier. If 1,024 pages wait for room, the result's `stored` is False.
+        Do not change `page` before the result is ready. The page replaces an earlier page with its
+        key, except in a shared tier. If 1,024 pages wait for room, the result's `stored` is False.
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
@@ -134,7 +135,7 @@ class TieredStore:
         attachments: Sequence[Mapping[str, bytes] | None] | None = None,
         rollout: Hashable = None,
     ) -> Pending[list[Saved]]:
-        """Save several pages as `save` does, with one result for each. An error saves none."""
+        """Save several pages as `save` does, with one result for each. Saves all or raises."""
         attachments = [None] * len(keys) if attachments is None else attachments
         batch = Batch[Saved](len(keys))
         requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
@@ -197,12 +198,12 @@ class TieredStore:
         self._ask(self._catalogue.note, lambda ledger: ledger.pause(rollout, reason))
 
     def resume(self, rollout: Hashable) -> None:
-        """Report that a rollout runs again. A save or load that names it does so too. Local."""
+        """Report that a rollout runs again, as a save or load with its name also does. Local."""
         users_of(rollout)
         self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
-        """Report the engine's whole queue, next rollout first. Rollouts that left it run. Local."""
+        """Report the whole queue, next rollout first. Rollouts that left the queue run. Local."""
         names = users_of(*rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
@@ -297,7 +298,7 @@ class TieredStore:
         self, what: Callable[..., object], *of: Any, pending: Pending[Any] | None = None
     ) -> Any:
         if os.getpid() != self._pid:
-            raise ClosedError("the page store is its parent's in a forked process; make a new one")
+            raise ClosedError("the page store belongs to the parent process. Make a new one.")
         with self._changed:
             if self._closed:
                 raise ClosedError("the page store is closed. Make a new one.")

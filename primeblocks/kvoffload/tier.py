@@ -57,11 +57,11 @@ class Tier(Protocol):
 
     @property
     def shared(self) -> bool:
-        """Whether others write to it too. If so, the store does not evict from it."""
+        """Whether other processes write to it too. If so, the store does not evict from it."""
         ...
 
     def put(self, records: Sequence[Record]) -> list[PrimeblocksError | OSError | None]:
-        """Write pages, each over an earlier page of its key. Return None or an error for each."""
+        """Write pages over earlier pages with their keys. Return None or an error for each page."""
         ...
 
     def get(

@@ -53,9 +53,9 @@ _CHANGES = (Write, Drop)  # In a full tier they alternate: they go together.
 class Order:
     """A queue of moves. `Write`, `Drop`, `Clear` and `Until` keep their order.
 
-    Reads and questions overtake them, except a `Clear`, because they must not find pages that it
-    will drop. They do not overtake for ever, because frames wait for writes. At most `reads` or
-    `writes` pages go together.
+    Reads and questions overtake these moves, but not a `Clear`, because they must not find pages
+    that it will drop. They do not overtake for ever, because frames wait for writes. At most
+    `reads` or `writes` pages go together.
     """
 
     def __init__(self, *, reads: int, writes: int) -> None:
@@ -68,7 +68,7 @@ class Order:
         self._stopping = False
 
     def give(self, *moves: Given | Recall) -> list[Write | PageRead]:
-        """Queue moves. Return those that a `Recall` takes back before `next` handed them out."""
+        """Queue moves. Return moves that a `Recall` takes back before `next` returned them."""
         taken: list[Write | PageRead] = []
         with self.changed:
             for move in moves:
@@ -158,7 +158,7 @@ class TierWorker:
         self._thread.start()
 
     def give(self, *moves: Given | Recall) -> list[Outcome]:
-        """Queue moves. Return those that a `Recall` takes back, as refused by the tier."""
+        """Queue moves. Return moves that a `Recall` takes back, as refused by the tier."""
         error = Recalled(f"{self._tier.name} answers nothing; the page was not moved")
         return [(move, error) for move in self._order.give(*moves)]
 

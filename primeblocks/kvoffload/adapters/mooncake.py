@@ -87,7 +87,8 @@ def connect(
     Args:
         master: the host and port of the master's RPC server.
         hostname: the name under which other clients reach this machine.
-        segment_bytes: the memory of this process for pages of all engines. 0, or at least 16 MiB.
+        segment_bytes: the memory that this process gives to pages of all engines: 0, or at least 16
+            MiB.
         buffer_bytes: the size of Mooncake's own buffer, for values that it reads from a disk.
         protocol: "tcp" or "rdma".
         devices: RDMA devices, separated by commas.
@@ -115,7 +116,7 @@ def connect(
     try:
         socket.create_connection((host, int(port)), timeout=timeout_s).close()
     except TimeoutError as error:
-        raise DeadlineError(f"no Mooncake master answers at {master} in {timeout_s} s") from error
+        raise DeadlineError(f"no Mooncake master answered at {master} in {timeout_s} s") from error
     except OSError as error:
         raise EngineError(f"no Mooncake master listens at {master}: {error}") from error
     client = MooncakeDistributedStore()
@@ -123,7 +124,7 @@ def connect(
     if code:
         raise EngineError(
             f"Mooncake refused a client of {master} on {hostname} over {protocol} with "
-            f"{segment_bytes} bytes for others: {code}. Its log on stderr says why."
+            f"segment_bytes={segment_bytes}: error {code}. Its log on stderr says why."
         )
     return client
 
@@ -137,7 +138,7 @@ class MooncakeTier:
 
     A call ends when Mooncake ends it. That takes 30 s if the master hangs, and 60 s if the owner of
     the memory hangs (measured with 0.3.13). Mooncake uses the frames until then, so the tier cannot
-    give up sooner, but the store's own deadlines still hold. After such a call, all loads miss for
+    give up sooner. The store's own deadlines still hold. After such a call, all loads miss for
     `rest_s`. Threads may share a tier. Its puts and gets run one after the other.
 
     Args:
@@ -193,7 +194,7 @@ class MooncakeTier:
             self._registered.append(memory.ctypes.data)
 
     def put(self, records: Sequence[Record]) -> list[Wrong | None]:
-        """Write pages that the store lacks. One request per 64 pages, and the transfers."""
+        """Write pages that the store lacks. Costs one request per 64 pages, and the transfers."""
         answers: list[Wrong | None] = []
         for batch in _batches([record.key for record in records]):
             with self._turn:
@@ -203,7 +204,7 @@ class MooncakeTier:
     def get(
         self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
     ) -> list[Found | Wrong | None]:
-        """Read pages. One request per 64 pages, and the transfers. Removes wrong values."""
+        """Read pages. Costs one request per 64 pages, and the transfers. Removes wrong values."""
         answers: list[Found | Wrong | None] = []
         for batch in _batches(keys):
             with self._turn:
@@ -268,8 +269,8 @@ class MooncakeTier:
             # Mooncake's close would pull the client away under calls of other threads.
             if not self._changed.wait_for(lambda: self._calls == 0, _CLOSE_S):
                 raise DeadlineError(
-                    f"{self._calls} calls of {self.name} have not ended after {_CLOSE_S:g} s: is "
-                    "the master or an owner of memory hung? End it, or this process."
+                    f"{self._calls} calls of {self.name} have not ended after {_CLOSE_S:g} s. "
+                    "If the master or an owner of memory hangs, end it. Otherwise end this process."
                 )
         for address in self._registered:
             self._client.unregister_buffer(address)

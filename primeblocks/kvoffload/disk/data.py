@@ -53,7 +53,7 @@ class System:
 
         Raises:
             BlockingIOError: the folder has another owner.
-            FileExistsError: files of the same names are there, but not from a tier.
+            FileExistsError: the folder has files with a tier's names that are not from a tier.
         """
         folder.mkdir(parents=True, exist_ok=True)
         lock = folder / "lock"
@@ -167,7 +167,7 @@ class DataFile:
         self.descriptor = system.open(path) if descriptor is None else descriptor
 
     def write(self, frames: Sequence[int], contents: Sequence[np.ndarray]) -> list[Answer]:
-        """Write contents into frames. Return None or an error for each. Short ones are copied."""
+        """Write contents into frames, short ones by a copy. Return None or an error for each."""
         return self._each(frames, contents, self._write)
 
     def read(self, frames: Sequence[int], into: Sequence[np.ndarray]) -> list[Answer]:
@@ -298,7 +298,8 @@ class Frames:
     def claim(self, count: int) -> list[int]:
         """Claim up to `count` free frames, in the order of the sweep.
 
-        A claim behind the fence lifts it, because a write there shows whether there is room now.
+        A claim behind the fence removes the fence, because a write there shows whether there is
+        room now.
         """
         fenced = self._fence < len(self._taken)
         near = self._taken.count(0, 0, self._fence) if fenced else self.free
@@ -354,7 +355,7 @@ def full(error: OSError) -> bool:
 
 
 def refusal(error: PrimeblocksError | OSError, path: Path) -> PrimeblocksError | OSError:
-    """Return the error to report: CapacityError if the file system is full, else the same."""
+    """Return the error to report: CapacityError if the file system is full, else `error`."""
     if isinstance(error, OSError) and full(error):
         return CapacityError(f"no space for pages in {path}: {error}. Free some disk space.")
     return error

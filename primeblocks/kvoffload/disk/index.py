@@ -312,7 +312,9 @@ class Index:
         with self._changing():
             row = self._connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
         if row[0] or row[1] != row[2]:
-            raise OSError(errno.EIO, f"{self._path} cannot be brought up to date: {row}")
+            raise OSError(
+                errno.EIO, f"the log of {self._path} cannot be copied into the database: {row}"
+            )
 
     def _mark(self) -> None:
         with suppress(OSError):  # without it a damaged index is refused, not replaced

@@ -28,14 +28,15 @@ class DiskTier:
     """A folder of pages that survives its process.
 
     The file `pages` has equal frames, and new pages go to the next free frames. `index`, an SQLite
-    database, has a row with the frame of each page. A page counts once its row is committed. Its
-    frame is reused only after the row's removal is committed. So after a kill, the next owner finds
-    all acknowledged changes. A page whose `put` was cut short has no row, and its frame is free.
+    database, has a row with the frame of each page. A page is acknowledged only after its row is
+    committed. Its frame is reused only after the row's removal is committed. So after a kill, the
+    next owner finds all acknowledged changes. A page whose `put` was cut short has no row, and its
+    frame is free.
 
     A power cut may undo changes since the last `flush` or `clear`. Damage to the index may do the
-    same, or lose all pages. Neither returns a wrong page, because the caller compares the digest of
-    key and bytes. Threads may share a tier: its calls take turns, except `holds` and `len`. After
-    `close`, and in a forked child, all calls except these two raise ClosedError.
+    same, or lose all pages. A load never gets a wrong page, because the caller compares the digest
+    of key and bytes. Threads may share a tier: its calls take turns, except `holds` and `len`.
+    After `close`, and in a forked child, all calls except these two raise ClosedError.
 
     If another program removed, replaced or cut a file of the tier, the next change or `flush`
     raises CorruptionError. Without `pages` or `lock`, the tier accepts no pages until the folder is
@@ -44,7 +45,8 @@ class DiskTier:
 
     Args:
         path: the folder, made if absent, for one owner at a time. Its pages are adopted, except
-            pages of another size, which are dropped. `close` or garbage collection frees it.
+            pages of another size, which are dropped. `close` or garbage collection frees the
+            folder.
         capacity_bytes: the bound of `pages`. A frame has room for a page and its attachments,
             rounded up to 4096 bytes. The index is not included.
         page_bytes: the bytes of a page.
@@ -99,8 +101,8 @@ class DiskTier:
         """Write pages: first their data, then their rows in one transaction. Local.
 
         A page that replaces another takes a new frame. If no frame is free, the old page leaves
-        first, and a refusal or a kill loses both. Otherwise the key of a refused page keeps its old
-        page. The answer is then a `CapacityError` if quota or disk is full, a `ShapeError` if the
+        first, and a refusal or a kill loses both. If a frame is free, a refusal leaves the old page
+        in place. The answer is a `CapacityError` if quota or disk is full, a `ShapeError` if the
         content does not fit, or the `OSError`. A `CorruptionError` means that the index is damaged,
         and all pages are lost.
         """
@@ -123,8 +125,8 @@ class DiskTier:
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
         """Read pages. Local. Returns their lengths, and their digests for the caller to compare.
 
-        None is a missing page. CorruptionError: the file ends before the page, or the index is
-        damaged. OSError: the file system refuses.
+        Returns None for a missing page. CorruptionError: the file ends before the page, or the
+        index is damaged. OSError: the file system refuses.
         """
         with self._in_turn():
             try:
@@ -281,7 +283,7 @@ class DiskTier:
         if gone:
             raise CorruptionError(
                 f"{' and '.join(gone)} of {self.path} was removed or replaced while a tier had it "
-                "open: pages that are put now would be lost. Close the tier, and make it anew."
+                "open: pages that are put now would be lost. Close the tier, and make a new tier."
             )
         if self._data.frames() < self._frames.end():
             cut = self._index.cut(self._data.frames())

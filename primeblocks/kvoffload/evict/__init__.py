@@ -45,8 +45,9 @@ class Candidate:
     Args:
         key: the name of the page.
         last_used: the tick of the last save or load. Each save or load is one tick.
-        rollouts: its users that have not ended. Empty if all have ended. None if users were never
-            named. This set is the ledger's own, so do not change it.
+        rollouts: the rollouts that use the page and have not ended. It is empty if all have ended,
+            and None if no rollout was ever named. This set is the ledger's own, so do not change
+            it.
     """
 
     key: PageKey
@@ -167,7 +168,7 @@ def by_schedule(snapshot: Snapshot) -> Choice | None:
     """Choose by the scheduler's state. Pure.
 
     Pages of running rollouts leave first, because the engine has them. Then come pages of waiting
-    rollouts and pages without a rollout, then pages of the end of the queue.
+    rollouts and pages without a rollout, then pages of the last rollout in the queue.
     """
     far = {(_rank(live), -live.since, live.page.last_used): live.page for live in snapshot.live}
     if (page := snapshot.unnamed) is not None:
@@ -184,9 +185,9 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
     """Choose the page that is needed last, by the running means of the waits. Pure.
 
     Among rollouts that wait for one reason, the rollout that has waited longest comes first. A page
-    without a rollout is expected after as long as it was unused. A page of several rollouts is
-    expected after an eighth of that time. A page of ended rollouts may be the prompt of a later
-    rollout. So it is expected after eight times as long, and is not demoted.
+    without a rollout is expected to stay unused for as long as it has been unused. A page of
+    several rollouts is expected after an eighth of that time. A page of ended rollouts may be the
+    prompt of a later rollout. So it is expected after eight times as long, and is not demoted.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)
@@ -235,12 +236,13 @@ class RolloutAware:
 
     1. Pages of versions below `version - max_staleness` leave first, as with `VersionAware`.
     2. Then comes the page that is needed last. Queued rollouts are ordered by their place in the
-       queue, and others by the mean wait for their reason. `by_waits` describes the other pages.
+       queue, and waiting rollouts by the mean wait for their reason. `by_waits` describes the other
+       pages.
        The last page of a rollout leaves first, because it is useless without the pages before it.
 
     The policy needs the `rollout` of each save and load, and `pause`, `queue` and `end`. Without
-    them it is `lru`. A mean says little about waits with a heavy tail. There the policy falls to a
-    third of the hits of `lru` (see `docs/kvoffload_eviction.md`).
+    these calls it is `lru`. A mean says little about waits with a heavy tail. With such waits the
+    policy falls to a third of the hits of `lru` (see `docs/kvoffload_eviction.md`).
 
     Args:
         max_staleness: the staleness up to which pages are kept. With None, pages of all versions

@@ -55,7 +55,7 @@ class Schedule:
         self._served = 0  # tick of the last service, or of the first in an empty queue
 
     def own(self, name: Hashable) -> Keys:
-        """Return the pages that only it uses, first page first. Call `settle` after a change."""
+        """Return this rollout's own pages, first page first. Call `settle` after a change."""
         return self._all[name].own
 
     def settle(self, name: Hashable) -> None:
@@ -109,7 +109,7 @@ class Schedule:
             self._move(name, rollout, ("waits", reason), tick=since)
 
     def queue(self, names: Sequence[Hashable], *, tick: int) -> None:
-        """Note the engine's queue. Rollouts that left the queue and do not wait now run."""
+        """Note the engine's queue. Rollouts that left the queue and do not wait are running."""
         before, self._queue = self._queue, {name: place for place, name in enumerate(names)}
         served = [name for name in before if name not in self._queue]
         for name in served:
@@ -127,7 +127,7 @@ class Schedule:
         self._tail = list(self._queue)
 
     def end(self, name: Hashable) -> list[PageKey]:
-        """End the rollout and return the pages that it used. Its own pages are to be moved."""
+        """End the rollout and return the pages that it used. The caller moves its own pages."""
         rollout = self._all.pop(name, None)
         self._queue.pop(name, None)
         if rollout is None:
@@ -137,7 +137,7 @@ class Schedule:
         return list(rollout.pages)
 
     def live(self, candidate: Callable[[PageKey], Candidate], *, tick: int) -> list[Live]:
-        """Return the first rollout of each lane, and the last of the queue."""
+        """Return the first rollout of each state, and the last of the queue."""
         names = [next(iter(lane)) for lane in self._lanes.values()]
         while self._tail and not self._queues(self._tail[-1]):
             self._tail.pop()
@@ -214,8 +214,8 @@ class Waits:
     def expected(self, reason: Hashable, *, age: int, queue: int, runs: bool = False) -> float:
         """Return the ticks of a wait, and of the queue behind it.
 
-        A rollout that has waited for much longer is expected after as long again. While nothing is
-        known, this holds for each rollout: that is the order of least recent use.
+        A rollout that has waited for much longer is expected to wait as long again. Before any wait
+        was measured, this holds for each rollout. The order is then that of least recent use.
         """
         mean = self._any if runs else self._by_reason.get(reason, self._any)
         ticks = mean.value * (_LATER if runs else 1) + self.service(queue)
@@ -262,8 +262,9 @@ class PageLedger:
         """Note that the tier has the page, and that these rollouts just used it.
 
         Args:
-            by: the rollouts that used it now. None if all did.
-            front: the page was demoted and not used. The pages behind it came before.
+            by: those of `rollouts` that used the page now. With None, all did.
+            front: the page was demoted and not used. The later pages of its rollouts came before
+                it.
         """
         self._tick += 1
         self._pages[key] = self._tick

@@ -340,7 +340,7 @@ def test_a_step_without_work_rests_while_pages_come(scheduler, adapter, monkeypa
 def test_routes_and_loads_within_a_step_are_refused(adapter):
     within = {"sync_load_budget_bytes": 1 << 20}  # vLLM 0.33 has it
     make_spec(adapter, pool_pages=4, extra=within)
-    with pytest.raises(UnsupportedError, match="leave out sync_load_budget_bytes"):
+    with pytest.raises(UnsupportedError, match="Leave out sync_load_budget_bytes"):
         make_spec(adapter, pool_pages=4, routes=8, extra=within)
 
 

@@ -53,16 +53,16 @@ def engine_args(
         disk_path: the folder of our pages on disk. Without `persist`, it is emptied when the engine
             starts and stops.
         disk_bytes: the quota of the folder.
-        max_staleness: evict pages of versions staler than this first (see `request_args`). With
-            None, all versions are treated alike.
-        evict: "versions" is `VersionAware`. "rollouts" is `RolloutAware`. It has several times the
-            hits if agents queue, and less than half the hits if waits have a heavy tail.
+        max_staleness: pages of versions staler than this number leave first (see `request_args`).
+            With None, all versions are treated alike.
+        evict: "versions" is `VersionAware`. "rollouts" is `RolloutAware`, which has several times
+            the hits if agents queue, and less than half the hits if waits have a heavy tail.
         offload_prompt_only: leave out generated tokens.
         routes_bytes_per_token: with routed-expert capture, the bytes captured per token
             (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). Routes then travel with their
             pages. 0 leaves routes in vLLM.
         persist: keep the pages on disk for the next engine with the same `persist`. Change this
-            name with everything that the pages depend on, above all the weights with which the
+            name if anything changes that the pages depend on, above all the weights with which the
             engine starts. Only engines with equal model, layout, parallel sizes and vLLM version
             find the pages. With None, the folder starts empty and is emptied at the end.
 

@@ -53,8 +53,7 @@ class Speeds:
     def patience_s(self, pages: int) -> float:
         """Return how long a request may wait for room for these pages: the time that a load saves.
 
-        So even if a request waits and no room appears, it takes at most twice the time of the
-        better choice.
+        So even a request that waits in vain takes at most twice the time of the better choice.
         """
         if not self.load.pages or not self.compute.pages:
             return _UNMEASURED_S
@@ -71,10 +70,10 @@ class _Turn:
 class Turns:
     """A first-come, first-served queue, so that requests do not evict each other's pages for ever.
 
-    The first request may bring all its pages. Later requests may bring theirs if all fit together,
-    and wait otherwise. A request goes on without its pages if it has waited longer than its
-    patience, or needs more than the `capacity` pages of the pool. Pages brought ahead, for requests
-    that have not asked yet, use the remaining room, and give way to requests that ask.
+    The first request may load all its pages into the pool. Later requests may do so if the pages of
+    all fit together, and wait otherwise. A request goes on without its pages if it has waited
+    longer than its patience, or needs more than the `capacity` pages of the pool. Pages that are
+    loaded ahead of their request use the remaining room, and give way to requests that ask.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Turns:
         turn.pages.add(page)
 
     def ask(self, request: str, page: Hashable) -> Literal["come", "wait", "go on"]:
-        """Return whether the request may bring this page into the pool now."""
+        """Return whether the request may load this page into the pool now."""
         turn = self._turn(request)
         is_new = page not in turn.pages
         if len(turn.pages) + is_new > self._capacity:
@@ -112,7 +111,7 @@ class Turns:
         return "come"
 
     def ask_ahead(self, request: str, page: Hashable) -> bool:
-        """Whether there is room for a page that a queued request will ask for."""
+        """Return whether there is room for a page that a queued request will ask for."""
         pages = self._ahead.setdefault(request, set())
         if page not in pages:
             if self._pages + self._pages_ahead >= self._capacity:
@@ -163,17 +162,17 @@ class _Step:
 
 
 class StoreManager(TieringOffloadingManager):
-    """The stock manager with five changes.
+    """vLLM's manager with five changes.
 
     - A reset reaches our tier. Stock vLLM does not reset secondary tiers with the connector after a
       weight update, and then serves pages of the old weights.
     - A request waits for room in the pool if a tier has its page. It waits at most the time that a
       load saves (`Speeds`). Stock vLLM treats a full pool as a miss and computes the rest of the
-      prompt. There, requests evict each other's pages before any request has all its pages.
+      prompt. In stock vLLM, requests evict each other's pages before any request has all its pages.
     - Pages of queued requests come into the pool before they are scheduled. The head of the queue
       comes first, and only free room is used.
     - The engine's queue is passed to our tier, whose eviction policy may use it.
-    - Workers learn the hashes of the pages they move, if routes travel with them.
+    - If routes travel with pages, workers get the hashes of the pages that they move.
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class StoreManager(TieringOffloadingManager):
         self.set_overlap(steps=0)
 
     def expect(self, context: ReqContext, find: Callable[[], Sequence[OffloadKey]]) -> None:
-        """Note that a request is last in the engine's queue. `find` returns what it would load."""
+        """Note that a request is last in the engine's queue. `find` returns the pages to load."""
         self._queue[context.req_id] = _Queued(context, cache(find))
 
     def set_overlap(self, *, steps: int) -> None:

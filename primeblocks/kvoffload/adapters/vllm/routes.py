@@ -35,7 +35,7 @@ _SEAL_BYTES = 16
 
 
 class PendingRows(Protocol):
-    """The rows of blocks that a step will produce. `rows` is empty (None) until they arrive."""
+    """The rows of blocks that a step will produce. Until they arrive, `rows` equals None."""
 
     rows: dict[int, bytes | None] | None
 
@@ -54,11 +54,11 @@ class CapturedRows(Protocol):
         ...
 
     def carry(self) -> None:
-        """Declare that a tier that loads pages offers their rows. Idempotent."""
+        """Declare that the rows of loaded pages will be passed to `offer`. Idempotent."""
         ...
 
     def rows_of(self, blocks: Sequence[int]) -> PendingRows:
-        """Request the rows of blocks after the steps so far."""
+        """Request the rows of blocks, as they are after the steps so far."""
         ...
 
     def offer(self, rows: Mapping[int, bytes | None]) -> None:
@@ -137,8 +137,8 @@ class RoutesWorker(OffloadingWorker):
         )
         if live is None:
             raise UnsupportedError(
-                "routes travel with the pages by the plug-in's patch routes_with_pages, which is "
-                "not applied here. Remove the patch from PRIMEBLOCKS_VLLM_PATCHES_OFF, or leave "
+                "routes_bytes_per_token needs the plug-in's patch routes_with_pages, which is not "
+                "applied here. Remove the patch from PRIMEBLOCKS_VLLM_PATCHES_OFF, or leave "
                 "out routes_bytes_per_token."
             )
         self._connectors = live
@@ -213,8 +213,8 @@ class RoutesWorker(OffloadingWorker):
         if connector is not None and connector.page_nbytes() != self._tail.rows_bytes:
             raise PlanError(
                 f"the routes of a page take {connector.page_nbytes()} bytes in this engine, not "
-                f"{self._tail.rows_bytes}: routes_bytes_per_token is layers x top_k x item size, "
-                "RouterShape.bytes_per_token of primeblocks.replay.adapters.vllm"
+                f"{self._tail.rows_bytes}. Pass as routes_bytes_per_token layers x top_k x item "
+                "size, which is RouterShape.bytes_per_token of primeblocks.replay.adapters.vllm."
             )
         if connector is not None:
             connector.carry()

@@ -50,7 +50,7 @@ ROUTES = "primeblocks_routes_bytes_per_token"
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
-    """The stock connector. It also tells our manager what a queued request will load.
+    """The stock connector, which also tells our manager the pages of queued requests.
 
     It has the stock connector's name, because vLLM finds metrics and layouts by this name.
     """
@@ -119,7 +119,7 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
         if self.num_chunks < 1:
             raise PlanError(
                 f"primary_bytes={self.extra_config['cpu_bytes_to_use']} hold no page: one takes "
-                f"{self.kv_bytes_per_chunk}"
+                f"{self.kv_bytes_per_chunk} bytes. Raise primary_bytes."
             )
 
     def _make_room_for_routes(self, bytes_per_token: int) -> None:
@@ -132,8 +132,9 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
             )
         if self.extra_config.get("sync_load_budget_bytes"):
             raise UnsupportedError(
-                "routes travel with pages that are loaded before their request runs, not within "
-                "its first step: leave out sync_load_budget_bytes or routes_bytes_per_token"
+                "routes need pages that are loaded before their request runs, but "
+                "sync_load_budget_bytes loads pages within its first step. Leave out "
+                "sync_load_budget_bytes or routes_bytes_per_token."
             )
         copies = 1 if self.replicated_layout else self.config.parallel.world_size
         self.tail = Tail(

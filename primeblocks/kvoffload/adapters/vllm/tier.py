@@ -81,12 +81,12 @@ def request_args(
 
     Args:
         version: the policy version, a count of updates. Keys of different versions differ. The tier
-            advances to the largest version seen, except by more than 2**20: one mistaken request
-            would make all pages stale.
+            advances to the largest version seen. It ignores a jump of more than 2**20, because one
+            mistaken request would make all pages stale.
         rollout: the name of the rollout that will need the pages again, in its next turn.
         ends: the names of rollouts that end with this request and do not need their pages any more.
             Name this rollout in its last turn, and rollouts that ended without a last turn.
-        waits: for rollouts between two turns, the tool that each waits for, as {"a/2": "pytest"}. A
+        waits: the tool that each rollout between two turns waits for, as {"a/2": "pytest"}. A
             rollout without an entry waits for "turn".
 
     Raises:
@@ -264,7 +264,7 @@ class StoreTier(SecondaryTierManager):
                 job.ended_s = self._clock()
 
     def forget(self) -> None:
-        """Make every page unreachable at once, and drop them in the background."""
+        """Make all pages unreachable at once, and drop them in the background."""
         # Random: earlier pages and those of another engine have other salts.
         self._salt = os.urandom(16)
         self._store.clear()
