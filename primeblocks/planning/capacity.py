@@ -46,7 +46,9 @@ class Gpu:
         check_counts(least=0, memory_bytes=self.memory_bytes, reserve_bytes=self.reserve_bytes)
         fraction = self.memory_fraction
         if not isinstance(fraction, Real) or not 0 < fraction <= 1:
-            raise PlanError(f"memory_fraction is above 0 and at most 1; got {shown(fraction)}.")
+            raise PlanError(
+                f"memory_fraction must be above 0 and at most 1; got {shown(fraction)}."
+            )
         if self.usable_bytes < 1:
             raise PlanError(
                 f"{self.memory_bytes} bytes x {fraction} - {self.reserve_bytes} leave nothing. "
@@ -68,7 +70,8 @@ class Weights:
             copied to every replica.
         expert_bytes: all routed experts together.
         experts: routed experts per layer.
-        spread_experts: assign whole experts to all GPUs. If False, a replica splits each expert.
+        spread_experts: distribute whole experts over all GPUs. If False, a replica splits each
+            expert.
         active_parameters: parameters that multiply one token, for the cost of recomputing.
 
     Raises:
@@ -90,7 +93,7 @@ class Weights:
             raise PlanError(f"expert_bytes needs experts, and experts need bytes; got {self}.")
 
     def rank_bytes(self, *, tensor: int, data: int) -> int:
-        """Return the bytes on the fullest GPU of `data` replicas of `tensor` ranks.
+        """Return the bytes on the fullest GPU, for `data` replicas of `tensor` ranks.
 
         Raises:
             PlanError: a number is below 1.
@@ -136,7 +139,7 @@ class CapacityPlan:
         peak_bytes: the most that pages need on a GPU of the fullest replica.
         pages: pages of each group at that peak.
         tiers: GPU, host and disk with their loads.
-        left_over: cost of recomputing once every rollout without room in any tier.
+        left_over: the cost to recompute, once, each rollout for which no tier has room.
     """
 
     groups: tuple[KvGroup, ...]
@@ -202,12 +205,12 @@ def plan_capacity(
 
     `gpus` form replicas of attention of `tensor` ranks each. Whole prompts are assigned to replicas
     in turn, the largest first. Weights and key-value heads are split over a replica. Every rank of
-    a replica holds latents, and heads that are fewer than the ranks.
+    a replica holds all latents. If heads are fewer than ranks, every rank holds one head.
 
     The plan promises that no rollout is evicted before it ends, for every order in which rollouts
     may grow. An engine that computes prompts in chunks frees a window's pages after each chunk and
-    not after each token. Add one chunk's pages of windowed layers to `Gpu.reserve_bytes` for it.
-    Page sizes of groups are added as they are, without padding to one size.
+    not after each token. For such an engine, add one chunk's pages of windowed layers to
+    `Gpu.reserve_bytes`. Page sizes of groups are added as they are, without padding to one size.
 
     Args:
         groups: layers with equal caches, from `kv_groups` or written by hand.
@@ -221,7 +224,7 @@ def plan_capacity(
 
     Raises:
         PlanError: the numbers do not fit together.
-        CapacityError: any number of GPUs is too small, or the weights alone do not fit on `gpus`.
+        CapacityError: no number of GPUs is large enough, or the weights alone do not fit on `gpus`.
     """
     limits = {"host": host_bytes, "disk": disk_bytes}
     counts = {"tensor": tensor, "page_tokens": page_tokens}
@@ -370,7 +373,9 @@ def _check(
     gpus: int | None,
 ) -> None:
     if not groups or not rollouts:
-        raise PlanError(f"needs groups and rollouts; got {len(groups)} and {len(rollouts)}.")
+        raise PlanError(
+            f"plan_capacity needs groups and rollouts; got {len(groups)} and {len(rollouts)}."
+        )
     check_counts(**numbers, **({} if gpus is None else {"gpus": gpus}))
     check_counts(least=0, **sizes)
     tensor = numbers["tensor"]

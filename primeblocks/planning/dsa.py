@@ -51,7 +51,7 @@ class DsaSizes:
     def __post_init__(self) -> None:
         if not 0 <= self.index_layers <= self.layers or min(self.heads, self.top_k) < 1:
             raise PlanError(
-                "needs 0 <= index_layers <= layers, heads >= 1 and top_k >= 1; got "
+                "DsaSizes needs 0 <= index_layers <= layers, heads >= 1 and top_k >= 1; got "
                 f"{self.index_layers}, {self.layers}, {self.heads}, {self.top_k}."
             )
         if self.index_speed <= 0:

@@ -36,7 +36,7 @@ class EngineModel:
     """One engine, as it was measured.
 
     Args:
-        tokens_per_s: throughput of all running requests together, by their number.
+        tokens_per_s: maps the number of running requests to their throughput together.
         max_running: the most requests that run at once. More requests wait in a queue.
 
     Raises:

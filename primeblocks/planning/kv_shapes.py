@@ -47,7 +47,7 @@ class KvGroup:
             are more ranks than heads. Latents and index keys have one head.
         window: tokens that a token sees, itself included. Earlier pages are freed. With None, it
             sees all tokens.
-        state_head_bytes: state of a rollout of any length, in one head of one layer.
+        state_head_bytes: bytes of a rollout's state of fixed size, in one head of one layer.
         pair_flops: FLOPs of attention of one query to one key in one layer, over all heads.
         max_keys: the most keys that a query attends to (sparse attention). All keys are stored.
 
@@ -82,7 +82,7 @@ class KvGroup:
         """Count heads on each of `tensor` ranks.
 
         Raises:
-            PlanError: neither of the two numbers divides the other, or `tensor` is below 1.
+            PlanError: neither of `heads` and `tensor` divides the other, or `tensor` is below 1.
         """
         check_counts(tensor=tensor)
         if self.heads % tensor and tensor % self.heads:
@@ -151,10 +151,10 @@ def kv_groups(config: Any, *, kv_dtype: str = "bfloat16") -> tuple[KvGroup, ...]
 
     Args:
         config: an object or a mapping, such as the content of config.json.
-        kv_dtype: float32, bfloat16, float16, fp8, or fp8_ds_mla. The last is for latents only: per
-            token 512 bytes, four float32 scales and 64 unquantized bfloat16 values.
-            Recurrent states of linear attention are float32, and those of their convolutions have
-            `kv_dtype`, or bfloat16 if it is quantized.
+        kv_dtype: float32, bfloat16, float16, fp8, or fp8_ds_mla. fp8_ds_mla is for latents only:
+            per token 512 bytes, four float32 scales and 64 unquantized bfloat16 values. Recurrent
+            states of linear attention are float32. The states of its convolutions have `kv_dtype`,
+            or bfloat16 if `kv_dtype` is quantized.
 
     Raises:
         PlanError: a needed size is absent or not a count.
@@ -165,7 +165,7 @@ def kv_groups(config: Any, *, kv_dtype: str = "bfloat16") -> tuple[KvGroup, ...]
     _refuse_unknown(config)
     layers = _need(config, "num_hidden_layers")
     if layers > _MOST_LAYERS:
-        raise PlanError(f"num_hidden_layers is {layers}; at most {_MOST_LAYERS} are planned.")
+        raise PlanError(f"num_hidden_layers must be at most {_MOST_LAYERS}; got {layers}.")
     if kv_dtype not in (*_SIZES, _DS_MLA):
         raise UnsupportedError(
             f"kv_dtype is one of {', '.join(_SIZES)} and {_DS_MLA}; got {kv_dtype!r}."
@@ -258,8 +258,8 @@ def _layer_types(config: Any, layers: int, *, known: tuple[str, ...]) -> list[st
     unknown = {kind for kind in map(str, kinds) if kind not in known}
     if unknown or len(kinds) != layers:
         raise UnsupportedError(
-            f"{len(kinds)} layer_types for {layers} layers, unknown: {sorted(unknown)}. "
-            "Write KvGroup by hand."
+            f"{len(kinds)} layer_types for {layers} layers, with the unknown types "
+            f"{sorted(unknown)}. Write KvGroup by hand."
         )
     return list(kinds)
 
@@ -306,7 +306,7 @@ def footprint(
     Samples after the first begin when the prompt is in its pages. Each may then have any length up
     to its end. Only lengths in the last page matter. A rollout one page shorter never holds more,
     because a window moves by whole pages and all other memory only grows. Two of these lengths
-    suffice, the first and the one that opens a page. Between them windows only free pages.
+    suffice: the first, and the length that opens a page. Between the two, windows only free pages.
     """
     end = rollouts.tokens
     begin = 1 if rollouts.samples == 1 else rollouts.prompt_tokens

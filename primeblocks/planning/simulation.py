@@ -36,7 +36,7 @@ class StepRecord:
     """One step of a simulated loop.
 
     Args:
-        engine_busy_s: mean seconds until then in which an engine had a request.
+        engine_busy_s: mean seconds, until the end of the step, in which an engine had a request.
         lags: for each group, the version that trained on it minus the version at its submission.
         token_lag: the mean of the same difference over tokens.
         tokens: tokens of each sample in the step.
@@ -191,7 +191,7 @@ def simulate(
 
     Args:
         workload: the prompts and the lengths of their answers.
-        engines: each request goes to the engine with the fewest (`serving.least_loaded`).
+        engines: each request goes to the engine with the fewest requests (`serving.least_loaded`).
         train_s: seconds of a step, or a callable of the batch's tokens.
         staleness: the policy of the loop.
         batch_size: groups in a step.
@@ -211,8 +211,8 @@ def simulate(
     """
     if not engines or not 0 <= settle < steps or not 0 <= pause_s <= publish_s:
         raise UsageError(
-            f"needs an engine, settle < steps and pause_s <= publish_s; got {len(engines)} "
-            f"engines, {settle} and {steps}, {pause_s} and {publish_s} s."
+            "simulate needs an engine, settle < steps and pause_s <= publish_s; got "
+            f"{len(engines)} engines, {settle=}, {steps=}, {pause_s=} and {publish_s=}."
         )
     if not callable(train_s) and not (isinstance(train_s, Real) and train_s >= 0):
         raise UsageError(

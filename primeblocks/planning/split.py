@@ -26,7 +26,8 @@ class CostTable:
 
     Args:
         sample_s: measured seconds per sample of one replica of `degree` GPUs, by
-            `(micro_batch, degree)`. An engine's micro-batch is the samples that run at a time.
+            `(micro_batch, degree)`. For an engine, the micro-batch is the number of samples that
+            run at a time.
         weight_bytes: weights of one replica. For a trainer include gradients and optimizer state.
         sample_bytes: memory of one sample of a micro-batch on one replica: activations or KV cache.
 
@@ -53,7 +54,7 @@ class CostTable:
         return (self.weight_bytes + micro_batch * self.sample_bytes) / degree
 
     def batch_s(self, micro_batch: float, degree: int) -> float:
-        """Return the seconds of a micro-batch, interpolated, and at least the smallest one's."""
+        """Return interpolated seconds of a micro-batch, at least those of the smallest one."""
         table = sorted((b, b * s) for (b, m), s in self.sample_s.items() if m == degree)
         sizes, seconds = zip(*table, strict=True)
         return float(np.interp(micro_batch, sizes, seconds))
@@ -86,7 +87,7 @@ class SplitPlan:
         publish_s: seconds that the trainer waits for the engine. Part of every step time except
             `bound_s`.
         together_s: seconds of a synchronous step, in which both sides use all GPUs in turn.
-            Infinite if both sides do not fit.
+            Infinite if the two sides do not fit on the same GPUs.
         bound_s: a lower bound of asynchronous steps, with fractions of GPUs and each side at its
             best.
     """

@@ -27,7 +27,7 @@ class StepSizes:
         layers: layers with attention.
         heads: query heads.
         key_heads: key-value heads.
-        head_dim: of queries, keys and values. Pass the mean if they differ.
+        head_dim: the size of a head of queries, keys and values. Pass the mean if sizes differ.
         root_parameters: parameters outside of the layers, such as embedding and head.
         layer_parameters: parameters of all layers without experts.
         expert_parameters: parameters of all experts of all layers.
@@ -97,8 +97,8 @@ def plan_traffic(
         attention: "ring" or "ulysses".
 
     Raises:
-        PlanError: `plan` or `sizes` has another type, a word is unknown, or the expert degree does
-            not divide the experts.
+        PlanError: `plan` or `sizes` has another type, `dispatch` or `attention` is unknown, or the
+            expert degree does not divide the experts.
     """
     if not isinstance(plan, MeshPlan):
         raise PlanError(f"plan must be a MeshPlan, as plan_mesh() returns; got {plan!r:.60}.")

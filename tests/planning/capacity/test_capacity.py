@@ -263,5 +263,5 @@ def test_what_counts_nothing_is_refused_by_name(odd):
         with pytest.raises(PlanError, match=f"{name} must be"):
             build()
     for fraction in (0.0, 1.5, float("nan")):
-        with pytest.raises(PlanError, match="memory_fraction is above 0 and at most 1; got"):
+        with pytest.raises(PlanError, match="memory_fraction must be above 0 and at most 1; got"):
             Gpu(1 << 40, memory_fraction=fraction)
