@@ -47,8 +47,8 @@ class DiskTier:
         path: the folder, made if absent, for one owner at a time. Its pages are adopted, except
             pages of another size, which are dropped. `close` or garbage collection frees the
             folder.
-        capacity_bytes: the bound of `pages`. A frame has room for a page and its attachments,
-            rounded up to 4096 bytes. The index is not included.
+        capacity_bytes: the largest size of `pages`. A frame has room for a page and its
+            attachments, rounded up to 4096 bytes. The index is not included.
         page_bytes: the bytes of a page.
         attachment_bytes: the room next to each page for its packed attachments.
         io: "direct" bypasses the page cache, "buffered" uses it, "auto" bypasses it if possible.
