@@ -44,9 +44,9 @@ def trace_rollouts(
     prompt. Failed compactions are left out, because verifiers does not train on them. The reward is
     the trace's, or None if part of the scoring did not run. Its components are `rewards`.
 
-    Expert routes of a branch become the attachment "routed_experts", rows `[tokens - 1, layers,
-    top_k]`. The tokens that sampling kept become two attachments: "sampling_mask" has all their
-    ids, and "sampling_mask_counts" the number of ids per token.
+    Expert routes of a branch become the attachment "routed_experts" with rows
+    `[tokens - 1, layers, top_k]`. The tokens that sampling kept become two attachments:
+    "sampling_mask" has all their ids, and "sampling_mask_counts" the number of ids per token.
 
     Args:
         version: the version of the policy, if one policy sampled all tokens. Otherwise a function

@@ -18,7 +18,7 @@ class IndexAgreement:
 
     Attributes:
         equal_rows: fraction of rows that hold the same ids.
-        overlap: mean over rows of the common ids, divided by the ids of the larger row.
+        overlap: the mean over rows of this ratio: common ids over ids of the larger row.
         rows: the number of rows that `compare` counted.
     """
 

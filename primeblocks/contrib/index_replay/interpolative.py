@@ -221,7 +221,7 @@ class _Reader:
     def read(self, widths: np.ndarray) -> np.ndarray:
         ends = self._at + np.cumsum(widths)
         if len(ends) and ends[-1] > self._limit:
-            raise CorruptionError(f"{self._limit // 8} bytes end before the sets in them do.")
+            raise CorruptionError(f"the bytes are damaged: {self._limit // 8} bytes end too early.")
         starts = ends - widths
         self._at = int(ends[-1]) if len(ends) else self._at
         words = self._words[starts >> 3].astype(np.uint64)
@@ -260,7 +260,7 @@ def decode_numbers(data: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray
         CorruptionError: the bytes are not encoded numbers.
     """
     if len(data) < 9:
-        raise CorruptionError("the bytes end before the numbers in them do.")
+        raise CorruptionError("the bytes are damaged: they end before the first number.")
     width, total = int(data[0]), int.from_bytes(data[1:9].tobytes(), "little")
     if width == _FIXED:
         if total > 1 << 62:

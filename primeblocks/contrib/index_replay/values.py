@@ -21,8 +21,8 @@ class Indices:
 
     A value on the host, made of read-only numpy arrays. A slice costs nothing. Positions count from
     the start of the token's document, as in an engine, even if the trainer packs documents. Layers
-    that share another layer's selection are left out. An unknown row is missing. `impose` lets a
-    missing row keep the model's own selection.
+    that share another layer's selection are left out. A row that is not known is marked as missing.
+    `impose` lets a missing row keep the model's own selection.
 
     Args:
         ids: int32 `[tokens, layers, top_k]`. Each row ascends without gaps and is followed by -1.
