@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from primeblocks.errors import CorruptionError, UsageError
@@ -261,13 +261,25 @@ def test_numbers_on_another_grid_already_may_be_either():
     assert "the bits are the same" in found[Q]
 
 
-WORDS = {"source": "quantized from", "scale": "scales,", "quotient": "quotient"}
+WORDS = {
+    "source": ("quantized from", "quantized a second time"),
+    "scale": ("scales,",),
+    "quotient": ("quotient",),
+}
 
 
 # Of a handful of values another cause may give the bits, too.
 LARGE = st.sampled_from([(6, 40), (130, 64), (2, 20, 33)])
 
 
+# The export, and the export quantized twice, have the same bits here.
+@example(
+    Recipe(Tile(1, 32), Tile(1, 32), source="float32"),
+    Recipe(Tile(1, 32), Tile(1, 32)),
+    (6, 40),
+    False,
+    69,
+)
 @given(RECIPES, RECIPES, LARGE, st.booleans(), st.integers(0, 99))
 def test_no_cause_is_named_that_is_none(recipe, other, shape, is_exact, seed):
     other = replace(other, activations=recipe.activations, weights=recipe.weights)
@@ -277,7 +289,7 @@ def test_no_cause_is_named_that_is_none(recipe, other, shape, is_exact, seed):
     changes = {field for field in WORDS if getattr(recipe, field) != getattr(other, field)}
     for finding in found:
         named = [
-            {field for field, word in WORDS.items() if word in cause}
+            {field for field, words in WORDS.items() if any(word in cause for word in words)}
             for cause in finding.reason.split(", or ")
         ]
         assert all(named)
