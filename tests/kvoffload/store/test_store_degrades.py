@@ -323,7 +323,7 @@ def test_a_name_that_cannot_be_hashed_is_refused(host, name):
             lambda: store.queue(["a", name]),
             lambda: store.end(name),
         ):
-            with pytest.raises(UsageError, match="hashed"):
+            with pytest.raises(UsageError, match="must be hashable"):
                 call()
         assert save(store, 1).stored
         assert load(store, 1) == "host"
