@@ -52,7 +52,7 @@ def engine_args(
         host_bytes: the size of our pages in host memory.
         disk_path: the folder of our pages on disk. Without `persist`, it is emptied when the engine
             starts and stops.
-        disk_bytes: the quota of the folder.
+        disk_bytes: the largest size of our pages on disk. The index is not included.
         max_staleness: pages of versions staler than this number leave first (see `request_args`).
             With None, all versions are treated alike.
         evict: "versions" is `VersionAware`. "rollouts" is `RolloutAware`, which has several times
