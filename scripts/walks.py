@@ -307,10 +307,12 @@ def shard() -> Walk:
     manifests = [weightsync.describe(ours)], [weightsync.describe(theirs)]
     plan = weightsync.plan_sync(*manifests, bucket_bytes=1 << 20)
     reload.record_metadata_for_reloading(theirs)
+    config: Any = SimpleNamespace(quantization=None, dtype=torch.float32)
     worker = object.__new__(PrimeblocksEngine)  # Without the engine that it would ask for.
     worker.model = theirs
-    worker.model_config = SimpleNamespace(quantization=None, dtype=torch.float32)
     worker.vllm_config = VllmConfig()
+    worker.model_config = config
+    worker.vllm_config.model_config = config
     worker.parallel_config = worker.vllm_config.parallel_config
     info = UpdateInfo(VERSION, "update", TIMEOUT_S)
     with (

@@ -137,11 +137,35 @@ def test_elements_are_recorded_where_the_loader_writes_them(case):
     loader.load(sources.items())
     made = moved(reads.into, sources)
     assert set(made) == set(loader.params)
+    assert reads.written == {name: int((p != -7).sum()) for name, p in loader.params.items()}
     for name, param in loader.params.items():
         if name in reads.lost:
             assert not reads.into.by_target[name]
         else:
             assert torch.equal(made[name].masked_fill(param == -1, -1), param)
+
+
+def test_elements_that_nothing_writes_are_not_counted():
+    fused, padded, whole = torch.zeros(6, 4), torch.zeros(5, 4), torch.zeros(3, 4)
+
+    def load(tensors):
+        for name, tensor in tensors:
+            if name == "b":
+                padded[:3].copy_(tensor)
+                padded[3:4].fill_(0)
+                whole.copy_(tensor * 2)
+            else:
+                fused["ac".index(name) * 3 :][: len(tensor)].copy_(tensor)
+
+    sources = {name: torch.ones(3, 4) for name in "abc"}
+    into = {"fused": fused, "padded": padded, "whole": whole}
+    assert record_reads(load, describe(sources), into=into).written == {
+        "fused": 24,
+        "padded": 16,
+        "whole": 12,
+    }
+    del sources["c"]
+    assert record_reads(load, describe(sources), into=into).written["fused"] == 12
 
 
 # --- What loaders do besides ---------------------------------------------------------------------

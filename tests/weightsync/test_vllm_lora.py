@@ -361,7 +361,6 @@ def test_a_flipped_byte_leaves_both_as_they_were(saw):
 def test_a_parameter_without_new_values_is_noticed_under_its_own_name(saw):
     kind, message = saw["under"]["partial"]
     assert kind == "TransferError"
-    assert "1 of " in message
-    assert "would keep their old values" in message
+    assert "1 parameters would keep their old values" in message
     assert "base_layer" not in message
     assert saw["under"]["after_partial"] == saw["under"]["updated"]

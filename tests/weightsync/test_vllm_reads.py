@@ -89,12 +89,21 @@ def _load(folder, family, whole_experts, rank):
         for piece in reads.into.by_target.get(name, ())
         if not torch.equal(*(t[piece.target_box.slices] for t in (loaded, made[name].to(loaded))))
     ]
+    # No weight of these models is 7.
+    counts = {name: int((loaded != 7).sum()) for name, loaded in whole.items()}
+    miscounted = [name for name in whole if reads.written.get(name) != counts[name]]
     unknown = [name for name in whole if name not in made]
     arrives = {name for name, pieces in reads.into.by_source.items() if pieces}
     lost = {name: why for name, why in reads.lost.items() if name not in arrives}
     unplaced = [name for name in reads.boxes if name not in arrives | set(lost)]
     read = plan_sync([describe(checkpoint)], reads).bytes_total
-    return read, *sizes, dict(reads.inexact), lost, [differ, elsewhere, unknown, unplaced]
+    return (
+        read,
+        *sizes,
+        dict(reads.inexact),
+        lost,
+        [differ, elsewhere, miscounted, unknown, unplaced],
+    )
 
 
 def _poisoned(checkpoint, boxes):

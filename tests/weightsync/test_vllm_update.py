@@ -2,18 +2,23 @@
 
 import gc
 import importlib.util
+import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
-from primeblocks.weightsync import Publisher
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.adapters import vllm as adapter
+from primeblocks.weightsync.adapters.transformers import to_checkpoint
+from primeblocks.weightsync.adapters.vllm.loads import record_load
 from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
+from primeblocks.weightsync.manifest import Manifest
 from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import GroupTransport
 from tests.engine_job import call
@@ -24,6 +29,17 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
 ]
+
+# Asymmetric inputs have one kernel on all CPUs.
+INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}
+WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel"}
+LINEAR = {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": LINEAR},
+    "ignore": ["lm_head"],
+}
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -67,6 +83,13 @@ def _updated(llm, trainer):
     saw = {"start": greedy(llm)}
     first = trainer.publish(1, seed=1)
     saw["unattached"] = error_of(update, first)
+    for part in ("self_attn.k_proj.weight", "mlp.experts.3.up_proj.weight"):
+        saw[part] = error_of(
+            adapter.attach_llm,
+            llm,
+            _plan_without(trainer.model, f"layers.1.{part}"),
+            trainer.transport,
+        )
     adapter.attach_llm(llm, trainer.plan, trainer.transport)
     trainer.flip(1)
     saw["corrupt"], saw["after_corrupt"] = error_of(update, first), now()
@@ -93,6 +116,13 @@ def _updated(llm, trainer):
     saw["joined"] = list(_joined(llm, trainer))
     saw["over"] = {kind: _over(kind, llm, trainer, seed) for seed, kind in enumerate(PACKED, 1)}
     return saw
+
+
+def _plan_without(model, part):
+    names = to_checkpoint(model).targets.items()
+    have = Manifest(tuple((name, spec) for name, spec in names if not name.endswith(part)))
+    assert len(have) == len(names) - 1
+    return plan_sync([have], have)
 
 
 def _over(kind, llm, trainer, seed):
@@ -204,6 +234,54 @@ def test_a_parameter_without_new_values_is_noticed(offline):
     assert kind == "TransferError"
     assert "would keep their old values" in message
     assert offline["after_partial"] == (offline["fresh"], "1")
+
+
+def test_a_manifest_that_fills_a_parameter_in_part_is_refused(offline):
+    kind, message = offline["self_attn.k_proj.weight"]
+    assert kind == "PlanError"
+    assert "lacks elements of 1 parameters, such as model.layers.1.self_attn.qkv_proj" in message
+    assert "(8192 of 12288 elements)" in message
+    kind, message = offline["mlp.experts.3.up_proj.weight"]
+    assert kind == "PlanError"
+    assert "lacks elements of 1 parameters, such as model.layers.1.mlp.experts" in message
+
+
+def test_int8_layers_are_described_and_refused(tmp_path):
+    """After a reload they compute with memory that is gone: on a CPU, oneDNN keeps pointers."""
+    said, lacking, refused = call(_int8, tmp_path)
+    assert said[0] == said[1]
+    down, up = ("model.layers.1.mlp.down_proj.weight", "model.layers.1.mlp.gate_up_proj.weight")
+    assert lacking == [[], [down], [f"{up} (32768 of 65536 elements)"]]
+    assert refused[0] == "UnsupportedError"
+    assert "int8 kernels" in refused[1]
+
+
+def _int8(folder):
+    import vllm
+
+    sizes = {"num_layers": 2, "hidden": 128}
+    tiny_models.save("qwen3", folder / "model", **sizes)
+    held = {}
+    for name, tensor in tiny_models.build("qwen3", **sizes).state_dict().items():
+        held[name] = tensor.contiguous()
+        if "_proj" in name:
+            scale = tensor.float().abs().amax(1, keepdim=True) / 127
+            codes = (tensor.float() / scale).round().to(torch.int8)
+            held |= {name: codes, f"{name}_scale": scale}
+    save_file(held, folder / "model" / "model.safetensors")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config["quantization_config"] = INT8
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    llm = vllm.LLM(str(folder / "model"), dtype="bfloat16", **ENGINE, **adapter.engine_args())
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+    said, lacking = [greedy(llm)], []
+    for part in ("nothing", "layers.1.mlp.down_proj.weight", "layers.1.mlp.up_proj.weight"):
+        rows = describe({name: one for name, one in held.items() if not name.endswith(part)})
+        lacking.append(record_load(worker.get_model(), rows, worker.vllm_config).lacking)
+    said.append(greedy(llm))
+    plan = plan_sync([describe(held)], describe(held))
+    with SharedMemoryTransport("int8", owner=True, root=str(folder)) as transport:
+        return said, lacking, error_of(adapter.attach_llm, llm, plan, transport)
 
 
 def test_refusals_have_types(offline):

@@ -81,6 +81,7 @@ class Reads:
         inexact: name -> why its boxes hold more than the loader reads.
         into: the wiring to the parameters that `record_reads` got. JSON does not carry it.
         lost: name -> why `into` lacks the tensor or a part of it.
+        written: name of a parameter -> how many of its elements the loader writes.
     """
 
     sources: Manifest
@@ -88,6 +89,7 @@ class Reads:
     inexact: Mapping[str, str]
     into: Wiring | None = field(default=None, compare=False)
     lost: Mapping[str, str] = field(default_factory=dict, compare=False)
+    written: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def lacking(self, held: Boxes) -> list[str]:
         """Return the tensors of which the disjoint boxes `held` lack elements that are read."""
@@ -151,6 +153,7 @@ def record_reads(
         why = f"the loader fails without values, at {name!r}: {type(error).__name__}: {error}"
         boxes = {name: (spec.whole().layout.shard,) for name, spec in checkpoint.items()}
         inexact = lost = dict.fromkeys(checkpoint, why)
+        count = {}
     else:
         boxes = {
             name: _joined(name, follower.read[name], spec.shape)
@@ -158,11 +161,15 @@ def record_reads(
             if name in follower.read
         }
         inexact, lost = follower.inexact, follower.lost
+        count = {
+            name: sum(box.numel for box in _joined(name, each, tuple(parameters[name].shape)))
+            for name, each in follower.written.items()
+        }
     written = describe({name: parameters[name] for name in parameters if name in follower.placed})
     placed = (merge(follower.placed[name].values()) for name in written)
     pieces = tuple(piece for each in placed for piece in each if piece.source not in lost)
     wiring = Wiring(_whole(checkpoint, checkpoint), written, pieces)
-    return Reads(_whole(checkpoint, boxes), boxes, inexact, wiring, lost)
+    return Reads(_whole(checkpoint, boxes), boxes, inexact, wiring, lost, count)
 
 
 def record_wiring(

@@ -60,6 +60,8 @@ class Follower(TorchDispatchMode):
         read: for each source, boxes with all elements that are written to some tensor.
         inexact: name -> why its boxes have more elements than are written.
         placed: for each tensor of `into`, the pieces that were written last.
+        written: for each tensor of `into`, boxes with all elements that were written, constants
+            too.
         lost: name -> why `placed` does not have all its read elements unchanged.
     """
 
@@ -70,6 +72,7 @@ class Follower(TorchDispatchMode):
         self.read: dict[str, set[Shard]] = defaultdict(set)
         self.inexact: dict[str, str] = {}
         self.placed: dict[str, dict[Shard, Piece]] = defaultdict(dict)
+        self.written: dict[str, set[Shard]] = defaultdict(set)
         self.lost: dict[str, str] = {}
 
     def source(self, name: str, spec: TensorSpec) -> Tensor:
@@ -90,6 +93,7 @@ class Follower(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         followed = [tensor for tensor in given if _storage(tensor) in self._origins]
         written = _written(func, args, kwargs)
+        self._note(written)
         if not followed:
             for target in written:
                 self._overwrite(target)
@@ -123,6 +127,14 @@ class Follower(TorchDispatchMode):
         for name in self._names(tensor):
             self._whole(name, "its values are asked for")
         return torch.ones((), dtype=tensor.dtype).item()
+
+    def _note(self, targets: Sequence[Tensor]) -> None:
+        for target in targets:
+            if (found := self._into.get(_storage(target))) is not None:
+                name, base = found
+                parts = pieces_in(target, base)
+                whole = {Layout.whole(base.shape).shard}
+                self.written[name] |= whole if parts is None else {p.source_box for p in parts}
 
     def _place(self, source: Tensor, target: Tensor) -> None:
         """Note that elements are written to others, one to one."""

@@ -15,11 +15,9 @@ ignored.
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -34,15 +32,15 @@ from ....errors import (
     UnsupportedError,
 )
 from ....layout import Layout
-from ...convert.conversion import Reads, Wiring, filling, record_reads
+from ...convert.conversion import Reads, Wiring, filling
 from ...engines.remote import WorkerState
 from ...manifest import Manifest
 from ...observed import Observed
 from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
-from .drafts import WithDrafts
 from .kernels import observe_worker
+from .loads import WithDrafts, record_load, unfilled, with_drafts
 from .lora_worker import Adapters
 
 try:
@@ -104,7 +102,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="primeblocks-verify")
 
         def subscribe() -> None:
-            _refuse_unpatched_experts(self.model)
+            _refuse_spoiled_kernels(self.model)
             plan = Plan.from_json(init_info.plan)
             key = plan.fingerprint(), init_info.first_reader
             if self._known != key:
@@ -120,71 +118,32 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def reads(self, checkpoint: Manifest) -> Reads:
         """Record the boxes of a checkpoint that this worker's loader reads. Changes no weights."""
-        return self._recorded(self._with_drafts(checkpoint) or self.model, checkpoint)[0]
+        model = self._with_drafts(checkpoint) or self.model
+        return record_load(model, checkpoint, self.vllm_config).reads
 
     def _with_drafts(self, checkpoint: Manifest) -> WithDrafts | None:
-        """Return the target and its drafter, if the checkpoint has tensors of the drafter alone."""
-        config = self.vllm_config.speculative_config
-        if self.drafter is None or config is None:
-            return None
-        rest, own = {}, set[str]()
-        # Tensors of other drafters have the names of the target's.
-        if config.method == "mtp":
-            seen = self._recorded(self.model, checkpoint)[0].sources
-            rest = {name: spec for name, spec in checkpoint.items() if name not in seen}
-        if rest:
-            reads, _ = self._recorded(self.drafter, Manifest(tuple(rest.items())))
-            if len(reads.lost) == len(rest):
-                raise UnsupportedError(
-                    f"{type(self.drafter).__name__}, which drafts tokens, cannot be updated: "
-                    f"{next(iter(reads.lost.values()))}. Leave out of the target manifest what "
-                    f"only this loader reads: {len(rest)} tensors, such as {next(iter(rest))!r}."
-                )
-            shared = {id(one) for one in self.model.parameters()}
-            into = {n: one for n, one in self.drafter.named_parameters() if id(one) not in shared}
-            pieces = () if reads.into is None else reads.into.pieces
-            own = {piece.source for piece in pieces if piece.target in into} | set(reads.lost)
-        if own:
-            return WithDrafts(self.model, self.drafter, own)
-        logging.getLogger(__name__).warning(
-            "%s, which drafts tokens, keeps its weights: it has no MTP heads, or the target "
-            "manifest lacks the tensors of the heads",
-            type(self.drafter).__name__,
-        )
-        return None
-
-    def _recorded(self, model: Any, checkpoint: Manifest) -> tuple[Reads, list[str]]:
-        """Return the reads, and the layers with parameters that are written without a loader."""
-        from vllm.config import set_current_vllm_config
-
-        loaded: set[str] = set()
-
-        def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
-            loaded.update(model.load_weights(tensors) or ())
-
-        with set_current_vllm_config(self.vllm_config), _unprocessed(model) as called:
-            held = itertools.chain(model.named_parameters(), model.named_buffers())
-            into = {_loader_name(name): one for name, one in held}
-            reads = record_reads(load, checkpoint, into=into)
-            return reads, [
-                prefix
-                for prefix, layer in model.named_modules()
-                for name in set(layer._parameters) - called(layer)
-                if _loader_name(f"{prefix}.{name}") in loaded
-            ]
+        return with_drafts(self.model, self.drafter, checkpoint, self.vllm_config)
 
     def _role_in(self, plan: Plan, first_reader: int) -> tuple[int, Wiring | None]:
         """Return the number of this worker's reader, and its wiring if it reads boxes.
 
         Raises:
-            PlanError: the plan has no such reader, or the reader lacks boxes of this worker.
+            PlanError: the plan has no such reader, the reader lacks boxes of this worker, or the
+                target manifest lacks elements of a parameter.
         """
         rank = self.parallel_config.rank % self.parallel_config.world_size
         reader = first_reader + rank if len(plan.wants) > 1 else 0
         plan.check_reader(reader)
         wants = plan.wants[reader]
         self._updated = self._with_drafts(plan.target) or self.model
-        self._reads, self._direct = reads, _ = self._recorded(self._updated, plan.target)
+        reads, self._direct, lacking = record_load(self._updated, plan.target, self.vllm_config)
+        self._reads = reads
+        if lacking:
+            raise PlanError(
+                f"the target manifest lacks elements of {len(lacking)} parameters, such as "
+                f"{lacking[0]}. They would be undefined after an update. Add the names of the "
+                "missing tensors to the manifest."
+            )
         if lacking := reads.lacking(wants):
             raise PlanError(
                 f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
@@ -262,16 +221,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         for layer in direct:
             layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
         try:
-            # Shared experts may have two names, and load under either.
-            every = model.named_parameters(remove_duplicate=False)
-            expected = [(_loader_name(name), one) for name, one in every]
-            loaded: set[str] | None = model.load_weights(tensors)
-            have = {one for name, one in expected if loaded is None or name in loaded}
-            missing = sorted(name for name, one in expected if one not in have)
-            if missing and self.model_config.quantization is None:
+            if missing := unfilled(model, model.load_weights(tensors), self.vllm_config):
                 raise TransferError(
-                    f"{len(missing)} of {len(expected)} parameters would keep their old values, "
-                    f"such as {missing[0]}. Add their names to the target manifest."
+                    f"{len(missing)} parameters would keep their old values, such as {missing[0]}. "
+                    "Add their names to the target manifest."
                 )
             for layer in direct:  # Or the old tensors would be put back.
                 info = layerwise.get_layerwise_info(layer)
@@ -342,35 +295,6 @@ def _told(act: Callable[[], object]) -> WorkerState:
     return state
 
 
-def _loader_name(name: str) -> str:
-    """Return a parameter's name as loaders report it, without the wrappers that LoRA adds."""
-    return name.replace(".base_layer.", ".")
-
-
-@contextmanager
-def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
-    """Give a model parameters without memory, in the shapes that its checkpoint fills.
-
-    Loaders are called as in an update. Yields a function that returns the names of the parameters
-    of a layer that were loaded.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    process = layerwise._layerwise_process
-    layerwise.initialize_layerwise_reload(model)
-    # It would make memory for a layer that is complete, and load it.
-    layerwise._layerwise_process = lambda layer, info: None
-    try:
-        yield lambda layer: {n for n, _ in layerwise.get_layerwise_info(layer).loaded_weights}
-    finally:
-        layerwise._layerwise_process = process
-        model._do_torchao_reload = model._original_do_torchao_reload
-        for layer in model.modules():
-            info = layerwise.get_layerwise_info(layer)
-            layerwise._place_kernel_tensors(layer, info)
-            info.reset()
-
-
 def _forget_buffered(model: Any) -> None:
     """Let `finalize_layerwise_reload` restore the old tensors of incomplete layers."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -382,7 +306,7 @@ def _forget_buffered(model: Any) -> None:
             info.loaded_weights = []
 
 
-def _refuse_unpatched_experts(model: Any) -> None:
+def _refuse_spoiled_kernels(model: Any) -> None:
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
         UnquantizedFusedMoEMethod,
     )
@@ -397,4 +321,11 @@ def _refuse_unpatched_experts(model: Any) -> None:
         raise UnsupportedError(
             "vLLM on CPU corrupts expert weights at every update, and the patch "
             "'moe_reload_on_cpu' of primeblocks.plugins.vllm is not applied. Switch that patch on."
+        )
+    schemes = (getattr(layer, "scheme", None) for layer in model.modules())
+    kernels = {type(getattr(scheme, "kernel", None)).__name__ for scheme in schemes}
+    if "CPUInt8ScaledMMLinearKernel" in kernels:
+        raise UnsupportedError(
+            "vLLM's int8 kernels on a CPU compute wrongly after an update of their weights. Serve "
+            "weights in bfloat16, or start the engine again for new weights."
         )

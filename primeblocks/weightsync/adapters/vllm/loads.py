@@ -1,0 +1,191 @@
+"""What a worker's loader does with a checkpoint, recorded without data; a target with its drafter.
+
+An update loads a target and its MTP heads, which draft tokens for it, as one model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ....errors import UnsupportedError
+from ...convert.conversion import Reads, record_reads
+from ...manifest import Manifest
+
+__all__ = ["Recorded", "WithDrafts", "record_load", "unfilled", "with_drafts"]
+
+
+class Recorded(NamedTuple):
+    """What a loader does with a checkpoint.
+
+    Attributes:
+        direct: layers with parameters that are written without a loader of their own.
+        lacking: parameters that the checkpoint does not fill, or only in part.
+    """
+
+    reads: Reads
+    direct: list[str]
+    lacking: list[str]
+
+
+class WithDrafts(nn.Module):
+    """A target and its drafter, which load one checkpoint.
+
+    The drafter gets the tensors that only its loader reads. The layers that both share are loaded
+    with the target.
+
+    Args:
+        own: the names of the drafter's tensors in the checkpoint.
+    """
+
+    def __init__(self, target: Any, draft: Any, own: Collection[str]) -> None:
+        super().__init__()
+        self.target, self.draft, self._own = target, draft, own
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Load both. Returns the names of the parameters that were loaded."""
+        kept: list[tuple[str, Tensor]] = []
+
+        def rest() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                if name in self._own:
+                    kept.append((name, tensor))
+                else:
+                    yield name, tensor
+
+        return _load("target", self.target, rest()) | _load("draft", self.draft, kept)
+
+
+def with_drafts(
+    target: nn.Module, drafter: nn.Module | None, checkpoint: Manifest, config: Any
+) -> WithDrafts | None:
+    """Return the target and its drafter, if the checkpoint has tensors of the drafter alone.
+
+    Args:
+        config: vLLM's configuration of the worker.
+
+    Raises:
+        UnsupportedError: the drafter's loader fails without values.
+    """
+    if drafter is None or config.speculative_config is None:
+        return None
+    rest, own = {}, set[str]()
+    # Tensors of other drafters have the names of the target's.
+    if config.speculative_config.method == "mtp":
+        seen = record_load(target, checkpoint, config).reads.sources
+        rest = {name: spec for name, spec in checkpoint.items() if name not in seen}
+    if rest:
+        reads = record_load(drafter, Manifest(tuple(rest.items())), config).reads
+        if len(reads.lost) == len(rest):
+            raise UnsupportedError(
+                f"{type(drafter).__name__}, which drafts tokens, cannot be updated: "
+                f"{next(iter(reads.lost.values()))}. Leave out of the target manifest what "
+                f"only this loader reads: {len(rest)} tensors, such as {next(iter(rest))!r}."
+            )
+        shared = {id(one) for one in target.parameters()}
+        into = {n: one for n, one in drafter.named_parameters() if id(one) not in shared}
+        pieces = () if reads.into is None else reads.into.pieces
+        own = {piece.source for piece in pieces if piece.target in into} | set(reads.lost)
+    if own:
+        return WithDrafts(target, drafter, own)
+    logging.getLogger(__name__).warning(
+        "%s, which drafts tokens, keeps its weights: it has no MTP heads, or the target "
+        "manifest lacks the tensors of the heads",
+        type(drafter).__name__,
+    )
+    return None
+
+
+def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
+    """Record what vLLM's loader of a model does in an update. Changes no weights.
+
+    Args:
+        config: vLLM's configuration of the worker.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+
+    loaded: set[str] | None = None
+
+    def load(tensors: Iterable[tuple[str, Tensor]]) -> None:
+        nonlocal loaded
+        loaded = model.load_weights(tensors)
+
+    with set_current_vllm_config(config), _unprocessed(model) as called:
+        held = itertools.chain(model.named_parameters(), model.named_buffers())
+        into = {_loader_name(name): one for name, one in held}
+        reads = record_reads(load, checkpoint, into=into)
+        direct = [
+            prefix
+            for prefix, layer in model.named_modules()
+            for name in set(layer._parameters) - called(layer)
+            if loaded is not None and _loader_name(f"{prefix}.{name}") in loaded
+        ]
+        lacking = unfilled(model, loaded, config)
+        for name, written in reads.written.items():
+            size = get_tensor_load_numel(into[name])  # Without the padding that vLLM declares.
+            if written < size:
+                lacking.append(f"{name} ({written} of {size} elements)")
+    return Recorded(reads, direct, lacking)
+
+
+def unfilled(model: Any, loaded: Collection[str] | None, config: Any) -> list[str]:
+    """Return the parameters that a load left out. `loaded` is what `load_weights` returned."""
+    if loaded is None:  # This loader does not say.
+        return []
+    # Shared experts may have two names, and load under either.
+    every = model.named_parameters(remove_duplicate=False)
+    expected = [(_loader_name(name), one) for name, one in every]
+    have = {one for name, one in expected if name in loaded}
+    left = sorted(name for name, one in expected if one not in have)
+    if config.model_config.quantization is None:
+        return left
+    # A quantized checkpoint need not have all scales.
+    return [name for name in left if "weight" in name.rpartition(".")[2]]
+
+
+def _loader_name(name: str) -> str:
+    """Return a parameter's name as loaders report it, without the wrappers that LoRA adds."""
+    return name.replace(".base_layer.", ".")
+
+
+def _load(prefix: str, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+    loaded = model.load_weights(tensors)
+    if loaded is None:  # This loader does not say.
+        loaded = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {f"{prefix}.{name}" for name in loaded}
+
+
+@contextmanager
+def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
+    """Give a model parameters without memory, in the shapes that its checkpoint fills.
+
+    Loaders are called as in an update. Yields a function that returns the names of the parameters
+    of a layer that were loaded.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    process = layerwise._layerwise_process
+    # Kernels leave None in place of what they packed. vLLM would not put it back.
+    packed = [
+        (layer, n) for layer in model.modules() for n, p in layer._parameters.items() if p is None
+    ]
+    layerwise.initialize_layerwise_reload(model)
+    # It would make memory for a layer that is complete, and load it.
+    layerwise._layerwise_process = lambda layer, info: None
+    try:
+        yield lambda layer: {n for n, _ in layerwise.get_layerwise_info(layer).loaded_weights}
+    finally:
+        layerwise._layerwise_process = process
+        model._do_torchao_reload = model._original_do_torchao_reload
+        for layer in model.modules():
+            info = layerwise.get_layerwise_info(layer)
+            layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+        for layer, name in packed:
+            layer._parameters.setdefault(name, None)
