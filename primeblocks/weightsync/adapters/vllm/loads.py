@@ -139,7 +139,10 @@ def unfilled(model: Any, loaded: Collection[str] | None, config: Any) -> list[st
     if loaded is None:  # This loader does not say.
         return []
     # Shared experts may have two names, and load under either.
-    every = model.named_parameters(remove_duplicate=False)
+    every = list(model.named_parameters(remove_duplicate=False))
+    # Of buffers, a checkpoint has the router's corrections alone.
+    buffers = model.named_buffers(remove_duplicate=False)
+    every += [row for row in buffers if row[0].endswith("e_score_correction_bias")]
     expected = [(_loader_name(name), one) for name, one in every]
     have = {one for name, one in expected if name in loaded}
     left = sorted(name for name, one in expected if one not in have)
