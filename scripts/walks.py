@@ -304,17 +304,15 @@ def shard() -> Walk:
     from primeblocks.weightsync.adapters.vllm.worker import InitInfo, PrimeblocksEngine, UpdateInfo
 
     ours, theirs = _Linear(), _Linear()
-    manifests = [weightsync.describe(ours)], [weightsync.describe(theirs)]
-    plan = weightsync.plan_sync(*manifests, bucket_bytes=1 << 20)
+    held = weightsync.describe(ours)
+    plan = weightsync.plan_sync([held], held, bucket_bytes=1 << 20)
     reload.record_metadata_for_reloading(theirs)
     config: Any = SimpleNamespace(quantization=None, dtype=torch.float32)
     worker = object.__new__(PrimeblocksEngine)  # Without the engine that it would ask for.
     worker.model = theirs
     worker.vllm_config = VllmConfig()
-    worker.model_config = config
-    worker.vllm_config.model_config = config
+    worker.model_config = worker.vllm_config.model_config = config
     worker.parallel_config = worker.vllm_config.parallel_config
-    info = UpdateInfo(VERSION, "update", TIMEOUT_S)
     with (
         weightsync.SharedMemoryTransport(f"walks-{os.getpid()}", owner=True) as transport,
         weightsync.Publisher(plan, ours, transport) as publisher,
@@ -322,7 +320,7 @@ def shard() -> Walk:
         worker.init_transfer_engine(InitInfo(transport.spec(), plan.to_json()))
         with Walk(_bytes_of(ours.proj.weight)[:32]) as walk:
             publisher.publish(VERSION, timeout_s=TIMEOUT_S)
-            worker.verify(info)
+            worker.verify(info := UpdateInfo(VERSION, "update", TIMEOUT_S))
             worker.receive_weights(info)
         worker.shutdown()
     assert torch.equal(ours.proj.weight, theirs.proj.weight)

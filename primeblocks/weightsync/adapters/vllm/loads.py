@@ -1,7 +1,4 @@
-"""What a worker's loader does with a checkpoint, recorded without data; a target with its drafter.
-
-An update loads a target and its MTP heads, which draft tokens for it, as one model.
-"""
+"""The loads of a worker: recorded without data, and of a target with its drafter as one model."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ __all__ = ["Recorded", "WithDrafts", "record_load", "unfilled", "with_drafts"]
 
 
 class Recorded(NamedTuple):
-    """What a loader does with a checkpoint.
+    """The reads and writes of a loader, for one checkpoint.
 
     Attributes:
         direct: layers with parameters that are written without a loader of their own.
