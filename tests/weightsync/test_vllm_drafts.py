@@ -1,12 +1,13 @@
-"""MTP heads of a real vLLM: updated with their target, and told from stale ones."""
+"""Models that draft tokens for a real vLLM: updated with their target, and told from stale ones."""
 
 import importlib.util
 import itertools
+import json
 import logging
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import (
@@ -21,7 +22,6 @@ from tests.engine_job import call
 from tests.replay.test_vllm_speculation import (
     ACCEPTED,
     DRAFTS,
-    METHODS,
     SPECIAL,
     WORDS,
     _add_drafting_layer,
@@ -35,43 +35,109 @@ pytestmark = [
 ]
 
 HEAD = f"model.layers.{EXACT.num_layers}."
+PREFIX = "draft.", HEAD
 SHARED = HEAD + "embed_tokens.weight", HEAD + "shared_head.head.weight"
 
 
-@pytest.fixture(scope="module")
+TARGET = {"dtype": "float32", "init_std": 0.06, "vocab": SPECIAL + WORDS}
+# Kinds of drafters, and whether they start only with --full.
+KINDS = {"mtp": False, "eagle": False, "draft_model": True, "eagle3": True, "medusa": True}
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def saw(request, tmp_path_factory):
+    is_full = request.config.getoption("--full")
+    if KINDS[request.param] and not is_full:
+        pytest.skip("an engine more: --full")
     folder = tmp_path_factory.mktemp("drafts")
-    tiny_models.save(
-        "glm4_moe", folder / "model", dtype="float32", init_std=0.06, vocab=SPECIAL + WORDS
-    )
-    _add_drafting_layer(folder / "model")
-    return call(_updated, folder, 20 if request.config.getoption("--full") else 4)
+    tiny_models.save("glm4_moe" if request.param == "mtp" else "llama", folder / "model", **TARGET)
+    if request.param == "mtp":
+        _add_drafting_layer(folder / "model")
+    else:
+        _save_draft(request.param, folder / "model", folder / "draft")
+    versions = 20 if is_full else 4
+    return request.param, call(_updated, folder, request.param, versions)
 
 
-def _updated(folder, versions):
-    """What is found after each version, some loaded without their head."""
+def _save_draft(kind, target, path):
+    """Write a random drafter, as its trainers name tensors."""
+    if kind == "draft_model":
+        tiny_models.save("llama", path, seed=1, num_layers=1, **TARGET)
+        return
+    path.mkdir()
+    config = json.loads((target / "config.json").read_text())
+    width, words = config["hidden_size"], config["vocab_size"]
+    layer = "model.layers.0."
+    block = {
+        name.removeprefix(layer): tensor
+        for name, tensor in load_file(target / "model.safetensors").items()
+        if name.startswith(layer)
+    }
+    sizes: dict[str, tuple[int, ...]] = {name: tensor.shape for name, tensor in block.items()}
+    if kind == "medusa":
+        rows = {"0.linear.weight": (width, width), "0.linear.bias": (width,)}
+        rows["1.weight"] = (words, width)
+        sizes = {f"{head}.{name}": shape for head in range(2) for name, shape in rows.items()}
+        config = {"model_type": "medusa", "hidden_size": width, "vocab_size": words, "num_heads": 2}
+    elif kind == "eagle":
+        del sizes["input_layernorm.weight"]
+        sizes = {f"layers.0.{name}": shape for name, shape in sizes.items()}
+        sizes["fc.weight"] = width, 2 * width
+        config["num_hidden_layers"] = 1
+    else:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            sizes[f"self_attn.{name}.weight"] = sizes[f"self_attn.{name}.weight"][0], 2 * width
+        sizes["hidden_norm.weight"] = (width,)
+        sizes = {f"midlayer.{name}": shape for name, shape in sizes.items()}
+        sizes |= {"fc.weight": (width, 3 * width), "norm.weight": (width,)}
+        sizes["lm_head.weight"] = words, width
+        config |= {"num_hidden_layers": 1, "draft_vocab_size": words}
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+    noise = torch.Generator().manual_seed(7)
+    tensors = {
+        name: torch.ones(shape) if "norm" in name else 0.06 * torch.randn(shape, generator=noise)
+        for name, shape in sizes.items()
+    }
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def _start(folder, kind):
+    """The engine, and its drafter."""
     import vllm
 
     from primeblocks.plugins.vllm import register
 
     register()
-    weights = load_file(folder / "model" / "model.safetensors")
-    copies = {name: weights.pop(name) for name in SHARED}  # The engine has these in its target.
-    first = {name: tensor.clone() for name, tensor in weights.items()}
-    source = describe(weights)
-    plan = plan_sync([source], source.whole(), bucket_bytes=1 << 16)
-    transport = SharedMemoryTransport("policy", owner=True, root=str(folder))
-    publisher = Publisher(plan, weights, transport)
+    speculation = {"method": kind, "num_speculative_tokens": 2}
+    if kind != "mtp":
+        speculation["model"] = str(folder / "draft")
     llm = vllm.LLM(
         str(folder / "model"),
         dtype="float32",
-        speculative_config=METHODS["mtp"],
+        speculative_config=speculation,
         disable_log_stats=False,
         **ENGINE,
         **adapter.engine_args(),
     )
     core = llm.llm_engine.engine_core.engine_core
-    draft = core.model_executor.driver_worker.worker.get_draft_model()
+    return llm, core.model_executor.driver_worker.worker.get_draft_model()
+
+
+def _updated(folder, kind, versions):
+    """What is found after each version, some loaded without their drafter."""
+    weights, copies = load_file(folder / "model" / "model.safetensors"), {}
+    if kind == "mtp":
+        copies = {name: weights.pop(name) for name in SHARED}  # The engine has these in its target.
+    else:
+        weights = adapter.with_draft(weights, load_file(folder / "draft" / "model.safetensors"))
+    prefix = PREFIX[kind == "mtp"]
+    first = {name: tensor.clone() for name, tensor in weights.items()}
+    source = describe(weights)
+    plan = plan_sync([source], source.whole(), bucket_bytes=1 << 16)
+    transport = SharedMemoryTransport("policy", owner=True, root=str(folder))
+    publisher = Publisher(plan, weights, transport)
+    llm, draft = _start(folder, kind)
     load = draft.load_weights
     found = {}
     adapter.attach_llm(llm, plan, transport)
@@ -100,7 +166,8 @@ def _updated(folder, versions):
             step = torch.randn(tensor.shape, generator=noise) * 0.02
             tensor.copy_(first[name] + step.to(tensor.dtype))
         if kept is not None:
-            draft.load_weights = lambda tensors: load([(n, kept[n]) for n, _ in tensors])
+            added = "" if kind == "mtp" else prefix
+            draft.load_weights = lambda tensors: load([(n, kept[added + n]) for n, _ in tensors])
         receipt = publisher.publish(version, timeout_s=TIMEOUT_S)
         adapter.update_llm(llm, receipt, timeout_s=TIMEOUT_S)
         draft.load_weights = load
@@ -113,7 +180,7 @@ def _updated(folder, versions):
     found["fresh"] = look()
     found["fresh rate"] = accepted()
     transport.close()
-    return found | _others(llm, folder, first, weights, copies)
+    return found | _others(llm, folder, first, weights, copies, prefix)
 
 
 def _flown(engine, versions, update, look):
@@ -129,7 +196,7 @@ def _flown(engine, versions, update, look):
     engine.abort_request(names)
 
 
-def _others(llm, folder, first, weights, copies):
+def _others(llm, folder, first, weights, copies, prefix):
     """What is found with copies of shared tensors, and without a head."""
     logged = []
     handler = logging.Handler()
@@ -149,31 +216,36 @@ def _others(llm, folder, first, weights, copies):
 
     found = {"copies": once("copies", first | {n: t + 1 for n, t in copies.items()})}
     assert not logged
-    bare = {n: t for n, t in weights.items() if not n.startswith(HEAD)}
+    bare = {n: t for n, t in weights.items() if not n.startswith(prefix)}
     found["bare"], found["logged"] = once("bare", bare), logged
     return found
 
 
-def test_heads_are_updated_with_their_target_while_requests_run(saw):
-    assert saw["start"].is_proved, saw["start"].table()
-    for found, is_running in saw["flown"]:
+def test_drafters_are_updated_with_their_target_while_requests_run(saw):
+    _, found = saw
+    assert found["start"].is_proved, found["start"].table()
+    for seen, is_running in found["flown"]:
         assert is_running
-        assert found.is_proved, found.table()
-        assert not found.unexpected
+        assert seen.is_proved, seen.table()
+        assert not seen.unexpected
 
 
-def test_a_stale_head_is_told_from_a_fresh_one(saw):
-    assert saw["stale"].wrong
-    assert all(name.startswith(HEAD) for name in saw["stale"].wrong), saw["stale"].table()
-    assert saw["fresh"].is_proved, saw["fresh"].table()
-    print("accepted drafts, stale and fresh:", saw["stale rate"], saw["fresh rate"])
+def test_a_stale_drafter_is_told_from_a_fresh_one(saw):
+    kind, found = saw
+    assert found["stale"].wrong
+    prefix = PREFIX[kind == "mtp"]
+    assert all(name.startswith(prefix) for name in found["stale"].wrong), found["stale"].table()
+    assert found["fresh"].is_proved, found["fresh"].table()
+    print("accepted drafts, stale and fresh:", kind, found["stale rate"], found["fresh rate"])
 
 
-def test_copies_of_what_a_head_shares_do_not_touch_the_target(saw):
-    assert set(saw["copies"].wrong) <= set(SHARED), saw["copies"].table()
+def test_copies_of_what_a_drafter_shares_do_not_touch_the_target(saw):
+    _, found = saw
+    assert set(found["copies"].wrong) <= set(SHARED), found["copies"].table()
 
 
-def test_a_head_that_the_trainer_lacks_is_left_and_logged_once(saw):
-    assert saw["bare"].is_proved, saw["bare"].table()
-    (told,) = saw["logged"]
-    assert "MTP, which drafts tokens, keeps its weights" in told
+def test_a_drafter_that_the_trainer_lacks_is_left_and_logged_once(saw):
+    _, found = saw
+    assert found["bare"].is_proved, found["bare"].table()
+    (told,) = found["logged"]
+    assert "which drafts tokens, keeps its weights" in told

@@ -23,6 +23,7 @@ from .front import (
     update_all,
     update_llm,
 )
+from .loads import with_draft
 from .server import BACKEND, VllmServer, engine_args, register, server_args
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ __all__ = [
     "update",
     "update_all",
     "update_llm",
+    "with_draft",
 ]
 
 

@@ -1,4 +1,8 @@
-"""The loads of a worker: recorded without data, and of a target with its drafter as one model."""
+"""The loads of a worker: recorded without data, and of a target with its drafter as one model.
+
+The tensors of MTP heads have names of their own in a checkpoint. EAGLE heads, Medusa heads and
+separate draft models use the target's names. `with_draft` puts `draft.` before these.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from torch import Tensor, nn
 
 from ....errors import UnsupportedError
-from ...convert.conversion import Reads, record_reads
-from ...manifest import Manifest
+from ...convert.conversion import Reads, Wiring, filling, record_reads
+from ...manifest import Manifest, NamedTensors, describe, named_tensors
 
-__all__ = ["Recorded", "WithDrafts", "record_load", "unfilled", "with_drafts"]
+__all__ = ["Recorded", "WithDrafts", "record_load", "unfilled", "with_draft", "with_drafts"]
+
+_DRAFT = "draft."
 
 
 class Recorded(NamedTuple):
@@ -51,17 +57,44 @@ class WithDrafts(nn.Module):
         def rest() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in tensors:
                 if name in self._own:
-                    kept.append((name, tensor))
-                else:
+                    kept.append((_of_draft(name), tensor))
+                elif not name.startswith(_DRAFT):  # The target has the others.
                     yield name, tensor
 
         return _load("target", self.target, rest()) | _load("draft", self.draft, kept)
 
 
+@overload
+def with_draft(target: Wiring, draft: NamedTensors) -> Wiring: ...
+@overload
+def with_draft(target: NamedTensors, draft: NamedTensors) -> dict[str, Tensor]: ...
+def with_draft(target: Wiring | NamedTensors, draft: NamedTensors) -> Wiring | dict[str, Tensor]:
+    """Return a target's tensors and its drafter's, whose names get the prefix `draft.`. Local.
+
+    The drafter is an EAGLE or Medusa head, or a separate draft model. Pass the result to
+    `describe`, `Publisher` and `verify_engine`. MTP heads need no prefix: they are part of the
+    target's checkpoint.
+
+    Args:
+        target: the target's tensors, or its conversion, such as `to_checkpoint(model)`.
+        draft: the drafter's tensors, under the names of its own checkpoint.
+
+    Raises:
+        PlanError: the drafter's tensors cannot be described.
+    """
+    if not isinstance(target, Wiring):
+        own = {f"{_DRAFT}{name}": one for name, one in named_tensors(draft).items()}
+        return named_tensors(target) | own
+    rows = tuple((f"{_DRAFT}{name}", spec.whole()) for name, spec in describe(draft).items())
+    same = filling(Manifest(rows), {name: (spec.layout.shard,) for name, spec in rows})
+    both = [Manifest(side.tensors + rows, side.recipe) for side in (target.sources, target.targets)]
+    return Wiring(both[0], both[1], target.pieces + same.pieces)
+
+
 def with_drafts(
     target: nn.Module, drafter: nn.Module | None, checkpoint: Manifest, config: Any
 ) -> WithDrafts | None:
-    """Return the target and its drafter, if the checkpoint has tensors of the drafter alone.
+    """Return the target and its drafter, if the checkpoint has tensors of the drafter.
 
     Args:
         config: vLLM's configuration of the worker.
@@ -71,29 +104,32 @@ def with_drafts(
     """
     if drafter is None or config.speculative_config is None:
         return None
-    rest, own = {}, set[str]()
-    # Tensors of other drafters have the names of the target's.
-    if config.speculative_config.method == "mtp":
+    mtp, own = config.speculative_config.method == "mtp", set[str]()
+    drafts = {n: spec for n, spec in checkpoint.items() if n.startswith(_DRAFT)}
+    if mtp:
         seen = record_load(target, checkpoint, config).reads.sources
-        rest = {name: spec for name, spec in checkpoint.items() if name not in seen}
-    if rest:
-        reads = record_load(drafter, Manifest(tuple(rest.items())), config).reads
-        if len(reads.lost) == len(rest):
+        drafts = {name: spec for name, spec in checkpoint.items() if name not in seen}
+    if drafts:
+        rows = tuple((_of_draft(name), spec) for name, spec in drafts.items())
+        reads = record_load(drafter, Manifest(rows), config).reads
+        if len(reads.lost) == len(rows):
             raise UnsupportedError(
                 f"{type(drafter).__name__}, which drafts tokens, cannot be updated: "
                 f"{next(iter(reads.lost.values()))}. Leave out of the target manifest what "
-                f"only this loader reads: {len(rest)} tensors, such as {next(iter(rest))!r}."
+                f"only this loader reads: {len(drafts)} tensors, such as {next(iter(drafts))!r}."
             )
         shared = {id(one) for one in target.parameters()}
         into = {n: one for n, one in drafter.named_parameters() if id(one) not in shared}
         pieces = () if reads.into is None else reads.into.pieces
-        own = {piece.source for piece in pieces if piece.target in into} | set(reads.lost)
+        read = {piece.source for piece in pieces if piece.target in into} | set(reads.lost)
+        own = {name for name in drafts if _of_draft(name) in read}
     if own:
         return WithDrafts(target, drafter, own)
     logging.getLogger(__name__).warning(
-        "%s, which drafts tokens, keeps its weights: it has no MTP heads, or the target "
-        "manifest lacks the tensors of the heads",
+        "%s, which drafts tokens, keeps its weights, because the target manifest lacks its "
+        "tensors (%s)",
         type(drafter).__name__,
+        "of the MTP heads" if mtp else "see with_draft",
     )
     return None
 
@@ -152,6 +188,11 @@ def unfilled(model: Any, loaded: Collection[str] | None, config: Any) -> list[st
 def _loader_name(name: str) -> str:
     """Return a parameter's name as loaders report it, without the wrappers that LoRA adds."""
     return name.replace(".base_layer.", ".")
+
+
+def _of_draft(name: str) -> str:
+    """Return the drafter's own name of a tensor."""
+    return name.removeprefix(_DRAFT)
 
 
 def _load(prefix: str, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
