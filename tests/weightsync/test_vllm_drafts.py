@@ -50,10 +50,13 @@ def saw(request, tmp_path_factory):
     if KINDS[request.param] and not is_full:
         pytest.skip("an engine more: --full")
     folder = tmp_path_factory.mktemp("drafts")
-    tiny_models.save("glm4_moe" if request.param == "mtp" else "llama", folder / "model", **TARGET)
     if request.param == "mtp":
+        tiny_models.save("glm4_moe", folder / "model", **TARGET)
         _add_drafting_layer(folder / "model")
     else:
+        # EAGLE-3 reads hidden states of layers 2, 4 and 5 of 8.
+        layers = 8 if request.param == "eagle3" else 4
+        tiny_models.save("llama", folder / "model", num_layers=layers, **TARGET)
         _save_draft(request.param, folder / "model", folder / "draft")
     versions = 20 if is_full else 4
     return request.param, call(_updated, folder, request.param, versions)
@@ -78,7 +81,8 @@ def _save_draft(kind, target, path):
         rows = {"0.linear.weight": (width, width), "0.linear.bias": (width,)}
         rows["1.weight"] = (words, width)
         sizes = {f"{head}.{name}": shape for head in range(2) for name, shape in rows.items()}
-        config = {"model_type": "medusa", "hidden_size": width, "vocab_size": words, "num_heads": 2}
+        config = {"model_type": "medusa", "hidden_size": width, "vocab_size": words}
+        config |= {"num_heads": 2, "medusa_fc_bias": True}
     elif kind == "eagle":
         del sizes["input_layernorm.weight"]
         sizes = {f"layers.0.{name}": shape for name, shape in sizes.items()}
