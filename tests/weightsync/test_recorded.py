@@ -12,7 +12,7 @@ from torch import nn
 from primeblocks.errors import PlanError
 from primeblocks.layout import Shard
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.convert.conversion import Reads, filling, record_reads
+from primeblocks.weightsync.convert.conversion import Reads, filling, record_reads, record_wiring
 from tests.weightsync.toy_engine import moved
 
 
@@ -166,6 +166,35 @@ def test_elements_that_nothing_writes_are_not_counted():
     }
     del sources["c"]
     assert record_reads(load, describe(sources), into=into).written["fused"] == 12
+
+
+PADDED = {
+    "zeros": (lambda t: torch.zeros(2, 3), True),
+    "zeros without memory": (lambda t: torch.zeros(2, 3, device=t.device), True),
+    "zeros like": (lambda t: torch.zeros_like(t)[:2], True),
+    "new zeros": (lambda t: t.new_zeros(2, 3).clone(), True),
+    "ones": (lambda t: torch.ones(2, 3), False),
+    "ones without memory": (lambda t: torch.ones(2, 3, device=t.device), False),
+    "of them": (lambda t: torch.ones(2, 3, device=t.device) * 2, False),
+    "ones like": (lambda t: torch.ones_like(t)[:2], False),
+    "new, filled": (lambda t: t.new_full((2, 3), 4.0), False),
+    "a range": (lambda t: torch.arange(6.0, device=t.device).view(2, 3), False),
+}
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_a_conversion_joins_zeros_alone(kind):
+    make, is_zero = PADDED[kind]
+
+    def convert(tensors):
+        return {"w": torch.cat([tensors["w"], make(tensors["w"])])}
+
+    held = describe({"w": torch.zeros(4, 3)})
+    if is_zero:
+        assert len(record_wiring(convert, held).pieces) == 1
+    else:
+        with pytest.raises(PlanError, match="joins values other than 0"):
+            record_wiring(convert, held)
 
 
 # --- What loaders do besides ---------------------------------------------------------------------

@@ -187,11 +187,16 @@ def record_wiring(
 
     Raises:
         PlanError: the conversion computes with a tensor, casts it, repeats it or asks for its
-            values, or ranks describe a tensor differently.
+            values, joins other created values than zeros, or ranks describe a tensor differently.
     """
     sources, follower = union(manifests), Follower()
     with torch.no_grad(), follower:
         made = dict(convert({name: follower.source(name, sources[name]) for name in sources}))
+    if follower.joined:
+        raise PlanError(
+            "the conversion joins values other than 0 to a tensor, and a plan does not carry them. "
+            "Pad with zeros, or send the values as a tensor."
+        )
     pieces = [piece for name, one in made.items() for piece in merge(follower.pieces(name, one))]
     targets = Manifest(describe(made).tensors, sources.recipe)
     changed = {

@@ -22,6 +22,8 @@ from .pieces import Piece, pieces_in
 __all__ = ["Follower"]
 
 _aten = torch.ops.aten
+# The names of operations that make zeros, or memory to be written.
+_ZEROS = "zero", "empty"
 # Operations that only move elements.
 _MOVES = (
     _aten.clone.default,
@@ -63,6 +65,7 @@ class Follower(TorchDispatchMode):
         written: for each tensor of `into`, boxes with all elements that were written, constants
             too.
         lost: name -> why `placed` does not have all its read elements unchanged.
+        joined: operations that joined a source to values other than zeros.
     """
 
     def __init__(self, into: Mapping[str, Tensor] | None = None) -> None:
@@ -74,6 +77,9 @@ class Follower(TorchDispatchMode):
         self.placed: dict[str, dict[Shard, Piece]] = defaultdict(dict)
         self.written: dict[str, set[Shard]] = defaultdict(set)
         self.lost: dict[str, str] = {}
+        self.joined: list[str] = []
+        # By storage, tensors without memory whose values are not zeros.
+        self._filled: dict[int, Tensor] = {}
 
     def source(self, name: str, spec: TensorSpec) -> Tensor:
         made = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
@@ -94,10 +100,13 @@ class Follower(TorchDispatchMode):
         followed = [tensor for tensor in given if _storage(tensor) in self._origins]
         written = _written(func, args, kwargs)
         self._note(written)
+        self._check_joined(func, args, given)
         if not followed:
             for target in written:
                 self._overwrite(target)
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            self._note_filled(func, given, made)
+            return made
         if func is _aten._local_scalar_dense.default:
             return self._one(followed[0])
         sources = [t for t in followed if not any(t is each for each in written)]
@@ -119,7 +128,26 @@ class Follower(TorchDispatchMode):
             if isinstance(tensor, Tensor) and _storage(tensor) not in self._origins:
                 parts = _parts(func, args, tensor, followed)
                 self._origins[_storage(tensor)] = _Origin(tensor, "", parts, func in _MOVES)
+        if _is_of_shape(func):
+            self._note_filled(func, (), made)
         return made
+
+    def _note_filled(self, func: Any, given: Sequence[Tensor], made: Any) -> None:
+        """Note tensors without memory that are made of constants."""
+        held = [tensor for tensor in given if tensor.is_meta]
+        is_zero = func._schema.name.removeprefix("aten::").removeprefix("new_").startswith(_ZEROS)
+        if any(_storage(one) in self._filled for one in held) if held else not is_zero:
+            for tensor in tree_leaves(made):
+                if isinstance(tensor, Tensor) and tensor.is_meta:
+                    self._filled[_storage(tensor)] = tensor
+
+    def _check_joined(self, func: Any, args: Any, given: Sequence[Tensor]) -> None:
+        if func not in (_aten.cat.default, _aten.stack.default):
+            return
+        followed = (_storage(one) in self._origins for one in given)
+        filled = (_storage(t) in self._filled or (not t.is_meta and bool(t.any())) for t in given)
+        if any(followed) and any(filled):
+            self.joined.append(func._schema.name)
 
     def _one(self, tensor: Tensor) -> Any:
         """Return a stand-in for the value of one element."""
@@ -248,12 +276,17 @@ def _on_meta(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return moved | ({"pin_memory": False} if "pin_memory" in moved else {})
 
 
+def _is_of_shape(func: Any) -> bool:
+    """Return whether an operation takes the shape of a tensor alone."""
+    name = func._schema.name
+    return name.endswith("_like") or name.startswith("aten::new_")
+
+
 def _parts(
     func: Any, args: Sequence[Any], made: Tensor, followed: Sequence[Tensor]
 ) -> list[tuple[Shard | None, Tensor]]:
-    name = func._schema.name
-    if name.endswith("_like") or name.startswith("aten::new_"):
-        return []  # Of a shape alone.
+    if _is_of_shape(func):
+        return []
     whole = Layout.whole(made.shape).shard
     if torch.Tag.pointwise in func.tags or func is _aten._to_copy.default:
         return [(whole, tensor.expand(made.shape)) for tensor in followed]
