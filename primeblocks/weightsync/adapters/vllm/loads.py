@@ -1,4 +1,4 @@
-"""What a worker's loader does with a checkpoint, recorded without data; a target with its drafter.
+"""A record, made without data, of a worker's loader. And a target with its drafter as one model.
 
 An update loads a target and its MTP heads, which draft tokens for it, as one model.
 """
@@ -21,10 +21,10 @@ __all__ = ["Recorded", "WithDrafts", "record_load", "unfilled", "with_drafts"]
 
 
 class Recorded(NamedTuple):
-    """What a loader does with a checkpoint.
+    """The record of a loader that read a checkpoint.
 
     Attributes:
-        direct: layers with parameters that are written without a loader of their own.
+        direct: layers with parameters that are loaded without a call of their `weight_loader`.
         lacking: parameters that the checkpoint does not fill, or only in part.
     """
 
@@ -64,7 +64,7 @@ class WithDrafts(nn.Module):
 def with_drafts(
     target: nn.Module, drafter: nn.Module | None, checkpoint: Manifest, config: Any
 ) -> WithDrafts | None:
-    """Return the target and its drafter, if the checkpoint has tensors of the drafter alone.
+    """Return the target and its drafter, if the checkpoint has tensors that only the drafter reads.
 
     Args:
         config: vLLM's configuration of the worker.
@@ -75,7 +75,7 @@ def with_drafts(
     if drafter is None or config.speculative_config is None:
         return None
     rest, own = {}, set[str]()
-    # Tensors of other drafters have the names of the target's.
+    # Tensors of drafters other than MTP heads have the names of the target's tensors.
     if config.speculative_config.method == "mtp":
         seen = record_load(target, checkpoint, config).reads.sources
         rest = {name: spec for name, spec in checkpoint.items() if name not in seen}
@@ -136,11 +136,11 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
 
 def unfilled(model: Any, loaded: Collection[str] | None, config: Any) -> list[str]:
     """Return the parameters that a load left out. `loaded` is what `load_weights` returned."""
-    if loaded is None:  # This loader does not say.
+    if loaded is None:  # This loader does not return names.
         return []
-    # Shared experts may have two names, and load under either.
+    # Shared experts may have two names, and are loaded under one of them.
     every = list(model.named_parameters(remove_duplicate=False))
-    # Of buffers, a checkpoint has the router's corrections alone.
+    # The only buffers in a checkpoint are the corrections of routers.
     buffers = model.named_buffers(remove_duplicate=False)
     every += [row for row in buffers if row[0].endswith("e_score_correction_bias")]
     expected = [(_loader_name(name), one) for name, one in every]
@@ -159,7 +159,7 @@ def _loader_name(name: str) -> str:
 
 def _load(prefix: str, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     loaded = model.load_weights(tensors)
-    if loaded is None:  # This loader does not say.
+    if loaded is None:  # This loader does not return names.
         loaded = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {f"{prefix}.{name}" for name in loaded}
 
@@ -174,12 +174,12 @@ def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
     from vllm.model_executor.model_loader.reload import layerwise
 
     process = layerwise._layerwise_process
-    # Kernels leave None in place of what they packed. vLLM would not put it back.
+    # Kernels replace the parameters that they packed by None, which vLLM would not restore.
     packed = [
         (layer, n) for layer in model.modules() for n, p in layer._parameters.items() if p is None
     ]
     layerwise.initialize_layerwise_reload(model)
-    # It would make memory for a layer that is complete, and load it.
+    # vLLM's function would allocate memory for a complete layer, and load the layer.
     layerwise._layerwise_process = lambda layer, info: None
     try:
         yield lambda layer: {n for n, _ in layerwise.get_layerwise_info(layer).loaded_weights}
