@@ -181,7 +181,7 @@ def _typed(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # NIXL's own errors have no base class but Exception. Their names start with "nixl".
+        # NIXL's own errors derive from Exception directly. Their names start with "nixl".
         if not type(error).__name__.startswith("nixl"):
             raise
         raise TransferError(f"{what}: {type(error).__name__} {error}") from error

@@ -1,4 +1,4 @@
-"""A record, made without data, of a worker's loader. And a target with its drafter as one model.
+"""A worker's loader, recorded without data, and a target with its drafter as one model.
 
 An update loads a target and its MTP heads, which draft tokens for it, as one model.
 """
