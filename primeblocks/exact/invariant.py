@@ -10,7 +10,7 @@ other sees each operation of `aten`, and does one of four things:
   that make no floating-point numbers are left alone too.
 - It refuses the operation by name.
 
-Backward passes are left to torch, because they need no bits in common with an engine.
+Backward passes are left to torch, because an engine has no backward pass to compare with.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,8 +65,8 @@ def batch_invariant() -> Iterator[None]:
       `attn_implementation="sdpa"`.
     - Experts use transformers' default grouped products, a loop over experts, or expert parallelism
       with its default dispatcher.
-    - Checkpoints recompute in a context of their own. Pass torch's `checkpoint`
-      `context_fn=lambda: (nullcontext(), batch_invariant())`.
+    - Checkpoints recompute in a context of their own. Pass
+      `context_fn=lambda: (nullcontext(), batch_invariant())` to torch's `checkpoint`.
 
     Raises (inside):
         UnsupportedError: an operation has no batch-invariant form. The message names the operation.

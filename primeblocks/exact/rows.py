@@ -18,7 +18,7 @@ __all__ = ["ROWS", "log_softmax", "logsumexp", "matmul", "pointwise", "softmax",
 ROWS = 32  # of every product: a kernel chooses its order by the shape of its operands
 COLUMNS = 16  # at least: below 12, MKL on an AMD EPYC chooses an order by a row's place
 VECTOR = 64  # elements: two of the longest registers, of the shortest type
-PIECE = 32768  # elements; torch does not split so few among threads
+PIECE = 32768  # elements, too few for torch to split among threads
 
 _proved: set[tuple[Any, ...]] = set()
 

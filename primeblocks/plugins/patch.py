@@ -17,12 +17,12 @@ class Patch:
     Args:
         name: its name in the off switch and in messages.
         reason: the fault of the host without the patch.
-        tested: the host versions with which it was tested, as a requirement.
+        tested: the host versions with which the patch was tested, as a requirement.
         replacements: for each symbol (`module:path`) a function from the stock object to ours.
         asked: whether a configuration of the host needs it.
         cpu_only: it repairs the host's CPU platform and is not for other platforms.
         needs: names of patches without which it would do harm.
-        compared: a host version with which it was compared but never run, as a requirement.
+        compared: a host version whose code was compared but never run, as a requirement.
     """
 
     name: str

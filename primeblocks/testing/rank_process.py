@@ -77,8 +77,8 @@ def main(seat: Seat, task: bytes, outbox: Connection) -> None:
 def kill(rank: int) -> None:
     """In a body, end `rank` by SIGKILL when it reaches this line. Local.
 
-    Other ranks do nothing. The parent knows that the death is planned. So the result of this rank
-    is None, and RankError is not raised.
+    Other ranks do nothing. The parent knows that the death is planned. So it returns None as the
+    result of this rank, and does not raise RankError.
     """
     if dist.get_rank() == rank:
         _send(KILLED, None)
@@ -93,7 +93,7 @@ def tell(value: object) -> None:
 def _join(seat: Seat) -> None:
     # Loopback only: a machine's own name may not resolve, and no port should face the network.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    # A store in a file outlives any rank; a TCP store would die with rank 0.
+    # A store in a file outlives any rank, but a TCP store would die with rank 0.
     store = dist.FileStore(str(seat.folder / "store"), seat.world_size)
     dist.init_process_group(
         "gloo",
@@ -107,7 +107,7 @@ def _join(seat: Seat) -> None:
 def _send(kind: str, value: object) -> None:
     if _outbox is None:
         raise UsageError("tell and kill can be called only in the body of ranks.run or ranks.gang")
-    # Pickled here, because `Connection.send` would put tensors into memory that ends with us.
+    # Pickled here. `Connection.send` would put tensors into shared memory that ends with this rank.
     _outbox.send_bytes(pickle.dumps((kind, value)))
 
 

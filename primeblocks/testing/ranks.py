@@ -37,7 +37,8 @@ __all__ = ["Gang", "gang", "kill", "preload", "run", "tell"]
 
 # A failed rank leaves its peers hanging in a collective. They have this long to report as well.
 _SETTLE_S = 0.5
-# A rank ends itself at the deadline. A rank that cannot, such as a stopped one, is ended this late.
+# A rank ends itself at the deadline. If it cannot, because it was stopped for example, it is ended
+# this much later.
 _GRACE_S = 5.0
 # A rank that has returned destroys its group and ends. A busy machine may take seconds for this.
 _LEAVE_S = 60.0
@@ -209,7 +210,7 @@ class Gang:
         return {m.rank: m.outcome for m in self._members if isinstance(m.outcome, _Failed)}
 
     def _pump(self, until: float) -> bool:
-        """Handle the next message; return False if none came before `until`."""
+        """Handle the next message, or return False if none came before `until`."""
         waiting = {member.inbox: member for member in self._members if not member.settled}
         ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
         for inbox, member in waiting.items():

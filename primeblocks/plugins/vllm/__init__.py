@@ -1,7 +1,7 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
-Code without a hook is patched when a configuration asks for a patch. Other engines are not changed.
+vLLM code without a hook is patched if a configuration asks for a patch. Other engines stay as is.
 An engine that uses neither captured routes nor primeblocks can only get the patch `amx_on_cpu`.
 
 Each patch names its reason and symbols, and logs that it is applied. It is applied only to tested
@@ -155,7 +155,7 @@ def _looking_engine(stock_init: Callable[..., None]) -> Callable[..., None]:
 
 
 def register() -> None:
-    """Register adapters with vLLM, and wrap functions that apply the patches of configurations.
+    """Register adapters with vLLM, and wrap functions of vLLM so that they apply patches.
 
     vLLM calls this in the front end, the engine and every worker. It wraps four functions of vLLM.
     Unless a configuration asks for a patch, these functions behave as in vLLM. Idempotent. Local.

@@ -1,4 +1,4 @@
-"""Captured routes that vLLM has dropped become missing rows. Without this the engine dies."""
+"""Captured routes that vLLM has dropped become missing rows. Without this patch the engine dies."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ class CapturedPages(_HostStore):
         for each in pages:
             digest = xxhash.xxh3_64_intdigest(each.payload)
             if each.key not in self._digests and self._stored(each.key) is not None:
-                self._digests[each.key] = None  # The first page's digest was forgotten.
+                self._digests[each.key] = None  # The first digest was forgotten. Pages may differ.
             if self._digests.setdefault(each.key, digest) != digest:
                 self._digests[each.key] = None
             self._digests.move_to_end(each.key)

@@ -38,7 +38,7 @@ _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 
 @dataclass
 class RowsLater:
-    """Rows of blocks after a step. `rows` is None until the rows of this step have arrived."""
+    """Rows of blocks after a step. `rows` stays None until the rows of this step have arrived."""
 
     blocks: Sequence[int]
     step: int
@@ -94,7 +94,7 @@ class RowTable:
         self._rows[at], self._known[at] = rows, True
 
     def read(self, places: Sequence[int], start: int, stop: int) -> np.ndarray:
-        """Return a copy of the rows of tokens. Unknown rows have the largest number."""
+        """Return a copy of the rows of tokens. Missing rows have the largest number."""
         at = self._at(places, start, stop)
         rows = np.array(self._rows[at])
         rows[~self._known[at]] = self._missing
@@ -305,7 +305,7 @@ class RowsBesidePages(_Connector):
         return written
 
     def _complete(self, state: Any, life: _Life, start: int) -> list[Any]:
-        """Note whose pages were written, and return the complete pages."""
+        """Record which pages were written, and return the complete pages."""
         places, tokens = life.places, self._buffer.block_size
         stop = life.cursor or 0
         for page in range(start // tokens, -(-stop // tokens)):

@@ -163,7 +163,7 @@ class NixlWire:
 
     def _forget(self, agent: str) -> None:
         self._known.pop(agent, None)
-        with suppress(Exception):  # It may be unknown already.
+        with suppress(Exception):  # The agent may be unknown already.
             self._agent.remove_remote_agent(agent)
 
     @contextmanager

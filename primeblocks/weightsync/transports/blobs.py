@@ -215,7 +215,7 @@ class MemoryBlobs:
         """Owner: remove an unfinished buffer. A rank that hangs may still write to it."""
         if path.name in self._owned:
             self.drop(path)
-            # A writer may lack mappings of the other buffers, and could not map a sealed buffer.
+            # Do not reuse the sealed buffers, because a writer without a mapping cannot map them.
             self._fixed = set(self._owned.values())
 
     def open(self, path: Path, plan: Plan, *, start: int) -> Sealed:

@@ -182,7 +182,7 @@ class Transaction:
         return None if found is None else _go(found[1])
 
     def read_or_abort(self, key: str, *, deadline: float) -> Any:
-        """Wait for a note. Raises TransferError if the sync was aborted, or DeadlineError."""
+        """Wait for a note, or raise DeadlineError. Raises TransferError if the sync was aborted."""
         found = self._first_of("decision", key, deadline=deadline)
         if found is None:
             raise DeadlineError(f"the {key} did not arrive before the deadline")

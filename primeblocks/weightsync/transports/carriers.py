@@ -1,7 +1,7 @@
 """Carriers of packed buffers: their protocol, handles of memory, and wires for one-sided reads.
 
 With a handle, other processes of the host open a buffer in place. A CPU buffer is anonymous shared
-memory, which they find through /proc. torch's own handles of CPU tensors are not used, because they
+memory, which they find through /proc. Torch's own handles of CPU tensors are not used, because they
 serve only one reader. A GPU buffer is opened by CUDA IPC with torch's handles. CUDA IPC ran on one
 GPU, between two processes. The modules `tcp_wire` and `adapters.nixl` define wires.
 """
@@ -191,7 +191,7 @@ class HandleCarrier:
             end()
 
     def _keep(self, opened: Mapping[str, Tensor]) -> None:
-        """Keep these buffers open, and as many earlier ones, because a rank has two in turn."""
+        """Keep these buffers open, and as many earlier ones, because a rank uses two in turn."""
         for token, buffer in opened.items():
             self._opened.pop(token, None)
             self._opened[token] = buffer

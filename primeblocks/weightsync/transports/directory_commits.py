@@ -3,8 +3,8 @@
 A version is begun, then committed, then retired. `commits.json` lists the committed versions. The
 owner replaces it in one step, so a reader sees a version completely or not at all. A reader takes a
 shared lock on the version's lock file, and then looks whether the version is still listed. The
-owner first takes an exclusive lock on that file, then removes the version from the list, and only
-then unlocks the file and reuses the version's buffers.
+owner first takes an exclusive lock on that file, and then removes the version from the list. Only
+then does it unlock the file and reuse the version's buffers.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class GroupTransport:
             return [self._arrived(request, go.base, deadline)]
 
     def _begun(self, deadline: float) -> dict[str, Any]:
-        """Return the note of the next transaction, after those that were called off."""
+        """Return the note of the next transaction that was not called off."""
         while True:
             now = self._numbered(self._now.number + 1)
             note = now.read_begun(deadline=deadline)

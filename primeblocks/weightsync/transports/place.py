@@ -279,7 +279,7 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
         FileNotFoundError, FileExistsError: as os.open.
         UsageError: it is not a regular file, belongs to another user, or cannot be opened.
     """
-    kept = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # To open a pipe would wait.
+    kept = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # Opening a pipe must not wait.
     try:
         fd = os.open(path, flags | kept, 0o600)
     except OSError as error:

@@ -25,7 +25,7 @@ class Recorded(NamedTuple):
 
     Attributes:
         direct: layers with parameters that are loaded without a call of their `weight_loader`.
-        lacking: parameters that the checkpoint does not fill, or only in part.
+        lacking: parameters that the checkpoint does not fill, or fills only in part.
     """
 
     reads: Reads

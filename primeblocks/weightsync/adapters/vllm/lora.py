@@ -1,8 +1,8 @@
 """LoRA adapters in a running vLLM. Versions are served in parallel, by name, without a pause.
 
 Build the engine with `lora_engine_args()`, call `attach_lora` once, and `update_lora` after each
-publish. `update_lora` returns a LoRARequest. Requests with it use exactly that version, until you
-call `remove_lora`. Offline code uses the `_llm` variants.
+publish. `update_lora` returns a LoRARequest for the version. Requests that you pass with it use
+exactly this version, until you call `remove_lora`. Offline code uses the `_llm` variants.
 """
 
 from __future__ import annotations

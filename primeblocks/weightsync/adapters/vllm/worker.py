@@ -7,8 +7,8 @@ The front end calls these methods of a worker:
 - `receive_weights` loads the checked version between two steps.
 - `state` returns the outcome of the last call.
 
-They never raise in a worker, because an error would jam vLLM's executor. A version that fails in
-`verify` never touches the model. A load that fails is undone: the previous version is loaded again.
+These methods never raise, because an error in a worker would jam vLLM's executor. A version that
+fails in `verify` never touches the model. If a load fails, the previous version is loaded again.
 `UpdateInfo.transaction` identifies an attempt, and a late call of an attempt that was given up is
 ignored.
 """
