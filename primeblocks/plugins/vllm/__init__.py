@@ -1,7 +1,7 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
-vLLM code without a hook is patched if a configuration asks for a patch. Other engines stay as is.
+Code of vLLM without a hook is patched if a configuration asks for it. Other engines stay as is.
 An engine that uses neither captured routes nor primeblocks can only get the patch `amx_on_cpu`.
 
 Each patch names its reason and symbols, and logs that it is applied. It is applied only to tested

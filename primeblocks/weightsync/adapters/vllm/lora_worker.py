@@ -2,7 +2,7 @@
 
 vLLM loads adapters from folders. Here a worker keeps the tensors of every version, and passes them
 to vLLM's loader instead of a folder. So vLLM may evict an adapter from its slots, or drop all
-adapters after an update of the base weights. vLLM then gets the same bits again.
+adapters after an update of the base weights. Afterwards, vLLM gets the same bits again.
 """
 
 from __future__ import annotations
