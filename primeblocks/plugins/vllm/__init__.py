@@ -1,8 +1,9 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
-Code of vLLM without a hook is patched if a configuration asks for it. Other engines stay as is.
-An engine that uses neither captured routes nor primeblocks can only get the patch `amx_on_cpu`.
+If a configuration asks for a patch, code of vLLM that has no hook is patched. Other engines are not
+changed. An engine without captured routes and without a part of primeblocks can only get the patch
+`amx_on_cpu`.
 
 Each patch names its reason and symbols, and logs that it is applied. It is applied only to tested
 versions of vLLM. Any other vLLM stays unchanged, with one warning, so that installing primeblocks

@@ -1,8 +1,9 @@
 """Directories of versions. One owner makes each directory, and other processes find it.
 
-An owner makes a directory with a random name, and locks a file until its process ends. The next
-owner removes the directories of dead owners, whose locks are free. The files in a directory belong
-to the owner's user, and other users cannot write to them.
+An owner makes a directory with a random name, and locks a file until its process ends. At the end
+it removes the directory, unless files are to stay. The next owner removes the directories of dead
+owners, whose locks are free. The files in a directory belong to the owner's user, and other users
+cannot write to them.
 """
 
 from __future__ import annotations
