@@ -55,7 +55,7 @@ class StepCounter(TorchDispatchMode):
         collectives: calls, by name.
         received_bytes: bytes from other ranks, by name of the collective. A sum counts as a ring
             all-reduce.
-        peak_bytes: the most bytes at one time of storages that the step made.
+        peak_bytes: the largest number of bytes, at one time, in storages that the step made.
     """
 
     supports_higher_order_operators = True

@@ -194,7 +194,7 @@ def register() -> None:
 
 
 def _register_models() -> None:
-    """Name the model of `primeblocks.exact`. vLLM imports it if a configuration asks for it."""
+    """Register the model of `primeblocks.exact`. vLLM imports it if a configuration names it."""
     from vllm import ModelRegistry
 
     name, model = "PrimeblocksExactForCausalLM", "primeblocks.exact.adapters.vllm:ExactForCausalLM"
