@@ -30,7 +30,7 @@ def attend(
     positions: Int[Tensor, " queries"],
     scale: float,
 ) -> Float[Tensor, "queries heads outs"]:
-    """Attend from queries of one sequence to its keys, each up to its own position.
+    """Attend from queries of one sequence to its keys. A query sees keys up to its own position.
 
     Local. On a CPU, without gradients. Computes in float32, or in float64 for float64 operands. The
     result has the dtype of `query`.

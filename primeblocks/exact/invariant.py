@@ -5,12 +5,12 @@ other sees each operation of `aten`, and does one of four things:
 
 - It computes in one order: products, sums, means, softmax and norms (`ORDERED`, in `rows`).
 - It computes in whole vectors: rounded functions of single elements, such as `silu`.
-- It leaves the operation alone. `DEFINED` have a result that IEEE 754 defines to the bit. `MOVED`
-  move or compare elements, or add them in the order of an index. Others make no floating-point
-  numbers.
+- It leaves the operation alone. IEEE 754 defines the results of operations in `DEFINED` to the bit.
+  Operations in `MOVED` move or compare elements, or add them in the order of an index. Operations
+  that make no floating-point numbers are left alone too.
 - It refuses the operation by name.
 
-Backward passes are left to torch, because they need no bits in common with an engine.
+Backward passes are left to torch, because an engine has no backward pass to compare with.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,17 +59,17 @@ def batch_invariant() -> Iterator[None]:
     """Give a row of any operation the same bits whatever else is in the batch, in a `with` block.
 
     Local. Applies to this thread, on a CPU, and to forward passes. You may call backward inside or
-    outside. Three conditions hold for models:
+    outside. Models must meet three conditions:
 
     - Attention calls torch's `scaled_dot_product_attention`. In transformers set
       `attn_implementation="sdpa"`.
     - Experts use transformers' default grouped products, a loop over experts, or expert parallelism
       with its default dispatcher.
-    - Checkpoints recompute in a context of their own. Pass torch's `checkpoint`
-      `context_fn=lambda: (nullcontext(), batch_invariant())`.
+    - Checkpoints recompute in a context of their own. Pass
+      `context_fn=lambda: (nullcontext(), batch_invariant())` to torch's `checkpoint`.
 
     Raises (inside):
-        UnsupportedError: an operation has no batch-invariant form, which the message names.
+        UnsupportedError: an operation has no batch-invariant form. The message names the operation.
 
         UnsupportedError: a tensor is not on a CPU, or products depend on the batch here.
     """
@@ -120,7 +120,7 @@ def _is_exact(func: Any, args: Any, kwargs: Any) -> bool:
     plain = _name(func).rstrip("_")
     if func.namespace != "aten" or plain not in DEFINED | MOVED:
         return False
-    if plain == "index_put":  # By several threads, where it adds.
+    if plain == "index_put":  # It adds in several threads, in any order.
         return not (kwargs.get("accumulate") or args[3:4] == (True,))
     # With a scale, torch may round once or twice.
     return plain not in ("add", "sub", "rsub") or (*args[2:3], kwargs.get("alpha", 1))[0] == 1

@@ -16,9 +16,9 @@ from ..errors import UnsupportedError
 __all__ = ["ROWS", "log_softmax", "logsumexp", "matmul", "pointwise", "softmax", "total", "wide"]
 
 ROWS = 32  # of every product: a kernel chooses its order by the shape of its operands
-COLUMNS = 16  # at least: MKL on an AMD EPYC adds by the place of a row below 12
+COLUMNS = 16  # at least: below 12, MKL on an AMD EPYC chooses an order by a row's place
 VECTOR = 64  # elements: two of the longest registers, of the shortest type
-PIECE = 32768  # elements; torch does not split so few among threads
+PIECE = 32768  # elements, too few for torch to split among threads
 
 _proved: set[tuple[Any, ...]] = set()
 
@@ -27,8 +27,8 @@ def matmul(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply `[rows, in]` by `[in, out]`, 32 rows at a time, padded with rows of zeros.
 
     A weight of fewer than 16 columns is padded with columns of zeros. The first product of a shape
-    tests this processor's kernel on rows of its own. A row must have the same bits at another
-    place, next to other rows, and with one thread.
+    tests this processor's kernel on random rows. A row must have the same bits at another place,
+    next to other rows, and with one thread.
 
     Raises:
         UnsupportedError: the bits differ.
@@ -73,11 +73,11 @@ def _prove(weight: Tensor) -> None:
 
 
 def total(values: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
-    """Sum neighbours, then those sums, and so on. Zeros at the end do not change the order."""
+    """Add neighbours, then neighbouring sums, and so on. Zeros at the end keep the order."""
     dims = sorted(dim % values.dim() for dim in dims)
     kept = [dim for dim in range(values.dim()) if dim not in dims]
     work = wide(values).permute(*kept, *dims).flatten(len(kept))
-    if not dims:  # `flatten` added the dimension that nothing is summed over.
+    if not dims:  # A scalar, which `flatten` has given a dim of size 1.
         work = work.unsqueeze(-1) if work.dim() == values.dim() else work
     while (size := work.shape[-1]) > 1:
         work = F.pad(work, (0, size % 2))
@@ -96,8 +96,8 @@ def wide(values: Tensor) -> Tensor:
 def pointwise(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Apply a function of single elements to whole vectors only.
 
-    torch computes elements that do not fill a vector with other code. The last bits of its `silu`,
-    `pow` and other functions differ there, and a thread's share may end anywhere.
+    For elements that do not fill a vector, torch uses other code, in which the last bits of `silu`,
+    `pow` and other functions differ. A thread's share, and so a part of a vector, may end anywhere.
     """
     shape = torch.broadcast_shapes(*(arg.shape for arg in args if _is_many(arg)))
     count = shape.numel()

@@ -98,7 +98,10 @@ def _by_pages(
 def _runs(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the first and the last key that each query sees, both `[batch, queries]`. -1: none."""
+    """Return the first and the last key that each query sees, both `[batch, queries]`.
+
+    The last key is -1 if a query sees no key.
+    """
     batch, queries, keys = len(query), query.shape[-2], key.shape[-2]
     if mask is None:
         last = torch.arange(queries).clamp(max=keys - 1) if is_causal else torch.tensor([keys - 1])

@@ -1,4 +1,4 @@
-"""The place where two computations of one model part: the first module whose numbers differ."""
+"""Find the first module in which two computations of one model have different numbers."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -91,10 +91,9 @@ class Trace:
 def first_difference(one: Trace, other: Trace) -> Difference | None:
     """Compare two traces in the order of the first. Return None if all common events agree. Local.
 
-    Pass traces of one sequence each. A step over a cache is compared with the end of the whole
-    sequence: rows, of the last dimension, from the last one backwards. Values with more rows than
-    tokens are then left out, such as rows sorted by expert. They are compared only if both traces
-    have the same number of rows.
+    Pass traces of one sequence each. A row is a vector along the last dim. If a trace has fewer
+    rows, as a step over a cache has, its rows are compared with the last rows of the other trace.
+    Values with more rows than tokens, such as rows sorted by expert, are then left out.
 
     Raises:
         UsageError: the traces have no common numbers.

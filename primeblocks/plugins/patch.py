@@ -16,13 +16,13 @@ class Patch:
 
     Args:
         name: its name in the off switch and in messages.
-        reason: the fault of the host without it.
-        tested: the host versions with which it was tested, as a requirement.
+        reason: the fault of the host without the patch.
+        tested: the host versions with which the patch was tested, as a requirement.
         replacements: for each symbol (`module:path`) a function from the stock object to ours.
         asked: whether a configuration of the host needs it.
         cpu_only: it repairs the host's CPU platform and is not for other platforms.
         needs: names of patches without which it would do harm.
-        compared: a host version with which it was compared but never run, as a requirement.
+        compared: a host version whose code was compared but never run, as a requirement.
     """
 
     name: str
@@ -35,14 +35,14 @@ class Patch:
     compared: str = ""
 
     def applied(self) -> bool:
-        """Say whether every symbol is ours in this process. Local. Imports their modules."""
+        """Return whether this process has all replacements. Local. Imports the symbols' modules."""
         return all(
             _owner(symbol) is not None and self.name in _patches(symbol)
             for symbol in self.replacements
         )
 
     def apply(self) -> None:
-        """Replace the symbols. Symbols that are ours already stay. Local. Imports their modules.
+        """Replace the symbols, each at most once. Local. Imports the modules of the symbols.
 
         Raises:
             UnsupportedError: a symbol is missing. Nothing was replaced.
@@ -81,7 +81,7 @@ def _patches(symbol: str) -> set[str]:
 
 
 def _owner(symbol: str) -> Any:
-    """Return the object that has the last name of `module:path`, or None if it is missing."""
+    """Return the object whose attribute `module:path` names, or None if a name is missing."""
     module, _, path = symbol.partition(":")
     *outer, attribute = path.split(".")
     try:

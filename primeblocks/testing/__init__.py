@@ -1,8 +1,8 @@
 """Helpers for tests of distributed reinforcement learning, for our tests and for yours.
 
 `ranks` runs a function on several gloo ranks. `tiny_models` makes random mixture-of-experts
-checkpoints. `oracles` compares with float64. `strategies` draws inputs for hypothesis. `faults` has
-clocks, transports and files that fail on purpose. A module is loaded when it is first named.
+checkpoints. `oracles` compares results with float64. `strategies` draws inputs for hypothesis.
+`faults` has clocks, transports and files that fail on purpose. A module is loaded at its first use.
 """
 
 from importlib import import_module

@@ -44,7 +44,7 @@ def gradients_of(
 
     Args:
         function: returns one tensor.
-        inputs: floating inputs are differentiated, others passed through.
+        inputs: floating inputs are differentiated. Other inputs are passed through.
         cotangent: shaped like the output. With None, it is drawn from a fixed seed. A constant
             cotangent would hide errors that cancel in a sum.
 

@@ -1,8 +1,8 @@
 """Counts of one step, taken without a GPU: operators, host reads, collectives, live bytes.
 
-A `StepCounter` counts while its `with` block is open. It knows which tensors are of the host: those
-read with `cpu()` or computed only from such tensors. All other CPU tensors stand for device
-tensors. An operator that takes a value of a device tensor counts as a host read.
+A `StepCounter` counts while its `with` block is open. It takes a tensor for a host tensor if it was
+read with `cpu()`, or computed only from host tensors. All other CPU tensors stand for device
+tensors. An operator for which the host needs a value of a device tensor counts as a host read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from primeblocks.errors import UnsupportedError
 
 __all__ = ["StepCounter"]
 
-# Their results' shapes, or what they check, are values: on CUDA each waits inside.
+# The shapes or checks of these operators depend on values, so on CUDA the host waits in them.
 _SHAPED_BY_VALUES = {
     "_local_scalar_dense", "_unique", "_unique2", "bincount", "equal", "is_nonzero",
     "masked_select", "nonzero", "unique_consecutive", "unique_dim",
@@ -33,16 +33,17 @@ _COPIES = {"_to_copy", "copy_"}
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts what a step asks of a device, within `with StepCounter() as step`. Local.
+    """Counts the work of a step on a device, within `with StepCounter() as step`. Local.
 
     Each CPU tensor stands for a device tensor, unless it was read from the device (`cpu()`) or
-    computed only from such tensors. So tensors that a script makes on the host count as read too,
-    and copies to the device do not.
+    computed only from tensors that were read. So reads of tensors that a script makes on the host
+    count too. Copies to the device do not count.
 
     On the meta device it counts steps of any size, and a read of values raises. Under
-    `FakeTensorMode` enter it last: reads need a `ShapeEnv`, and a `tolist` counts once per number.
-    If torch was built without CUDA, a fake CUDA takes few operators and no gradients. It does not
-    see inside operators of `torch.library`, FlexAttention or compiled kernels.
+    `FakeTensorMode` enter the counter last. Reads then need a `ShapeEnv`, and a `tolist` counts
+    once per number. If torch was built without CUDA, fake CUDA tensors support few operators and no
+    gradients. The counter does not see inside operators of `torch.library`, FlexAttention or
+    compiled kernels.
 
     Args:
         device: the type of the device whose tensors are watched.
@@ -52,8 +53,9 @@ class StepCounter(TorchDispatchMode):
         host_reads: by name, operators for which the host would wait. They take values, have shapes
             that depend on values, or copy between host and device without `non_blocking`.
         collectives: calls, by name.
-        received_bytes: of each collective, from other ranks. A sum counts as a ring would.
-        peak_bytes: the most bytes at one time of storages that the step made.
+        received_bytes: bytes from other ranks, by name of the collective. A sum counts as a ring
+            all-reduce.
+        peak_bytes: the largest number of bytes, at one time, in storages that the step made.
     """
 
     supports_higher_order_operators = True
@@ -123,7 +125,7 @@ class StepCounter(TorchDispatchMode):
             source, target = (args[1], args[0]) if name == "copy_" else (args[0], out)
             blocking = not (named.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
             sides = {x.device.type for x in (source, target)}
-            # A number of the host is an argument of the kernel.
+            # A scalar of the host becomes an argument of the kernel, without a wait.
             number = source.device.type == "cpu" and source.ndim == 0 and name == "copy_"
             return blocking and len(sides) > 1 and self._device in sides and not number
         first = next(_tensors(args), None)
@@ -133,7 +135,7 @@ class StepCounter(TorchDispatchMode):
             return named.get("output_size") is None
         if name in _INDEXING:
             masks = [x for x in _tensors(args[1]) if x.dtype in (torch.bool, torch.uint8)]
-            # torch fills by a single mask without looking for places.
+            # torch fills through a single mask without looking up the masked positions.
             fills = len(args) > 2 and len(args[1]) == 1 and args[2].numel() == 1
             return bool(masks) and not fills
         return name in _SHAPED_BY_VALUES
@@ -169,7 +171,7 @@ class StepCounter(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Methods that a CPU tensor answers without an operator."""
+    """Counts the methods that read a CPU tensor without an operator."""
 
     def __init__(self, counter: StepCounter) -> None:
         super().__init__()
@@ -223,7 +225,7 @@ def _of_lists(out: Any, lists: Any, parts: Sequence[Tensor], *_: Any) -> int:
 
 
 def _of_gather(out: Any, lists: Any, parts: Sequence[Tensor], *_: Any) -> int:
-    return max(0, _of_lists(out, lists, parts))  # One rank has lists.
+    return max(0, _of_lists(out, lists, parts))  # Only the target rank has lists.
 
 
 def _of_broadcast(out: Any, tensors: Sequence[Tensor], group: Any, root: int, *_: Any) -> int:

@@ -2,8 +2,8 @@
 
 A rank joins the group, calls the body, and sends its result or its traceback to the parent. Then it
 waits until the parent hangs up, because a rank that leaves earlier would break the collectives of
-its peers. Its own watchdog writes the stack and ends the process at the deadline, even during a C
-call or when the parent is gone.
+its peers. The rank's own watchdog writes the stack and ends the process at the deadline, even
+during a C call or after the parent has ended.
 """
 
 import faulthandler
@@ -29,7 +29,7 @@ __all__ = ["KILLED", "RAISED", "RETURNED", "TOLD", "Seat", "kill", "main", "tell
 # The kinds of message that a rank sends to its parent.
 RETURNED, RAISED, KILLED, TOLD = "returned", "raised", "killed", "told"
 
-# The way to the parent; None in a process that is not a rank.
+# The connection to the parent. None in a process that is not a rank.
 _outbox: Connection | None = None
 
 
@@ -53,7 +53,7 @@ def main(seat: Seat, task: bytes, outbox: Connection) -> None:
     global _outbox  # noqa: PLW0603
     _outbox = outbox
     with open(seat.stack_file, "w") as stacks:
-        # The rank's own watchdog: it works during a C call, and when the parent is gone.
+        # The rank's own watchdog works during a C call, and after the parent has ended.
         remaining_s = max(0.01, seat.deadline - time.monotonic())
         faulthandler.dump_traceback_later(remaining_s, exit=True, file=stacks)
         try:
@@ -77,8 +77,8 @@ def main(seat: Seat, task: bytes, outbox: Connection) -> None:
 def kill(rank: int) -> None:
     """In a body, end `rank` by SIGKILL when it reaches this line. Local.
 
-    Other ranks do nothing. The parent knows that the death is planned: it yields None, not
-    RankError.
+    Other ranks do nothing. The parent knows that the death is planned. So it returns None as the
+    result of this rank, and does not raise RankError.
     """
     if dist.get_rank() == rank:
         _send(KILLED, None)
@@ -93,7 +93,7 @@ def tell(value: object) -> None:
 def _join(seat: Seat) -> None:
     # Loopback only: a machine's own name may not resolve, and no port should face the network.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    # A store in a file outlives any rank; a TCP store would die with rank 0.
+    # A store in a file outlives any rank, but a TCP store would die with rank 0.
     store = dist.FileStore(str(seat.folder / "store"), seat.world_size)
     dist.init_process_group(
         "gloo",
@@ -107,7 +107,7 @@ def _join(seat: Seat) -> None:
 def _send(kind: str, value: object) -> None:
     if _outbox is None:
         raise UsageError("tell and kill can be called only in the body of ranks.run or ranks.gang")
-    # Pickled here: `Connection.send` would pass tensors as shared memory, which dies with us.
+    # Pickled here. `Connection.send` would put tensors into shared memory that ends with this rank.
     _outbox.send_bytes(pickle.dumps((kind, value)))
 
 

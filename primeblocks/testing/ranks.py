@@ -1,8 +1,8 @@
 """Run a function on several gloo ranks of this machine, with tracebacks, deadlines and faults.
 
 Use `run` for tests in which every rank should live. Use `gang` to get the running ranks, so that a
-test can kill one. Ranks are forked from a server that has imported torch already. A case then costs
-tenths of a second, where `spawn` costs seconds:
+test can kill one. Ranks are forked from a server that has imported torch already. A test then takes
+tenths of a second, but with `spawn` it would take seconds. An example:
 
     def body(x):
         dist.all_reduce(x)
@@ -37,9 +37,10 @@ __all__ = ["Gang", "gang", "kill", "preload", "run", "tell"]
 
 # A failed rank leaves its peers hanging in a collective. They have this long to report as well.
 _SETTLE_S = 0.5
-# A rank ends itself at the deadline. A rank that cannot, such as a stopped one, is ended later.
+# A rank ends itself at the deadline. If it cannot, because it was stopped for example, it is ended
+# this much later.
 _GRACE_S = 5.0
-# A rank that has returned destroys its group and ends. A busy machine takes seconds for that.
+# A rank that has returned destroys its group and ends. A busy machine may take seconds for this.
 _LEAVE_S = 60.0
 
 _starting = threading.Lock()
@@ -209,7 +210,7 @@ class Gang:
         return {m.rank: m.outcome for m in self._members if isinstance(m.outcome, _Failed)}
 
     def _pump(self, until: float) -> bool:
-        """Handle the next message; return False if none came before `until`."""
+        """Handle the next message, or return False if none came before `until`."""
         waiting = {member.inbox: member for member in self._members if not member.settled}
         ready = connection.wait(list(waiting), max(0.0, until - time.monotonic()))
         for inbox, member in waiting.items():
@@ -231,7 +232,7 @@ class Gang:
         hung |= {m.rank: "(it could not say where)" for m in self._members if not m.settled}
         size = len(self._members)
         if failures := self._failures():
-            # A death comes first: the errors of its peers only follow from it.
+            # Deaths are reported first, because they cause the errors of the other ranks.
             died = {rank: failure.text for rank, failure in failures.items() if failure.died}
             raised = {rank: failure.text for rank, failure in failures.items() if rank not in died}
             parts = [f"{_names(died)} of {size} died"] if died else []
@@ -307,7 +308,7 @@ def _ended(process: ForkServerProcess, timeout_s: float | None) -> int | None:
 
 
 def _server() -> ForkServerContext:
-    """Return the warm process server, so that a gang's clock does not pay for importing torch."""
+    """Return the running process server, so that a gang's deadline excludes importing torch."""
     with _starting:  # Gangs may start in several threads.
         return _started()
 

@@ -1,4 +1,4 @@
-"""Inputs for hypothesis like those that blocks meet, with the edge cases that break blocks.
+"""Random inputs of blocks for hypothesis, with the edge cases that break blocks.
 
 Tensors are drawn by seed and not by element. Shrinking then looks for a smaller shape, which
 explains a failure better.

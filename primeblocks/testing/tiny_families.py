@@ -59,7 +59,7 @@ def _deepseek_v3(hidden: int, num_experts: int) -> dict[str, Any]:
         "num_key_value_heads": hidden // 32,
         "routed_scaling_factor": 1.0,
         "q_lora_rank": 64,
-        # Latent attention keeps its real sizes, because vLLM's kernels take no others.
+        # Latent attention keeps its real sizes, because vLLM's kernels accept only these.
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 128,
@@ -79,7 +79,7 @@ def _axk2(hidden: int, num_experts: int) -> dict[str, Any]:
 
 def _hy_v4(hidden: int, num_experts: int) -> dict[str, Any]:
     sizes = _glm_moe_dsa(hidden, num_experts) | {"hc_mult": 2}
-    del sizes["first_k_dense_replace"]  # One dense layer, always.
+    del sizes["first_k_dense_replace"]  # This family always has one dense layer.
     return sizes
 
 
@@ -152,8 +152,8 @@ def _qwen3_vl_moe(hidden: int, num_experts: int) -> dict[str, Any]:
         "mrope_section": [8, 4, 4],
         "mrope_interleaved": True,
     }
-    # Wider than the model: transformers tells the published orientation of an expert's weights by
-    # their shape alone, and takes square ones as they are.
+    # Wider than the model, because transformers recognises the published orientation of an expert's
+    # weights only by their shape. It would not transpose square weights.
     sizes = {"moe_intermediate_size": 2 * hidden, "rope_parameters": rope}
     return _qwen3_moe(hidden, num_experts) | sizes
 
@@ -180,7 +180,7 @@ def composite(class_name: str, sizes: dict[str, Any]) -> dict[str, Any]:
         "text_config": sizes,
         "vision_config": _vision(sizes["hidden_size"]),
         "tie_word_embeddings": False,
-        # Words of the vocabulary, its last four.
+        # The last four words of the vocabulary.
         "image_token_id": last,
         "video_token_id": last - 1,
         "vision_start_token_id": last - 2,
@@ -189,7 +189,7 @@ def composite(class_name: str, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def layer_kinds(family: str, num_layers: int) -> dict[str, Any]:
-    """Return the kinds of layers, for families that mix kinds. The last layer always routes."""
+    """Return the kinds of layers, for families that mix kinds. The last layer has experts."""
     if family in ("minimax", "qwen3_5_moe", "qwen3_next"):
         kinds = ["linear_attention", "full_attention"]
         return {"layer_types": [kinds[layer % 2] for layer in range(num_layers)]}
@@ -229,7 +229,7 @@ CONFIGS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     "solar_open": ("SolarOpenConfig", _glm4_moe),
 }
 
-# Without experts, or with vision: replay and vLLM's tests have no use for these.
+# Families without experts, or with vision. Tests that need experts use only `CONFIGS`.
 OTHERS: dict[str, tuple[str, Callable[[int, int], dict[str, Any]]]] = {
     "llama": ("LlamaConfig", _dense),
     "qwen3": ("Qwen3Config", _dense),

@@ -1,7 +1,7 @@
 """Random mixture-of-experts models of common families, small enough for a laptop.
 
-`build` makes a model in memory. `save` writes a checkpoint with a tokenizer, which transformers
-loads, and vLLM for the families named there. Equal arguments give equal bytes.
+`build` makes a model in memory. `save` writes a checkpoint with a tokenizer. transformers loads the
+checkpoint, and vLLM loads those of some families. Equal arguments give equal bytes.
 """
 
 import json
@@ -82,8 +82,8 @@ def build(
     """Build a random model in memory, in eval mode. Torch's random state is unchanged. Local.
 
     Args:
-        router_std: standard deviation of the router's weights. A larger one makes routing more
-            decided, a smaller one makes ties more frequent.
+        router_std: standard deviation of the router's weights. A larger value makes routing more
+            decided, and a smaller value makes ties more frequent.
         sizes: as for `config`.
     """
     configuration = config(family, **sizes)
@@ -110,8 +110,9 @@ def save(
 
     The tokenizer splits at white space: `w7 w9` is two tokens, 7 and 9.
 
-    docs/support.md says which families vLLM generates with on a CPU. Its CPU kernel rotates queries
-    of glm4_moe_lite rightly with `compilation_config={"custom_ops": ["all", "-rotary_embedding"]}`.
+    docs/support.md says which families vLLM generates with on a CPU. For glm4_moe_lite, pass
+    `compilation_config={"custom_ops": ["all", "-rotary_embedding"]}` to vLLM, so that its CPU
+    kernel rotates queries correctly.
     """
     path = Path(path)
     model: Any = build(family, seed=seed, dtype=dtype, router_std=router_std, **sizes)
@@ -145,7 +146,7 @@ def _vision_words(vocab: int) -> dict[int, str]:
 
 
 def _publish(path: Path, vision: Any) -> None:
-    """Write experts as published checkpoints have them, and describe the processor of images.
+    """Write experts as published checkpoints have them, and configure the image processor.
 
     transformers reads both orientations and writes its own, which vLLM does not read.
     """

@@ -6,9 +6,9 @@ The order of additions depends only on the dtype and on the number of added elem
 
 - Products have tiles of one size, without split-K and without tuning. A program adds the tiles of
   the inner dim from first to last.
-- Sums over a row add neighbours, then those sums, and so on, as `batch_invariant()` does on a CPU.
-  The kernel names each addition. The order of Triton's own sums depends on which elements a thread
-  has, and therefore on the alignment of a row's address.
+- Sums over a row add neighbours, then neighbouring sums, and so on, as `batch_invariant()` does on
+  a CPU. The kernel states each addition itself, because the order of Triton's own sums depends on
+  which elements a thread has. It therefore depends on the alignment of a row's address.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @no_type_check
 def _round_to(x, DTYPE: tl.constexpr):
     """Round float32 to DTYPE, ties to even."""
-    if _EMULATED and tl.bfloat16 == DTYPE:  # The interpreter cuts off.
+    if _EMULATED and tl.bfloat16 == DTYPE:  # The interpreter truncates.
         bits = x.to(tl.int32, bitcast=True)
         near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
         number = (bits & 0x7FFFFFFF) <= 0x7F800000
@@ -67,7 +67,7 @@ def _multiply_tiles(
     INNER: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Compute one tile of the result: rows of one group, which has `most` rows at most."""
+    """Compute one tile of the result: rows of one group. A group has at most `most` rows."""
     across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(most, ROWS)
     group, program = tl.program_id(0) // (down * across), tl.program_id(0) % (down * across)
     # Eight tiles of rows take turns, so that concurrent programs share columns of `right`.
@@ -101,9 +101,9 @@ def _multiply_tiles(
 @triton.jit
 @no_type_check
 def _add_neighbours(values):
-    """Sum a power of two of values: neighbours, then those sums, and so on."""
+    """Add 2^n values: neighbours, then neighbouring sums, and so on."""
     if values.shape[0] == 1:
-        return tl.sum(values, 0)  # Of one value, which becomes a scalar.
+        return tl.sum(values, 0)  # This turns one value into a scalar.
     else:
         even, odd = tl.split(tl.reshape(values, (values.shape[0] // 2, 2)))
         return _add_neighbours(even + odd)
@@ -175,7 +175,7 @@ def _launch_of_products(dtype: torch.dtype) -> dict[str, int]:
 
 
 def _launch_of_rows(kind: str, width: int) -> dict[str, Any]:
-    """Return how a program reads a row. Without fusion, which would round twice only once. Pure."""
+    """Return how a program reads a row. Fusion is off, because it omits a rounding. Pure."""
     block = min(triton.next_power_of_2(max(width, 1)), 1024)
     tiles = triton.next_power_of_2(max(triton.cdiv(width, block), 1))
     names = {"KIND": kind, "PAD": -math.inf if kind.endswith("softmax") else 0.0}

@@ -2,7 +2,7 @@
 
 Start the engine with `hf_overrides=ARCHITECTURE` and `enforce_eager=True`. It then builds the model
 as transformers does, and replaces no layer of it. Attention reads vLLM's pages of keys in the order
-of the trainer. On a CPU, with one rank.
+of the trainer. The engine must run on a CPU, with one rank.
 """
 
 import re
@@ -127,7 +127,7 @@ _plain_forward = Sampler.forward
 
 
 def _sample(sampler: Sampler, *args: Any, **kwargs: Any) -> Any:
-    """Wrap vLLM's sampler. It returns log-probabilities of logits or of the drawn distribution."""
+    """Run vLLM's sampler inside of `batch_invariant()`, because it computes log-probabilities."""
     with batch_invariant():
         return _plain_forward(sampler, *args, **kwargs)
 
@@ -165,7 +165,7 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
             self.text_config.hidden_size, self.text_config.vocab_size, bias=False
         )
         self.lm_head.requires_grad_(False)
-        # Belongs to the sampler of this process, because vLLM has no hook for it.
+        # This changes every sampler of this process, because vLLM has no hook for it.
         setattr(Sampler, "forward", _sample)  # noqa: B010
         if self._get_tie_word_embeddings():
             self.lm_head.weight = self.model.get_input_embeddings().weight

@@ -1,13 +1,15 @@
 """vLLM's entry point (`vllm.general_plugins`), loaded by vLLM in every process that it starts.
 
 It registers the blocks' adapters with vLLM's factories and looks at each engine's configuration.
-Code without a hook is patched when a configuration asks for it. An engine that uses no part of
-primeblocks is not changed.
+If a configuration asks for a patch, code of vLLM that has no hook is patched. Other engines are not
+changed. An engine without captured routes and without a part of primeblocks can only get the patch
+`amx_on_cpu`.
 
-Each patch names its reason and symbols, and logs that it is applied. It is applied
-only to tested versions of vLLM. Any other vLLM stays unchanged, with one warning, so that
-installing primeblocks never breaks an engine. Version 0.33 was compared and never run, because it
-has no build for CPUs. It is patched only for an engine that names a tier of ours, which is logged.
+Each patch names its reason and symbols, and logs that it is applied. It is applied only to tested
+versions of vLLM. Any other vLLM stays unchanged, with one warning, so that installing primeblocks
+never breaks an engine. Version 0.33 was compared and never run, because it has no build for CPUs.
+It is patched only for an engine with a tier of ours that carries routes. A warning says that this
+version was never run.
 
 `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off. docs/decisions/vllm_plugin.md says
 why that is an environment variable.
@@ -27,7 +29,7 @@ from .scheduled_blocks import carries_routes, lift_cap, watch_loads
 __all__ = ["COMPARED", "LOGGER", "OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
 
 TESTED = "0.32"
-COMPARED = "0.33"  # Its signatures and its Python were compared, without an engine.
+COMPARED = "0.33"  # Its signatures and its Python code were compared, but no engine was run.
 OFF = "PRIMEBLOCKS_VLLM_PATCHES_OFF"
 LOGGER = "vllm.primeblocks"  # vLLM shows only its own loggers, at VLLM_LOGGING_LEVEL.
 PATCHES = (
@@ -108,7 +110,7 @@ def _apply_asked(patches: Iterable[Patch], config: Any) -> None:
 
 
 def _looking_config(stock_post_init: Callable[..., None]) -> Callable[..., None]:
-    """Apply the patches of a configuration's check before it runs, in front end and engine."""
+    """Apply the patches of a configuration's check before the check, in front end and engine."""
 
     def post_init(config: Any, *more: Any, **kwargs: Any) -> None:
         _apply_asked([routed_experts.PATCH, routed_experts.OVER_NIXL], config)
@@ -154,7 +156,7 @@ def _looking_engine(stock_init: Callable[..., None]) -> Callable[..., None]:
 
 
 def register() -> None:
-    """Register adapters with vLLM, and look at configurations to apply the patches they ask for.
+    """Register adapters with vLLM, and wrap functions of vLLM so that they apply patches.
 
     vLLM calls this in the front end, the engine and every worker. It wraps four functions of vLLM.
     Unless a configuration asks for a patch, these functions behave as in vLLM. Idempotent. Local.
@@ -192,7 +194,7 @@ def register() -> None:
 
 
 def _register_models() -> None:
-    """Name the model of `primeblocks.exact`. vLLM imports it if a configuration asks for it."""
+    """Register the model of `primeblocks.exact`. vLLM imports it if a configuration names it."""
     from vllm import ModelRegistry
 
     name, model = "PrimeblocksExactForCausalLM", "primeblocks.exact.adapters.vllm:ExactForCausalLM"

@@ -1,4 +1,4 @@
-"""Captured routes that vLLM has dropped become missing rows. Without this the engine dies."""
+"""Captured routes that vLLM has dropped become missing rows. Without this patch the engine dies."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -21,9 +21,9 @@ class CapturedPages(_HostStore):
 
     vLLM raises an error for a page that it evicted, or that a tier kept over a reset of the prefix
     cache. The engine then dies. Here every slot of such a page has the largest number. No router
-    names one expert twice, so `routes_from_output` recognises the page as missing. With one expert
-    per token out of 256 or 65,536, and no dense layer, one real row looks the same. A row that
-    chose the last expert in every layer is then taken for missing.
+    names one expert twice, so `routes_from_output` recognises the page as missing. One exception is
+    a model without dense layers that chooses one of 256 or 65,536 experts per token. There a row
+    that chose the last expert in every layer looks the same, and is taken for missing.
 
     If two different pages were put under one hash, a later hit may mean either page. The store
     therefore treats the hash as missing. To notice such pages, the store remembers digests of
@@ -52,7 +52,7 @@ class CapturedPages(_HostStore):
         for each in pages:
             digest = xxhash.xxh3_64_intdigest(each.payload)
             if each.key not in self._digests and self._stored(each.key) is not None:
-                self._digests[each.key] = None  # Its digest was forgotten: it may have differed.
+                self._digests[each.key] = None  # The first digest was forgotten. Pages may differ.
             if self._digests.setdefault(each.key, digest) != digest:
                 self._digests[each.key] = None
             self._digests.move_to_end(each.key)

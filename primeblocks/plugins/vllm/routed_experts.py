@@ -146,5 +146,5 @@ OVER_NIXL = Patch(
     replacements={_VERIFY: _verify_over_nixl},
     asked=lambda config: config.aux_output_config.enabled and _is_over_nixl(config),
     cpu_only=False,
-    needs=("routes_with_pages", "missing_routes_survive"),  # Else rows that miss end the engine.
+    needs=("routes_with_pages", "missing_routes_survive"),  # Else missing rows end the engine.
 )

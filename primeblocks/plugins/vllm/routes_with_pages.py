@@ -1,15 +1,15 @@
 """Captured routes, stored next to the KV pages to which they belong.
 
-vLLM keeps captured rows by page hash. One hash can be computed twice, and in bfloat16 the second
-computation picks other experts. So the hash does not identify the rows of a page that hits. The
-patched connector keeps rows by *block*, the place in the engine's memory with the keys and values.
-A request that computes a position writes its row. A request that finds the block finds the rows of
-that computation. An offloading tier takes the rows of a block along, and hands them in again with
-the block that it loaded into.
+vLLM keeps captured rows by page hash. The page of one hash can be computed twice, and in bfloat16
+the second computation may choose other experts. So the hash does not identify the rows of a page
+that hits. The patched connector keeps rows by *block*, the place of the keys and values in the
+engine's memory. A request that computes a position writes its row. A request that finds the block
+finds the rows of that computation. An offloading tier stores the rows of a block with its pages.
+When the tier loads the pages into another block, it passes the rows back.
 
-Rows arrive a step or two after their keys and values, in the order of the steps. A block gets an
-owner, is loaded, or is computed. The connector notes these events when a step begins, and applies
-them when that step's rows arrive.
+Rows arrive a step or two after their keys and values, in the order of the steps. In a step, a block
+gets an owner, is loaded, or is computed. The connector notes these events when the step begins, and
+applies them when the step's rows arrive.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _BUILD = (
     "vllm.distributed.aux_output_connector.connector:"
     "AuxOutputSchedulerConnector.build_connector_meta"
 )
-# Their blocks stay with a request from its start to its end.
+# Kinds of layers whose blocks stay with a request from its start to its end.
 _WHOLE = ("FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec")
 
 
 @dataclass
 class RowsLater:
-    """Rows of blocks as a step leaves them. None until that step's rows have arrived."""
+    """Rows of blocks after a step. `rows` stays None until the rows of this step have arrived."""
 
     blocks: Sequence[int]
     step: int
@@ -49,8 +49,8 @@ class RowsLater:
 class _Life:
     """A request since its start or resumption."""
 
-    places: list[int]  # Of its pages, in order.
-    cursor: int | None = None  # Tokens whose rows have arrived.
+    places: list[int]  # The places of its pages, in order.
+    cursor: int | None = None  # The number of tokens whose rows have arrived.
 
 
 @dataclass
@@ -65,13 +65,13 @@ class _Notes:
 
 
 class RowTable:
-    """Rows by position: one page of rows for each KV page in the engine's memory.
+    """One page of rows for each KV page in the engine's memory, by the place of the KV page.
 
     Not thread-safe. The memory is claimed from the system as it fills.
 
     Args:
-        places: pages in the engine's memory.
-        page_tokens: tokens of a page.
+        places: the number of pages in the engine's memory.
+        page_tokens: the number of tokens of a page.
         row_shape: the shape of one token's row, layers and top_k.
     """
 
@@ -89,12 +89,12 @@ class RowTable:
         return int(self._rows[0].nbytes)
 
     def write(self, places: Sequence[int], start: int, rows: np.ndarray) -> None:
-        """Store the rows of tokens from `start` on. `places` are those of all pages in order."""
+        """Store the rows of tokens from `start` on. `places` are those of the request's pages."""
         at = self._at(places, start, start + len(rows))
         self._rows[at], self._known[at] = rows, True
 
     def read(self, places: Sequence[int], start: int, stop: int) -> np.ndarray:
-        """Return a copy of the rows of tokens. Unknown rows have the largest number."""
+        """Return a copy of the rows of tokens. Missing rows have the largest number."""
         at = self._at(places, start, stop)
         rows = np.array(self._rows[at])
         rows[~self._known[at]] = self._missing
@@ -106,7 +106,7 @@ class RowTable:
         return None if is_empty else self.read([place], 0, self.page_tokens).tobytes()
 
     def put(self, place: int, page: bytes | None) -> None:
-        """Set the rows that `page` returned. With None, all rows of the page become missing."""
+        """Set all rows, given a result of `page`. With None, all rows become missing."""
         self.empty([place])
         if page is not None:
             rows = np.frombuffer(page, self._rows.dtype).reshape(self._rows[place].shape)
@@ -144,7 +144,7 @@ _Connector: Any = object
 
 
 class RowsBesidePages(_Connector):
-    """vLLM's connector of captured rows, with a table of rows by block, and a way in and out."""
+    """vLLM's connector of captured rows, with a table of rows by block that tiers can use."""
 
     primeblocks_live: ClassVar[WeakValueDictionary[str, Any]] = WeakValueDictionary()
     _table: Any = None
@@ -153,7 +153,7 @@ class RowsBesidePages(_Connector):
         super().__init__(vllm_config=vllm_config, model=model, kv_cache_config=kv_cache_config)
         group = _whole_group(kv_cache_config, self._buffer)
         if group is None:
-            return  # Blocks of other layers leave before rows are read: vLLM's own way stays.
+            return  # Blocks of other layers are freed before rows are read, so vLLM's code is used.
         transfer = vllm_config.kv_transfer_config
         tokens = kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
         self._lay_table(group, kv_cache_config.num_blocks, tokens, alone=transfer is None)
@@ -171,8 +171,8 @@ class RowsBesidePages(_Connector):
         self._offered: dict[int, bytes | None] = {}
         self._wanted: list[RowsLater] = []
         self._begun = self._arrived = 0
-        # Tiers that do not carry rows load pages of which only the hash is known. For them
-        # vLLM's store is kept, and for each place the page of its rows: keys and an index.
+        # Only the hash is known of a page from a tier that does not carry rows. For these pages,
+        # vLLM's store is used, and each place has the page of its rows here: keys and an index.
         self._by_hash = not alone
         self._pages: dict[int, tuple[list[str], int]] = {}
 
@@ -185,7 +185,7 @@ class RowsBesidePages(_Connector):
         self._by_hash = False
 
     def rows_of(self, blocks: Sequence[int]) -> RowsLater:
-        """Return the rows of blocks as the steps so far leave them, once they have arrived."""
+        """Return the rows of blocks after the steps so far. They are set once they have arrived."""
         with self._lock:
             later = RowsLater(blocks, self._begun)
             self._wanted.append(later)
@@ -193,7 +193,7 @@ class RowsBesidePages(_Connector):
         return later
 
     def offer(self, rows: Mapping[int, bytes | None]) -> None:
-        """Hand in the rows of blocks that were loaded, or None for rows that did not come along."""
+        """Pass in the rows of blocks that were loaded. None stands for rows that are missing."""
         with self._lock:
             self._offered |= rows
 
@@ -258,9 +258,9 @@ class RowsBesidePages(_Connector):
         return outputs
 
     def _settle(self, pending: Any) -> list[tuple[Any, int, int]]:
-        """Apply what happened to blocks before the step computed.
+        """Apply the changes of blocks that precede the computation of a step.
 
-        Return the pages that a tier without rows loaded: state of the request, page, place.
+        Return the pages that a tier loaded without rows: the request's state, page and place.
         """
         notes, each = pending.primeblocks_notes, self._per_block
         for source, target in notes.copied:
@@ -284,7 +284,7 @@ class RowsBesidePages(_Connector):
         return strange
 
     def _write_all(self, pending: Any) -> list[tuple[int, np.ndarray]]:
-        """Put the rows of a step where its keys and values went: (first token, rows) each."""
+        """Write the rows of a step to the places of its keys. Return (first token, rows) pairs."""
         written, completed = [], []
         bounds = zip(pending.query_start_loc, pending.query_start_loc[1:], strict=False)
         for request_id, life, token_start, (begin, end), rejected in zip(
@@ -292,7 +292,7 @@ class RowsBesidePages(_Connector):
             bounds, pending.num_rejected, strict=True,
         ):  # fmt: skip
             rows = pending.routed_experts[begin : end - rejected]
-            # Scheduled before a suffix was rejected, a step starts at the cursor, not past it.
+            # If tokens were rejected after this step was scheduled, it starts at the cursor.
             start = min(token_start, token_start if life.cursor is None else life.cursor)
             life.cursor = start + len(rows)
             self._table.write(life.places, start, rows)
@@ -305,7 +305,7 @@ class RowsBesidePages(_Connector):
         return written
 
     def _complete(self, state: Any, life: _Life, start: int) -> list[Any]:
-        """Note whose pages were written, and return the complete pages."""
+        """Record which pages were written, and return the complete pages."""
         places, tokens = life.places, self._buffer.block_size
         stop = life.cursor or 0
         for page in range(start // tokens, -(-stop // tokens)):
@@ -319,7 +319,8 @@ class RowsBesidePages(_Connector):
     def _find_by_hash(self, state: Any, page: int, place: int) -> tuple[Any, list[Any]] | None:
         """Fill in the rows of a loaded page that this step did not compute.
 
-        If it computed some, the hash stood for another page: return this one for the store too.
+        If this step computed some rows, the hash stood for another page. Then this page is
+        returned, so that the store gets it too.
         """
         keys, table = state.aux_output_keys, self._table
         if page >= len(keys) or table.is_whole(place):

@@ -29,7 +29,7 @@ class Assigned:
 
     @classmethod
     def read(cls, step: Any) -> Assigned:
-        """Read vLLM's SchedulerOutput. The lists are shared with it, so that they travel once."""
+        """Read vLLM's SchedulerOutput. Shares its lists, so that they are sent only once."""
         assigned = cls(copied=[tuple(pair) for pair in step.kv_cache_block_copies or ()])
         for new in step.scheduled_new_reqs:
             assigned.started[new.req_id] = new.block_ids, new.num_computed_tokens
@@ -90,7 +90,7 @@ def watch_loads(scheduler: Any) -> None:
 
 
 def carries_routes(config: Any) -> bool:
-    """Whether an engine captures routes and all pages of its tiers bring theirs. Pure."""
+    """Whether an engine captures routes, and all pages of its tiers carry routes. Pure."""
     transfer = config.kv_transfer_config
     extra = {} if transfer is None else transfer.kv_connector_extra_config
     return bool(config.aux_output_config.enabled and extra.get(ROUTES))
@@ -99,8 +99,9 @@ def carries_routes(config: Any) -> bool:
 def lift_cap(scheduler: Any, config: Any) -> None:
     """Let all pages of tiers that carry routes count as hits. Local.
 
-    vLLM 0.33 keeps routes by hash, for at most twice the pages of the engine's memory. It takes no
-    page from a tier if it has forgotten the routes of one. Here routes come with the pages.
+    vLLM 0.33 keeps routes by hash, for at most twice the pages of the engine's memory. If it has
+    forgotten the routes of one page of a prompt, it takes no page of this prompt from a tier. Here
+    routes come with the pages.
     """
     control = scheduler.aux_output_connector
     if not hasattr(control, "cap_external_hit") or not carries_routes(config):

@@ -1,1 +1,1 @@
-"""Third-party packages, each in the file that bears its name."""
+"""Adapters to other packages. Each is in the file or folder named after its package."""

@@ -50,7 +50,8 @@ class JsonServer:
             deadline: a time of `time.monotonic()`.
 
         Returns:
-            The status and a JSON object. Another answer becomes the value of "answer" in one.
+            The status and a JSON object. An answer that is not an object is stored in a new object,
+            under "answer".
 
         Raises:
             DeadlineError: the answer was incomplete at the deadline. The server may still act on
@@ -77,7 +78,7 @@ class JsonServer:
             said = f"{type(error).__name__}: {error}".rstrip(":. ")
             raise EngineError(f"{what}: {said}. Restart the server.") from error
         if not {"content-length", "transfer-encoding"} & set(response.headers):
-            # A connection that is cut looks like its end.
+            # Without a length, a cut connection looks like the end of the answer.
             raise EngineError(
                 f"{what}: the server sent an answer without its length. Restart the server."
             )

@@ -50,7 +50,7 @@ class NixlWire:
     """
 
     def __init__(self, *, serves: bool, backend: str = "UCX") -> None:
-        # Never the same name twice: by it an engine recognizes a restarted rank.
+        # Each agent has a new name, by which an engine recognizes a restarted rank.
         name = f"primeblocks-{secrets.token_hex(8)}"
         config = nixl_agent_config(enable_prog_thread=serves, backends=[backend])
         with _typed(f"the backend {backend} does not start"):
@@ -61,7 +61,7 @@ class NixlWire:
             )
         self._name, self._backend = name, backend
         self._shared: dict[int, tuple[Tensor, Any]] = {}
-        # Of each other agent, by token: what this one knows of its buffers.
+        # The addresses of the known buffers of other agents, by agent and token.
         self._known: dict[str, dict[str, range]] = {}
 
     def spec(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class NixlWire:
                 running.pop(0)
         finally:
             for handle, _ in running:
-                # Cancelled, as far as UCX can; its buffer is not used again.
+                # This cancels the read if UCX can. The buffer is not used again.
                 with suppress(Exception):
                     self._agent.release_xfer_handle(handle)
 
@@ -123,7 +123,7 @@ class NixlWire:
             self._forget(agent)
         for buffer, _ in list(self._shared.values()):
             self.unshare(buffer)
-        self._agent = None  # Its thread runs as long as it lives.
+        self._agent = None  # The agent's thread runs until the agent is freed.
 
     def _finish(self, handle: Any, agent: str, deadline: float) -> None:
         never = threading.Event()
@@ -145,7 +145,7 @@ class NixlWire:
         if note["token"] in known:
             return
         span = range(note["address"], note["address"] + note["bytes"])
-        # Keys of an earlier buffer at this place are useless now.
+        # The keys of an earlier buffer at these addresses are invalid now.
         if any(span.start < old.stop and old.start < span.stop for old in known.values()):
             self._forget(note["agent"])
             known = self._known.setdefault(note["agent"], {})
@@ -163,7 +163,7 @@ class NixlWire:
 
     def _forget(self, agent: str) -> None:
         self._known.pop(agent, None)
-        with suppress(Exception):  # It may be unknown already.
+        with suppress(Exception):  # The agent may be unknown already.
             self._agent.remove_remote_agent(agent)
 
     @contextmanager
@@ -181,7 +181,7 @@ def _typed(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # NIXL's own errors have no other base; they are called nixl...Error.
+        # NIXL's own errors derive from Exception directly. Their names start with "nixl".
         if not type(error).__name__.startswith("nixl"):
             raise
         raise TransferError(f"{what}: {type(error).__name__} {error}") from error

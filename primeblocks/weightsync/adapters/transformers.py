@@ -1,4 +1,4 @@
-"""Names and shapes of transformers 5 checkpoints, as its own `save_pretrained` writes them.
+"""Names and shapes of transformers 5 checkpoints, as `save_pretrained` writes them.
 
 Transformers' own reversible transforms between module and checkpoint are recorded here.
 """
@@ -55,6 +55,6 @@ def _unsharded(model: PreTrainedModel) -> PreTrainedModel:
     kind: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with torch.device("meta"):
         whole: PreTrainedModel = kind(deepcopy(model.config))
-    # Of the checkpoint that it was loaded from.
+    # The conversions of the checkpoint from which the model was loaded.
     vars(whole)["_weight_conversions"] = getattr(model, "_weight_conversions", None)
     return whole

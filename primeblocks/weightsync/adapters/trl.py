@@ -37,7 +37,7 @@ class TrlTransfer:
         run: `run(coroutine, timeout_s=)` runs a coroutine in the engine's event loop and returns
             its result, like `EventThread.call`.
         dtype: the dtype of the engine's weights.
-        timeout_s: the longest that each publish, attach and update may take.
+        timeout_s: the longest time that each publish, attach and update may take.
         full_every: as for `Publisher`.
     """
 

@@ -1,4 +1,4 @@
-"""Full versions as buffers. Each is a file on a disk, or memory of the owner that a link names.
+"""Buffers of full versions. Each is a file on a disk, or memory of the owner, which a link names.
 
 Memory has a descriptor and no path. Other processes of this user open it through /proc. Its size
 never changes. A buffer of memory goes through these states:
@@ -80,7 +80,7 @@ def open_of(pid: int, fd: int, name: str, flags: int) -> int:
         ) from error
     except OSError as error:
         raise gone from error
-    # Another process may have got the same number, and the same descriptor.
+    # Another process may have got the same process id and the same descriptor.
     if not os.readlink(f"/proc/self/fd/{opened}").startswith(f"/memfd:{name} "):
         os.close(opened)
         raise gone
@@ -89,7 +89,7 @@ def open_of(pid: int, fd: int, name: str, flags: int) -> int:
 
 def mapped(fd: int, size_bytes: int, *, shared: bool) -> UInt8[Tensor, " bytes"]:
     """Map an open file as a tensor. Without `shared`, writes stay in this process."""
-    # mmap.mmap keeps a duplicate of the descriptor, and with it a lock.
+    # Not mmap.mmap, which keeps a duplicate of the descriptor, and so keeps the lock.
     with torch.inference_mode(False):
         path = f"/proc/self/fd/{fd}"
         return torch.from_file(path, shared=shared, size=size_bytes, dtype=torch.uint8)
@@ -144,7 +144,7 @@ class MemoryBlobs:
     def __init__(self) -> None:
         self._owned: dict[str, int] = {}
         self._fixed: set[int] = set()
-        # By inode, which no other file has while one is mapped.
+        # By inode. While a file is mapped, no other file has its inode.
         self._written: dict[int, UInt8[Tensor, " bytes"]] = {}
         self._read: dict[int, np.ndarray] = {}
         self.close = weakref.finalize(self, _close_all, self._owned, self._written, self._read)
@@ -200,7 +200,7 @@ class MemoryBlobs:
             raise UnsupportedError(
                 f"memory cannot be sealed: {error}. Use Linux 5.1 or newer, or FileTransport."
             ) from error
-        # Before anyone can see it, for a reader does not wait for the writer's lock.
+        # Unlocked before the commit, because a reader does not wait for the writer's lock.
         fcntl.flock(self._owned[path.name], fcntl.LOCK_UN)
 
     def drop(self, path: Path) -> None:
@@ -215,7 +215,7 @@ class MemoryBlobs:
         """Owner: remove an unfinished buffer. A rank that hangs may still write to it."""
         if path.name in self._owned:
             self.drop(path)
-            # A writer may have no mapping of the others, and would get none.
+            # Do not reuse the sealed buffers, because a writer without a mapping cannot map them.
             self._fixed = set(self._owned.values())
 
     def open(self, path: Path, plan: Plan, *, start: int) -> Sealed:
@@ -230,7 +230,7 @@ class MemoryBlobs:
         try:
             hold = Hold(open_of(*target, _name(path), os.O_RDONLY), fcntl.LOCK_SH)
         except TransferError:
-            _target(path)  # Its owner lives, and may have retired it meanwhile.
+            _target(path)  # Raises FileNotFoundError if a living owner has retired it.
             raise
         try:
             if _target(path) != target:

@@ -1,4 +1,4 @@
-"""Notes that processes leave each other in a torch Store, with deadlines, and those of one sync."""
+"""Notes in a torch Store, with a deadline for every call, and the notes of one sync."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..marker import as_corruption
 __all__ = ["Board", "Go", "Transaction", "file_store", "store_spec", "tcp_store"]
 
 _LOOK_S = 0.005
-# A late call, to abort for example, still has this long; nothing else goes on after a deadline.
+# The store may answer this long after a deadline, so that a late call, such as an abort, works.
 _GRACE_S = 1.0
 _OPEN_S = 30.0
 _COMMIT, _ABORT = "commit", "abort"
@@ -27,12 +27,12 @@ T = TypeVar("T")
 
 
 class Board:
-    """The keys of one store under a prefix. Every call ends by its deadline (time.monotonic).
+    """The keys of one store under a prefix. Deadlines are times of time.monotonic().
 
     Each call runs in a thread of its own, because a store that hangs would block its caller for
-    ever. A call made at its deadline or later still gives the store one second to answer. While a
-    call hangs, the next call waits for it, until its own deadline. Every method raises
-    TransferError if the store fails or does not answer in time.
+    ever. The store may answer up to one second after the deadline. While a call hangs, the next
+    call waits for the end of that call, until its own deadline. Every method raises TransferError
+    if the store fails or does not answer in time.
     """
 
     def __init__(self, store: dist.Store, prefix: str) -> None:
@@ -99,7 +99,7 @@ class Board:
         def run() -> None:
             try:
                 answers.append(work())
-            except (RuntimeError, TypeError) as error:  # A key that a store cannot have, too.
+            except (RuntimeError, TypeError) as error:  # TypeError: not a valid key.
                 errors.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
@@ -118,7 +118,10 @@ class Board:
 
 
 class Go(NamedTuple):
-    """The decision to begin, with a delta to `base` or in full, or why to call the sync off."""
+    """The decision to begin a sync, with a delta to `base` or in full, or to call the sync off.
+
+    `error` says why the sync was called off. It is "" if the sync begins.
+    """
 
     base: int | None
     error: str
@@ -163,11 +166,11 @@ class Transaction:
             return _version(json.loads(found[1]))
 
     def go(self, base: int | None, *, deadline: float) -> Go:
-        """Rank 0: begin, unless a rank called the sync off. Returns the decision that stands."""
+        """Rank 0: begin, unless a rank called the sync off. Returns the first decision."""
         return self._first_go(Go(base, ""), deadline)
 
     def call_off(self, error: str, *, deadline: float) -> Go:
-        """Call the sync off, unless it has begun. Returns the decision that stands.
+        """Call the sync off, unless it has begun. Returns the first decision.
 
         The group can still be used.
         """
@@ -179,7 +182,7 @@ class Transaction:
         return None if found is None else _go(found[1])
 
     def read_or_abort(self, key: str, *, deadline: float) -> Any:
-        """Wait for a note. Raises TransferError if the sync was aborted, or DeadlineError."""
+        """Wait for a note, or raise DeadlineError. Raises TransferError if the sync was aborted."""
         found = self._first_of("decision", key, deadline=deadline)
         if found is None:
             raise DeadlineError(f"the {key} did not arrive before the deadline")
@@ -189,21 +192,22 @@ class Transaction:
             return json.loads(found[1])
 
     def abort(self, why: str, *, deadline: float) -> str:
-        """Decide that no rank loads the version. Returns the decision that stands: the first."""
+        """Decide that no rank loads the version. Returns the first decision, which counts."""
         return self._decide(f"{_ABORT}: {why}", deadline)
 
     def vote(self, voters: int, *, deadline: float) -> None:
         """Reader: report that this rank has the version. The last of `voters` commits."""
         votes = self._board.add(self._key("votes"), 1, deadline=deadline)
         if votes == voters:
-            # No rank has to live longer than its own part.
+            # The last voter decides, so no other rank has to be alive.
             self._decide(_COMMIT, deadline)
 
     def finish(self, last_step: Callable[[], None], *, deadline: float) -> None:
         """Do this rank's last step before the decision, and wait for the decision.
 
-        A rank whose step or wait fails decides to abort. The first decision stands. It may be to
-        commit, if the store did the step and only lost the answer. Otherwise, TransferError.
+        If the step or the wait fails, this rank decides to abort. The first decision counts. It may
+        be "commit", if the store did the step and only its answer was lost. Raises TransferError
+        unless the decision is "commit".
         """
         decision, why = None, "waited for the other ranks until the deadline"
         try:

@@ -1,9 +1,9 @@
 """Carriers of packed buffers: their protocol, handles of memory, and wires for one-sided reads.
 
 With a handle, other processes of the host open a buffer in place. A CPU buffer is anonymous shared
-memory, which they find through /proc. torch's own handles of CPU tensors serve one reader only. A
-GPU buffer is opened by CUDA IPC with torch's handles. That part ran on one GPU, between two
-processes. `tcp_wire` and `adapters.nixl` have wires.
+memory, which they find through /proc. Torch's own handles of CPU tensors are not used, because they
+serve only one reader. A GPU buffer is opened by CUDA IPC with torch's handles. CUDA IPC ran on one
+GPU, between two processes. The modules `tcp_wire` and `adapters.nixl` define wires.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
     "starts_of",
 ]
 
-ALIGN_BYTES = 256  # What GPUs and network cards like; every element type is aligned, too.
+ALIGN_BYTES = 256  # Suits GPUs and network cards, and is a multiple of every element size.
 _TURNS = 2
-_DEVICE = 6  # Of the arguments of rebuild_cuda_tensor: what follows it is bytes and numbers.
+_DEVICE = 6  # The device's index in rebuild_cuda_tensor's arguments. Bytes and numbers follow.
 
 
 class Shared(NamedTuple):
-    """A buffer of this process, and the note by which other processes reach it. JSON-able."""
+    """A buffer of this process, and the JSON-able note with which other processes find it."""
 
     buffer: UInt8[Tensor, " bytes"]
     note: Mapping[str, Any]
@@ -94,7 +94,7 @@ class Carrier(Protocol):
     def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
         """Return spans of other processes' buffers, in order.
 
-        `again` keeps what a later fetch of the same buffers or sizes can reuse.
+        With `again`, mappings or memory are kept for a later fetch of the same buffers or sizes.
 
         Raises:
             TransferError: a process has ended, or has dropped its buffer.
@@ -147,7 +147,7 @@ class HandleCarrier:
                 note |= {"uuid": _uuid(buffer.device), "cuda": _cuda_handle(buffer)}
                 return Shared(buffer, note)
             fd = allocate(_name(token), size_bytes)
-            # It ends with this process, or with this object.
+            # The memory ends with this process, or with this object.
             self._ends[token] = weakref.finalize(self, os.close, fd)
             note |= {"pid": os.getpid(), "fd": fd}
             return Shared(mapped(fd, size_bytes, shared=True), note)
@@ -176,7 +176,7 @@ class HandleCarrier:
 
         def close() -> None:
             for gpu in gpus:
-                torch.cuda.synchronize(gpu)  # Copies out of the buffer may be on their way.
+                torch.cuda.synchronize(gpu)  # Copies from the buffer may still be running.
 
         return OpenedSpans(parts, False, close)
 
@@ -191,7 +191,7 @@ class HandleCarrier:
             end()
 
     def _keep(self, opened: Mapping[str, Tensor]) -> None:
-        """Keep these open, and as many opened before, because a rank's buffers take turns."""
+        """Keep these buffers open, and as many earlier ones, because a rank uses two in turn."""
         for token, buffer in opened.items():
             self._opened.pop(token, None)
             self._opened[token] = buffer
@@ -200,7 +200,7 @@ class HandleCarrier:
 
 
 class Read(NamedTuple):
-    """Bytes of another process's buffer, and their target: a buffer that this process shared."""
+    """Bytes of another process's buffer, and their target: a part of a buffer that is shared."""
 
     note: Mapping[str, Any]
     start: int
@@ -218,7 +218,7 @@ class Wire(Protocol):
         ...
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Register a buffer, and return the note by which others read from it. JSON-able."""
+        """Register a buffer. Return the JSON-able note with which other processes read it."""
         ...
 
     def unshare(self, buffer: Tensor) -> None:
@@ -251,7 +251,7 @@ class WireCarrier:
         return {"kind": "wire", "wire": self._wire.spec()}
 
     def make(self, size_bytes: int) -> Shared:
-        # Not 0: there is nothing to register then.
+        # At least 1 byte, because an empty buffer cannot be registered.
         buffer = torch.empty(max(1, size_bytes), dtype=torch.uint8, device=self._device)
         return Shared(buffer, self._wire.share(buffer))
 
@@ -269,7 +269,7 @@ class WireCarrier:
         try:
             self._wire.read(reads, deadline=deadline)
         except BaseException:
-            self._give_back(buffer, again=False)  # A read may go on.
+            self._give_back(buffer, again=False)  # A read may still write to it.
             raise
         return OpenedSpans(parts, True, partial(self._give_back, buffer, again=again))
 
@@ -298,7 +298,7 @@ def _opened(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
         return _open_cuda(note)
     fd = open_of(noted(note, "pid"), noted(note, "fd"), _name(_token(note)), os.O_RDONLY)
     try:
-        if os.fstat(fd).st_size != note["bytes"]:  # Beyond its end is a SIGBUS.
+        if os.fstat(fd).st_size != note["bytes"]:  # A read past the end causes SIGBUS.
             raise CorruptionError("a buffer has another size than its note says. Publish again.")
         return mapped(fd, note["bytes"], shared=False)
     finally:
@@ -306,7 +306,7 @@ def _opened(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
 
 
 def _cuda_handle(buffer: Tensor) -> list[Any]:
-    # No pickle: others may be able to write where a note lies.
+    # Not pickled, because other processes may be able to change a note.
     args = reduce_tensor(buffer)[1]
     return [arg.hex() if isinstance(arg, bytes) else arg for arg in args[_DEVICE + 1 :]]
 

@@ -59,7 +59,7 @@ _DTYPES = {
 
 
 class DirectoryTransport:
-    """The base of the two transports below. Any number of processes may be the same reader.
+    """The base of the two transports below. Several processes may use the same reader number.
 
     A full version is one safetensors file with all tensors. Every rank writes its boxes into this
     file. A delta is one file per rank. The transport keeps the last version and the versions that
@@ -190,8 +190,8 @@ class SharedMemoryTransport(DirectoryTransport):
 
     A directory of mode 700 contains commits, deltas, and links to the memory. Its name ends in
     random digits. Engines find the directory by `name` and by its user. Directories of other users
-    are ignored. The owner removes its directory at `close`, or when its process ends. After a
-    killed owner, the next owner of this user removes the directory, under any name.
+    are ignored. The owner removes its directory at `close`, or when its process ends. If an owner
+    was killed, the next owner of this user removes the directory, even under another name.
 
     Args:
         name: one word that trainer and engine agree on.

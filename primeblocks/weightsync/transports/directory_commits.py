@@ -1,9 +1,10 @@
-"""`Commits` as small files in a directory. The leases are locks that end with their process.
+"""`Commits` as small files in a directory. A lease is a lock, which ends with the reader's process.
 
 A version is begun, then committed, then retired. `commits.json` lists the committed versions. The
 owner replaces it in one step, so a reader sees a version completely or not at all. A reader takes a
 shared lock on the version's lock file, and then looks whether the version is still listed. The
-owner first removes a version from the list, then takes its lock alone, and then reuses its buffers.
+owner first takes an exclusive lock on that file, and then removes the version from the list. Only
+then does it unlock the file and reuse the version's buffers.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ _COMMITS = "commits.json"
 class DirectoryCommits:
     """A record of all markers in one file, and a lock file per version, which its readers lock.
 
-    Calls that write wait for each other, in all threads. If `durable`, they fsync before a commit,
-    and leave the last version at the end.
+    Calls that write wait for each other, in all threads. With `durable`, files are synced to the
+    disk before a commit, and `close` leaves the last version.
     """
 
     look_s = 0.002
@@ -47,12 +48,12 @@ class DirectoryCommits:
         self._begun: set[int] = set()
         self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
         self._closed = False
-        self._writing = threading.RLock()  # Two threads would share the scratch of one file.
+        self._writing = threading.RLock()  # Two threads would write to one scratch file.
         self._owned: Owned | None = None
         self.hint = place.hint
         if owner:
             self._owned = place.take()
-            # Runs at the end of the process too.
+            # This also runs when the process ends.
             self._removal = weakref.finalize(
                 self, _leave, place, self._owned, self.committed, os.getpid(), durable
             )
@@ -91,7 +92,7 @@ class DirectoryCommits:
         with self._writing:
             gone = [marker for marker in self.committed if marker not in keep]
             if gone:
-                # No longer visible from here on, and then their files are gone.
+                # Readers cannot see these versions from here on. Then their files are removed.
                 self._write_commits(keep)
             for marker in gone:
                 self._remove(marker.version)
@@ -203,10 +204,10 @@ class DirectoryCommits:
         return self.directory / f"version-{version}.lock"
 
     def _lock(self, marker: Marker, deadline: float) -> Hold:
-        """Take the lock of a version once it has no reader, so that none can follow."""
+        """Take the lock of a version once it has no reader. No reader can follow."""
         never = threading.Event()
         while True:
-            self.check()  # `close` waits for this thread.
+            self.check()  # End this wait after `close`, which waits for this thread.
             fd = open_own(self._lock_path(marker.version), os.O_RDONLY, user=self._place.user)
             try:
                 return Hold(fd, fcntl.LOCK_EX)
@@ -262,7 +263,7 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
 def _names_that_stay(
     directory: Path, committed: Sequence[Marker], durable: bool
 ) -> Collection[str]:
-    """Return the files that the last version needs on a disk, since it may be the final version."""
+    """Return the names of the files that stay: on a disk, those that the last version needs."""
     chain = last_chain(committed) if durable else ()
     versions = tuple(f"version-{marker.version}." for marker in chain)
     files = {path.name for path in directory.iterdir() if path.name.startswith(versions)}

@@ -1,6 +1,6 @@
-"""A transport of messages between trainer ranks and readers. All of them commit, or none.
+"""A transport of messages between trainer ranks and readers. Either all of them commit, or none.
 
-A sync is a `Transaction`. Its states are notes in the store, and the first text of a note stands:
+A sync is a `Transaction`. Its states are notes in the store. Only the first text of a note counts:
 
     begun ----------> going --------> decided: "commit", or "abort" and the reason
       |
@@ -9,8 +9,8 @@ A sync is a `Transaction`. Its states are notes in the store, and the first text
 Rank 0 writes `begun`. Each reader joins. When all have joined, rank 0 writes `go`. Until then any
 rank may call the sync off. Then trainer ranks send, and readers check and vote. The last vote
 writes "commit". A rank that fails or is late writes "abort". After "abort", messages may still be
-on their way, so this end refuses further use (`_broken`). Each life of rank 0 has a generation, a
-number in the store, so that notes of an earlier life are never read again.
+on their way, so this end refuses further use (`_broken`). Each time that rank 0 starts, it takes a
+new generation, a number in the store. So notes of an earlier generation are never read again.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ class GroupTransport:
     group of torch.distributed: they meet through the store at the first version.
 
     A publish waits until every reader calls `receive`. A reader returns a version only if all
-    readers have it. It keeps the received bytes, for deltas and to go back to, which costs its
-    boxes once more, or twice with deltas. The decision is in the store. All ranks follow it even if
-    ranks die, as long as the store survives.
+    readers have it. The reader keeps the received bytes, for deltas and to go back to. This takes
+    memory for its boxes once more, or twice with deltas. The decision is in the store. All ranks
+    follow it even if ranks die, as long as the store survives.
 
-    A TransferError may say that the group cannot be used again. Then make new transports, with the
-    same store, on living or restarted ranks. Publish the same version again, which is then sent in
-    full.
+    A TransferError may ask for new transports. Then make them on all living or restarted ranks,
+    with the same store. Publish the same version again, which is then sent in full.
 
     Args:
         store: the same on all ranks, also after a failure. A TCPStore that no rank hosts, or a
@@ -63,7 +62,7 @@ class GroupTransport:
         timeout_s: how long the construction waits for the store.
 
     Raises:
-        UsageError: trainers or readers are missing, or the rank of a trainer.
+        UsageError: `trainers` or `readers` is below 1, or a trainer has no valid rank.
         UnsupportedError: torch was built without gloo or NCCL.
         TransferError: rank 0 cannot reach the store.
     """
@@ -101,7 +100,7 @@ class GroupTransport:
         self._markers: tuple[Marker, ...] = ()
         self._rounds: tuple[Plan, Rounds] | None = None
         self._link: Link | None = None
-        # A reader learns from its first request which it is.
+        # A reader learns its number from its first request.
         self._rank, self._is_any = (trainers, True) if rank is None else (rank, False)
         self._named = Board(store, "weightsync")
         self._generation: int | None = None
@@ -219,7 +218,7 @@ class GroupTransport:
             return [self._arrived(request, go.base, deadline)]
 
     def _begun(self, deadline: float) -> dict[str, Any]:
-        """Return the trainer's next transaction, without those that were called off."""
+        """Return the note of the next transaction that was not called off."""
         while True:
             now = self._numbered(self._now.number + 1)
             note = now.read_begun(deadline=deadline)
@@ -243,7 +242,7 @@ class GroupTransport:
         if held is not None and held.run == str(self._generation):
             holds = held.version
         broken = self._broken
-        self._broken = "the store failed while this reader asked"  # It may be sent to.
+        self._broken = "the store failed while this reader asked"  # Ranks may send to it.
         now.post(f"join/{request.reader}", holds, deadline=deadline)
         go = now.read_go(deadline=deadline)
         if go is None:
@@ -330,7 +329,7 @@ class GroupTransport:
             )
 
     def _follow(self, deadline: float) -> None:
-        """Trainer rank: read the generation that rank 0 has posted, if there is no link."""
+        """Trainer rank: read the generation that rank 0 has posted, if this rank has no link."""
         if self._link is None:
             said = self._named.read("generation", deadline=deadline)
             if said is None:

@@ -1,4 +1,4 @@
-"""The messages of one rank of a process group: two at a time, in rounds. And what a sync costs."""
+"""The messages of one rank of a process group, two at a time, and the estimated cost of a sync."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """One message per bucket and reader. In a round, each rank sends or receives at most one.
+    """The rounds of the messages of a sync. There is one message per bucket and reader.
 
-    Ranks that follow the rounds never deadlock, because both ends of the earliest unfinished
-    message have finished all earlier messages.
+    In a round, a rank sends or receives at most one message. Ranks that follow the rounds never
+    deadlock, because both ends of the earliest unfinished message have finished all earlier ones.
     """
 
     by_rank: dict[int, list[Message]]
@@ -64,8 +64,8 @@ class Rounds:
         for index, bucket in enumerate(plan.buckets):
             for reader in bucket.readers:
                 links[bucket.rank, reader].append(index)
-        # Links take turns, and start at another sender for each reader, so that not all want the
-        # same one.
+        # Pairs of a sender and a reader take turns. Each reader starts at another sender, so that
+        # not all readers wait for the same sender.
         queue = sorted(
             (turn, (rank - reader) % plan.world_size, rank, reader, index)
             for (rank, reader), indices in links.items()
@@ -106,8 +106,8 @@ def join(
 ) -> Link:
     """Make a group of all ranks that join in this store. Collective.
 
-    torch.distributed does not know the group, so a process that has other groups may join. Other
-    calls may not use the store meanwhile: it does one thing at a time, and this call waits.
+    torch.distributed does not know the group, so a process that has other groups may join. Do not
+    use this store object in other calls meanwhile, because it does one call at a time.
     """
     patience = timedelta(seconds=max(0.001, deadline - time.monotonic()))
     size = trainers + readers
@@ -133,7 +133,7 @@ def join(
 
 
 class Arrived:
-    """A version in this reader's memory, which is `boxes` for a full version."""
+    """A version in this reader's memory. A full version is in `boxes`."""
 
     marker: Marker
 
@@ -258,7 +258,7 @@ def _buffers(link: Link, messages: Sequence[Message], size_bytes: int) -> list[T
 
 def _fill(outgoing: Shipment, index: int, buffer: Tensor) -> Tensor:
     if outgoing.base is not None:
-        # Bytes of a delta may not be written to, which frombuffer asks for.
+        # frombuffer needs writable bytes, but the bytes of a delta are read-only.
         payload = torch.frombuffer(bytearray(outgoing.payload(index)), dtype=torch.uint8)
         filled = buffer[: len(payload)]
         filled.copy_(payload)
@@ -275,5 +275,5 @@ def _wait(work: dist.Work | None, deadline: float) -> None:
     remaining_s = deadline - time.monotonic()
     if remaining_s <= 0:
         raise DeadlineError("a message came too late. Pass a longer timeout_s.")
-    # Not 0: a work's wait takes that for "for ever".
+    # Not 0, because then a work waits without a limit.
     work.wait(timedelta(seconds=max(0.001, remaining_s)))

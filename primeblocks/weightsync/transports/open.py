@@ -24,7 +24,7 @@ from .transport import Transport
 __all__ = ["IpcTransport", "PullTransport", "open_spec", "open_transport"]
 
 Wires = Mapping[str, Callable[..., Wire]]
-# A spec is a kind and the arguments of its constructor, of which some are specs.
+# A spec has a kind, and the arguments of that kind's constructor. Some arguments are specs.
 _KINDS: Mapping[str, Callable[..., Any]] = {
     "shared_memory": SharedMemoryTransport,
     "file": FileTransport,
@@ -40,7 +40,7 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
     "wire": WireCarrier,
     "tcp": TcpWire,
 }
-_OWNERS = {"owner", "rank"}  # Arguments of the other ends.
+_OWNERS = {"owner", "rank"}  # Arguments that only trainer ranks pass.
 
 
 def IpcTransport(
@@ -57,8 +57,9 @@ def IpcTransport(
     version ends. Markers and notes are small files in a directory like that of
     `SharedMemoryTransport`, which only this user can read.
 
-    On a GPU, close the engines' ends before the trainer's, because they use its memory. On a GPU
-    it ran with one trainer and one engine process. With CPU tensors only the handles differ.
+    On a GPU, close the engines' ends before the trainer's, because engines use the trainer's
+    memory. On a GPU this transport ran with one trainer and one engine process. Except for the
+    handles of buffers, the code is the same for CPU tensors.
 
     Args:
         name: one word that trainer and engines agree on.

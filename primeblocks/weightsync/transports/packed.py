@@ -47,15 +47,15 @@ class PackedTransport:
     """A transport whose trainer ranks pack buffers, and whose engines fetch them at any time.
 
     Each trainer rank packs its part of a version into one buffer on its device. Two buffers take
-    turns, and a delta has a buffer of its own. An engine holds the version that it fetches. A
-    publish waits, until its deadline, for the engines that hold the buffers it needs. You may
-    publish again after a failure. A restarted rank or engine joins by constructing its end again.
-    If a trainer rank ends, its versions end too. Engines that have not fetched them keep the
-    previous version.
+    turns, and a delta has a buffer of its own. An engine has a lease on the version that it
+    fetches. A publish that needs a buffer again waits, until its deadline, for the leases on this
+    buffer to end. You may publish again after a failure. A restarted rank or engine joins by
+    constructing its end again. If a trainer rank ends, its versions end too. Engines that have not
+    fetched these versions keep the previous version.
 
-    Memory on a trainer rank: twice the bytes that it sends, and its deltas. Memory on an engine
-    that reads in place: about three buckets of each trainer rank. On other engines: the buckets
-    that they want, or twice these with `keep` or deltas.
+    A trainer rank needs memory for twice the bytes that it sends, and for its deltas. An engine
+    that reads in place needs memory for about three buckets of each trainer rank. Other engines
+    need memory for the buckets that they want, or for twice these with `keep` or deltas.
 
     Args:
         commits: this process's end, which is closed with the transport.
@@ -90,7 +90,7 @@ class PackedTransport:
             _pack_payloads(outgoing, self._deltas)
         used = self._full.used | self._deltas.used
         for gpu in {s.buffer.device for s in used.values() if s.buffer.device.type == "cuda"}:
-            torch.cuda.synchronize(gpu)  # Others do not wait for this stream.
+            torch.cuda.synchronize(gpu)  # Other processes do not wait for this stream.
         notes = {
             str(version): {"bytes": len(shared.buffer), "at": shared.note}
             for version, shared in used.items()
@@ -129,7 +129,7 @@ class PackedTransport:
 
 
 class Pool:
-    """The buffers of one trainer rank, by version. At most one spare waits for the next version."""
+    """The buffers of one trainer rank, by version, and at most one spare for the next version."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
@@ -144,7 +144,7 @@ class Pool:
 
     def take(self, version: int, size_bytes: int) -> UInt8[Tensor, " bytes"]:
         """Return a buffer for a version. A spare buffer of another size is dropped first."""
-        size_bytes = max(1, size_bytes)  # There is nothing to map or register of an empty one.
+        size_bytes = max(1, size_bytes)  # An empty buffer cannot be mapped or registered.
         if self._spare is None or len(self._spare.buffer) != size_bytes:
             self._drop_spare()
             self._spare = self._carrier.make(size_bytes)
@@ -222,7 +222,7 @@ class Borrowed:
         self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
     ) -> Iterator[UInt8[Tensor, " chunk"]]:
         lies = self._buckets[index][copy.offset : copy.offset + copy.bytes]
-        # Few launches on a GPU; what stays in the cache on a CPU.
+        # Large chunks need few launches on a GPU. Small chunks stay in the cache of a CPU.
         step = _CHUNK_BYTES[lies.device.type]
         for start in range(0, copy.bytes, step):
             part = lies[start : start + step]
@@ -361,9 +361,9 @@ def _pack_payloads(outgoing: Shipment, pool: Pool) -> None:
     payloads = {index: outgoing.payload(index) for index in outgoing.plan.of_rank(outgoing.rank)}
     sizes = {index: len(payload) for index, payload in payloads.items()}
     starts, size_bytes = starts_of(sizes, align_bytes=1)
-    # A power of two, so that buffers of other deltas fit, which are registered.
+    # Rounded up to a power of two, so that deltas of similar size can share a registered buffer.
     buffer = pool.take(outgoing.version, 1 << max(0, size_bytes - 1).bit_length())
     for index, start in starts.items():
-        # Bytes of a delta may not be written to, which frombuffer asks for.
+        # frombuffer needs writable bytes, but the bytes of a delta are read-only.
         payload = torch.frombuffer(bytearray(payloads[index]), dtype=torch.uint8)
         buffer[start : start + sizes[index]].copy_(payload)

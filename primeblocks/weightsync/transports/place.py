@@ -1,8 +1,9 @@
-"""Directories of versions. Each is made by one living owner, and found by other processes.
+"""Directories of versions. One owner makes each directory, and other processes find it.
 
-An owner makes a directory with a random name, and holds a lock in it until its process ends. It
-removes that directory, and those of dead owners, whose lock is free. The files in a directory
-belong to the owner's user, and other users cannot write to them.
+An owner makes a directory with a random name, and locks a file until its process ends. At the end
+it removes the directory, unless files are to stay. The next owner removes the directories of dead
+owners, whose locks are free. The files in a directory belong to the owner's user, and other users
+cannot write to them.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _OURS = re.compile(
     rf"|note\.tmp|{re.escape(_LOCK)}"
 )
 _REFUSED = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO, errno.EISDIR, errno.ENOTDIR)
-# Another process that clears up has a dead one's lock for at most this long.
+# Another process needs at most this long to remove a dead owner's directory.
 _LOOKS, _LOOK_S = 10, 0.01
 
 
@@ -67,14 +68,14 @@ class PrivatePlace:
     One owner at a time stores versions there. Directories of other users are ignored.
     """
 
-    user: int | None = None  # The user that the files must belong to: that of this process.
+    user: int | None = None  # Files must belong to the user of this process.
 
     def __init__(self, name: str, root: str, *, prefix: str = "primeblocks") -> None:
         if not sys.platform.startswith("linux"):
             raise UnsupportedError(
                 f"files in shared memory need Linux; this is {sys.platform}. Use FileTransport."
             )
-        if not os.path.isdir(root):  # False too where this user may not look.
+        if not os.path.isdir(root):  # Also False if this user may not look there.
             raise UnsupportedError(
                 f"{root} is not a directory. Mount a tmpfs, or use FileTransport."
             )
@@ -95,7 +96,7 @@ class PrivatePlace:
         return {"kind": "private", **self._spec}
 
     def take(self) -> Owned:
-        """Become the owner: remove the directories of dead owners, and make a new one.
+        """Become the owner: remove the directories of dead owners, and make a new directory.
 
         Raises:
             UsageError: the place has a living owner, or cannot be written to.
@@ -112,7 +113,7 @@ class PrivatePlace:
             try:
                 lock = _take_lock(directory / _LOCK)
             except (BlockingIOError, FileNotFoundError):
-                continue  # It was cleared away before it was locked.
+                continue  # Another owner removed it before it was locked.
             try:
                 self._refuse_a_second(directory)
             except UsageError:
@@ -173,7 +174,7 @@ class PrivatePlace:
 
 
 class DiskPlace:
-    """A directory at a path. Each owner makes a directory in it, named by a note."""
+    """A directory at a path. Each owner makes a directory in it, and a file names the last one."""
 
     def __init__(self, path: str, *, user: int | None = None) -> None:
         if "\0" in path:
@@ -218,7 +219,7 @@ class DiskPlace:
 
     def leave(self, owned: Owned) -> None:
         with suppress(OSError):
-            owned.directory.rmdir()  # Where nothing was to stay.
+            owned.directory.rmdir()  # This succeeds only if no file is to stay.
         try:
             if owned.directory.is_dir():
                 self._write_note(owned.run, closed=True)
@@ -272,13 +273,14 @@ def _sweep(root: Path) -> None:
 def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
     """Open a file that belongs to this user, and that other users cannot write to.
 
-    With `user`, it has to belong to that user, on a mount that shows other users and modes.
+    With `user`, the file must belong to that user and may have any mode, because some mounts show
+    other users and modes.
 
     Raises:
         FileNotFoundError, FileExistsError: as os.open.
         UsageError: it is not a regular file, belongs to another user, or cannot be opened.
     """
-    kept = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # A pipe would be waited for.
+    kept = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # Opening a pipe must not wait.
     try:
         fd = os.open(path, flags | kept, 0o600)
     except OSError as error:
@@ -330,7 +332,7 @@ def remove(directory: Path, *, keep: Collection[str] = ()) -> None:
 
 def removable(directory: Path, *, keep: Collection[str] = ()) -> list[Path]:
     """Return an owner's files in its directory, except those in `keep`. The lock comes last."""
-    # Without it nobody knows that the rest is useless.
+    # Without the lock, the next owner could not tell that the other files may be removed.
     ours = (p for p in directory.iterdir() if _OURS.fullmatch(p.name) and p.name not in keep)
     return sorted(ours, key=lambda path: (path.name == _LOCK, path))
 

@@ -2,9 +2,10 @@
 
 A version is begun, then committed, then hidden. One note lists the committed versions. The owner
 replaces only its own note, in one step of the store, so an owner that was replaced cannot commit. A
-reader adds 1 to the version's count `held`, and then looks whether the version is still listed. The
-owner first hides a version, and then waits until `let_go` equals `held`, or until `lease_s` is
-over. So a reader that died delays a publish by at most `lease_s`.
+reader adds 1 to the version's count `held`, and then looks whether the version is still listed. At
+the end, the reader adds 1 to the count `let_go`. The owner first hides a version, and then waits
+until both counts are equal, or until `lease_s` is over. So a reader that died delays a publish by
+at most `lease_s`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class _Record(NamedTuple):
 class StoreCommits:
     """A note of all markers, which the owner replaces, and counts of readers by version.
 
-    Every call ends by its deadline. A new owner takes over from the previous owner. If that owner
-    still lives, its next commit is refused. Calls that write wait for each other, in all threads.
-    The arguments are those of `PullTransport`.
+    Calls keep deadlines as `Board` does. A new owner takes over from the previous owner. If the
+    previous owner still lives, its next commit is refused. Calls that write wait for each other, in
+    all threads. The arguments are those of `PullTransport`.
     """
 
     look_s = 0.02
@@ -63,7 +64,7 @@ class StoreCommits:
         self._owner, self._closed = owner, False
         self._begun: set[int] = set()
         self._hidden: dict[int, float] = {}
-        # Between its look at the note and its replacement a second thread would replace it too.
+        # A second thread could replace the note between a look at it and its replacement.
         self._writing = threading.Lock()
         self.run = ""
         if owner:
@@ -110,7 +111,7 @@ class StoreCommits:
 
     def abort(self, version: int) -> None:
         self._check(owner=True)
-        self._begun.discard(version)  # What is not committed is not seen.
+        self._begun.discard(version)  # Readers see only committed versions.
 
     def markers(self, *, deadline: float) -> tuple[Marker, ...]:
         record = self._read(deadline)
@@ -119,7 +120,8 @@ class StoreCommits:
     def hold(self, marker: Marker, *, deadline: float) -> Lease:
         start = time.monotonic()
         self._count(marker.run, marker.version, "held", 1, deadline)
-        # The owner hides a version before it counts, so one of the two sees the other.
+        # The owner hides a version before it reads the counts. So either the owner sees this reader
+        # in the count, or this reader sees that the version is hidden.
         now = self._read(deadline)
         if now is None or marker not in now.markers:
             self._release(marker, deadline)

@@ -22,7 +22,7 @@ from .carriers import Read, noted
 __all__ = ["TcpWire"]
 
 _TOKEN_BYTES = 16
-_REQUEST = struct.Struct(f"!{_TOKEN_BYTES}sQQ")  # of which buffer, from where, how many bytes
+_REQUEST = struct.Struct(f"!{_TOKEN_BYTES}sQQ")  # The buffer's token, first byte, number of bytes.
 _GRANTED, _REFUSED = b"\x01", b"\x00"
 _EVERYWHERE = ("", "0.0.0.0", "::")
 _STEP_BYTES = 16 << 20  # Between two looks at the clock.
@@ -34,11 +34,11 @@ _Address = tuple[str, int]
 class TcpWire:
     """Reads CPU memory of other processes over TCP.
 
-    A process with a `host` serves reads. A process without one only reads. The server has a thread
-    for each connected reader, and sends bytes from their place in memory. A `read` connects once to
-    each process. A reader needs the random token in a buffer's note. Nothing is encrypted, so use
-    this wire only in a network of trusted machines. A `Subscriber` checks all bytes, as over any
-    carrier.
+    A process with a `host` serves reads. Without a `host`, a process only reads. The server has a
+    thread for each connected reader, and sends bytes directly from a buffer. A `read` connects once
+    to each process. A reader needs the random token in a buffer's note. Nothing is encrypted, so
+    use this wire only in a network of trusted machines. A `Subscriber` checks all bytes, as over
+    any carrier.
 
     Args:
         host: an address of this machine that readers can reach. The server listens only on it.
@@ -71,7 +71,7 @@ class TcpWire:
                 'Make the transport with device="cpu".'
             )
         if self._server is None:
-            return {}  # What is read is put here.
+            return {}  # This process only reads into the buffer.
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._shared[token] = buffer
         return {"host": self._host, "port": self._server.server_address[1], "token": token.hex()}
@@ -111,7 +111,7 @@ class TcpWire:
 
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads, allow_reuse_address = True, True
-    request_queue_size = 1024  # All engines come at once.
+    request_queue_size = 1024  # All engines may connect at the same time.
 
     def __init__(self, at: _Address, family: int, shared: Mapping[bytes, Tensor]) -> None:
         self.address_family = family
@@ -129,7 +129,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Stay silent, because a reader that went away has its own error, and may return."""
+        """Stay silent, because a reader that hung up has its own error, and may connect again."""
 
     def end(self) -> None:
         if self._thread.is_alive():
@@ -137,7 +137,7 @@ class _Server(socketserver.ThreadingTCPServer):
             self._thread.join()
         self.server_close()
         for link in list(self._links):
-            with suppress(OSError):  # Its own thread closes it.
+            with suppress(OSError):  # The link's own thread may have closed it.
                 link.shutdown(socket.SHUT_RDWR)
 
 
@@ -183,7 +183,7 @@ def _serve(host: str, port: int, shared: Mapping[bytes, Tensor]) -> _Server:
 
 def _address(note: Mapping[str, Any]) -> _Address:
     port, host = noted(note, "port"), note.get("host")
-    with suppress(UnicodeError):  # No name of a host: a label is empty or too long.
+    with suppress(UnicodeError):  # Not a host name: a label is empty or too long.
         if isinstance(host, str) and host.encode("idna").count(0) == 0 and 0 < port < 1 << 16:
             return host, port
     raise CorruptionError(

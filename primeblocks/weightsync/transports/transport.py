@@ -38,8 +38,8 @@ class Begun(NamedTuple):
     """A version that may be written now.
 
     Attributes:
-        run: the name of this life of the owner.
-        base: the version to which it may be a delta. None if it must be sent in full.
+        run: an id of the owner. An owner that restarts gets a new id.
+        base: the version to which this version may be a delta. None to send it in full.
     """
 
     run: str
@@ -72,7 +72,7 @@ class Incoming(Protocol):
     marker: Marker
 
     def whole(self) -> Held | Lent:
-        """Return the bytes of a full version. Writers leave them unchanged until they are closed.
+        """Return the bytes of a full version. Writers leave them unchanged until you close them.
 
         Raises:
             CorruptionError: the bytes are not as sent.
@@ -81,7 +81,7 @@ class Incoming(Protocol):
         ...
 
     def payload(self, index: int) -> memoryview:
-        """Return a bucket of a delta as it travelled. Raises the errors of `whole`."""
+        """Return a bucket of a delta, as it was sent. Raises the errors of `whole`."""
         ...
 
     def settle(self, error: str, *, deadline: float) -> None:
@@ -116,7 +116,7 @@ class Transport(Protocol):
         ...
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: make room for a version, as a delta to `base` if possible. Readers do not see it.
+        """Owner: make room for a hidden version, as a delta to `base` if possible.
 
         Raises:
             CapacityError: there is not enough room.
@@ -124,7 +124,7 @@ class Transport(Protocol):
         ...
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: send its buckets. Returns when they are as safe as the transport promises.
+        """Trainer rank: send its buckets. Returns when all bytes were written or sent.
 
         Raises:
             DeadlineError: the buckets were not sent in time.
@@ -150,9 +150,9 @@ class Transport(Protocol):
         ...
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
-        """Reader: wait for a version, and return it after the missing versions of its chain.
+        """Reader: wait for a version, and return its chain, in which this version comes last.
 
-        A chain begins with a full version, or a delta to the version held.
+        A chain begins with a full version, or with a delta to the version held.
 
         Raises:
             DeadlineError: the version was not committed in time.
@@ -189,7 +189,7 @@ class Commits(Protocol):
 
     @property
     def run(self) -> str:
-        """Owner: the name of this life of the owner."""
+        """Owner: its id, as in `Begun`."""
         ...
 
     def spec(self) -> dict[str, Any]:
@@ -197,7 +197,7 @@ class Commits(Protocol):
         ...
 
     def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
-        """Owner: hide all versions except `keep`, and wait until their readers are done.
+        """Owner: hide all versions except `keep`, and wait until the hidden ones have no reader.
 
         Raises:
             CapacityError: a reader was not done in time.
@@ -226,7 +226,7 @@ class Commits(Protocol):
         ...
 
     def look(self, name: str, *, run: str | None = None, deadline: float) -> str | None:
-        """Return a note, or None without such a note. The default is the current run."""
+        """Return a note of a run, or None if it does not exist. The default is the current run."""
         ...
 
     def hint(self) -> str:
@@ -266,12 +266,12 @@ def choose(
 ) -> Marker | None:
     """Return the requested version, or None if the reader must wait for it.
 
-    Without a `version`, it is the newest, if newer than `served`. Raises TransferError if it was
-    retired.
+    Without a `version`, the newest version is requested, if it is newer than `served`. Raises
+    TransferError if the requested version was retired.
     """
     newest = markers[-1] if markers else None
     if version is None:
-        # Another run of the trainer starts counting again.
+        # A new run of the trainer may count versions from the start again.
         old = newest is None or (
             served is not None and served.run == newest.run and served.version >= newest.version
         )

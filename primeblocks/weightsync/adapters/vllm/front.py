@@ -1,8 +1,8 @@
 """Calls for the front end of vLLM: attach engines once, then update them after each publish.
 
-`update_all` brings a fleet of engines to a version, or none. It prepares all engines, pauses them,
-loads, then commits or goes back, and resumes. Loading ends at 60 % of `timeout_s`, going back at
-80 %. So a late engine leaves time to bring the others back.
+`update_all` loads a version into all engines of a fleet, or into none. It prepares all engines,
+pauses them, loads, then commits or goes back, and resumes. Loading ends at 60 % of `timeout_s`,
+going back at 80 %. So if an engine is late, time is left to bring the other engines back.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ async def update(
             weights.
         DeadlineError: the update was not done in time. If workers may still be loading, the engine
             stays paused. Call `update` again.
-        EngineError: the engine is dead, or its weights are torn. Restart the engine.
+        EngineError: the engine is dead, or only a part of its weights is new. Restart the engine.
     """
     return await update_all([engine], receipt, in_flight=in_flight, timeout_s=timeout_s)
 
@@ -168,8 +168,8 @@ async def update_all(
         in_flight: running requests keep the KV cache of the old weights ("continue"), recompute
             it with the new weights ("recompute"), or end with finish reason "abort". With
             "continue" the prefix cache keeps old pages, so use one `cache_salt` per version.
-        prefill: positions of engines whose pages other engines read. They pause first. Such a
-            pause waits until the pages were read, or for `kv_lease_duration` (30 s).
+        prefill: positions of engines whose pages other engines read. These engines pause first.
+            Their pause waits until the pages were read, or for `kv_lease_duration` (30 s).
         timeout_s: for the whole update. The last two fifths are for going back and resuming.
 
     Raises:
@@ -208,7 +208,7 @@ async def update_all(
 
 
 def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
-    """Ask the workers of an offline `LLM`. Blocks. Raises the errors of `describe`."""
+    """Ask the workers of an offline `LLM`, as `describe` does. Blocks. Raises the same errors."""
     return list(drive_sync(llm, _describe_steps(checkpoint)))
 
 
@@ -278,7 +278,7 @@ class _Member:
         await drive(self.engine, update.load(deadline), "load", deadline)
 
     async def commit(self, update: Update, deadline: float) -> None:
-        # While it is paused: no request can take image features of the old weights in between.
+        # Before it resumes, so that no request can use image features of the old weights.
         await call(self.engine, self.engine.reset_encoder_cache(), "forget images", deadline)
         await drive(self.engine, update.commit(), "commit", deadline)
         self.known, self.was_paused = True, False
@@ -289,7 +289,7 @@ class _Member:
             self.known = await drive(self.engine, steps, "go back", deadline)
 
     async def resume(self, deadline: float) -> None:
-        # What is dead would hide its first error behind a second one.
+        # A call of a dead engine would hide its first error behind a second one.
         if not self.stays_paused and not self.engine.errored:
             await call(self.engine, self.engine.resume_generation(), "resume", deadline)
 

@@ -24,7 +24,7 @@ from ...receive import Subscriber
 __all__ = ["look_into", "observe_worker"]
 
 _ROWS = 256
-# Made from others, by attention.
+# Attention computes these from other parameters.
 _DERIVED = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 # Methods and backends that leave parameters as they were loaded, or have packed them for a CPU.
 _UNPACKED = ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -34,7 +34,7 @@ _PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")
 def observe_worker(
     model: nn.Module, subscriber: Subscriber | None, reads: Reads | None
 ) -> Observed:
-    """Worker: digest the weights of its reader's part of the plan. `reads` is from `attach`."""
+    """Worker: digest the weights of this reader's part of the plan. `attach` recorded `reads`."""
     if subscriber is None or reads is None or reads.into is None:
         raise EngineError("this worker is not attached; call attach() first")
     places, into = _places(model), reads.into
@@ -53,10 +53,10 @@ def observe_worker(
 
 
 def look_into(model: nn.Module) -> Callable[[str], Sequence[Seen] | str]:
-    """Return a function that returns a parameter in all forms the model computes with. Local."""
+    """Return a function that returns a parameter in all forms that the model uses. Local."""
     places = _places(model)
 
-    @lru_cache(4)  # Boxes of one parameter follow each other.
+    @lru_cache(4)  # A few are enough, because boxes of one parameter follow each other.
     def look(name: str) -> Sequence[Seen] | str:
         if name not in places:
             return "no parameter of this name is left after loading"
@@ -139,7 +139,7 @@ def _experts(layer: Any, name: str, held: Tensor) -> Sequence[Seen] | str:
 def _packed_order(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor | None:
     """Return the original index of each packed element, or None if packing changes elements.
 
-    It packs the indices themselves, in 16-bit halves.
+    To find the order, it packs the indices themselves, in 16-bit halves.
     """
     from vllm._custom_ops import cpu_prepack_moe_weight
 

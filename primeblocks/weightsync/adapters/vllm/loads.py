@@ -1,4 +1,4 @@
-"""The loads of a worker: recorded without data, and of a target with its drafter as one model.
+"""A worker's loader, recorded without data, and a target with its drafter as one model.
 
 The tensors of MTP heads have names of their own in a checkpoint. EAGLE heads, Medusa heads and
 separate draft models use the target's names. `with_draft` puts `draft.` before these.
@@ -24,11 +24,11 @@ _DRAFT = "draft."
 
 
 class Recorded(NamedTuple):
-    """The reads and writes of a loader, for one checkpoint.
+    """The record of a loader that read a checkpoint.
 
     Attributes:
-        direct: layers with parameters that are written without a loader of their own.
-        lacking: parameters that the checkpoint does not fill, or only in part.
+        direct: layers with parameters that are loaded without a call of their `weight_loader`.
+        lacking: parameters that the checkpoint does not fill, or fills only in part.
     """
 
     reads: Reads
@@ -169,11 +169,11 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
 
 def unfilled(model: Any, loaded: Collection[str] | None, config: Any) -> list[str]:
     """Return the parameters that a load left out. `loaded` is what `load_weights` returned."""
-    if loaded is None:  # This loader does not say.
+    if loaded is None:  # This loader does not return names.
         return []
-    # Shared experts may have two names, and load under either.
+    # Shared experts may have two names, and are loaded under one of them.
     every = list(model.named_parameters(remove_duplicate=False))
-    # Of buffers, a checkpoint has the router's corrections alone.
+    # The only buffers in a checkpoint are the corrections of routers.
     buffers = model.named_buffers(remove_duplicate=False)
     every += [row for row in buffers if row[0].endswith("e_score_correction_bias")]
     expected = [(_loader_name(name), one) for name, one in every]
@@ -197,7 +197,7 @@ def _of_draft(name: str) -> str:
 
 def _load(prefix: str, model: Any, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     loaded = model.load_weights(tensors)
-    if loaded is None:  # This loader does not say.
+    if loaded is None:  # This loader does not return names.
         loaded = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {f"{prefix}.{name}" for name in loaded}
 
@@ -212,12 +212,12 @@ def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
     from vllm.model_executor.model_loader.reload import layerwise
 
     process = layerwise._layerwise_process
-    # Kernels leave None in place of what they packed. vLLM would not put it back.
+    # Kernels replace the parameters that they packed by None, which vLLM would not restore.
     packed = [
         (layer, n) for layer in model.modules() for n, p in layer._parameters.items() if p is None
     ]
     layerwise.initialize_layerwise_reload(model)
-    # It would make memory for a layer that is complete, and load it.
+    # vLLM's function would allocate memory for a complete layer, and load the layer.
     layerwise._layerwise_process = lambda layer, info: None
     try:
         yield lambda layer: {n for n, _ in layerwise.get_layerwise_info(layer).loaded_weights}

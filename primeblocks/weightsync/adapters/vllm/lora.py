@@ -1,8 +1,8 @@
 """LoRA adapters in a running vLLM. Versions are served in parallel, by name, without a pause.
 
 Build the engine with `lora_engine_args()`, call `attach_lora` once, and `update_lora` after each
-publish. `update_lora` returns a LoRARequest. Requests with it use exactly that version, until you
-call `remove_lora`. Offline code uses the `_llm` variants.
+publish. `update_lora` returns a LoRARequest for the version. Requests that you pass with it use
+exactly this version, until you call `remove_lora`. Offline code uses the `_llm` variants.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Gate:
     def __call__(self, request: Any, *arguments: Any, **named: Any) -> None:
         lora = request.lora_request
         if lora is not None and is_versioned(lora) and lora.lora_int_id not in self.held:
-            # vLLM's own type: others come out of AsyncLLM without their message.
+            # vLLM's own type, because AsyncLLM drops the messages of other types.
             raise VLLMValidationError(
                 f"this engine does not hold {lora.lora_name!r}: it was removed, or not loaded "
                 "here. Use the request that update_lora() returned last."
@@ -201,13 +201,13 @@ def _attach_steps(spec: AdapterSpec, plan: Plan, transport: Transport, keep: int
 
 
 def _load_steps(name: str, receipt: Receipt, deadline: float) -> Steps:
-    # Less than is left, so that a worker can still say what it waited for.
+    # Less than the time that is left, so that a worker can still report its own error.
     left_s = 0.9 * max(0.0, deadline - time.monotonic())
     request = versioned_request(name, receipt.version, receipt.digest)
     try:
         yield from ask(_LORA, "load", name, receipt.version, receipt.digest, left_s)
     except PrimeblocksError:
-        # All workers hold it or none does; those without it will say so, and may.
+        # Either all workers hold it or none does. Errors of workers without it are ignored.
         yield EngineCall("collective_rpc", (_LORA, None, ("remove", request.lora_int_id)))
         raise
     return request

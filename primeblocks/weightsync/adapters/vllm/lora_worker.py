@@ -2,7 +2,7 @@
 
 vLLM loads adapters from folders. Here a worker keeps the tensors of every version, and passes them
 to vLLM's loader instead of a folder. So vLLM may evict an adapter from its slots, or drop all
-adapters after an update of the base weights. It gets the same bits again.
+adapters after an update of the base weights. Afterwards, vLLM gets the same bits again.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = ["Adapters", "is_versioned", "versioned_request"]
 _TESTED = "0.32."
 _SCHEME = "primeblocks:"
 _PREFIX = "base_model.model."
-_FIRST_ID = 1 << 30  # Above the ids that people number by hand.
+_FIRST_ID = 1 << 30  # Above the ids that users choose by hand.
 
 
 def versioned_request(name: str, version: int, digest: str) -> LoRARequest:
-    """Return a version's request. Its path is never opened, and keeps prefix caches apart."""
+    """Return a version's request. Its path is never opened. It separates prefix caches."""
     path = f"{_SCHEME}{name}@{version}:{digest}"
-    # Equal in every process without asking, and another one for other bytes.
+    # Computed, so that it is equal in all processes, and differs for other bytes.
     number = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % _FIRST_ID
     return LoRARequest(f"{name}@{version}", _FIRST_ID + number, path)
 
@@ -91,7 +91,7 @@ class Adapters:
         self._manager, self._from_path = manager, manager._load_adapter
         self._sources: dict[str, _Source] = {}
         self._held: dict[int, _Held] = {}
-        # There is no documented hook: LoRAResolver and add_lora both end at a folder.
+        # vLLM has no documented hook for this, because LoRAResolver and add_lora need a folder.
         manager._load_adapter = self._load
 
     def attach(self, told: dict[str, Any], text: str, transport: dict[str, Any], keep: int) -> None:
@@ -124,7 +124,7 @@ class Adapters:
             )
         self._held[request.lora_int_id] = _Held(request, source.spec, dict(source.tensors))
         try:
-            # Now, so that what fails is reported; within a step it would end the engine.
+            # Added now, so that an error is reported. Within a step, an error would end the engine.
             self._manager.add_adapter(request)
         except BaseException:
             self.remove(request.lora_int_id)

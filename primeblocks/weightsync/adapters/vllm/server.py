@@ -26,7 +26,7 @@ def register() -> None:
 
     Raises:
         MissingPackageError: vLLM is not installed.
-        UnsupportedError: vLLM has another version.
+        UnsupportedError: vLLM has a version other than 0.32 and 0.33.
     """
     try:
         import vllm
@@ -89,7 +89,8 @@ class VllmServer:
 class _Calls:
     """The calls of an `AsyncLLM` that an update makes, over HTTP.
 
-    A cancelled call may still reach the server. `errored` says that the last call did not.
+    A cancelled call may still reach the server. `errored` is true if the last call did not reach
+    the server, or lost its connection.
     """
 
     def __init__(self, server: JsonServer, deadline: float) -> None:

@@ -1,14 +1,14 @@
 """Worker side of vLLM: a `Subscriber` in each worker, and the calls of the front end.
 
-The front end makes these calls of a worker:
+The front end calls these methods of a worker:
 
 - `init_transfer_engine` opens the transport.
-- `verify` checks a version in a thread, next to the engine's steps.
+- `verify` checks a version in a thread, while the engine takes its steps.
 - `receive_weights` loads the checked version between two steps.
 - `state` returns the outcome of the last call.
 
-They never raise in a worker, because an error would jam vLLM's executor. A version whose digest
-fails never touches the model. A load that fails is undone: the previous version is loaded again.
+These methods never raise, because an error in a worker would jam vLLM's executor. A version that
+fails in `verify` never touches the model. If a load fails, the previous version is loaded again.
 `UpdateInfo.transaction` identifies an attempt, and a late call of an attempt that was given up is
 ignored.
 """
@@ -83,7 +83,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _state, _transaction = _NEVER, ""
     _subscriber: Subscriber | None = None
     _checking: Future[None] | None = None
-    # What was recorded for the last plan, which a sleeping engine is attached to again and again.
+    # Recordings for the last plan, to which an engine that sleeps is attached again and again.
     _known: tuple[str, int] | None = None
     _role: tuple[int, Wiring | None] = 0, None
     _reads: Reads | None = None
@@ -125,7 +125,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return with_drafts(self.model, self.drafter, checkpoint, self.vllm_config)
 
     def _role_in(self, plan: Plan, first_reader: int) -> tuple[int, Wiring | None]:
-        """Return the number of this worker's reader, and its wiring if it reads boxes.
+        """Return the number of this worker's reader, and a wiring unless it reads whole tensors.
 
         Raises:
             PlanError: the plan has no such reader, the reader lacks boxes of this worker, or the
@@ -196,7 +196,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._state = self._NEVER
 
     def _wait(self) -> None:
-        # It ends by itself at the deadline of its update.
+        # The check ends by itself at the deadline of its update.
         if self._checking is not None:
             self._checking.result()
             self._checking = None
@@ -212,7 +212,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         model: Any = self._updated
         for layer in model.modules():
-            if getattr(layer, "is_amx_bmm_enabled", False):  # It released the weight it packed.
+            if getattr(layer, "is_amx_bmm_enabled", False):  # It packed and freed this weight.
                 info = layerwise.get_layerwise_info(layer.kv_b_proj)
                 weight = torch.empty_like(info.restore_metadata[0]["weight"], device="cpu")
                 layer.kv_b_proj.weight = nn.Parameter(weight, requires_grad=False)
@@ -226,7 +226,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     f"{len(missing)} parameters would keep their old values, such as {missing[0]}. "
                     "Add their names to the target manifest."
                 )
-            for layer in direct:  # Or the old tensors would be put back.
+            for layer in direct:  # Otherwise vLLM would put the old tensors back.
                 info = layerwise.get_layerwise_info(layer)
                 info.load_numel = max(1, info.load_numel)
         except BaseException:
@@ -245,7 +245,7 @@ class WorkerExtension:
     _primeblocks_adapters: Adapters | None = None
 
     def _primeblocks_engine(self) -> Any:
-        # vLLM gives an engine only the target.
+        # vLLM gives a weight-transfer engine only the target model.
         self.weight_transfer_engine.drafter = self.model_runner.get_draft_model()
         return self.weight_transfer_engine
 
@@ -268,7 +268,7 @@ class WorkerExtension:
         return asdict(_told(lambda: self.weight_transfer_engine.observe().to_json()))
 
     def primeblocks_verify(self, info: dict[str, Any]) -> None:
-        """Start to check a version, next to the engine's steps."""
+        """Start to check a version, while the engine takes its steps."""
         self.weight_transfer_engine.verify(UpdateInfo(**info))
 
     def primeblocks_lora(self, act: str, *arguments: Any) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _told(act: Callable[[], object]) -> WorkerState:
         state, cause = WorkerState(error=type(met).__name__, message=str(met)), met.__cause__
     except Exception as met:
         state, cause = WorkerState(error="EngineError", message=f"{type(met).__name__}: {met}"), met
-    # Only the text reaches the front end.
+    # Logged with its traceback, because only the text reaches the front end.
     logging.getLogger(__name__).warning("weights not updated: %s", state.message, exc_info=cause)
     return state
 
