@@ -60,9 +60,9 @@ class Follower(TorchDispatchMode):
         read: for each source, boxes with all elements that are written to some tensor.
         inexact: name -> why its boxes have more elements than are written.
         placed: for each tensor of `into`, the pieces that were written last.
-        written: for each tensor of `into`, boxes with all elements that were written, constants
-            too.
-        lost: name -> why `placed` does not have all its read elements unchanged.
+        written: for each tensor of `into`, boxes with all elements that were written, also those
+            that got constants.
+        lost: name -> why some elements that were read are changed, or are not in `placed`.
     """
 
     def __init__(self, into: Mapping[str, Tensor] | None = None) -> None:
@@ -81,7 +81,7 @@ class Follower(TorchDispatchMode):
         return made
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
-        """Return the pieces of sources that a tensor is made of, without those that are `lost`."""
+        """Return the pieces of sources that make up a tensor. Sets `lost` if pieces are missing."""
         if _storage(tensor) not in self._origins:
             return []
         return [replace(piece, target=name) for piece in self._follow(tensor)]
@@ -137,7 +137,7 @@ class Follower(TorchDispatchMode):
                 self.written[name] |= whole if parts is None else {p.source_box for p in parts}
 
     def _place(self, source: Tensor, target: Tensor) -> None:
-        """Note that elements are written to others, one to one."""
+        """Note that the elements of `source` are written to those of `target`, one to one."""
         name, base = self._into.get(_storage(target), ("", target))
         pieces = self._read(source, lost="" if name else "it is copied to no parameter")
         if name:
@@ -155,7 +155,7 @@ class Follower(TorchDispatchMode):
             )
 
     def _overwrite(self, target: Tensor) -> None:
-        """Note that other elements replace what was written."""
+        """Note that other elements overwrite those that were placed in `target`."""
         name, base = self._into.get(_storage(target), ("", target))
         if not self.placed.get(name):
             return
@@ -178,7 +178,7 @@ class Follower(TorchDispatchMode):
     def _follow(self, tensor: Tensor) -> list[Piece]:
         """Return the pieces of sources that a tensor is made of.
 
-        Elements that come in no box are noted as read.
+        Elements that are not in boxes are noted as read.
         """
         origin = self._origins[_storage(tensor)]
         within = pieces_in(tensor, origin.base)
@@ -253,7 +253,7 @@ def _parts(
 ) -> list[tuple[Shard | None, Tensor]]:
     name = func._schema.name
     if name.endswith("_like") or name.startswith("aten::new_"):
-        return []  # Of a shape alone.
+        return []  # These use only the shape.
     whole = Layout.whole(made.shape).shard
     if torch.Tag.pointwise in func.tags or func is _aten._to_copy.default:
         return [(whole, tensor.expand(made.shape)) for tensor in followed]
@@ -264,7 +264,7 @@ def _parts(
     start = 0
     for tensor in args[0]:
         if func is _aten.cat.default and tensor.shape == (0,) and made.ndim > 1:
-            continue  # Joined to anything, for old code.
+            continue  # torch.cat accepts such a tensor next to any shape.
         piece = tensor.unsqueeze(dim) if func is _aten.stack.default else tensor
         offsets = tuple(start if d == dim else 0 for d in range(made.ndim))
         start += piece.shape[dim]
