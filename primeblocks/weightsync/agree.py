@@ -22,7 +22,7 @@ class Messenger:
     After a failed exchange the group's state is unknown, so every later exchange is refused.
 
     Args:
-        group: a gloo group. None is the default group, or no group if torch.distributed has none.
+        group: a gloo group. None is the default group, if torch.distributed is initialized.
 
     Raises:
         UsageError: the group does not have `world_size` ranks.

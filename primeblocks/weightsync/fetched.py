@@ -107,7 +107,7 @@ def bring(
     """Return the checked bytes of the last version in `found`.
 
     The first version in `found` may be full. The other versions are deltas, each to the previous
-    one. Deltas are applied to a copy of the base, which stays whole. Then the result is checked.
+    one. Deltas are applied to a copy, so that their base stays whole. Then the result is checked.
 
     Args:
         base: the version to which the first version in `found` is a delta. It is not written to.
@@ -324,7 +324,7 @@ def feeding(
 
 
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
-    """Return the number of threads that are worth their start."""
+    """Return a number of threads for which each thread has enough bytes."""
     size = sum(plan.buckets[index].bytes for index in indices)
     return max(1, min(threads, len(indices), 1 + size // _BYTES_A_THREAD))
 

@@ -45,14 +45,14 @@ __all__ = [
 
 # A chunk is read, digested and copied while in the cache.
 _CHUNK_BYTES, _LONG_ROW_BYTES = 1 << 20, 1 << 16
-# What `sys.getrefcount` counts for an array that only a list has: the list, and the argument.
+# `sys.getrefcount` of an array that only a list has: it counts the list and the argument.
 _UNUSED = 2
 
 
 class Held(Protocol):
     """The bytes of one version, or of the part that one reader wants, in memory of this process.
 
-    If `stays`, a reader keeps the bytes after a load, to go back to and as a base of deltas.
+    If `stays` is true, a reader keeps the bytes after a load, as a base of deltas and to go back.
     """
 
     stays: bool
@@ -115,11 +115,11 @@ class Blob:
 
 
 class Sealed:
-    """A version in sealed memory, from byte `start` on. Only writers' old mappings can change it.
+    """A version in sealed memory, from byte `start` on.
 
-    The memory is mapped in private pages, for one use at a time. So a load's writes to its tensors
-    are lost afterwards. Writers leave the memory unchanged until `close`, and while a tensor of a
-    mapping exists.
+    Only mappings that writers made before the seal can write to the memory. Here it is mapped in
+    private pages, for one use at a time. So a load's writes to its tensors are lost afterwards.
+    Writers leave the memory unchanged until `close`, and while a tensor of a mapping exists.
 
     Args:
         take: returns a mapping.

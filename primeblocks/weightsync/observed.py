@@ -75,7 +75,7 @@ class Observed:
         reader: the number of this process's reader in the plan.
         forms: for each copy of the plan that this reader wants, its boxes in each form that this
             process has. A box that the process does not hold has no form.
-        unexpected: parameters that are not in the plan, or not in the targets of `convert`.
+        unexpected: parameters that are not in the plan, or with `convert`, not in its targets.
         absent: wanted tensors of zero elements that are missing here, or have another shape.
     """
 
@@ -131,8 +131,8 @@ def observe(
     """Digest an engine's tensors, in the boxes of a plan. Local: one pass.
 
     Args:
-        held: the engine's tensors, by the names that `load` gets or by those of the targets of
-            `convert`. Or a function that looks up one tensor by name.
+        held: the engine's tensors, by the names that `load` gets, or with `convert`, by those
+            of its targets. Or a function that looks up one tensor by name.
         convert: the wiring to this process's parameters. Boxes outside of it belong to other
             processes.
         lost: as in `Reads`.

@@ -2,7 +2,7 @@
 
 `SentBytes` keeps what this rank sent last, as the base of the next delta. `Pace` keeps what the
 last full version and the last delta cost, and chooses between them. `Shipment` is one version that
-is being sent. During a shipment, `SentBytes` has bytes of both versions, and its `version` is None.
+is being sent. During a shipment, `SentBytes` has bytes of both versions, and `version=None`.
 If the send or the commit fails, the publisher drops the bytes, and sends the next version in full.
 """
 
@@ -30,7 +30,7 @@ __all__ = ["Pace", "Sent", "SentBytes", "Shipment"]
 
 # The buckets that wait for a thread. The tensors that `encode` made for them are in memory.
 _AHEAD = 4
-# Smaller versions take too little time to compare. For these, a delta is tried for its fewer bytes.
+# Smaller versions take too little time to compare. For these, a delta wins, because it is smaller.
 _WORTH_A_CHOICE_BYTES = 8 << 20
 
 T = TypeVar("T")

@@ -49,8 +49,8 @@ class Publisher:
     Args:
         plan: must be equal on all ranks. Its sources are the ranks of `group`, in order.
         parameters: as for `describe`. They are read again at each publish.
-        transport: this rank's end. It must open the same place on all ranks, and rank 0 owns it.
-        group: a gloo group. None is the default group, or no group if torch.distributed has none.
+        transport: this rank's end of the transport, which rank 0 owns.
+        group: a gloo group. None is the default group, if torch.distributed is initialized.
         source: the manifest that `plan_sync` got for this rank. Needed only if it differs from
             `describe(parameters)`, as for plain tensors that are parts of larger tensors.
         convert: as for `plan_sync`.
@@ -263,7 +263,7 @@ class Publisher:
         return {"digest": marker.digest, "bytes": marker.size_bytes}
 
     def _committed(self, marker: Marker) -> Marker:
-        """Return the marker committed under this version, if it is of the same weights."""
+        """Return the marker committed under this version, or raise if its weights differ."""
         same = marker.version, marker.plan, marker.buckets
         for old in self._transport.markers():
             if (old.version, old.plan, old.buckets) == same:
@@ -286,7 +286,7 @@ class Publisher:
 
 
 def _pool(size_bytes: int) -> AbstractContextManager[Executor | None]:
-    """Open threads that read buckets, if there are enough bytes to be worth their start."""
+    """Open threads that read buckets, if there are enough bytes for more than one thread."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), size_bytes // _WORTH_A_THREAD_BYTES)
     return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
 

@@ -143,8 +143,8 @@ class Subscriber:
         """Wait for a version and check every byte, but do not load it. Local.
 
         The next `receive` then only loads it. Arguments, cost and errors are as for `receive`.
-        The reader does not hold memory that a trainer needs again. If the trainer reuses the memory
-        for two more versions, `receive` raises TransferError for this version.
+        The reader does not hold memory that a trainer needs again. If two more versions
+        were published into such memory, `receive(version)` raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):

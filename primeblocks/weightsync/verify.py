@@ -130,8 +130,8 @@ def verify_engine(
     Raises:
         PlanError: the trainer's tensors do not fit the plan, or the engine was observed by another
             plan, or a side is not tensors by name.
-        UsageError: `engine` is missing, or the sides have no name in common, or a plan is needed
-            because there are several ranks or engine processes, or an `Observed`.
+        UsageError: `engine` is missing, or the sides have no name in common. Or a plan is needed
+            for several ranks, for several engine processes or for an `Observed`.
         TransferError: a rank failed or was late.
     """
     deadline = time.monotonic() + timeout_s

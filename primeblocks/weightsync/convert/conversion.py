@@ -1,9 +1,9 @@
 """Conversions between the names and shapes that trainer, checkpoint and engine give weights.
 
-A conversion only moves elements, so it is exact. To record it, its function runs once
-on tensors without memory. The strides of the results say which box of a source fills which box of a
-target. So a shard goes directly to its place, and no tensor is gathered. The reads of a loader are
-recorded in the same way.
+A conversion only moves elements, so it is exact. To record it, its function runs once on tensors
+without memory. The strides of the results say which box of a source fills which box of a target. So
+a shard goes directly to its place, and no tensor is gathered. The reads of a loader are recorded in
+the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Reads", "Wiring", "filling", "record_reads", "record_wiring", "union
 class Wiring:
     """A recorded conversion: which box of a source fills which box of a target.
 
-    Pieces do not overlap in a target. Target elements that no piece fills are zero padding.
+    Pieces from `record_wiring` do not overlap in a target. Elements that no piece fills are zero.
     """
 
     sources: Manifest

@@ -40,7 +40,7 @@ class _Origin:
         base: the tensor that the storage was made for.
         name: the name of a checkpoint tensor. Empty for a computed tensor.
         parts: for a computed tensor, boxes of `base`, each with the tensor of the same shape that
-            fills it, element by element. Without a box, any element of the tensor may be anywhere.
+            fills it, element by element. Without a box, its elements may be anywhere.
         is_moved: whether the elements are unchanged.
     """
 

@@ -2,8 +2,8 @@
 
 A delta overwrites the low bits of elements: *the low w bits become b*. So you may apply it twice,
 or again after a failure. It is small because an optimizer step moves most weights by one or two
-units in the last place. A delta does not record its base, so its sender must send versions and a
-digest of the result. A bucket is sent in stretches of elements of one size. Each stretch is sent as
+units in the last place. A delta does not record its base, so its sender must send the versions and
+a digest of the result. A bucket is sent in stretches of elements of one size. Each stretch is sent as
 a delta, or in full if that is smaller.
 """
 
@@ -148,7 +148,7 @@ def take_payload(
         numel = (end - at) // width
         rows = (_read(stream, span.stop - span.start, width) for span in segments(numel))
         delta = seal_delta(width, numel, rows)
-        for new, place in stream.until(end):  # The rest, if it gave up.
+        for new, place in stream.until(end):  # The rest, if `seal_delta` gave up.
             np.copyto(place, new)
         body = as_buffer(old[at:end]) if delta is None else delta
         parts += [_HEAD.pack(_FULL if delta is None else _DELTA, len(body)), body]

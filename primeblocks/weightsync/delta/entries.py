@@ -13,8 +13,8 @@ The first layer has the changed elements and their low bits. The next layer says
 elements changed in higher bits, and has the next bits. The last layer has the highest bits.
 
 Positions are Elias-Fano coded: the low bits unchanged, and the high parts as a bit vector in which
-each position sets one bit. If more than about a quarter of the elements are changed, a plain bitmap
-is smaller and is used.
+each position sets one bit. If more than about a quarter of the possible positions occur, a plain
+bitmap is smaller and is used.
 
 Source: Elias 1974, doi:10.1145/321812.321820. Fano 1971, MIT Project MAC Memo 61.
 """
@@ -300,8 +300,8 @@ def bits_bytes(count: int, width: int) -> int:
 def pack_bits(values: np.ndarray, width: int) -> bytes:
     """Pack the low `width` bits of each number.
 
-    Whole bytes come first, one plane per byte of the number. Then come the r < 8 bits left over,
-    of which eight numbers fill r bytes.
+    Whole bytes come first, one plane per byte of the number. Then come the r < 8 bits left over.
+    Those of eight numbers fill r bytes.
     """
     whole, rest = divmod(width, 8)
     planes = [(values >> 8 * plane).astype(np.uint8).tobytes() for plane in range(whole)]

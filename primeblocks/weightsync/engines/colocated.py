@@ -97,7 +97,7 @@ class Colocated:
             Its transport must keep the weights in shared memory or on a disk, not in CUDA IPC.
         memory: returns the bytes in use on the device, like `torch.cuda.memory_allocated`.
         group: the ranks that take turns together. The group must support gloo. None is the default
-            group, or no group if torch.distributed has none.
+            group, if torch.distributed is initialized.
 
     Raises:
         UnsupportedError: the group does not support gloo.
@@ -243,7 +243,7 @@ class Colocated:
                 ) from error
 
     def _together(self, do: _Do, left_s: float, deadline: float, *, last: bool = False) -> str:
-        """Do a step on this rank, and return the failures of other ranks while messages work."""
+        """Do a step on this rank, and return the failures of other ranks, if messages work."""
         met: Exception | None = None
         try:
             do(left_s)

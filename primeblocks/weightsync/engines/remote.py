@@ -112,7 +112,7 @@ class Update:
     def prepare(self, deadline: float) -> Generator[EngineCall, Any, tuple[int | None, ...]]:
         """Check every byte while the engine generates, and return the version of each worker."""
         if any(state.active for state in _states((yield _ASK))):
-            # Left over from an update whose caller ran into its deadline.
+            # An update whose caller ran into its deadline has left this session open.
             yield EngineCall("finish_weight_update")
         yield EngineCall("collective_rpc", (VERIFY, None, (self._info(self.version, deadline),)))
         states, wait_s = _states((yield _ASK)), 0.005
