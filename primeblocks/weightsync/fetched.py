@@ -324,7 +324,7 @@ def feeding(
 
 
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
-    """Return a number of threads for which each thread has enough bytes."""
+    """Return the number of threads that have enough bytes each."""
     size = sum(plan.buckets[index].bytes for index in indices)
     return max(1, min(threads, len(indices), 1 + size // _BYTES_A_THREAD))
 
@@ -355,7 +355,7 @@ def _for_each(
                 counted.add(plan.buckets[index].bytes)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            futures.clear()  # An error would keep this frame and its bytes.
+            futures.clear()  # An error would keep this frame and its bytes alive.
 
 
 def _check_bucket(

@@ -32,7 +32,7 @@ __all__ = [
     "unwrapped",
 ]
 
-# torch.compile, FSDP1, and checkpoint or offload wrappers add these names. DDP adds `module`.
+# Names that torch.compile, FSDP1, and checkpoint or offload wrappers add. `unwrapped` handles DDP.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 # The sender converts these dtypes into each other. Any other dtype must be equal on both sides.

@@ -217,7 +217,7 @@ class Subscriber:
             with alone(self._busy, call):
                 self._counted = counted
                 yield
-                self._counted = Counted(None)  # An error would keep frames and their bytes.
+                self._counted = Counted(None)  # An error would keep frames and their bytes alive.
                 if counted.error is not None:
                     raise counted.error
         finally:
@@ -261,7 +261,7 @@ class Subscriber:
                 self._last = kept.closed()
                 return self._fetch(version, deadline, served=served, loads=loads)
         can_go_back = self._served is not None and kept is not None
-        # In a reader of a group, markers() is empty, because every reader must vote.
+        # For a reader of a group, markers() is empty, because every reader must vote.
         may_fail = can_go_back and last.marker in self._transport.markers()
         was_checked = self._next is not None and last.marker == self._next.marker
         may_skip = was_checked or (self._ahead and may_fail)

@@ -48,7 +48,7 @@ _Wrong = dict[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Verified:
-    """The answer to "does my engine run my weights?". Mappings go from names to places or reasons.
+    """The answer to "does my engine run my weights?", as names with a place or a reason.
 
     Attributes:
         tensors: the number of tensors compared.

@@ -58,7 +58,7 @@ class Follower(TorchDispatchMode):
 
     Attributes:
         read: for each source, boxes with all elements that are written to some tensor.
-        inexact: name -> why its boxes have more elements than are written.
+        inexact: name -> why its boxes in `read` also have elements that are not written.
         placed: for each tensor of `into`, the pieces that were written last.
         written: for each tensor of `into`, boxes with all elements that were written, also those
             that got constants.

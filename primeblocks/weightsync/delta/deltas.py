@@ -1,10 +1,10 @@
 """Lossless sparse deltas, of one tensor and of a packed bucket.
 
 A delta overwrites the low bits of elements: *the low w bits become b*. So you may apply it twice,
-or again after a failure. It is small because an optimizer step moves most weights by one or two
-units in the last place. A delta does not record its base, so its sender must send the versions and
-a digest of the result. A bucket is sent in stretches of elements of one size. Each stretch is sent as
-a delta, or in full if that is smaller.
+or again after a failure. A delta is small, because an optimizer step moves most weights by one or
+two units in the last place. A delta does not record its base, so its sender must send the versions
+and a digest of the result. A bucket is sent in stretches of elements of one size. Each stretch is
+sent as a delta, or in full if that is smaller.
 """
 
 from __future__ import annotations

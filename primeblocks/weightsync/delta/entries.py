@@ -301,7 +301,7 @@ def pack_bits(values: np.ndarray, width: int) -> bytes:
     """Pack the low `width` bits of each number.
 
     Whole bytes come first, one plane per byte of the number. Then come the r < 8 bits left over.
-    Those of eight numbers fill r bytes.
+    The leftover bits of eight numbers fill r bytes.
     """
     whole, rest = divmod(width, 8)
     planes = [(values >> 8 * plane).astype(np.uint8).tobytes() for plane in range(whole)]
