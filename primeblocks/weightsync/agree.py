@@ -22,7 +22,7 @@ class Messenger:
     After a failed exchange the group's state is unknown, so every later exchange is refused.
 
     Args:
-        group: a gloo group. With None, it is the default group, or no group if there is one rank.
+        group: a gloo group. None is the default group, if torch.distributed is initialized.
 
     Raises:
         UsageError: the group does not have `world_size` ranks.
@@ -66,7 +66,7 @@ class Messenger:
 
     def _gather(self, mine: Tensor, deadline: float) -> list[Tensor]:
         theirs = [torch.zeros_like(mine) for _ in range(self.size)]
-        # Not 0: a work's wait takes that for "for ever".
+        # Not 0, because `work.wait` takes 0 as a wait without end.
         patience = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             work = dist.all_gather(theirs, mine, group=self._group, async_op=True)

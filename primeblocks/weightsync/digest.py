@@ -17,9 +17,10 @@ __all__ = ["Digest", "as_buffer", "bucket_digest", "cast_and_digest", "crossing"
 # could write the commit as well as the weights.
 Digest = xxhash.xxh3_128
 
-# Cast, written and digested while in the cache. Smaller pieces cost more in calls than they save.
+# A chunk is cast, written and digested while in the cache. Smaller chunks cost more in calls than
+# they save.
 _CHUNK_BYTES = 1 << 19
-# From a device: of each of two buffers of pinned memory.
+# The bytes of each of two buffers of pinned memory, for copies from a device.
 _PINNED_BYTES = 8 << 20
 
 Bytes = UInt8[np.ndarray, " chunk"]
@@ -52,7 +53,7 @@ def cast_and_digest(
         for new, room in taken(source, dtype, target, _CHUNK_BYTES):
             if room is None:
                 digest.update(new.data)
-            else:  # In this order a copy reads and writes memory at once, and a digest the cache.
+            else:  # So the copy reads and writes memory at once, and the digest reads the cache.
                 np.copyto(room, new)
                 digest.update(room.data)
     return digest.hexdigest()
@@ -65,7 +66,7 @@ def taken(
 
     A chunk is valid until the next. If the place is on a device or not contiguous, this function
     makes the copy and yields None for the place. Bytes of a device cross the bus once, through
-    pinned memory. A copy from a device to the same device does not cross it.
+    pinned memory. A copy from a device to the same device does not cross the bus.
     """
     if _are_plain(source, dtype, target):
         new = np.asarray(as_buffer(source))
@@ -92,7 +93,7 @@ def crossing(
     allocate: Callable[[int], UInt8[Tensor, " bytes"]],
     send: Callable[[Tensor, Tensor], Callable[[], object]],
 ) -> Parts:
-    """Yield parts on the host. Each is valid until the next, which is copied during its use.
+    """Yield parts on the host. A part is valid until the next part, which is copied meanwhile.
 
     Args:
         allocate: returns pinned memory of the given number of bytes.
@@ -131,7 +132,7 @@ def _send(room: Tensor, cast: Tensor) -> Callable[[], object]:
 
 
 def _cast(parts: Parts, dtype: torch.dtype) -> Parts:
-    """Cast each part on its own device. Copy those whose place is on a device."""
+    """Cast each part on its own device. Copy a part if its place is on a device."""
     for part, place in parts:
         cast = part.to(dtype).contiguous()
         if place is None or place.device.type == "cpu":
@@ -150,7 +151,7 @@ def _are_plain(source: Tensor, dtype: torch.dtype, target: Tensor | None) -> boo
 
 def as_buffer(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, without a copy."""
-    # Not .numpy(): it forbids resizing the storage ever after, as offloading does.
+    # Not .numpy(): after it, the storage cannot be resized, which offloading needs.
     plain = tensor.detach() if tensor.requires_grad else tensor
     # Not view(-1): a single element may have any stride.
     flat = plain.as_strided((plain.numel(),), (1,))

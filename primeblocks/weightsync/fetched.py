@@ -1,8 +1,8 @@
 """The bytes of a version on their way into a load: fetched, checked, loaded.
 
 A load gets only bytes that were checked. Bytes in memory of this process, or sealed by their
-writers, are checked once and given where they are stored. Other processes may still write to lent
-bytes: these are checked before a load begins, and the load gets copies, which are checked again.
+writers, are checked once, and the load gets them in place. Other processes may still write to lent
+bytes. So the load gets copies, which are checked, even if the bytes were checked before the load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .transports.transport import Incoming
 
 __all__ = ["Feed", "Fetched", "ReaderState", "bring", "check", "check_plan", "feeding", "write"]
 
-# Less than this is done before a thread has started.
+# Fewer bytes than this are checked before another thread has started.
 _BYTES_A_THREAD = 8 << 20
 # Buckets that are checked before a load asks for them.
 _AHEAD = 2
@@ -104,10 +104,10 @@ def bring(
     threads: int,
     counted: Counted,
 ) -> Fetched:
-    """Return the checked bytes of the last version in `found`. Each is a delta to the previous one.
+    """Return the checked bytes of the last version in `found`.
 
-    Deltas are applied to a copy of their base version, so that the base stays whole. Then the
-    result is checked.
+    The first version in `found` may be full. The other versions are deltas, each to the previous
+    one. Deltas are applied to a copy, so that their base stays whole. Then the result is checked.
 
     Args:
         base: the version to which the first version in `found` is a delta. It is not written to.
@@ -195,7 +195,7 @@ def write(
 
     def write_bucket(index: int) -> None:
         pieces = into.views(index)
-        # Caches of what is made of these tensors look at torch's count of writes.
+        # Caches of values made from these tensors look at torch's count of writes.
         torch.autograd.graph.increment_version([one for one in pieces if not one.is_inference()])
         _check_bucket(plan, index, held, fetched.marker, into=pieces)
 
@@ -207,12 +207,12 @@ def write(
 class Feed:
     """The checked tensors of a version, for one load.
 
-    Bytes that were checked in memory that cannot change are passed on in place. Other bytes are
-    checked in threads, a few buckets ahead of the load. Lent bytes are copied, and each copy is
-    freed after its last use.
+    If bytes do not change and were checked, the load gets them in place. Other bytes are checked
+    in threads, a few buckets ahead of the load. Lent bytes are copied, and each copy is freed
+    after its last use.
 
     Args:
-        convert: the wiring from the plan's tensors to those that the load gets.
+        convert: the wiring from the plan's tensors to the tensors that the load gets.
     """
 
     def __init__(
@@ -308,9 +308,9 @@ def feeding(
     """Open a `Feed` for the duration of one load."""
     lent, cores = isinstance(fetched.held, Lent), len(os.sched_getaffinity(0))
     threads = _as_many(plan, plan.of_reader(reader), threads)
-    # A load that has every core of this process is only slowed by checks beside it.
+    # If a load uses all cores of this process, checks at the same time only slow it down.
     before = not lent and torch.get_num_threads() >= cores > 1
-    # Two for copies; more take from the load what memory gives, and hold more of it.
+    # Two threads for copies. More would take memory bandwidth from the load, and more memory.
     most = cores if before else 2 if lent else 1
     assert fetched.held is not None
     with used(fetched.held), ThreadPoolExecutor(min(most, threads)) as pool:
@@ -324,7 +324,7 @@ def feeding(
 
 
 def _as_many(plan: Plan, indices: Sequence[int], threads: int) -> int:
-    """Return the number of threads that are worth their start."""
+    """Return the number of threads that have enough bytes each."""
     size = sum(plan.buckets[index].bytes for index in indices)
     return max(1, min(threads, len(indices), 1 + size // _BYTES_A_THREAD))
 
@@ -339,7 +339,7 @@ def _for_each(
     counted: Counted,
 ) -> None:
     """Work on each bucket. After the first error, only the buckets already started are finished."""
-    if not isinstance(held, Lent):  # In memory, threads beyond the cores only wait for each other.
+    if not isinstance(held, Lent):  # For bytes in memory, more threads than cores only wait.
         threads = min(threads, len(os.sched_getaffinity(0)))
     threads = _as_many(plan, indices, threads)
     if threads == 1:
@@ -355,7 +355,7 @@ def _for_each(
                 counted.add(plan.buckets[index].bytes)
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            futures.clear()  # An error holds this frame, and the bytes that it worked on.
+            futures.clear()  # An error would keep this frame and its bytes alive.
 
 
 def _check_bucket(
@@ -366,7 +366,7 @@ def _check_bucket(
     *,
     into: Sequence[Tensor] | None = None,
 ) -> None:
-    """Check one bucket. `into`: tensors that get copies, which are checked."""
+    """Check one bucket. With `into`, copy the bucket to these tensors, and check the copies."""
 
     def digest() -> str:
         if isinstance(held, Lent):
@@ -377,7 +377,7 @@ def _check_bucket(
 
     found = digest()
     if isinstance(held, Sealed) and found != marker.buckets[index]:
-        held.rest(is_right=False)  # A load before may have written to its pages in this process.
+        held.rest(is_right=False)  # An earlier load may have written to this process's pages.
         found = digest()
     _compare(plan, index, marker, found)
 

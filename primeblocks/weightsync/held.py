@@ -1,7 +1,7 @@
-"""The bytes of one version in the hands of a reader or a writer: a blob of whole tensors, or boxes.
+"""The bytes of one version in a reader or a writer: a blob of whole tensors, or boxes.
 
-`Held` bytes are in memory that cannot change, and are used in place. `Lent` bytes may still change,
-so they are copied, and the copies are checked.
+`Held` bytes are in memory that does not change, and are used in place. `Lent` bytes may still
+change, so they are copied, and the copies are checked.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ __all__ = [
     "used",
 ]
 
-# Read, digested and copied on while in the cache.
+# A chunk is read, digested and copied while in the cache.
 _CHUNK_BYTES, _LONG_ROW_BYTES = 1 << 20, 1 << 16
-# References to an array that only a list has: the list, and the question.
+# `sys.getrefcount` of an array that only a list has: it counts the list and the argument.
 _UNUSED = 2
 
 
 class Held(Protocol):
     """The bytes of one version, or of the part that one reader wants, in memory of this process.
 
-    If it `stays`, a reader keeps it after a load, to go back to and as a base of deltas.
+    If `stays` is true, a reader keeps the bytes after a load, as a base of deltas and to go back.
     """
 
     stays: bool
@@ -115,11 +115,11 @@ class Blob:
 
 
 class Sealed:
-    """A version in sealed memory, which no process can write to, from byte `start` on.
+    """A version in sealed memory, from byte `start` on.
 
-    The memory is mapped in private pages, for one use at a time. So a load's writes to its tensors
-    are lost afterwards. Writers leave the memory unchanged until `close`, and while a tensor of a
-    mapping exists.
+    Only mappings that writers made before the seal can write to the memory. Here it is mapped in
+    private pages, for one use at a time. So a load's writes to its tensors are lost afterwards.
+    Writers leave the memory unchanged until `close`, and while a tensor of a mapping exists.
 
     Args:
         take: returns a mapping.
@@ -166,7 +166,7 @@ class Sealed:
     def _used(self) -> Blob:
         with self._lock:
             if self._blob is None:
-                with torch.inference_mode(False):  # Which counts no writes.
+                with torch.inference_mode(False):  # Inference mode does not count writes.
                     self._whole = torch.from_numpy(self._mapped.add(self._take()))
                 self._blob = Blob(self._plan, self._whole[self._start :])
             return self._blob
@@ -203,7 +203,7 @@ class BlobFile:
         at = self._start + self._plan.offsets[copy.name]
         end = 0
         for first, rows, stride, run in _spans(spec.shape, copy.box, spec.dtype.itemsize):
-            # Short rows are read together, with what lies between them.
+            # Short rows are read together, with the bytes between them.
             step = max(1, _CHUNK_BYTES // stride) if run < _LONG_ROW_BYTES else 1
             for row in range(0, rows, step):
                 count = min(step, rows - row)
@@ -301,7 +301,7 @@ class Boxes:
 
 
 class CachingAllocator:
-    """Reuses memory after its tensors are freed, because fresh pages cost several copies."""
+    """Reuses memory of freed tensors, because fresh pages cost as much as several copies."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, list[np.ndarray]] = {}
@@ -311,7 +311,7 @@ class CachingAllocator:
         """Return memory that no other tensor uses, with undefined contents."""
         with self._lock:
             arrays = self._arrays.setdefault(size_bytes, [])
-            # Each tensor of an array, and each view of that, holds it.
+            # Each tensor of an array, and each view of a tensor, has a reference to the array.
             free = [i for i in range(len(arrays)) if sys.getrefcount(arrays[i]) == _UNUSED]
             if not free:
                 arrays.append(np.empty(size_bytes, dtype=np.uint8))
@@ -321,9 +321,9 @@ class CachingAllocator:
 def chunks_of(
     plan: Plan, index: int, lent: Lent, into: Sequence[Tensor] | None
 ) -> Iterator[UInt8[Tensor, " chunk"]]:
-    """Yield copies of a lent bucket's bytes, in digest order. Each is valid until the next.
+    """Yield the bytes of a lent bucket, in digest order. Each chunk is valid until the next.
 
-    `into` are tensors that keep the bytes, one for each copy of the bucket.
+    `into` are tensors that keep the bytes, one for each `Copy` of the bucket.
     """
     for place, copy in enumerate(plan.buckets[index].copies):
         if into is None:
@@ -353,10 +353,10 @@ def copied(plan: Plan, reader: int, held: Lent, *, stays: bool, deadline: float)
 
 
 def copy_bucket(plan: Plan, index: int, held: Held | Lent, into: Sequence[Tensor]) -> None:
-    """Copy one bucket, unchecked, into one tensor for each of its copies."""
+    """Copy one bucket, unchecked, into tensors, one for each `Copy` of the bucket."""
     if isinstance(held, Lent):
         for _ in chunks_of(plan, index, held, into):
-            pass  # It stays in `into`.
+            pass  # The bytes are now in `into`.
     else:
         for room, piece in zip(into, held.views(index), strict=True):
             room.copy_(piece)
@@ -373,11 +373,11 @@ def packed_views(plan: Plan, index: int, buffer: UInt8[Tensor, " bytes"]) -> lis
 def _spans(
     shape: tuple[int, ...], box: Shard, itemsize: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the rows of a box in bytes: the first row's place, and their count, stride and size."""
+    """Yield groups of rows of a box: the first byte, the number of rows, their stride and size."""
     if box.numel == 0:
         return
     strides = [prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
-    # The last dim that is cut: all behind it lies in one run.
+    # The last dim that is cut. The elements behind it are contiguous.
     cut = max((dim for dim, size in enumerate(shape) if box.sizes[dim] < size), default=0)
     run = prod(box.sizes[cut:]) * itemsize
     first = sum(at * stride for at, stride in zip(box.offsets, strides, strict=True))

@@ -1,4 +1,4 @@
-"""Locks: of one call at a time, and of files, which end with their process."""
+"""Locks that allow one call at a time, and locks of files, which end with their process."""
 
 from __future__ import annotations
 
@@ -32,23 +32,24 @@ def alone(lock: threading.Lock, call: str) -> Iterator[None]:
 
 
 class Hold:
-    """A lock on an open file. It ends with this process, and `close` also closes the file.
+    """A lock on an open file. It ends at `close`, which also closes the file, or with this process.
 
-    A forked child shares the lock and would keep it for life. So the child drops its copy at once,
-    which does not end the lock of the parent.
+    A forked child shares the lock and would keep it until the child ends. So the child drops its
+    copy at once, which does not end the lock of the parent.
 
     Args:
-        fd: the descriptor of the open file. The lock owns it, and closes it if it raises. It is
-            -1 after `close`, and in a forked child.
+        fd: the descriptor of the open file. The `Hold` owns the file, and closes it if this call
+            raises. `fd` is -1 after `close`, and in a forked child.
         how: fcntl.LOCK_SH or fcntl.LOCK_EX. With None, no lock is taken.
 
     Raises:
         BlockingIOError: another process has the lock.
+        UnsupportedError: the file system refuses locks.
     """
 
     def __init__(self, fd: int, how: int | None) -> None:
         self.fd, self._is_locked = fd, how is not None
-        _holds().add(self)  # Before: another thread may fork.
+        _holds().add(self)  # Before the lock, because another thread may fork.
         try:
             if how is not None:
                 fcntl.flock(fd, how | fcntl.LOCK_NB)
@@ -63,7 +64,7 @@ class Hold:
             ) from error
 
     def close(self) -> None:
-        # Unlocked first: a forked child that ran no Python may share it.
+        # Unlock first, because a forked child that ran no Python code may share the lock.
         if self.fd >= 0 and self._is_locked:
             fcntl.flock(self.fd, fcntl.LOCK_UN)
         self._drop()
@@ -75,14 +76,14 @@ class Hold:
 
 
 class Mapped:
-    """The mappings of sealed memory, and its lock, which ends with the last tensor of them."""
+    """Mappings of sealed memory, and its lock. After `close`, the last tensor ends the lock."""
 
     def __init__(self, hold: Hold, give: Callable[[np.ndarray], object]) -> None:
         self._hold, self._give = hold, give
         self._count, self.is_clean, self._is_closed = 0, False, False
 
     def add(self, mapping: np.ndarray) -> np.ndarray:
-        """Return a view of a new mapping. It ends with the last tensor of it."""
+        """Return a view of a new mapping, which is used until the last tensor of the view ends."""
         view = mapping[:]
         self._count += 1
         weakref.finalize(view, self._unmapped, mapping).atexit = False
@@ -103,7 +104,7 @@ class Mapped:
 
 @cache
 def _holds() -> weakref.WeakSet[Hold]:
-    """Return the locks of this process; after the first call every forked child drops them."""
+    """Return the locks of this process. After the first call, every forked child drops them."""
     holds: weakref.WeakSet[Hold] = weakref.WeakSet()
 
     def drop_all() -> None:

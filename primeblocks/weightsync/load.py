@@ -19,8 +19,8 @@ __all__ = ["InPlace", "load_into"]
 def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -> InPlace:
     """Return a `load` for `Subscriber` that copies each tensor to the target's tensor of that name.
 
-    Local. Compares names, shapes, boxes and dtypes now, before any load. Both sides must have the
-    same tensors.
+    Local. Compares names, shapes, boxes and dtypes now, before any load. Target and plan must have
+    the same tensors.
 
     Args:
         target: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
@@ -30,10 +30,10 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
         reader: the number of the reader in the plan.
 
     Raises:
-        PlanError: the sides do not fit, a dtype would lose bits, or a tensor is on the meta device.
+        PlanError: target and plan differ, a dtype loses bits, or a tensor is on the meta device.
     """
     if not isinstance(target, nn.Module):
-        target = named_tensors(target)  # Pairs can be read once.
+        target = named_tensors(target)  # An iterator can be read only once.
     held = describe(target)
     sent = plan if isinstance(plan, Manifest) else _of_reader(plan, reader)
     missing, more = held.keys() - sent.keys(), sent.keys() - held.keys()
@@ -62,7 +62,7 @@ class InPlace:
     def places(self) -> dict[str, Tensor]:
         """Return the engine's tensors by the names under which weights arrive.
 
-        Empty if a tensor needs a cast, or if two tensors share memory.
+        The result is empty if a tensor has another dtype or shape, or if two tensors share memory.
         """
         places = self._local()
         are_as_sent = all(
@@ -84,7 +84,7 @@ class InPlace:
             places[name].copy_(tensor)
 
     def _local(self) -> dict[str, Tensor]:
-        # A module's may be others at each load.
+        # A module may have other tensors at each load.
         places = named_tensors(self._target)
         if empty := [name for name, place in places.items() if place.is_meta]:
             raise PlanError(

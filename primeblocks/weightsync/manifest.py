@@ -32,10 +32,10 @@ __all__ = [
     "unwrapped",
 ]
 
-# Of torch.compile, FSDP1, and checkpoint or offload wrappers; `module` is DDP's alone.
+# Names that torch.compile, FSDP1, and checkpoint or offload wrappers add. `unwrapped` handles DDP.
 _WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
-# Converted into one another by the sender; every other dtype has to match.
+# The sender converts these dtypes into each other. Any other dtype must be equal on both sides.
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 NamedTensors = nn.Module | Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -158,7 +158,7 @@ def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Shard:
 
 
 def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
-    """Return tensors by name: a module's parameters and persistent buffers, or those given. Local.
+    """Return the given tensors by name, or a module's parameters and persistent buffers. Local.
 
     Names come without the parts that torch.compile, DDP, FSDP1 and activation checkpoints add.
 
@@ -206,7 +206,7 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
         source: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
         dtype: the dtype with which floating tensors are described. With None, each keeps its own
-        dtype.
+            dtype.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.

@@ -29,7 +29,8 @@ class Receipt:
         seconds: how long the call took.
         digest: the digest of the version's commit marker.
         held: the `digest_tensors` of the engine's tensors, if the `Subscriber` observes them. Each
-            was compared with what `load` was given. Pass them to `verify_engine` to look again.
+            tensor was compared with the one that `load` was given. Pass `held` to `verify_engine`
+            to compare again.
     """
 
     version: int
@@ -86,7 +87,7 @@ class Marker:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Marker:
-        """Read a marker, or raise CorruptionError for a text that was not written so."""
+        """Read a marker, or raise CorruptionError for a text that `to_json` did not write."""
         with as_corruption("a commit marker"):
             raw = json.loads(text)
             lists = {"sizes": tuple(raw["sizes"]), "buckets": tuple(raw["buckets"])}
@@ -118,7 +119,7 @@ def is_count(value: object) -> TypeGuard[int]:
 
 @contextmanager
 def as_corruption(what: str) -> Iterator[None]:
-    """Raise CorruptionError for a text that is not the one that was written."""
+    """Raise CorruptionError for a text that the parser in the block refuses."""
     try:
         yield
     except PrimeblocksError:

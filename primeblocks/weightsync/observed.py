@@ -38,15 +38,15 @@ __all__ = [
 
 HELD, MULTIPLIED = "held", "multiplied"
 UNSEEN = "on the meta device, without elements"
-# A part that is missing from a fused tensor shows where it is longer than two pieces.
+# A part that is missing from a fused tensor spans a whole piece if it is longer than two pieces.
 _PIECES, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
 
 
 class Seen(NamedTuple):
-    """A tensor in one form in which an engine has it.
+    """A tensor in one of the forms that an engine has.
 
-    `HELD` is the tensor itself. `MULTIPLIED` is what a kernel multiplies by, in which the sign of
-    zeros and subnormal numbers do not show.
+    `HELD` is the tensor itself. `MULTIPLIED` is the tensor by which a kernel multiplies. Its digest
+    ignores subnormal numbers and the sign of zeros.
     """
 
     way: str
@@ -58,7 +58,7 @@ Look = Callable[[str], Sequence[Seen] | str]
 
 
 class Form(NamedTuple):
-    """A box of a sent tensor in one form of the engine. If `dtype` is "", `way` is the reason."""
+    """A box of a sent tensor in one form. If `dtype` is "", `way` says why it cannot be shown."""
 
     box: Shard
     way: str
@@ -75,7 +75,7 @@ class Observed:
         reader: the number of this process's reader in the plan.
         forms: for each copy of the plan that this reader wants, its boxes in each form that this
             process has. A box that the process does not hold has no form.
-        unexpected: parameters that no tensor of the plan leads to.
+        unexpected: parameters that are not in the plan, or with `convert`, not in its targets.
         absent: wanted tensors of zero elements that are missing here, or have another shape.
     """
 
@@ -98,12 +98,12 @@ class Observed:
                 for row in raw["forms"]
             )
             for dtype in {form.dtype for row in forms for form in row if form.dtype}:
-                torch.empty(0, dtype=getattr(torch, dtype))  # Fails unless it is one.
+                torch.empty(0, dtype=getattr(torch, dtype))  # Fails for other names.
             unexpected, absent = (tuple(map(str, raw[key])) for key in ("unexpected", "absent"))
             return cls(str(raw["plan"]), int(raw["reader"]), forms, unexpected, absent)
 
     def check(self, plan: Plan) -> None:
-        """Raise PlanError unless this was observed by `plan`, copy by copy."""
+        """Raise PlanError unless this was observed by `plan`, with a row of forms per copy."""
         if self.plan == plan.fingerprint():
             plan.check_reader(self.reader)
             copies = [c for i in plan.of_reader(self.reader) for c in plan.buckets[i].copies]
@@ -131,10 +131,10 @@ def observe(
     """Digest an engine's tensors, in the boxes of a plan. Local: one pass.
 
     Args:
-        held: the engine's tensors, by the names that `load` gets or that `convert` leads to. Or a
-            function that looks up one tensor by name.
-        convert: the wiring to this process's parameters. Boxes that it does not place belong to
-            other processes.
+        held: the engine's tensors, by the names that `load` gets, or with `convert`, by those
+            of its targets. Or a function that looks up one tensor by name.
+        convert: the wiring to this process's parameters. Boxes outside of it belong to other
+            processes.
         lost: as in `Reads`.
 
     Raises:
@@ -259,7 +259,7 @@ def _piece_digests(tensor: Tensor) -> Iterator[str]:
 
 def _look_into(held: NamedTensors, known: Container[str]) -> tuple[Look, tuple[str, ...]]:
     if not isinstance(held, nn.Module):
-        held = named_tensors(held)  # Pairs can be read once.
+        held = named_tensors(held)  # An iterator can be read only once.
     tensors = {name: local_part(one.detach()) for name, one in with_aliases(held).items()}
 
     def look(name: str) -> Sequence[Seen] | str:
@@ -272,7 +272,7 @@ def _look_into(held: NamedTensors, known: Container[str]) -> tuple[Look, tuple[s
 
 
 def _in_place(name: str, box: Shard) -> Piece:
-    """Return the piece from a box of a tensor to a tensor of the same name that is this box."""
+    """Return the piece from a box of a tensor to a tensor of the same name with only this box."""
     inside = Shard((0,) * len(box.sizes), box.sizes)
     return Piece(name, box, name, inside, tuple(range(len(box.sizes))))
 

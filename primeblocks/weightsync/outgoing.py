@@ -1,9 +1,9 @@
 """One rank's part of one version: read once, digested, and sent as a delta if that is faster.
 
 `SentBytes` keeps what this rank sent last, as the base of the next delta. `Pace` keeps what the
-last full version and the last delta cost, and chooses between them. `Shipment` is one version on
-its way. During a shipment the bytes are of neither version, and `SentBytes.version` says None. If
-the send or the commit fails, the publisher forgets the bytes, and sends the next version in full.
+last full version and the last delta cost, and chooses between them. `Shipment` is one version that
+is being sent. During a shipment, `SentBytes` has bytes of both versions, and `version=None`.
+If the send or the commit fails, the publisher drops the bytes, and sends the next version in full.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .plan import Plan
 
 __all__ = ["Pace", "Sent", "SentBytes", "Shipment"]
 
-# Buckets that wait for a thread: what `encode` made for them is in memory.
+# The buckets that wait for a thread. The tensors that `encode` made for them are in memory.
 _AHEAD = 4
-# Less takes so little time either way that a clock tells nothing: there the fewer bytes win.
+# Smaller versions take too little time to compare. For these, a delta wins, because it is smaller.
 _WORTH_A_CHOICE_BYTES = 8 << 20
 
 T = TypeVar("T")
@@ -39,9 +39,9 @@ Views = tuple[list[Tensor], list[torch.dtype]]
 
 @dataclass(frozen=True)
 class Sent:
-    """The cost of one version, over all ranks.
+    """The cost of one version. `bytes` counts all ranks, and `seconds` is the time of the send.
 
-    `apply_s` is the time that a reader needs in addition to that of a full version.
+    `apply_s` is the time that a reader needs to apply the deltas of this rank.
     """
 
     bytes: int
@@ -56,7 +56,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Pace:
-    """The costs of the last full version and of the last delta, and how many were sent since.
+    """The costs of the last full version and of the last delta, and counts of versions.
 
     Attributes:
         fulls: the number of full versions since the last delta.
@@ -78,8 +78,9 @@ class Pace:
     def wants_delta(self, *, full_every: int, link_bytes_per_s: float | None) -> bool:
         """Whether the next version should be a delta.
 
-        The faster kind wins, and each is tried once in `full_every` versions. A version is also
-        full if the deltas since the last full version have reached its bytes.
+        The faster kind wins. But at least one in `full_every` versions is full, and a delta follows
+        `full_every` full versions. A version is also full if the deltas since the last full version
+        have at least as many bytes as that version.
         """
         if self.full is None or self.deltas + 1 >= full_every:
             return False
@@ -121,14 +122,14 @@ class SentBytes:
 class Shipment:
     """The buckets of one version that a trainer rank sends. A transport asks for them in any order.
 
-    Reads the parameters, and overwrites `history` with their bytes. If it or the commit fails, call
-    `history.forget()`.
+    Reads the parameters, and overwrites `history` with their bytes. If the send or the commit
+    fails, call `history.forget()`.
 
     Args:
         base: the version to which buckets are sent as deltas. With None, buckets are sent in full.
         history: the bytes that this rank sent last. With None, no bytes are kept.
         pool: threads that read buckets. With None, the caller's thread reads one bucket at a time.
-        progress: called with bytes taken and bytes to take, after each bucket, in this thread.
+        progress: called after each bucket, in the caller's thread, with bytes read and their total.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Shipment:
                 f"rank {rank} does not have the bytes of version {base} any more. Publish again."
             )
         if history is not None:
-            history.version = None  # From here on it is neither of the two versions.
+            history.version = None  # From now on, it has bytes of both versions.
 
     def fill_all(self, buckets: Iterable[tuple[int, Sequence[Tensor] | None]]) -> None:
         """Fill the tensors of whole buckets, several buckets at a time."""
@@ -163,7 +164,7 @@ class Shipment:
             self._note(index, digest, self.plan.buckets[index].bytes)
 
     def payload(self, index: int) -> memoryview:
-        """Return a bucket as it travels: as a delta if `base` is given and that is smaller."""
+        """Return a bucket as sent with a `base`: as a delta, or in full if that is smaller."""
         if not self._payloads:
             mine = [(each, None) for each in self.plan.of_rank(self.rank)]
             for each, (digest, payload) in self._each(self._encode, mine):
@@ -187,7 +188,7 @@ class Shipment:
         return self._history.apply_s_a_byte * sum(self.sizes.values())
 
     def _apply_s_a_byte(self) -> float:
-        """Apply one bucket once more, to a copy as readers do, to see how long that takes."""
+        """Apply one bucket's delta to a copy, as readers do, and return the seconds per byte."""
         assert self._history is not None
         index, payload = max(self._payloads.items(), key=lambda item: len(item[1]))
         pieces = packed_views(self.plan, index, self._history.kept(self.plan, index))

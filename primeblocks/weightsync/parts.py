@@ -1,4 +1,4 @@
-"""`Parts`: the boxes of its local tensors that one trainer rank sends."""
+"""`Parts`: the boxes of local tensors that one trainer rank sends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Encode = Callable[[str, Tensor], Mapping[str, Tensor]]
 
 @runtime_checkable
 class Encoder(Protocol):
-    """An `Encode` that may return tensors of other names and shapes, and describes them."""
+    """An `Encode` that may return tensors of new names and shapes, and describes these tensors."""
 
     def __call__(self, name: str, tensor: Tensor) -> Mapping[str, Tensor]:
         """Encode this rank's part of a parameter, and return the parts of the encoded tensors."""
@@ -43,7 +43,7 @@ class _Source(NamedTuple):
     """A box of a tensor that a rank holds, or of a tensor encoded from parameter `origin`.
 
     `is_all` says that the box is all that the rank holds of the tensor, in the same order. `dtype`
-    is the dtype that travels.
+    is the dtype in which the box is sent.
     """
 
     origin: str
@@ -70,7 +70,7 @@ class Parts:
         convert: Wiring | None,
         encode: Encode | None,
     ) -> None:
-        # Pairs may be an iterator: it would be empty the second time.
+        # An iterator of pairs would be empty when it is read again.
         self._parameters: nn.Module | Mapping[str, Tensor] = (
             parameters if isinstance(parameters, nn.Module) else named_tensors(parameters)
         )
@@ -99,7 +99,7 @@ class Parts:
                 self._local(source)
 
     def views(self, index: int) -> tuple[list[Tensor], list[torch.dtype]]:
-        """Return a bucket's tensors as this rank holds them, and the dtypes that travel.
+        """Return a bucket's tensors before the cast, and the dtypes in which they are sent.
 
         Raises:
             PlanError: the local shape or the dtype of a tensor does not fit the plan.
@@ -113,7 +113,7 @@ class Parts:
         return views, dtypes
 
     def _local(self, source: _Source) -> Tensor:
-        # Copies of one tensor follow each other, so each is encoded once.
+        # Copies of one tensor follow each other, so each tensor is encoded once.
         name, made = self._last
         if name != source.origin:
             made = self._made(source.origin)
@@ -193,9 +193,9 @@ class Parts:
                 "or pass only those of the plan."
             )
         for name, spec in held.items():
-            # An Encoder's own tensors may have any shape under a parameter's name.
+            # An Encoder may give a parameter's name to a tensor of another shape.
             live = None if isinstance(self._encode, Encoder) else self._tensors.get(name)
-            has_grown = live is not None and any(map(gt, live.shape, spec.shape))  # Than `source`.
+            has_grown = live is not None and any(map(gt, live.shape, spec.shape))  # Since `source`.
             want = plan.target.get(name) if convert is None else None
             if has_grown or (want is not None and want.shape != spec.shape):
                 here = spec.shape if live is None else tuple(live.shape)

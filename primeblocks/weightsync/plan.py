@@ -18,14 +18,14 @@ from .manifest import Manifest, as_plan_error, box_of
 
 __all__ = ["Boxes", "Bucket", "Copy", "Plan", "cut", "owned_boxes", "packed"]
 
-_MOST_RANKS = 1 << 16  # What lists them must end.
+_MOST_RANKS = 1 << 16  # Bounds the loops over the ranks of a damaged text.
 
 Boxes = Mapping[str, tuple[Shard, ...]]
 """Name -> disjoint boxes of that tensor."""
 
 
 class Copy(NamedTuple):
-    """A box of a tensor that travels. `offset` is the box's first byte in its bucket."""
+    """A box of a tensor in a bucket. `offset` is the box's first byte in the bucket."""
 
     name: str
     box: Shard
@@ -58,7 +58,7 @@ class Plan:
     in exactly one bucket.
 
     Attributes:
-        target: the tensors that travel, whole, with the names and dtypes under which they travel.
+        target: the names, the dtypes and the whole shapes of the tensors that are sent.
         wants: the boxes that each reader wants.
         bucket_bytes: the most bytes that a bucket may have.
         unsent: the trainer's other tensors, which no reader wants. Empty if the plan was made with
@@ -134,7 +134,7 @@ class Plan:
         return min(2, messages) * self._largest(mine)
 
     def reader_peak_bytes(self, reader: int) -> int:
-        """Return the same for a reader: its boxes and two buckets."""
+        """Return the bytes that a full group sync needs on a reader: its boxes and two buckets."""
         mine = self.of_reader(reader)
         return self.read_bytes(reader) + min(2, len(mine)) * self._largest(mine)
 
@@ -318,7 +318,7 @@ def cut(box: Shard, limit: int) -> Iterator[Shard]:
 
 
 def _inside(target: Manifest, name: str, row: Sequence[Sequence[int]]) -> Shard:
-    """Return a box that another process has written, or raise PlanError if it leaves its tensor."""
+    """Return a box that another process wrote, or raise PlanError if it is not in its tensor."""
     box = box_of(*row)
     box.within(Layout.whole(target[name].shape).shard)
     return box

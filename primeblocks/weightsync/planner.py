@@ -17,7 +17,7 @@ BUCKET_BYTES = 64 << 20
 _SMALLEST_BUCKET_BYTES = 64
 
 _Target = Manifest | Wiring | Reads
-# A box that travels, who holds it, who wants it.
+# A box that is sent, the ranks that hold the box, and the readers that want the box.
 _Cell = tuple[Shard, tuple[int, ...], tuple[int, ...]]
 
 
@@ -37,8 +37,8 @@ def plan_sync(
         sources: the manifest of each trainer rank, by rank.
         targets: one target for each reader, or a single target for a single reader. A target is
             a manifest of the boxes that the reader wants, the `Reads` of its loader, or the
-            `Wiring` that leads to its parameters.
-        bucket_bytes: the most bytes under one digest.
+            `Wiring` to its parameters.
+        bucket_bytes: the most bytes that a bucket may have. Each bucket has one digest.
         convert: the wiring from the trainer's names and shapes to those that `targets` use.
 
     Raises:
@@ -86,7 +86,8 @@ def _wants(reader: _Target) -> Boxes:
     boxes: dict[str, list[Shard]] = defaultdict(list)
     for piece in reader.pieces:
         boxes[piece.source].append(piece.source_box)
-    # In the order of the checkpoint: names that follow each other are encoded once.
+    # In the checkpoint's order, tensors that are encoded from one parameter follow each other. So
+    # `Parts` encodes the parameter once.
     return {
         name: tuple(cell for cell, _ in owned_boxes(enumerate(boxes[name]), spec.shape)[0])
         for name, spec in reader.sources.items()
@@ -114,7 +115,7 @@ def _target(readers: Sequence[_Target], wants: Sequence[Boxes]) -> Manifest:
 
 
 def _kinds(manifests: Iterable[Manifest]) -> dict[str, dict[TensorSpec, int]]:
-    """Return, by name and by dtype and shape, a rank that has the tensor so."""
+    """Return, for each name, its dtypes and shapes, and the first rank that has each of them."""
     kinds: dict[str, dict[TensorSpec, int]] = defaultdict(dict)
     for rank, manifest in enumerate(manifests):
         for name, spec in manifest.items():
@@ -167,7 +168,7 @@ def _check_pair(name: str, rank: int, have: TensorSpec, want: TensorSpec) -> Non
 
 
 def _cells(held: Sequence[Mapping[str, list[Shard]]], bare: Plan) -> Iterator[tuple[str, _Cell]]:
-    # Layers repeat: equal layouts are intersected once.
+    # The layouts of layers repeat, so equal layouts are intersected once.
     alike: dict[object, list[_Cell]] = {}
     for name, spec in bare.target.items():
         have = tuple((rank, box) for rank, boxes in enumerate(held) for box in boxes.get(name, ()))
@@ -214,14 +215,14 @@ def _share_out(
     shared: list[tuple[int, str, _Cell]] = []
     for name, cell in cells:
         box, holders, readers = cell
-        # Over a process group each reader is sent its own.
+        # Over a process group, the rank sends the box once per reader.
         size = box.numel * bare.target[name].dtype.itemsize * len(readers)
         if len(holders) > 1:
             shared.append((size, name, cell))
         else:
             loads[holders[0]] += size
             chosen[holders[0], readers].append((name, box))
-    # Largest first: what is left to level out the ranks at the end is small.
+    # Largest first, so that small boxes at the end level out the ranks.
     shared.sort(key=lambda item: -item[0])
     for size, name, (box, holders, readers) in shared:
         rank = min(holders, key=lambda rank: (loads[rank], rank))

@@ -1,4 +1,4 @@
-"""The progress of a call: a caller's function gets the bytes that are done, and the bytes to do."""
+"""The progress of a call: a caller's function gets the bytes that are done, and the total."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Counted:
         self._done = self._total = 0
 
     def begin(self, stage_bytes: int) -> None:
-        """Begin a stage before the last one, again or for the first time."""
+        """Begin a stage before the last stage. Such a stage may begin more than once."""
         self._total = self._done + stage_bytes + self._last_bytes
 
     def begin_last(self) -> None:

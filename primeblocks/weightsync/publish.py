@@ -1,13 +1,13 @@
 """Trainer side: every rank sends its shards, then rank 0 commits.
 
-A publish has four steps. After each step the ranks exchange their results, and fail together:
+A publish has four steps. After each step the ranks exchange their results. If one failed, all fail:
 
     check -> begin (rank 0) -> send -> commit (rank 0)
 
 If a rank dies, the exchange fails on the living ranks. They then need a new group and new
-Publishers. Rank 0 aborts the version, so that readers keep the version before. If rank 0 died, its
-transport needs a new owner, which starts without versions and removes the remains. Only a death
-after the commit leaves the new version to readers, although `publish` raises.
+Publishers. Rank 0 aborts the version, so that readers keep the previous version. If rank 0 died,
+its transport needs a new owner, which starts without versions and removes the old ones. If only the
+exchange after the commit fails, readers get the new version although `publish` raises.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Publisher"]
 
 _ERROR_CHARS = 600
 _THREADS, _WORTH_A_THREAD_BYTES = 4, 8 << 20
-# A rank whose work ends at the deadline tells the others a little later: they wait this long.
+# A rank whose work ends at the deadline reports a little later. Other ranks wait this much longer.
 _GRACE_S = 2.0
 
 
@@ -49,19 +49,19 @@ class Publisher:
     Args:
         plan: must be equal on all ranks. Its sources are the ranks of `group`, in order.
         parameters: as for `describe`. They are read again at each publish.
-        transport: must lead to the same place on all ranks. Rank 0 owns the transport.
-        group: a gloo group. None is the default group, or no group if the plan has one rank.
+        transport: this rank's end of the transport, which rank 0 owns.
+        group: a gloo group. None is the default group, if torch.distributed is initialized.
         source: the manifest that `plan_sync` got for this rank. Needed only if it differs from
             `describe(parameters)`, as for plain tensors that are parts of larger tensors.
         convert: as for `plan_sync`.
         encode: called with each name and this rank's part of the tensor, before the cast to the
-            target's dtype. A function returns the same name and shape, in a dtype that converts
-            to the target's. `fp8.encode_weights` makes codes and scales.
-        full_every: send at least one in this many versions in full. The others are deltas if that
-            is expected to be faster. With 1, all are full. More costs each rank a copy, in host
-            memory, of all that it sends.
+            target's dtype. A plain function must keep the name and the shape, and return a dtype
+            that converts to the target's. `fp8.encode_weights` makes codes and scales.
+        full_every: send at least one in this many versions in full. The others are deltas if a
+            delta is expected to be faster. With 1, all versions are full. With more than 1, each
+            rank keeps a copy, in host memory, of all that it sends.
         link_bytes_per_s: the rate at which a reader gets bytes. Pass it if `publish` does not wait
-            for readers. Without it, the choice counts only the time of `publish`.
+            for readers. Without it, the choice of a delta ignores the time of this transfer.
 
     Raises:
         UsageError: the plan is for another number of ranks, or `full_every` is not positive.
@@ -114,8 +114,8 @@ class Publisher:
         small all-gathers. A delta costs one more pass, over the bytes sent before.
 
         Args:
-            progress: called with the bytes that this rank has taken and will take, after each
-                bucket.
+            progress: called after each bucket, with the bytes that this rank has read and their
+                total.
 
         Raises:
             TransferError: some rank failed, died or was late. The committed version did not
@@ -131,7 +131,7 @@ class Publisher:
             with alone(self._publishing, f"publish({shown(version)})"):
                 return self._publish(version, timeout_s, progress)
         finally:
-            if self._closed:  # Meanwhile.
+            if self._closed:  # Closed during this call.
                 self.close()
 
     def _publish(
@@ -172,12 +172,12 @@ class Publisher:
     def _step(
         self, work: Callable[..., dict[str, Any]], *args: Any, deadline: float
     ) -> list[dict[str, Any]]:
-        """Do a rank's work, tell the others the outcome, and fail together."""
+        """Do this rank's work, and exchange the outcomes. If one rank failed, all ranks raise."""
         failure: Exception | None = None
         message: dict[str, Any] = {}
         try:
             message = work(*args, deadline)
-        except Exception as error:  # Peers must hear of any error, or they wait for nothing.
+        except Exception as error:  # Without a message, peers would wait in vain.
             failure = error
             text = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
             message = {"error": text, "usage": isinstance(error, UsageError)}
@@ -263,7 +263,7 @@ class Publisher:
         return {"digest": marker.digest, "bytes": marker.size_bytes}
 
     def _committed(self, marker: Marker) -> Marker:
-        """Return the marker committed under this version, if it is of the same weights."""
+        """Return the marker committed under this version, or raise if its weights differ."""
         same = marker.version, marker.plan, marker.buckets
         for old in self._transport.markers():
             if (old.version, old.plan, old.buckets) == same:
@@ -286,7 +286,7 @@ class Publisher:
 
 
 def _pool(size_bytes: int) -> AbstractContextManager[Executor | None]:
-    """Open threads that take buckets, if there are enough bytes to be worth their start."""
+    """Open threads that read buckets, if there are enough bytes for more than one thread."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), size_bytes // _WORTH_A_THREAD_BYTES)
     return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
 

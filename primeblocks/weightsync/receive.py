@@ -17,8 +17,8 @@ if there is a version to go back to. Each tensor is then checked before `load` g
 is copied in place.
 
 All state is in memory. If the process dies, the next one starts EMPTY and fetches a full version.
-The lease of the dead process ends at once, or after `lease_s`. Other readers continue. Over a
-group, they load a version only if each reader, after its check, voted for the version in `settle`.
+The lease of the dead process ends at once, or after `lease_s`. Other readers continue. But readers
+of a group load a version only if each reader, after its check, voted for the version in `settle`.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class Subscriber:
     loaded, the reader has the weights twice.
 
     Args:
-        plan: the publisher's plan. `Plan.from_json` carries it between processes.
+        plan: the publisher's plan. `Plan.from_json` reads it in another process.
         load: takes (name, tensor) pairs, in the order of the reader's target. Each tensor is whole,
             or the box that this reader wants. `load` must copy the tensors, because they change
-            after `receive` returns. If `load` raises or leaves tensors untaken, it may be called
-            again with the version before.
+            after `receive` returns. If `load` raises or does not take all tensors, it may be called
+            again with the previous version.
         transport: the transport that the publisher sends over.
         reader: the number of this reader in the plan.
         convert: the wiring that `plan_sync` got for this reader. `load` then gets the targets of
@@ -80,16 +80,16 @@ class Subscriber:
         threads: how many threads check bytes, if there are enough bytes for them.
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
             tensor while `load` copies earlier tensors, or once `load_into` has copied it. "ahead"
-            is faster, but may find damage in the middle of a load. Then the version before is
+            is faster, but may find damage in the middle of a load. Then the previous version is
             loaded again. Without a version to go back to, for a delta, and if torch's threads use
             all cores, "ahead" also checks all bytes first. If other processes may still write to
             the bytes, the load gets copies, and the copies are checked.
         observe: returns the engine's tensors by the names that `load` gets. After a load, each
-            must equal what `load` was given, bit for bit, or the load has failed. Without it, the
-            receipt does not say what `load` did with the tensors.
+            must equal what `load` was given, bit for bit, or the load has failed. Without
+            `observe`, the receipt does not say what `load` did with the tensors.
 
     Raises:
-        PlanError: the plan has no such reader, or was made with a wiring that `convert` lacks.
+        PlanError: the plan has no such reader, or this reader needs a wiring and got no `convert`.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Subscriber:
         """Wait for a version and check every byte, but do not load it. Local.
 
         The next `receive` then only loads it. Arguments, cost and errors are as for `receive`.
-        The reader does not hold memory that a trainer needs again. If the trainer publishes two
-        more versions before that `receive`, it raises TransferError.
+        The reader does not hold memory that a trainer needs again. If two more versions
+        were published into such memory, `receive(version)` raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):
@@ -161,26 +161,26 @@ class Subscriber:
         Cost: one XXH3-128 of the bytes that this reader wants, and the cost of `load`. If the bytes
         are in a file or in the trainer's memory, add one copy and one more XXH3-128. These run in
         threads during the load, and hold about one bucket per trainer rank in memory. A delta costs
-        one copy of the bytes held, and its memory is kept for the next delta.
+        one copy of the bytes held, and the copy's memory is kept for the next delta.
 
         A load starts only before the deadline. A load that has started runs to completion, and so
         does going back. At the deadline, each thread finishes the bucket that it is checking.
 
         Args:
             version: the version to load. It may be older than the version held. The version held
-                is not loaded again. None takes the version that `verify` checked, or else the
-                newest version, if it is newer than the version held.
+                is not loaded again. None takes the version that `verify` checked, if its bytes
+                were kept, or else the newest version, if it is newer than the version held.
             timeout_s: how long to wait for the version and its checks.
-            progress: called with the bytes checked and loaded, and the bytes to check and load. If
-                it raises an error during a load, the load still runs to completion.
+            progress: called with the bytes checked and loaded so far, and their total. If it
+                raises an error during a load, the load still runs to completion.
 
         Raises:
             DeadlineError: the version was not committed or not checked in time.
             CorruptionError: bytes or marker are not as sent. The engine is unchanged.
             PlanError: the publisher has another plan. The engine is unchanged.
             TransferError: the version was retired, or another reader of a group does not have it.
-                Or `load` failed and the version before was loaded again.
-            EngineError: `load` failed and the version before could not be loaded again. The model
+                Or `load` failed and the previous version was loaded again.
+            EngineError: `load` failed and the previous version could not be loaded again. The model
                 is torn.
             UsageError: `version` is not a policy version, or another call is running.
             ClosedError: the subscriber was closed.
@@ -217,11 +217,11 @@ class Subscriber:
             with alone(self._busy, call):
                 self._counted = counted
                 yield
-                self._counted = Counted(None)  # An error holds frames, and the bytes in them.
+                self._counted = Counted(None)  # An error would keep frames and their bytes alive.
                 if counted.error is not None:
                     raise counted.error
         finally:
-            if self._closed:  # Meanwhile.
+            if self._closed:  # Closed during this call.
                 self.close()
 
     def _get_next(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
@@ -236,16 +236,16 @@ class Subscriber:
         return ready
 
     def _drop_next(self) -> None:
-        """Let the bytes go. What was checked stays known as checked."""
+        """Release the bytes of the next version, but remember that they were checked."""
         self._next = None if self._next in (None, self._last) else self._next.closed()
 
     def _fetch(
         self, version: int | None, deadline: float, *, served: Marker | None, loads: bool = False
     ) -> Fetched:
-        """Return a version's bytes, all checked, once all readers of a group have voted for it.
+        """Return a version's checked bytes, once all readers of a group have voted for it.
 
-        If it `loads` them, they may be unchecked: after a `verify`, or with check="ahead" if a
-        version to go back to is kept. Over a group they are checked, because of the vote.
+        If the caller `loads` them, bytes may be unchecked: after a `verify`, or with check="ahead"
+        if a version to go back to is kept. Bytes of a group are always checked before the vote.
         """
         kept = self._kept
         held = None if kept is None else kept.marker
@@ -254,14 +254,14 @@ class Subscriber:
         last = found[-1]
         if kept is not None and last.marker == held:
             try:
-                if held != self._served:  # It will be loaded; a load may have written to it.
+                if held != self._served:  # A load may have written to these bytes.
                     check(self.plan, self.reader, kept)
                 return kept
             except CorruptionError:
                 self._last = kept.closed()
                 return self._fetch(version, deadline, served=served, loads=loads)
         can_go_back = self._served is not None and kept is not None
-        # A group shows its readers no markers, because every reader must vote.
+        # For a reader of a group, markers() is empty, because every reader must vote.
         may_fail = can_go_back and last.marker in self._transport.markers()
         was_checked = self._next is not None and last.marker == self._next.marker
         may_skip = was_checked or (self._ahead and may_fail)
@@ -271,7 +271,7 @@ class Subscriber:
             return Fetched(last.marker, last.whole(), size, ReaderState.FETCHED)
         try:
             fetched = self._bring(found, request)
-        except BaseException as error:  # Others wait to hear of it.
+        except BaseException as error:  # Other readers wait for this vote.
             last.settle(f"{type(error).__name__}: {error}", deadline=deadline)
             raise
         try:
@@ -282,9 +282,9 @@ class Subscriber:
         return fetched
 
     def _bring(self, found: Sequence[Incoming], request: ReceiveRequest) -> Fetched:
-        """Return the bytes of what was found, checked. What fails its check is fetched once more.
+        """Return the checked bytes of the versions found. After a failed check, fetch once more.
 
-        The second time without the version held: it, as the base of the deltas, may be damaged.
+        The second fetch ignores the version held, because this base of deltas may be damaged.
         """
         marker, base = found[-1].marker, self._kept
         try:
@@ -313,27 +313,27 @@ class Subscriber:
         )
 
     def _load_or_go_back(self, new: Fetched) -> Fetched:
-        served, self._state = self._served, ReaderState.TORN  # Until it has one of them.
-        if new is self._last:  # Kept since before a load that left the engine torn.
+        served, self._state = self._served, ReaderState.TORN  # Until a load ends.
+        if new is self._last:  # An earlier load left the engine torn, and this repairs it.
             self._last = None
         self._counted.begin_last()
         try:
             digests = self._feed(new)
-        except Exception as error:  # Whatever it is, the model must not stay torn.
+        except Exception as error:  # After any error, the model must not stay torn.
             self._go_back(new, served, error)
         if self._last is not None:
             self._last.closed()
         return self._serve(new, digests)
 
     def _serve(self, fetched: Fetched, digests: Digests | None) -> Fetched:
-        """Note that a version was loaded; keep it where it stays."""
+        """Note that a version was loaded, and keep its bytes if they stay."""
         assert fetched.held is not None
         done = fetched._replace(state=ReaderState.CHECKED, digests=digests)
         self._state, self._last = ReaderState.LOADED, done if fetched.held.stays else done.closed()
         return self._last
 
     def _go_back(self, failed: Fetched, served: Marker | None, error: Exception) -> NoReturn:
-        """Load the version before again, and raise TransferError; EngineError where that fails."""
+        """Load the previous version again and raise TransferError, or EngineError if that fails."""
         failed.closed()
         self._counted = Counted(None)
         text = f"loading version {failed.marker.version} failed: {type(error).__name__}: {error}"
@@ -344,7 +344,7 @@ class Subscriber:
                 f"{text}. There is no version to go back to; restart the engine."
             ) from error
         try:
-            # The failed load may have used up the caller's time; a torn model is worse than a wait.
+            # If the failed load used up the caller's time, a wait is better than a torn model.
             if kept is None:
                 old = self._fetch(served.version, time.monotonic() + _BACK_S, served=None)
             else:
@@ -360,7 +360,7 @@ class Subscriber:
         raise TransferError(f"{text}. Version {old.marker.version} was loaded again.") from error
 
     def _feed(self, fetched: Fetched) -> Digests | None:
-        """Give the engine all tensors, each once its bytes were checked; then observe it."""
+        """Give the engine all tensors, each after its bytes were checked, and observe them."""
         plan, reader, threads = self.plan, self.reader, self._threads
         counted = self._counted
         is_copied = fetched.state is ReaderState.FETCHED and not isinstance(fetched.held, Lent)
@@ -386,7 +386,7 @@ class Subscriber:
         return None if self._observe is None else kept(given, self._observe())
 
     def _places(self) -> Mapping[str, Tensor]:
-        """Return the engine's own tensors, where `load` does no more than copy into them."""
+        """Return the engine's own tensors if `load` only copies into them. Otherwise, return {}."""
         is_plain = self._convert is None and self._observe is None
         return self._load.places() if is_plain and isinstance(self._load, InPlace) else {}
 

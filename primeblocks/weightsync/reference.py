@@ -1,4 +1,4 @@
-"""The same result in the plain way: gather whole tensors, slice them again."""
+"""The right result in the simple way: gather whole tensors, then slice them again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gather_whole(
     """Return whole target tensors from every rank's local parts, in the target's dtype. Pure.
 
     Raises:
-        PlanError: some element is on no rank.
+        PlanError: an element is missing on all ranks.
     """
     whole = {}
     for name, spec in target.items():

@@ -64,7 +64,7 @@ def announce(
 def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     """Wait until a trainer has announced its plan, and return the plan and a transport. Local.
 
-    The plan of a killed trainer can be found until the next trainer starts. If that trainer has
+    The plan of a killed trainer can be found until the next trainer starts. If the new trainer has
     another plan, `receive` raises PlanError, and `find` returns the new plan.
 
     Args:

@@ -48,13 +48,13 @@ _Wrong = dict[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Verified:
-    """The answer to "does my engine run my weights?". Each name has the place or the reason.
+    """The answer to "does my engine run my weights?", as names with a place or a reason.
 
     Attributes:
         tensors: the number of tensors compared.
         differing: tensors with other elements in the engine.
         missing: tensors that the engine does not have.
-        unexpected: tensors of the engine that no sent tensor leads to.
+        unexpected: tensors of the engine that the trainer does not send.
         unobservable: tensors that the engine cannot show.
     """
 
@@ -66,7 +66,7 @@ class Verified:
 
     @property
     def is_proved(self) -> bool:
-        """Whether the engine showed every tensor, and each equals the trainer's."""
+        """Whether `differing`, `missing`, `unexpected` and `unobservable` are empty."""
         return not any(getattr(self, kind) for kind in _KINDS)
 
     @property
@@ -111,12 +111,12 @@ def verify_engine(
 ) -> Verified:
     """Compare an engine's weights with the trainer's, and name the tensors that differ.
 
-    Sends no weights and changes none. Collective over the trainer ranks. Cost: one pass over the
+    Does not send or change weights. Collective over the trainer ranks. Cost: one pass over the
     weights on each side.
 
     Args:
-        parameters: this rank's, unchanged since the last update of the engine. Or the `held` of a
-            `Receipt`, to see whether the engine still has what it loaded.
+        parameters: this rank's parameters, unchanged since the last update of the engine. Or the
+            `held` of a `Receipt`, to see whether the engine still has the tensors that it loaded.
         engine: on rank 0, a module, tensors by name, or an `Observed`. For several processes, a
             list with one for each. It may also be a function that returns one of these. On other
             ranks, None.
@@ -124,14 +124,14 @@ def verify_engine(
         plan, convert, source, encode, group: as for the `Publisher`. Without a plan, one is made
             for `into`. Without both, tensors that both sides have are compared by name.
         timeout_s: how long ranks wait for each other.
-        progress: called with the bytes that this rank has compared and will compare, after each
-            bucket, or after each tensor if they are compared by name.
+        progress: called with the bytes that this rank has compared, and their total, after each
+            bucket, or after each tensor if tensors are compared by name.
 
     Raises:
         PlanError: the trainer's tensors do not fit the plan, or the engine was observed by another
             plan, or a side is not tensors by name.
-        UsageError: `engine` is missing, or the sides have no name in common, or a plan is needed
-            because the engine is several processes or an `Observed`.
+        UsageError: `engine` is missing, or the sides have no name in common. Or a plan is needed
+            for several ranks, for several engine processes or for an `Observed`.
         TransferError: a rank failed or was late.
     """
     deadline = time.monotonic() + timeout_s
@@ -140,7 +140,7 @@ def verify_engine(
     counted = Counted(progress)
     is_digested, mine = are_digests(parameters), cast(Any, parameters)
     if not is_digested and not isinstance(parameters, nn.Module):
-        mine = named_tensors(mine)  # Pairs can be read once.
+        mine = named_tensors(mine)  # An iterator can be read only once.
     given: list[Any] = engine if isinstance(engine, list) else [] if engine is None else [engine]
     held = [e if isinstance(e, nn.Module | Observed) else named_tensors(e) for e in given]
     wirings = [into] if isinstance(into, Wiring) else list(into)
@@ -155,7 +155,7 @@ def verify_engine(
             raise UsageError("convert=, source= and encode= need the Publisher's plan=, or into=.")
         return _by_name(mine, held[0], counted)
     wrong: _Wrong = {kind: {} for kind in _KINDS}
-    is_complete = plan is None  # A plan of others may have readers elsewhere.
+    is_complete = plan is None  # A plan that was passed may have other readers.
     if plan is None:
         sources, is_joined = [describe(mine)], group is not None or dist.is_initialized()
         if is_joined:
@@ -187,31 +187,31 @@ def prove_round_trip(
     *,
     version: int,
 ) -> Verified:
-    """Prove that an engine gets the trainer's weights, before training relies on it.
+    """Prove that an engine gets the trainer's weights, before training relies on this.
 
     Pushes the parameters, then changed parameters, then the original parameters again. After each
     push, `verify` must find the pushed values. The change gives every floating element the other
-    sign and a random size, seeded by the tensor's name and place. So equal tensors become
-    different, and tied tensors change once. The parameters are always restored. If the call
-    returns, the engine holds them.
+    sign and a random size, seeded by the tensor's name and shard. So equal tensors become
+    different, and tied tensors change once. In dtypes of one byte, the change only flips a bit of
+    each element. The parameters are always restored. If the call returns, the engine holds them.
 
-    Collective if `push` or `verify` is. Cost: three pushes, three proofs, and memory for a copy of
-    the parameters.
+    Collective if `push` or `verify` is. Cost: three calls of `push` and of `verify`, and memory for
+    a copy of the parameters.
 
     Args:
-        parameters: this rank's. They are changed in place and restored.
+        parameters: this rank's parameters. They are changed in place and restored.
         push: makes the engine load a version of them, for example by a publish and an update.
         verify: calls `verify_engine` on the engine, and returns the result.
         version: the version of the first push. The next two versions are used too.
 
     Raises:
-        TransferError: the engine does not hold what was pushed, on all ranks.
-        UsageError: no parameter of any rank is floating.
+        TransferError: the engine does not hold what was pushed. All ranks raise this error.
+        UsageError: no parameter is floating, and there is only one rank.
 
     Source: tokenspeed issue 1373, an update that reports success and loads unwritten memory.
     """
     if not isinstance(parameters, nn.Module):
-        parameters = named_tensors(parameters)  # Pairs can be read once.
+        parameters = named_tensors(parameters)  # An iterator can be read only once.
     floating = any(map(_is_floating, named_tensors(parameters).values()))
     if not floating and (not dist.is_initialized() or dist.get_world_size() == 1):
         raise UsageError(
@@ -238,7 +238,7 @@ def prove_round_trip(
 def _shared(
     agreement: Messenger, plan: Plan, held: Sequence[Any], into: Sequence[Wiring], deadline: float
 ) -> list[Observed]:
-    """Observe what this rank can see, and return what all ranks saw."""
+    """Observe the engine processes of this rank, and return the observations of all ranks."""
     wirings = dict(enumerate(into))
     seen = [
         one
@@ -256,7 +256,7 @@ def _shared(
 
 
 def _by_name(parameters: Any, engine: NamedTensors, counted: Counted) -> Verified:
-    """Compare digests of the tensors that both have, under each of their names."""
+    """Compare digests of the tensors that both sides have, under each of their names."""
     names = parameters if are_digests(parameters) else with_aliases(parameters)
     every = {name: local_part(one.detach()) for name, one in with_aliases(engine).items()}
     differing: dict[str, str] = {}
@@ -340,7 +340,7 @@ def _is_floating(tensor: Tensor) -> bool:
 
 @contextmanager
 def _perturbed(parameters: NamedTensors) -> Iterator[None]:
-    # Tied tensors are one: two names, or views of the same elements.
+    # Tied tensors change once. They have two names, or are views of the same elements.
     places: dict[object, tuple[str, Tensor]] = {}
     for name, parameter in named_tensors(parameters).items():
         tensor = local_part(parameter.detach())
@@ -360,8 +360,8 @@ def _perturbed(parameters: NamedTensors) -> Iterator[None]:
 
 
 def _perturb(tensor: Tensor, where: str) -> None:
-    """Give each element the other sign and 1/4 to 3/4 of its size, as `where` seeds."""
-    if tensor.dtype.itemsize == 1:  # The first bit is the sign where there is one.
+    """Give each element the other sign and 1/4 to 3/4 of its size. `where` seeds the choice."""
+    if tensor.dtype.itemsize == 1:  # The first bit is the sign if the dtype has one.
         has_sign = tensor.dtype != torch.float8_e8m0fnu
         tensor.view(torch.uint8).bitwise_xor_(0x80 if has_sign else 1)
         return

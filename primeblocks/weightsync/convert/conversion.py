@@ -1,9 +1,9 @@
 """Conversions between the names and shapes that trainer, checkpoint and engine give weights.
 
-A conversion moves elements and computes none, so it is exact. To record it, its function runs once
-on tensors without memory. The strides of the results say which box of a source fills which box of a
-target. So a shard goes directly to its place, and no tensor is gathered. The reads of a loader are
-recorded in the same way.
+A conversion only moves elements, so it is exact. To record it, its function runs once on tensors
+without memory. The strides of the results say which box of a source fills which box of a target. So
+a shard goes directly to its place, and no tensor is gathered. The reads of a loader are recorded in
+the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["Reads", "Wiring", "filling", "record_reads", "record_wiring", "union
 class Wiring:
     """A recorded conversion: which box of a source fills which box of a target.
 
-    Pieces do not overlap, on either side. Target elements that no piece fills are zero padding.
+    Pieces from `record_wiring` do not overlap in a target. Elements that no piece fills are zero.
     """
 
     sources: Manifest
@@ -48,7 +48,7 @@ class Wiring:
 
     @cached_property
     def by_source(self) -> dict[str, list[Piece]]:
-        """The pieces that each source fills. The list is empty if the source was dropped."""
+        """The pieces that come from each source. The list is empty if the source was dropped."""
         return _grouped(self.sources, ((piece.source, piece) for piece in self.pieces))
 
     @cached_property
@@ -92,7 +92,7 @@ class Reads:
     written: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def lacking(self, held: Boxes) -> list[str]:
-        """Return the tensors of which the disjoint boxes `held` lack elements that are read."""
+        """Return the tensors with elements that are read, but not in the disjoint boxes `held`."""
         return [
             name
             for name, boxes in self.boxes.items()
@@ -135,7 +135,7 @@ def record_reads(
     Args:
         load: takes (name, tensor) pairs of the whole checkpoint, as `Subscriber` gives them.
         checkpoint: the names, dtypes and shapes of the checkpoint.
-        into: parameters by name. The result's `into` says which of their elements come from where.
+        into: parameters by name. The result's `into` has the wiring to their elements.
     """
     parameters = named_tensors(into)
     follower, name = Follower(parameters), ""
@@ -178,8 +178,8 @@ def record_wiring(
     """Run a conversion without data and record where each element goes. Local.
 
     The conversion may rename, slice, transpose, split, stack, join and drop tensors, in plain
-    torch. If the conversion creates tensors (such as zeros) and joins them to others, they become
-    padding.
+    torch. If the conversion creates tensors (such as zeros) and joins them to other tensors, they
+    become zero padding, whatever their values.
 
     Args:
         convert: takes whole tensors by name, without memory, and returns the converted tensors.

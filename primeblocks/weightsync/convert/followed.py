@@ -42,7 +42,7 @@ class _Origin:
         base: the tensor that the storage was made for.
         name: the name of a checkpoint tensor. Empty for a computed tensor.
         parts: for a computed tensor, boxes of `base`, each with the tensor of the same shape that
-            fills it, element by element. Without a box, any element of the tensor may be anywhere.
+            fills it, element by element. Without a box, its elements may be anywhere.
         is_moved: whether the elements are unchanged.
     """
 
@@ -60,11 +60,11 @@ class Follower(TorchDispatchMode):
 
     Attributes:
         read: for each source, boxes with all elements that are written to some tensor.
-        inexact: name -> why its boxes have more elements than are written.
+        inexact: name -> why its boxes in `read` also have elements that are not written.
         placed: for each tensor of `into`, the pieces that were written last.
-        written: for each tensor of `into`, boxes with all elements that were written, constants
-            too.
-        lost: name -> why `placed` does not have all its read elements unchanged.
+        written: for each tensor of `into`, boxes with all elements that were written, also those
+            that got constants.
+        lost: name -> why some elements that were read are changed, or are not in `placed`.
         joined: operations that joined a source to values other than zeros.
     """
 
@@ -87,7 +87,7 @@ class Follower(TorchDispatchMode):
         return made
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
-        """Return the pieces of sources that a tensor is made of, without those that are `lost`."""
+        """Return the pieces of sources that make up a tensor. Sets `lost` if pieces are missing."""
         if _storage(tensor) not in self._origins:
             return []
         return [replace(piece, target=name) for piece in self._follow(tensor)]
@@ -165,7 +165,7 @@ class Follower(TorchDispatchMode):
                 self.written[name] |= whole if parts is None else {p.source_box for p in parts}
 
     def _place(self, source: Tensor, target: Tensor) -> None:
-        """Note that elements are written to others, one to one."""
+        """Note that the elements of `source` are written to those of `target`, one to one."""
         name, base = self._into.get(_storage(target), ("", target))
         pieces = self._read(source, lost="" if name else "it is copied to no parameter")
         if name:
@@ -183,7 +183,7 @@ class Follower(TorchDispatchMode):
             )
 
     def _overwrite(self, target: Tensor) -> None:
-        """Note that other elements replace what was written."""
+        """Note that other elements overwrite those that were placed in `target`."""
         name, base = self._into.get(_storage(target), ("", target))
         if not self.placed.get(name):
             return
@@ -206,7 +206,7 @@ class Follower(TorchDispatchMode):
     def _follow(self, tensor: Tensor) -> list[Piece]:
         """Return the pieces of sources that a tensor is made of.
 
-        Elements that come in no box are noted as read.
+        Elements that are not in boxes are noted as read.
         """
         origin = self._origins[_storage(tensor)]
         within = pieces_in(tensor, origin.base)
@@ -297,7 +297,7 @@ def _parts(
     start = 0
     for tensor in args[0]:
         if func is _aten.cat.default and tensor.shape == (0,) and made.ndim > 1:
-            continue  # Joined to anything, for old code.
+            continue  # torch.cat accepts such a tensor next to any shape.
         piece = tensor.unsqueeze(dim) if func is _aten.stack.default else tensor
         offsets = tuple(start if d == dim else 0 for d in range(made.ndim))
         start += piece.shape[dim]

@@ -15,7 +15,7 @@ from ...layout import Shard
 __all__ = ["NEW", "Piece", "in_place", "merge", "paired", "pieces_in"]
 
 NEW = -1
-# For a view that is not a box. More pieces are not worth their time.
+# The most pieces of a view that is not a box. More pieces would take too much time.
 _MOST_PIECES = 1024
 
 
@@ -58,7 +58,7 @@ class Piece:
         return replace(self, source_box=common, target_box=target_box)
 
     def to_target(self, box: Shard) -> Piece | None:
-        """Return the part that fills `box` of the target, or None if this piece does not."""
+        """Return the part of this piece in `box` of the target, or None without common elements."""
         part = self.inverse().from_source(box)
         return part and part.inverse()
 
@@ -173,8 +173,8 @@ def pieces_in(view: Tensor, base: Tensor) -> list[Piece] | None:
     """Return the pieces of `base`, which is dense in its storage, that a view is made of.
 
     Each dim of the view steps along one dim of `base`, or along several adjacent dims. Steps that
-    skip elements give pieces of their own. Returns None if elements repeat, or if there are too
-    many pieces.
+    skip elements give pieces of their own. A dim of stride 0 makes a target box larger than its
+    source box. Returns None if elements repeat otherwise, or if there are too many pieces.
     """
     if view.numel() == 0:
         return []
@@ -203,7 +203,7 @@ def pieces_in(view: Tensor, base: Tensor) -> list[Piece] | None:
     base_sizes = tuple(lengths.get(d, 1) for d in range(len(dims)))
     repeated = {v: n for v, (n, stride) in enumerate(steps) if not stride}
     sizes = tuple(runs[v][1] if v in runs else repeated.get(v, 1) for v in range(len(steps)))
-    # A part of an element is read with all of it.
+    # If a view has a part of an element, the whole element is read.
     along = [runs[v][0] if v in runs else NEW for v in range(len(steps) - 1)]
     along = [NEW if d == len(dims) - 1 else d for d in along]
     ways = paired(along, base_sizes[:-1], sizes[:-1])

@@ -1,10 +1,10 @@
 """Lossless sparse deltas, of one tensor and of a packed bucket.
 
 A delta overwrites the low bits of elements: *the low w bits become b*. So you may apply it twice,
-or again after a failure. It is small because an optimizer step moves most weights by one or two
-units in the last place. It does not record its base. Its sender keeps versions, and a digest of the
-result. A bucket travels in stretches of elements of one size: each as a delta, or in full if that
-is smaller.
+or again after a failure. A delta is small, because an optimizer step moves most weights by one or
+two units in the last place. A delta does not record its base, so its sender must send the versions
+and a digest of the result. A bucket is sent in stretches of elements of one size. Each stretch is
+sent as a delta, or in full if that is smaller.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = [
     "take_payload",
 ]
 
-# Elements of one tensor; what is compared is still in the cache when it is gathered.
+# Elements of one tensor that are compared at a time, and are still in the cache when gathered.
 _CHUNK = 1 << 18
-# Bytes of a bucket, compared or written at a time. Each numpy call gives up the interpreter's lock:
-# two threads that work on less wait for each other longer than the cache saves.
+# Bytes of a bucket that are compared or written at a time. Each numpy call gives up the lock of the
+# interpreter. With fewer bytes, two threads would wait for each other longer than the cache saves.
 CHUNK_BYTES = 8 << 20
 _HEAD = struct.Struct("<BQ")
 _FULL, _DELTA = 0, 1
-# Bytes of an element by those of the dtype; 8 bytes count as twice 4, and 16 as four times.
+# Bytes of a dtype -> bytes of an element of a delta. 8 bytes are 2 elements, and 16 bytes are 4.
 _WIDTHS = {1: 1, 2: 2, 4: 4, 8: 4, 16: 4}
 
 Chunk = tuple[np.ndarray, np.ndarray]
@@ -148,7 +148,7 @@ def take_payload(
         numel = (end - at) // width
         rows = (_read(stream, span.stop - span.start, width) for span in segments(numel))
         delta = seal_delta(width, numel, rows)
-        for new, place in stream.until(end):  # Where it gave up.
+        for new, place in stream.until(end):  # The rest, if `seal_delta` gave up.
             np.copyto(place, new)
         body = as_buffer(old[at:end]) if delta is None else delta
         parts += [_HEAD.pack(_FULL if delta is None else _DELTA, len(body)), body]
@@ -241,7 +241,7 @@ def _write(
     places: Sequence[tuple[int, Bits]],
     digest: Digest,
 ) -> None:
-    """Write the parts of a stretch to its pieces, each with the place of its first element."""
+    """Write the parts of a stretch to its pieces: `places` are (first element, piece)."""
     start, last = places[-1]
     spans = segments(start + len(last))
     for span, *rows in zip(spans, *(_rows(part, spans) for part in parts), strict=True):
@@ -275,7 +275,7 @@ def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> None:
 
 
 def _runs(plan: Plan, index: int) -> Iterator[tuple[list[Copy], int]]:
-    """Yield stretches of copies whose elements have one size, and that size."""
+    """Yield stretches of copies with elements of one size, and the element size of a delta."""
     run: list[Copy] = []
     width = 0
     for copy in plan.buckets[index].copies:

@@ -1,8 +1,8 @@
 """The entries of a delta: how they are found, written and coded.
 
 An entry overwrites the low bits of one element of a tensor. On the host, numpy finds and writes
-entries, because its scan is 3 times as fast as torch's `nonzero`. On a device, torch does, so that
-only changed elements cross the bus. The code is little-endian:
+entries, because its scan is 3 times as fast as torch's `nonzero`. On a device, torch does both, so
+that only changed elements cross the bus. A delta is little-endian:
 
     header    "PBWD", format version (u8), bytes an element (u8), 0 (u16), elements (u64)
     counts    u32 [segments, layers]
@@ -10,10 +10,10 @@ only changed elements cross the bus. The code is little-endian:
     digest    xxh3-128 of all bytes before it
 
 The first layer has the changed elements and their low bits. The next layer says which of *those*
-elements changed in higher bits, and has the next bits. The last layer reaches the whole element.
+elements changed in higher bits, and has the next bits. The last layer has the highest bits.
 
 Positions are Elias-Fano coded: the low bits unchanged, and the high parts as a bit vector in which
-each position sets one bit. If more than about a quarter of the positions are in the set, a plain
+each position sets one bit. If more than about a quarter of the possible positions occur, a plain
 bitmap is smaller and is used.
 
 Source: Elias 1974, doi:10.1145/321812.321820. Fano 1971, MIT Project MAC Memo 61.
@@ -61,15 +61,17 @@ Bits = np.ndarray | Tensor
 _HEADER = struct.Struct("<4sBBHQ")
 _KIND, _FORMAT, _DIGEST_BYTES = b"PBWD", 2, 16
 _SEGMENT = 1 << 24
-# Up to which bit each layer writes: one step in the last place carries out of the low 4 bits in one
-# case of 16.
+# The bit up to which each layer writes. One step in the last place carries out of the low 4 bits in
+# one case of 16.
 _LAYERS = {1: (4, 8), 2: (4, 8, 16), 4: (4, 8, 16, 32)}
 
 ITEMSIZES = tuple(_LAYERS)
 """The sizes, in bytes, that an element may have."""
 
 _AT_ONCE = 1 << 14  # entries
-_MANY = 0.57  # The share of groups of 8 in a random tenth; above, numpy's `nonzero` has no branch.
+# If a random tenth of elements changed, this share of groups of 8 has changes. Above it, numpy's
+# `nonzero` is fast, because it has no branch.
+_MANY = 0.57
 _TORCH = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -99,7 +101,7 @@ def flat_bits(tensor: Tensor, width: int) -> Bits:
     flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(_TORCH[width])
     if tensor.device.type != "cpu":
         return flat
-    # Not .numpy(): it forbids resizing the storage ever after, as offloading does.
+    # Not .numpy(): after it, the storage cannot be resized, which offloading needs.
     return np.from_dlpack(flat).view(f"u{width}")
 
 
@@ -144,7 +146,7 @@ def write_entries(target: Bits, entries: Entries) -> None:
     """Write entries in place. Idempotent."""
     positions, bits, mask = entries
     if isinstance(target, np.ndarray):
-        for start in range(0, len(positions), _AT_ONCE):  # What was read is written from the cache.
+        for start in range(0, len(positions), _AT_ONCE):  # Reads and writes in the cache.
             here = slice(start, start + _AT_ONCE)
             at = positions[here]
             target[at] = target.take(at) & ~mask[here] | bits[here]
@@ -159,7 +161,7 @@ def write_entries(target: Bits, entries: Entries) -> None:
 
 def _places(differs: np.ndarray) -> np.ndarray:
     """Return the indices where `differs` is true. Its length must be a multiple of 8."""
-    # Eight answers at a time: most are eight times no, and `nonzero` costs 1.2 ns an item.
+    # Eight elements at a time: most groups have no change, and `nonzero` costs 1.2 ns an item.
     groups = differs.view(np.uint64)
     changed = (groups != 0).nonzero()[0]
     if len(changed) > _MANY * len(groups):
@@ -250,7 +252,7 @@ def read_segments(opened: Opened) -> Iterator[Entries]:
 
 
 def _lengths(opened: Opened) -> Iterator[tuple[int, list[int]]]:
-    """Yield the elements of each segment, and the bytes of each of its streams."""
+    """Yield the number of elements of each segment, and the bytes of each of its streams."""
     for span, counts in zip(segments(opened.numel), opened.counts.tolist(), strict=True):
         universe, done = span.stop - span.start, 0
         lengths = []
@@ -266,7 +268,7 @@ def _code(entries: Entries, universe: int, layers: Sequence[int]) -> Iterator[tu
     done = 0
     for upto in layers:
         yield len(where), pack_positions(where, universe) + pack_bits(bits >> done, upto - done)
-        # The next layer's positions count the entries of this one.
+        # The next layer's positions count the entries of this layer.
         universe, done = len(where), upto
         where = (mask >= 1 << upto).nonzero()[0] if upto < layers[-1] else where[:0]
         bits, mask = bits[where], mask[where]
@@ -298,15 +300,15 @@ def bits_bytes(count: int, width: int) -> int:
 def pack_bits(values: np.ndarray, width: int) -> bytes:
     """Pack the low `width` bits of each number.
 
-    Whole bytes come first, one plane per byte of the number. Then come the r < 8 bits left over,
-    of which eight numbers fill r bytes.
+    Whole bytes come first, one plane per byte of the number. Then come the r < 8 bits left over.
+    The leftover bits of eight numbers fill r bytes.
     """
     whole, rest = divmod(width, 8)
     planes = [(values >> 8 * plane).astype(np.uint8).tobytes() for plane in range(whole)]
     if rest:
         digits: np.ndarray = np.zeros(-(-len(values) // 8) * 8, dtype=np.uint8)
         digits[: len(values)] = (values >> 8 * whole).astype(np.uint8) & ((1 << rest) - 1)
-        # Neighbours close ranks: two of 8 bits, two of 16, two of 32, each time in one word.
+        # Two neighbours become adjacent in one word: first of 8 bits each, then of 16, then of 32.
         for half in (8, 16, 32):
             word = digits.view(f"u{half // 4}")
             digits = word & ((1 << half) - 1) | word >> half << rest * half // 8

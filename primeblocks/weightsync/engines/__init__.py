@@ -1,4 +1,4 @@
-"""Engines that share a device with the trainer or run LoRA adapters, and a proof of the path."""
+"""Engines that share the trainer's device or run LoRA adapters, and a proof of the path to them."""
 
 from ..verify import prove_round_trip
 from .colocated import Colocated, ColocatedEngine, ColocatedTurn, Memory

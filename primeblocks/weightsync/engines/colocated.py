@@ -97,7 +97,7 @@ class Colocated:
             Its transport must keep the weights in shared memory or on a disk, not in CUDA IPC.
         memory: returns the bytes in use on the device, like `torch.cuda.memory_allocated`.
         group: the ranks that take turns together. The group must support gloo. None is the default
-            group, or no group for one rank.
+            group, if torch.distributed is initialized.
 
     Raises:
         UnsupportedError: the group does not support gloo.
@@ -119,7 +119,7 @@ class Colocated:
         self._agreement = Messenger(world_size=ranks, group=group)
         self._in_step = True
         self._turn = "trainer"
-        # The trainer's memory; and the engine's, or half of it after a failure.
+        # Whether the trainer is away, and whether the engine, or a part of it, is awake.
         self._away = self._awake = False
         self._receipt: Receipt | None = None
 
@@ -170,7 +170,7 @@ class Colocated:
         if self._turn != turn:
             raise UsageError(f"it is not the {turn}'s turn: the turn is {self._turn!r}.")
 
-    # A step that was done does nothing, so that each way leads back from the other.
+    # A step that was already done does nothing, so that each method also undoes the other.
 
     def _engine_in(self, receipts: Sequence[Receipt]) -> Sequence[_Step]:
         return (
@@ -223,7 +223,7 @@ class Colocated:
                 done.append(Stage(name, time.monotonic() - begun, self._memory()))
         except BaseException as error:
             if not isinstance(error, Exception):
-                self._in_step = False  # Interrupted: the others were not told.
+                self._in_step = False  # Interrupted, so other ranks got no message.
             self._go_back(back, error, start + timeout_s)
             raise
         return before, tuple(done)
@@ -243,11 +243,11 @@ class Colocated:
                 ) from error
 
     def _together(self, do: _Do, left_s: float, deadline: float, *, last: bool = False) -> str:
-        """Do a step on this rank, then return the failures of other ranks, if all are in step."""
+        """Do a step on this rank, and return the failures of other ranks, if messages work."""
         met: Exception | None = None
         try:
             do(left_s)
-        except Exception as error:  # Whatever it is, the other ranks have to know.
+        except Exception as error:  # The other ranks must know of any error.
             met = error
         said: list[dict[str, str]] = []
         if self._in_step:

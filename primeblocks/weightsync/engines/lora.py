@@ -22,7 +22,7 @@ _PREFIX = "base_model.model."
 _TENSOR = re.compile(re.escape(_PREFIX) + r"(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
-# Settings of PEFT under which an adapter is more than its A and B, or not the same everywhere.
+# Settings of PEFT with which an adapter is more than A and B, or differs between modules.
 _NOT_PLAIN = (
     "alora_invocation_tokens",
     "alpha_pattern",
@@ -36,7 +36,7 @@ _NOT_PLAIN = (
     "use_dora",
     "use_qalora",
 )
-# Others, such as PiSSA, change the base weights too.
+# Other values of `init_lora_weights`, such as PiSSA, also change the base weights.
 _INITS = ("gaussian", "eva", "orthogonal")
 
 
@@ -45,13 +45,14 @@ class AdapterSpec:
     """A LoRA adapter: y = W x + s B A x, with s = alpha / rank, or alpha / sqrt(rank) (rslora).
 
     Args:
-        name: letters, digits, ".", "_" and "-". Version 7 of "policy" is served as "policy@7".
+        name: letters, digits, ".", "_" and "-". The first is a letter or a digit. Version 7 of
+            "policy" is served as "policy@7".
         rank: the number of rows of A.
         alpha: the numerator of the scale s.
         rslora: whether s divides by sqrt(rank).
 
     Raises:
-        UsageError: the name has other characters, or `rank` is not positive.
+        UsageError: the name is not of this form, or `rank` is not positive.
 
     Source: arXiv:2106.09685; rslora arXiv:2312.03732.
     """

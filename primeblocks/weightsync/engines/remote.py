@@ -1,8 +1,8 @@
 """The steps of an update on a remote engine, with deadlines and a check for a dead engine.
 
 The steps come from a generator, so that synchronous and asynchronous engines share their order. A
-step never raises in a worker. If one did, vLLM's executor would stop reading, and take the unread
-answers for those to its next call. So workers keep the outcome until they are asked.
+step never raises in a worker. If it did, vLLM's executor would stop reading, and take the unread
+answers as answers to its next call. So workers keep the outcome until the front end asks for it.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _ASK = EngineCall("collective_rpc", (STATE,))
 class WorkerState:
     """The report of a worker: the version that it holds, and the outcome of its last call.
 
-    `active` says that an update's session is open, `busy` that bytes are still checked. `error` is
-    the name of an error's type.
+    `active` says that an update's session is open, `busy` that a check of bytes still runs. `error`
+    is the name of an error's type.
     """
 
     version: int | None = None
@@ -90,7 +90,7 @@ def attach_steps(plan: Plan, transport: Transport, first_reader: int) -> Steps:
         PrimeblocksError: the error of the first worker that failed, with its type.
     """
     info = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": first_reader}
-    yield _ASK  # A worker looks for its drafter.
+    yield _ASK  # This also makes each worker look for its drafter.
     yield EngineCall("init_weight_transfer_engine", (SimpleNamespace(init_info=info),))
     _raise_first(_states((yield _ASK)))
 
@@ -112,7 +112,7 @@ class Update:
     def prepare(self, deadline: float) -> Generator[EngineCall, Any, tuple[int | None, ...]]:
         """Check every byte while the engine generates, and return the version of each worker."""
         if any(state.active for state in _states((yield _ASK))):
-            # Left over from an update whose caller ran into its deadline.
+            # An update whose caller ran into its deadline has left this session open.
             yield EngineCall("finish_weight_update")
         yield EngineCall("collective_rpc", (VERIFY, None, (self._info(self.version, deadline),)))
         states, wait_s = _states((yield _ASK)), 0.005
@@ -161,7 +161,7 @@ class Update:
         return _states((yield _ASK))
 
     def _info(self, version: int, deadline: float) -> dict[str, Any]:
-        # Less than is left, so that a worker can still say what it waited for.
+        # Less than the remaining time, so that a worker can still say what it waited for.
         left_s = 0.9 * max(0.0, deadline - time.monotonic())
         return {"version": version, "transaction": self.transaction, "timeout_s": left_s}
 
@@ -190,7 +190,7 @@ def drive_sync(engine: Any, steps: Steps) -> Any:
 
 
 async def drive(engine: Any, steps: Steps, what: str, deadline: float) -> Any:
-    """Run the steps on an asynchronous engine, as `drive_sync`. Also raises as `call`."""
+    """Run the steps on an asynchronous engine, as `drive_sync`. Raises also as `call` does."""
     answer = None
     while True:
         try:
@@ -217,7 +217,7 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
         while not task.done():
             left = deadline - time.monotonic()
             await asyncio.wait({task}, timeout=max(0.0, min(left, _LOOK_S)))
-            # Looked at here because a dead engine leaves its callers waiting.
+            # Checked here, because a dead engine leaves its callers waiting.
             if not task.done() and engine.errored:
                 raise EngineError(f"the engine died before it could {what}. Restart the engine.")
             if not task.done() and left <= 0:
@@ -230,7 +230,7 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
     if isinstance(error, DeadlineError):
         raise error
     if engine.errored:
-        said = str(error).removesuffix(" Restart the server.")  # A server's own error may end so.
+        said = str(error).removesuffix(" Restart the server.")  # A server's error may end so.
         raise EngineError(
             f"the engine died before it could {what}: {said} Restart the engine."
         ) from error
