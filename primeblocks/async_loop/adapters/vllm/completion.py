@@ -18,8 +18,8 @@ class Completion:
     """One completion as the engine returned it.
 
     `token_ids`, `logprobs` and `versions` have one entry per completion token. `routed_experts` is
-    vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion, without the rows that
-    `routed_experts_prompt_start` skips. It is None if the engine does not return routes.
+    vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion, or None if the engine
+    does not return routes. It lacks the rows that `routed_experts_prompt_start` skips.
     `num_cached_tokens` counts the prompt tokens that came from the KV cache. `draft_tokens` has the
     numbers of accepted and of all draft tokens, if the engine has
     `per_request_spec_decode_metrics="summary"`.

@@ -201,9 +201,9 @@ class VllmEngine:
             DeadlineError: no answer within `timeout_s`, for instance because the engine hangs.
             EngineError: the engine died or failed, before or during the request, or the label of
                 its weights is not a version.
-            UsageError: the request does not fit the engine, the engine does not have the adapter,
-                only one of `lora_request` and `adapter_version` is given, or the adapter has
-                `load_inplace`.
+            UsageError: the request does not fit the engine, or the engine does not have the
+                adapter. Also raised if only one of `lora_request` and `adapter_version` is given,
+                or the adapter has `load_inplace`.
             ClosedError: the engine was closed before or during the request.
         """
         version = _check_adapter(lora_request, adapter_version)

@@ -89,7 +89,7 @@ class RolloutReceiver:
                 known.waits.cancel()
 
     def settle(self, *groups: Group) -> None:
-        """Let the senders delete their copies of groups whose training step is durable. Local.
+        """Let the senders delete their copies of these groups, whose step is durable. Local.
 
         Pass `settle` to `take` as `on_drop=` too. A group from another source is ignored.
 

@@ -30,7 +30,7 @@ class _Kept:
 class RolloutSender:
     """Sends finished groups to a `RolloutReceiver`, and keeps each group until it is settled.
 
-    Use a sender from one event loop. Give every group an ordinal that no group of any sender has.
+    Use a sender from one event loop. Give every group an ordinal that no other group has.
 
     Args:
         address: of the receiver, such as "tcp://10.0.0.1:5555".
