@@ -77,7 +77,7 @@ async def generate(
     Raises:
         DeadlineError: no answer within `timeout_s`.
         CapacityError: the server has no room now.
-        EngineError: the server died or failed, or its answer has another form.
+        EngineError: the server died or failed, or its answer is not in the expected form.
         PrimeblocksError: the weights changed during the call, or the request was aborted before its
             first token. The engine works: a `Fleet` keeps it, and `Retries` repeat the request.
         UnsupportedError: the server's answers have no log-probabilities or no token ids.
@@ -257,7 +257,7 @@ async def generate_split(
     computed = _labelled_rollout(choice, tokens, what, options.get("prompt_id"))
     try:
         (completion,) = await generate_tokens(
-            decode.with_options(max_retries=0),  # Pages can be read only once.
+            decode.with_options(max_retries=0),  # A retry would find no pages: they are read once.
             tokens,
             timeout_s=end - clock.now(),
             cache_salt=cache_salt,

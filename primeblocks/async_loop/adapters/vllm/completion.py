@@ -41,7 +41,7 @@ class Completion:
         reward: float | None = None,
         attachments: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Return the completion as a `Rollout`, which has the same arguments. Local.
+        """Return the completion as a `Rollout`. Arguments are those of `Rollout`. Local.
 
         Args:
             attachments: by default "routed_experts" and "draft_tokens", if the engine returned
