@@ -57,7 +57,7 @@ class PromptJob:
 
 
 class Feeder:
-    """Starts requests, and puts finished groups into the buffer. Use it from one event loop.
+    """Starts requests, and puts finished groups into the buffer. Use a feeder in one event loop.
 
     Args, in addition to those of `AsyncLoop`:
         failed: a future. Its result becomes the error that ends the run.

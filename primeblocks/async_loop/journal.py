@@ -39,7 +39,7 @@ class Journal:
 
     After SIGKILL every call that returned has taken effect. A call that was interrupted has taken
     effect as a whole or not at all. Prompts of final steps, and prompts that are left out, are
-    counted and deleted. So the file is as large as the other prompts ever were at one time.
+    counted and deleted. So the file is as large as the other prompts were at most.
 
     Calls may come from any thread. One process at a time owns a journal, on a local disk. Other
     processes may read the file with any SQLite. Files named like `path`, with `-wal`, `-shm` and

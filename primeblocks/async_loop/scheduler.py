@@ -22,9 +22,9 @@ class AdaptiveLimit:
     A report raises the limit by 4 requests if the limit is reached and less than 0.6 of the KV
     cache is used. It cuts the limit if 0.9 of the cache is used, requests were preempted, or more
     than 1 / 8 of the limit are queued. The new limit is then 0.8 times the old limit or the
-    requests in flight, whichever is less. An engine computes preempted requests twice. Pass the
-    object as `max_in_flight`, and call `observe` at every poll of the engine. Local, without a
-    clock.
+    requests in flight, whichever is less. Preemption is costly, because the engine computes
+    preempted requests twice. Pass the object as `max_in_flight`, and call `observe` at every poll
+    of the engine. Local, without a clock.
 
     Args:
         start: the first limit.

@@ -29,7 +29,8 @@ class StalenessPolicy:
       the trainer idles for the slowest group. A group can exceed the bound after a rollback, or if
       `take` does not know what is in flight. It is then dropped.
     - "pace" does not enforce the bound. Nothing is dropped and the trainer does not wait. A group
-      that takes long may exceed the bound. Trained lengths are distributed as sampled lengths.
+      that takes long may exceed the bound. Trained rollouts have the
+      length distribution of sampled rollouts.
     - "mask" removes tokens beyond the bound from the loss. Their rollout stays in the baseline of
       its group.
     - "drop" discards the group and generates its prompt again. A rollout that takes longer than the

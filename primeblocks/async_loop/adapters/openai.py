@@ -86,7 +86,7 @@ async def generate(
     tokens = [int(token) for token in prompt]
     body = {
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,  # Each log-probability names the token that it is of.
+        "return_tokens_as_token_ids": True,  # Each log-probability names its token.
         "stop_token_ids": list(stop_token_ids),
         **({} if cache_salt is None else {"cache_salt": cache_salt}),
         **(extra_body or {}),
@@ -344,7 +344,7 @@ async def _typed(
         raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
     except APIStatusError as error:
         kind: type[PrimeblocksError] = EngineError if error.status_code >= 500 else UsageError
-        if error.status_code in (408, 429):  # It has no room now. A fleet keeps the engine.
+        if error.status_code in (408, 429):  # The server has no room now. A fleet keeps it.
             kind = CapacityError
         raise kind(f"{what} got status {error.status_code}: {error.message[:1000]}") from error
 

@@ -67,7 +67,7 @@ async def generate_in_parts(
             tokens,
             max_tokens=asked,
             timeout_s=timeout_s,
-            seed=None if seed is None else seed + done,  # Each part draws other numbers.
+            seed=None if seed is None else seed + done,  # Parts draw other random numbers.
             routed_experts_prompt_start=0 if routes is None else len(routes),
             **options,
         )

@@ -32,7 +32,7 @@ __all__ = [
 Configure = Callable[["zmq.Socket[Any]"], None]
 
 GROUP, LOOK = b"group", b"look"
-HEAD_BYTES = 64 << 20  # The longest list of groups or states, of some two million groups.
+HEAD_BYTES = 64 << 20  # The longest list of ordinals or states: of some two million groups.
 _QUEUED = 4  # Messages per connection that ZeroMQ may queue, each with at most one group.
 _log = logging.getLogger(__name__)
 
