@@ -2,8 +2,8 @@
 
 An engine runs from `start` until `close`, or until one of its processes dies. `close` or the death,
 whichever is first, sets `_gone` to an error. All running and later calls raise this error. `_gone`
-is needed because vLLM fails pending requests when its process dies, but not pending control calls. `close`
-asks vLLM to shut down, waits for at most `timeout_s`, and then kills the processes.
+is needed because vLLM fails pending requests when its process dies, but not pending control calls.
+`close` asks vLLM to shut down, waits for at most `timeout_s`, and then kills the processes.
 """
 
 from __future__ import annotations
