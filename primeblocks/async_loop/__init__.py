@@ -1,4 +1,4 @@
-"""Reinforcement learning in which generation never waits for training.
+"""Reinforcement learning that generates rollouts while it trains.
 
 `AsyncLoop` generates, trains and publishes at the same time. A `RolloutBuffer` bounds the number of
 finished groups and their staleness, and `adapters.zmq` fills it from other processes. `scheduler`

@@ -22,13 +22,13 @@ __all__ = ["RolloutBuffer"]
 class RolloutBuffer:
     """A bounded buffer of finished groups. It returns each group once, the oldest first.
 
-    The oldest group is the one submitted under the oldest policy. Among equals it is the first that
-    finished. Use a buffer from one event loop.
+    The oldest group has the lowest `oldest_version`. Among equal groups, it is the first that was
+    put. Use a buffer from one event loop.
 
     Args:
         capacity: the most groups. If the buffer is full, `put` waits.
         capacity_bytes: the most bytes of rollouts (`Group.nbytes`). By default unbounded.
-        staleness: the bound that `take` keeps.
+        staleness: the policy that `take` applies.
         clock: the time of the deadlines.
 
     Raises:
@@ -83,7 +83,7 @@ class RolloutBuffer:
         try:
             await within(entered, timeout_s=timeout_s, clock=self._clock, what="room in the buffer")
         except BaseException:
-            if group in self._held:  # Perhaps with room, which it got while this ended.
+            if group in self._held:  # It may have got room while this wait ended.
                 self._remove(group)
             raise
 
@@ -99,18 +99,18 @@ class RolloutBuffer:
     ) -> tuple[Group, ...]:
         """Remove `count` groups that the policy `version` may train on, oldest first.
 
-        Stale data is removed too, so that it is never trained on: groups under "drop", and the
-        `loss_mask` of tokens under "mask".
+        Stale data is removed too: groups under "drop" and "wait". Under "mask", stale tokens are
+        removed from `loss_mask`.
 
         Args:
             in_flight: returns the versions of groups that are being generated. "wait" needs it.
-            on_drop: called at once with each removed stale group.
-            unless: a future whose result is an error. It ends the wait.
+            on_drop: called at once with each group that is removed and not returned.
+            unless: a future whose result is an error. If it is done, its error is raised here.
 
         Raises:
             DeadlineError: there were not enough groups in time. Only stale groups were removed.
-            UsageError: `count` is above the capacity, or a group contains a policy later than
-                `version`. With `on_drop`, all such groups are removed first.
+            UsageError: `count` is not between 1 and the capacity, or a group contains a policy
+                later than `version`. With `on_drop`, all such groups are removed first.
         """
         if not 1 <= count <= self.capacity:
             raise UsageError(f"cannot take {count} groups of a buffer that holds {self.capacity}")
@@ -146,7 +146,7 @@ class RolloutBuffer:
                 staleness(later[0], version=version)  # Raises.
             for group in new:
                 if group in self._held and policy.trainable(group, version=version) is None:
-                    self._remove(group)  # One by one, because `on_drop` may count the rest.
+                    self._remove(group)  # One by one, because `on_drop` may count the other groups.
                     if on_drop is not None:
                         on_drop(group)
             if len(self._held) >= count:

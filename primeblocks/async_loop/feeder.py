@@ -1,10 +1,11 @@
-"""Rollouts in flight: prompts are drawn, tried and tried again, and put together into groups.
+"""Requests in flight: draws prompts, generates and retries their samples, and builds groups.
 
 A prompt becomes a `PromptJob`. A job is *waiting* if it must be generated again, and *in flight* in
-`jobs` while its samples are generated. It is *finished* once its group has reached the buffer or
-waits for it. A job leaves the run if `keep` refuses its group or a sample has no attempt left. Each
-sample is one request. It also counts during its backoff, and until its group has room in the
-buffer.
+`jobs` while its samples are generated. It is *finished* once its group is in the buffer or
+waits for room. A job leaves the run if `keep` refuses its group or a sample has no attempt left.
+
+All attempts of a sample, or of a whole group without `group_size`, are one request. A request
+counts during its backoff too. The last request of a group counts until the group has room.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ class PromptJob:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version in its samples so far, or at which it started."""
+        """The oldest policy version among its start and its samples so far."""
         begun = [p.oldest_version for p in self.partials.values() if p.sampled.any()]
         ended = [rollout.oldest_version for rollout in self.samples.values()]
         return min([self.version, *begun, *ended])
 
 
 class Feeder:
-    """Starts requests, and puts finished groups into the buffer. Use it from one event loop.
+    """Starts requests, and puts finished groups into the buffer. Use a feeder in one event loop.
 
     Args, in addition to those of `AsyncLoop`:
-        failed: gets an error that ends the run as its result.
+        failed: a future. Its result becomes the error that ends the run.
         ended: called whenever a request has ended.
-        left: called with each prompt that leaves without being trained on, and the reason.
+        left: called with each prompt that leaves the run without training, and the reason.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Feeder:
         self._again: deque[PromptJob] = deque()
         self._pending: deque[tuple[PromptJob, int]] = deque()  # Samples of started jobs.
         self.jobs: dict[int, PromptJob] = {}  # In flight, by ordinal.
-        self._tasks: set[asyncio.Task[None]] = set()  # One per request, until its group has room.
+        self._tasks: set[asyncio.Task[None]] = set()  # One per request.
         self.finished = 0  # Groups that were put into the buffer and not yet trained on.
         self.drawn = 0
         self.exhausted = False
@@ -106,7 +107,7 @@ class Feeder:
 
     @property
     def left(self) -> int:
-        """Prompts on their way: in flight, finished and not trained on, or to generate again."""
+        """The number of prompts in flight, finished and not trained on, or to generate again."""
         return len(self.jobs) + self.finished + len(self._again)
 
     def resume(self, restored: Restored) -> list[Group]:
@@ -124,7 +125,7 @@ class Feeder:
             for sample, trajectory in kept.items():
                 if isinstance(trajectory, Partial):
                     job.partials[sample] = trajectory
-                # At least one sample is generated: its end puts the group together.
+                # At least one sample is generated, because its end builds the group.
                 elif sample <= last and len(job.samples) < last:
                     job.samples[sample] = trajectory
             self._again.append(job)
@@ -188,7 +189,7 @@ class Feeder:
     async def _attempt(self, job: PromptJob, sample: int) -> None:
         """Call `generate` until it succeeds or no attempt is left. The last sample ends the job.
 
-        An error that this raises ends the run: only `generate` may fail.
+        An error that this method raises ends the run: only errors of `generate` are retried.
         """
         while True:
             try:
@@ -227,7 +228,7 @@ class Feeder:
         return await within(call, timeout_s=timeout_s, clock=self._clock, what=what)
 
     def _read(self, job: PromptJob, answer: Any) -> tuple[Rollout, ...]:
-        """Return the rollouts of an answer. Any other answer raises an error that ends the run."""
+        """Return the rollouts of an answer. For another type, raise an error that ends the run."""
         is_group = self._group_size is None
         if is_group and isinstance(answer, Iterable):
             found = tuple(answer)
@@ -267,11 +268,11 @@ class Feeder:
             return
         if self._ledger is not None:
             self._ledger.finished(job.ordinal, group)
-        # It counts as finished from here on: it can be taken while it waits for room.
+        # The group counts as finished from here on: it can be taken while it waits for room.
         del self.jobs[job.ordinal]
         self.finished += 1
         self._buffer.look_again()
-        # Without a deadline: it may wait for steps, after groups of a journal. Steps have one.
+        # No deadline, because restored groups may fill the buffer for many steps. A step has one.
         await self._buffer.put(group, timeout_s=float("inf"))
 
     def _leave(self, job: PromptJob, reason: str) -> None:
@@ -300,7 +301,7 @@ class Feeder:
             error = task.exception()  # Read in any case, or asyncio warns.
         if self._closing:
             return
-        # Not if another sample of the prompt gave up.
+        # If another sample of the prompt gave up, the cancellation is not an error.
         if task.cancelled() and self.jobs.get(job.ordinal) is job:
             error = DeadlineError(f"the rollout of prompt {job.ordinal} was cancelled")
         if error is not None and not self._failed.done():

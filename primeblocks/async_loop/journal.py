@@ -1,4 +1,4 @@
-"""A ledger in one SQLite file. A killed process leaves it as its last call did."""
+"""A ledger in one SQLite file. If the process is killed, the file keeps the calls that returned."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """A record of what happened to each prompt of a training run. It survives its process.
+    """A record of what happened to each prompt of a training run. It survives a crash.
 
-    Prompts are numbered 0, 1, 2, ... as they are drawn. A call that cannot have happened, such as
-    training a prompt twice, raises UsageError and changes nothing.
+    Prompts are numbered 0, 1, 2, ... as they are drawn. A call that does not fit the state of its
+    prompt, such as training a prompt twice, raises UsageError and changes nothing.
 
     After SIGKILL every call that returned has taken effect. A call that was interrupted has taken
-    effect as a whole or not at all. Final prompts and left out prompts are deleted and counted. So
-    the file is as large as its unfinished prompts were at most.
+    effect as a whole or not at all. Prompts of final steps, and prompts that are left out, are
+    counted and deleted. So the file is as large as the other prompts were at most.
 
     Calls may come from any thread. One process at a time owns a journal, on a local disk. Other
-    processes may read the file with any SQLite. Files with `-wal`, `-shm` and `-lock` appended are
-    stored next to it.
+    processes may read the file with any SQLite. Files named like `path`, with `-wal`, `-shm` and
+    `-lock` appended, are stored next to it.
 
     Args:
         path: the file. It is made if absent, in a folder that exists.
-        durability: "process" survives the end of the process. If the machine loses power, the
-            journal goes back to an earlier moment. "power" survives that too, and costs an fsync
-            per call.
+        durability: with "process", no call is lost if the process dies, but a power loss may undo
+            the last calls. With "power", a power loss undoes no call, and each call costs an fsync.
         timeout_s: the longest wait for another program that writes to the file.
 
     Raises:
@@ -115,11 +114,11 @@ class Journal:
             )
 
     def sampled(self, ordinal: int, sample: int, partial: Partial | Rollout) -> None:
-        """Store a trajectory of a prompt in flight. It replaces the last one of that sample.
+        """Store a trajectory of a prompt in flight. It replaces the sample's last trajectory.
 
         Raises:
             UnsupportedError: an attachment cannot be packed.
-            CapacityError: it is larger than SQLite's largest value, 1 GB.
+            CapacityError: the trajectory is larger than SQLite's largest value, 1 GB.
         """
         payload = pack_trajectory(partial, name=name_of(ordinal, sample))
         with self._database.transaction() as db:
@@ -133,7 +132,7 @@ class Journal:
     def finished(self, ordinal: int, group: Group) -> None:
         """Store the group of a prompt in flight. It replaces the prompt's trajectories.
 
-        The drawn prompt stays, and is not written again.
+        `drawn` stored the prompt itself, which is not written again.
 
         Raises:
             UnsupportedError: an attachment cannot be packed.
@@ -166,9 +165,10 @@ class Journal:
             )
 
     def left_out(self, ordinal: int, reason: str) -> None:
-        """End a prompt without training on it: "filtered" or "failed", then ": why". Final.
+        """End a prompt without training on it. No later call changes this.
 
-        The prompt is counted and deleted. The reason is not stored.
+        `reason` is "filtered" or "failed", and may continue with ": " and a text. The prompt is
+        counted and deleted. The reason is not stored.
         """
         end = reason.partition(":")[0]
         if end not in {PromptState.FILTERED, PromptState.FAILED}:
@@ -232,7 +232,7 @@ class Journal:
                     f"weights of policy {version} cannot be durable: the policy is {now or 0}. Call"
                     " checkpointed() once the step has ended."
                 )
-            # An older save may end later.
+            # The save of an older checkpoint may end later.
             db.execute("UPDATE progress SET final = ?", (max(version, final),))
             done = db.execute(
                 "SELECT ordinal FROM prompts WHERE state = 'trained' AND step < ?", (version,)
@@ -245,12 +245,12 @@ class Journal:
         """Go back to policy `version`, the policy of the loaded weights. Return where to continue.
 
         Prompts of steps from `version` on, taken or trained, are finished again. Prompts in flight
-        are generated again, from their trajectories. Earlier steps with a batch count as completed,
-        because the loaded weights result from them. Tokens of policies after `version` count as
-        tokens of `version`.
+        are generated again, and continue from their trajectories. Earlier steps with a batch count
+        as completed, because the loaded weights result from them. Tokens of policies after
+        `version` count as tokens of `version`.
 
         Raises:
-            UsageError: steps from `version` on are final, or no recorded steps lead to `version`.
+            UsageError: steps from `version` on are final, or the steps before it are not recorded.
             CorruptionError: bytes of a prompt or a trajectory changed. Nothing was rolled back.
         """
         version = check_version(version)

@@ -1,13 +1,14 @@
 """The values of a journal and their bytes: states, unfinished rollouts, the point of a restart.
 
-A prompt is in one state. The loop moves it with the call at the arrow:
+A prompt is in one state. The loop changes the state with the call at the arrow:
 
     drawn --started--> in flight --finished--> finished --taken--> taken --trained--> trained
 
-`dropped` leads from in flight or finished back to drawn, because the prompt is generated again.
-`left_out` leads from each of the first three states to filtered or failed. `checkpointed` deletes
-trained prompts of steps that cannot be rolled back. `restore` leads from in flight back to drawn,
-and from taken and trained back to finished for the steps after the restored weights.
+`dropped` moves a prompt from in flight or finished back to drawn, because the prompt is generated
+again. `left_out` moves a prompt from one of the first three states to filtered or failed.
+`checkpointed` deletes trained prompts of steps that cannot be rolled back. `restore` moves prompts
+in flight back to drawn. For steps after the restored weights, it moves taken and trained prompts
+back to finished. For earlier steps, it moves taken prompts to trained.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class PromptState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
-    """An unfinished rollout: the trajectory so far. Its arrays are read-only copies.
+    """An unfinished rollout: the trajectory so far. Its arrays are read-only.
 
     Arguments and errors are those of `Rollout`, but all tokens may be prompt tokens.
     """
@@ -164,7 +165,7 @@ def unpack_trajectory(payload: bytes, *, name: str) -> Partial | Rollout:
 
     Raises:
         CorruptionError: bytes changed after packing.
-        UnsupportedError: it has fields that this version does not know.
+        UnsupportedError: it has fields that this version of primeblocks does not know.
     """
     kind, values = unpack(payload, name=name)
     return _TRAJECTORIES[kind](**_known(values, _TRAJECTORIES[kind], name))
@@ -181,14 +182,14 @@ def unpack_group(payload: bytes, prompt: Any, rollouts: Sequence[Any], *, name: 
 
     Raises:
         CorruptionError: bytes changed after packing.
-        UnsupportedError: it has fields that this version does not know.
+        UnsupportedError: it has fields that this version of primeblocks does not know.
     """
     values = _known(unpack(payload, name=name), Group, name)
     return Group(prompt=prompt, rollouts=tuple(rollouts), **values)
 
 
 def pack_whole_group(group: Group) -> bytes:
-    """Pack a group with its prompt and its rollouts, under its ordinal.
+    """Pack a group with its prompt and its rollouts.
 
     Raises:
         UnsupportedError: a rollout is not a `Rollout`, or the prompt or an attachment cannot be
@@ -205,7 +206,7 @@ def unpack_whole_group(payload: bytes, ordinal: int) -> Group:
 
     Raises:
         CorruptionError: bytes changed after packing, or the group has another ordinal.
-        UnsupportedError: it has fields that this version does not know.
+        UnsupportedError: it has fields that this version of primeblocks does not know.
     """
     name = _named(ordinal)
     values = _known(unpack(payload, name=name), Group, name)

@@ -1,12 +1,12 @@
 """The loop that generates, trains and publishes at the same time.
 
 A step takes a batch from the buffer, trains, and publishes the new policy. Meanwhile the `Feeder`
-starts groups as far as the staleness policy has room.
+starts as many groups as the staleness policy allows.
 
-An error in a step ends the loop, and the batch does not return to the buffer. A ledger has its
-groups as taken, or as trained if `publish` failed. A run that is resumed from the weights before
-this step trains on them. Without a ledger, they are lost. `version` grows once `publish` returned,
-`published` once the engine has the weights.
+An error in a step ends the loop, and the batch does not return to the buffer. A ledger records the
+batch as taken, or as trained if `publish` failed. A run that is resumed from the weights before
+this step trains on the batch. Without a ledger, the batch is lost. `version` grows once `publish`
+returned, `published` once the engine has the weights.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Publish = Callable[[int], Any]
 class AsyncLoop:
     """A loop that keeps rollouts in flight while it trains and updates weights.
 
-    An error of `train` or `publish` ends the loop, and `retries` handles errors of `generate`. The
-    first error of each type is logged with its traceback. Every wait ends at `step_timeout_s`.
+    An error of `train` or `publish` ends the loop. `retries` handles errors of `generate`, and the
+    first of each type is logged with its traceback. Every wait of `steps` ends at `step_timeout_s`.
     Leaving the context cancels everything in flight. After an error, leave it and make a new loop.
 
     Args:
@@ -49,13 +49,14 @@ class AsyncLoop:
             The loop ends early (`ended`) if prompts run out and no full batch is left.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, so that
-            the engine is kept full sample by sample. With `ledger`, also `draft=`, a `Draft`.
+            the engine is kept full sample by sample. With `ledger`, the call also has `draft=`, a
+            `Draft`.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
             runs in its own thread, so that the event loop goes on.
-        publish: `publish(v)` gives the engine policy `v` while rollouts go on, plain or async. If a
+        publish: `publish(v)`, plain or async, gives the engine policy `v` during rollouts. If a
             plain function returns an awaitable, it is awaited while the next step trains: let the
             call copy the weights, and the awaitable send them.
-        buffer: its staleness policy is the loop's.
+        buffer: the loop uses its staleness policy.
         batch_size: groups in a training batch.
         max_in_flight: a number or an `AdaptiveLimit` of groups, or of samples with `group_size`.
         group_size: samples of a group, if `generate` makes one sample per call.
@@ -147,7 +148,7 @@ class AsyncLoop:
         )
         self._feeder: Feeder | None = None
         self._failed: asyncio.Future[BaseException] | None = None
-        self._is_stepping = False  # Stays True after an error, which has lost the groups.
+        self._is_stepping = False  # Stays True after an error: the batch was removed.
         self._starved: asyncio.Future[BaseException] | None = None  # Done if no batch will come.
         self._worker: WorkerThread | None = None
         self._publishing: asyncio.Future[Any] | None = None
@@ -193,9 +194,9 @@ class AsyncLoop:
 
         Raises:
             DeadlineError: a batch, a step or a publish took longer than `step_timeout_s`.
-            ClosedError: the loop is not open, or a step has failed.
-            Exception: the last error of `generate`, if every prompt since the last step failed.
-                The failed prompts must fill a batch, or no step was trained before.
+            ClosedError: the loop is not open, or another step has failed or is running.
+            Exception: the last error of `generate`, if the prompts ran out and every prompt since
+                the last step failed. These prompts must fill a batch, unless no step was trained.
         """
         for done in range(count):
             try:

@@ -9,7 +9,7 @@ from ..errors import UsageError
 __all__ = ["AdaptiveLimit", "Retries"]
 
 
-# Parts of the KV cache: below the first the limit grows, and from the second on it is cut.
+# Used parts of the KV cache: below the first the limit grows, and from the second on it is cut.
 _GROW_BELOW, _CUT_ABOVE = 0.6, 0.9
 _INCREASE, _CUT = 4, 0.8
 # A queue longer than 1 / 8 of the limit means that the engine is full.
@@ -19,10 +19,12 @@ _QUEUED = 8
 class AdaptiveLimit:
     """A limit on requests in flight that follows the reports of the engine.
 
-    The limit grows by 4 while it is reached and less than 0.6 of the KV cache are used. It is
-    multiplied by 0.8 if 0.9 of the cache are used, or if requests are preempted or queued. An
-    engine computes preempted requests twice. Pass the object as `max_in_flight`, and call `observe`
-    at every poll of the engine. Local, without a clock.
+    A report raises the limit by 4 requests if the limit is reached and less than 0.6 of the KV
+    cache is used. It cuts the limit if 0.9 of the cache is used, requests were preempted, or more
+    than 1 / 8 of the limit are queued. The new limit is then 0.8 times the old limit or the
+    requests in flight, whichever is less. Preemption is costly, because the engine computes
+    preempted requests twice. Pass the object as `max_in_flight`, and call `observe` at every poll
+    of the engine. Local, without a clock.
 
     Args:
         start: the first limit.
@@ -68,10 +70,10 @@ class Retries:
     NameError, AttributeError, ImportError, SyntaxError and NotImplementedError.
 
     Args:
-        attempts: of one rollout. After the last, its group leaves the run with its prompt.
+        attempts: of one rollout. After the last attempt, its prompt leaves the run.
         backoff_s: the wait before the second attempt. It doubles for each later attempt.
         give_up_after: after this number of groups fail in a row, the last error ends the run. If
-            an engine is gone, every group fails.
+            an engine has died, every group fails.
 
     Raises:
         UsageError: a number is out of range.

@@ -29,15 +29,16 @@ class StalenessPolicy:
       the trainer idles for the slowest group. A group can exceed the bound after a rollback, or if
       `take` does not know what is in flight. It is then dropped.
     - "pace" does not enforce the bound. Nothing is dropped and the trainer does not wait. A group
-      that takes long may exceed the bound. Trained lengths are distributed as sampled lengths.
+      that takes long may exceed the bound. Trained rollouts have the
+      length distribution of sampled rollouts.
     - "mask" removes tokens beyond the bound from the loss. Their rollout stays in the baseline of
       its group.
     - "drop" discards the group and generates its prompt again. A rollout that takes longer than the
       bound is never trained on, so lengths are biased.
     - "continue" has no bound.
 
-    Every policy refuses a token of a later policy than the trainer's. Its engine serves weights
-    that were rolled back.
+    With every `on_stale`, a token of a later policy than the trainer's raises UsageError. The
+    engine then serves weights that the trainer rolled back.
 
     Args:
         max_off_policy_steps: the most optimizer steps between the policy that sampled a token and
@@ -45,7 +46,8 @@ class StalenessPolicy:
         on_stale: one of the five words above.
         correction: names the correction of the loss for older tokens, for logs. Examples are
             "truncated importance sampling" and "ratio to the engine's log-probabilities". Required
-            with a lag: without a correction, ratios to the trainer's own policy would be wrong.
+            if the bound is above 0 or `on_stale` is "continue". Without a correction, ratios to the
+            trainer's own policy would be wrong.
 
     Raises:
         UsageError: the bound is negative, `on_stale` is unknown, or a correction is missing.

@@ -14,7 +14,7 @@ from ..rollout import Group
 
 __all__ = ["Step"]
 
-# Of `losses.corrections.off_policy_metrics`, which verl has under this prefix.
+# Names of `losses.corrections.off_policy_metrics`, and verl's names for the same values.
 _CORRECTED = {"ess": "ess", "k1": "kl", "k2": "k2_kl", "k3": "k3_kl"}
 
 
@@ -23,20 +23,20 @@ class Step:
     """One optimizer step.
 
     Args:
-        version: the policy after it.
-        groups: what it trained on.
-        staleness: for each group, optimizer steps since its oldest token's policy.
+        version: the policy after the step.
+        groups: the groups of the batch.
+        staleness: for each group, the steps between its oldest policy and the trained policy.
         dropped: groups that were too old to train on. Their prompts are generated again.
         filtered: groups that `keep` left out.
         failures: failed attempts since the previous step, by type of error.
         lost: prompts that used up their attempts, each with the reason.
         masked_tokens: tokens of this batch that do not count in the loss because of their age.
         trainer_idle_s: seconds that training waited for rollouts.
-        engine_idle_s: seconds since the step before in which fewer requests ran than allowed,
-            because their groups would be too old.
+        engine_idle_s: seconds since the previous step in which fewer requests ran than allowed,
+            because more groups would become too old.
         train_s: seconds of `train`.
         publish_s: seconds of `publish` in which training waited.
-        metrics: the result of `train`. `postfix` shows "ess" and "k3" of a mapping.
+        metrics: the result of `train`. If it is a mapping, `postfix` shows its "ess" and "k3".
     """
 
     version: int
@@ -55,7 +55,7 @@ class Step:
 
     @property
     def lags(self) -> Mapping[int, int]:
-        """Sampled tokens, masked ones too, by age in optimizer steps: a histogram."""
+        """A histogram of sampled tokens by age in optimizer steps, with masked tokens."""
         ages: Counter[int] = Counter()
         for group in self.groups:
             for rollout in group.rollouts:
@@ -65,7 +65,7 @@ class Step:
         return dict(sorted(ages.items()))
 
     def postfix(self) -> dict[str, str]:
-        """Return what a progress bar shows: `bar.set_postfix(step.postfix())`."""
+        """Return values for a progress bar: `bar.set_postfix(step.postfix())`."""
         shown = {"version": str(self.version), "lag": str(max(self.staleness, default=0))}
         for name in ("dropped", "filtered", "masked_tokens"):
             if value := getattr(self, name):
@@ -83,8 +83,8 @@ class Step:
 
         A value that this step does not have, such as the reward of rollouts without rewards, is
         NaN. If `train` returned a mapping, its numbers are added under their own names, and replace
-        ours. The names of `losses.corrections.off_policy_metrics` get verl's prefix
-        `rollout_corr/`. docs/recipes/metrics.md lists all names.
+        values of the same name. Metrics of `losses.corrections.off_policy_metrics` get verl's names
+        after `rollout_corr/`. docs/recipes/metrics.md lists all names.
         """
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         lengths = [int(rollout.sampled.sum()) for rollout in rollouts]

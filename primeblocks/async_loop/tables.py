@@ -57,7 +57,7 @@ CREATE TABLE trajectories (id INTEGER PRIMARY KEY, ordinal INTEGER NOT NULL,
 
 
 def integer(value: Any) -> int:
-    """Return an ordinal or a sample as an int that SQLite can hold."""
+    """Return an ordinal or a sample as an int that SQLite can store."""
     number = -1 if isinstance(value, bool) else operator.index(value)
     if not 0 <= number < _MAX_INTEGER:
         raise UsageError(f"a prompt or a sample must have a number from 0 on; got {value!r}")
@@ -85,7 +85,7 @@ def counts_of(db: sqlite3.Connection) -> dict[PromptState, int]:
 
 
 def expect(db: sqlite3.Connection, call: str, ordinals: Sequence[int]) -> list[int]:
-    """Return the ordinals in order. A prompt in a wrong state for the call is a UsageError."""
+    """Return the ordinals in order. Raise UsageError if the call does not fit a prompt's state."""
     wanted = sorted({integer(ordinal) for ordinal in ordinals})
     if not wanted or len(wanted) < len(ordinals):
         raise UsageError(f"{call}() needs prompts, each of them once; got {list(ordinals)}")
@@ -115,10 +115,10 @@ def delete(db: sqlite3.Connection, ordinals: list[int]) -> None:
 
 
 def check_restart(db: sqlite3.Connection, version: int) -> None:
-    """Refuse a policy whose steps are final, and one to which no recorded steps lead.
+    """Raise UsageError if steps from `version` on are final, or steps before it are not recorded.
 
-    The weights may be one step ahead. Then that step was done: they were saved, and the run ended
-    before it recorded the step.
+    The weights may be one step ahead of the record. They were then saved, but the run ended before
+    it recorded the end of the step.
     """
     now, final = progress_of(db)
     if version < final:
@@ -136,7 +136,7 @@ def check_restart(db: sqlite3.Connection, version: int) -> None:
 
 
 def check(db: sqlite3.Connection) -> None:
-    """Refuse a damaged file, and a file in which a prompt has an unknown state or none."""
+    """Raise CorruptionError if the file is damaged, or a prompt is missing or in a wrong state."""
     (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok":
         raise CorruptionError(f"the journal is damaged: {found}. Go back to a copy.")

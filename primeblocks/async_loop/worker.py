@@ -29,7 +29,7 @@ class WorkerThread:
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Await `function(*args, **kwargs)`. A started call runs on even if it is cancelled."""
+        """Await `function(*args, **kwargs)`. A started call continues even if it is cancelled."""
         future: Future[T] = Future()
         self._calls.put((future, lambda: function(*args, **kwargs)))
         return await asyncio.wrap_future(future)

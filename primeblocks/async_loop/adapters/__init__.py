@@ -1,1 +1,1 @@
-"""Third-party packages, each in the file that bears its name."""
+"""Adapters to third-party packages, each in a module with the package's name."""

@@ -1,14 +1,14 @@
 """Servers as engines, through the `openai` client. They take token ids and return ids and logprobs.
 
 Expert routes become the attachment "routed_experts", in the form that the server sent.
-`replay.adapters.vllm.routes_from_base64` reads vLLM's text.
+`replay.adapters.vllm.routes_from_base64` reads the base64 text that vLLM sends.
 
-`generate` speaks the OpenAI protocol, and the server must know `return_token_ids`: vLLM (run with
-0.32) or newer SGLang (never run). `generate_tokens` speaks vLLM's own protocol (with
-`--enable-scale-out`), in which every token names the weights that sampled it.
+`generate` speaks the OpenAI protocol, and the server must know `return_token_ids`: vLLM (tested
+with 0.32) or a newer SGLang (not tested). `generate_tokens` speaks vLLM's own protocol (with
+`--enable-scale-out`), in which the answer labels each token with the version of the weights.
 
-Start vLLM with `--logprobs-mode processed_logprobs`, or it returns those of another distribution.
-Also pass `--generation-config vllm`, or the checkpoint's own sampling defaults apply.
+Start vLLM with `--logprobs-mode processed_logprobs`, or it returns log-probabilities of another
+distribution. Also pass `--generation-config vllm`, or the checkpoint's sampling defaults apply.
 """
 
 import json
@@ -44,7 +44,7 @@ __all__ = ["generate", "generate_split", "generate_tokens", "served_version"]
 _TRANSFER = "kv_transfer_params"
 # Errors of JSON that is not in the expected form.
 _OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
-_NO_LOGPROB = -9999.0  # vLLM sends it for minus infinity, and if it has no log-probability.
+_NO_LOGPROB = -9999.0  # vLLM sends this for minus infinity, or for a missing value.
 _MOST_LOGPROB = 1e-3  # A log-softmax in float32 may round to a little above zero.
 
 
@@ -68,25 +68,25 @@ async def generate(
     """Sample `n` completions of one prompt. Makes one request, or three if `version` is a function.
 
     Args:
-        client: it may retry, within `timeout_s`.
-        version: of the weights, if they cannot change during the call. Otherwise a function that
-            asks the server before and after, because this protocol does not label tokens with
-            versions. For vLLM use `served_version`.
+        client: may retry, within `timeout_s`.
+        version: of the weights, if they cannot change during the call. Otherwise an async function
+            that asks the server. It is called before and after the request, because this protocol
+            does not label tokens with versions. For vLLM use `served_version`.
         extra_body: more fields of the request. They override these arguments.
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
         CapacityError: the server has no room now.
-        EngineError: the server died or failed, or its answer is not in this form.
+        EngineError: the server died or failed, or its answer is not in the expected form.
         PrimeblocksError: the weights changed during the call, or the request was aborted before its
-            first token. The engine is well: a fleet keeps it, and `Retries` try again.
-        UnsupportedError: its answers have no log-probabilities or no token ids.
+            first token. The engine works: a `Fleet` keeps it, and `Retries` repeat the request.
+        UnsupportedError: the server's answers have no log-probabilities or no token ids.
         UsageError: the server refused the request.
     """
     tokens = [int(token) for token in prompt]
     body = {
         "return_token_ids": True,
-        "return_tokens_as_token_ids": True,  # Each log-probability names the token that it is of.
+        "return_tokens_as_token_ids": True,  # Each log-probability names its token.
         "stop_token_ids": list(stop_token_ids),
         **({} if cache_salt is None else {"cache_salt": cache_salt}),
         **(extra_body or {}),
@@ -117,7 +117,7 @@ async def generate(
 async def served_version(
     client: AsyncOpenAI, *, timeout_s: float = 10.0, clock: Clock | None = None
 ) -> int:
-    """Ask vLLM's server for its weights' version: `/weight_info`, of VLLM_SERVER_DEV_MODE=1.
+    """Ask vLLM's server (with VLLM_SERVER_DEV_MODE=1) at `/weight_info` for its weights' version.
 
     Raises:
         DeadlineError, CapacityError, EngineError: as for `generate`.
@@ -184,7 +184,7 @@ async def generate_tokens(
     extra_body: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
 ) -> tuple[Rollout, ...]:
-    """Sample `n` completions of one prompt by vLLM's server, or by servers behind a router.
+    """Sample `n` completions of one prompt on vLLM's server, or on servers behind a router.
 
     Args:
         client: its base URL may have any path below the server's address.
@@ -192,9 +192,9 @@ async def generate_tokens(
         extra_body: more fields of the request. They override these arguments.
 
     Raises:
-        EngineError: as for `generate`, or the label of its weights is not a version, because it was
-            never given one.
-        UnsupportedError: its answers have no log-probabilities, or no versions.
+        EngineError: as for `generate`, or the label of the server's weights was never set to a
+            version.
+        UnsupportedError: the server's answers have no log-probabilities, or no versions.
         DeadlineError, CapacityError, PrimeblocksError, UsageError: as for `generate`.
     """
     tokens = [int(token) for token in prompt]
@@ -224,19 +224,19 @@ async def generate_split(
     clock: Clock | None = None,
     **options: Any,
 ) -> tuple[Rollout, Rollout]:
-    """Let one server compute the prompt, and another continue from its keys and values.
+    """Let one server compute the prompt, and another continue from the prompt's keys and values.
 
-    Returns the prompt with one token that the first server sampled, and the completion of the
-    second server, which sampled that token anew. Each result has the routes that its server
-    computed. `replay.adapters.vllm.join_prefill` joins them.
+    Returns the prompt with one token of the first server, and the completion of the second server.
+    The second server samples that token again. Each result has the routes that its server computed.
+    `replay.adapters.vllm.join_prefill` joins these routes.
 
     Args:
         options: of `generate_tokens`, except `n`.
 
     Raises:
         UnsupportedError: the first server has no connector for transfers.
-        DeadlineError: not both ended within `timeout_s`.
-        EngineError: as for `generate_tokens`. It names both servers if the second failed.
+        DeadlineError: the two requests together took longer than `timeout_s`.
+        EngineError: as for `generate_tokens`. The error names both servers if the second failed.
         PrimeblocksError: as for `generate_tokens`, or the weights changed between the prompt and
             the completion.
     """
@@ -257,7 +257,7 @@ async def generate_split(
     computed = _labelled_rollout(choice, tokens, what, options.get("prompt_id"))
     try:
         (completion,) = await generate_tokens(
-            decode.with_options(max_retries=0),  # Pages are read once.
+            decode.with_options(max_retries=0),  # A retry would find no pages: they are read once.
             tokens,
             timeout_s=end - clock.now(),
             cache_salt=cache_salt,
@@ -344,7 +344,7 @@ async def _typed(
         raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
     except APIStatusError as error:
         kind: type[PrimeblocksError] = EngineError if error.status_code >= 500 else UsageError
-        if error.status_code in (408, 429):  # It has no room now. A fleet keeps the engine.
+        if error.status_code in (408, 429):  # The server has no room now. A fleet keeps it.
             kind = CapacityError
         raise kind(f"{what} got status {error.status_code}: {error.message[:1000]}") from error
 

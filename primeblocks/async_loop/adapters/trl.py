@@ -1,9 +1,9 @@
 """TRL 1.16's `AsyncGRPOTrainer`, fed by an `AsyncLoop`.
 
 Pass a `TrlWorker` as `rollout_worker=` of that trainer, and `TrlWorker.config_args()` to its
-`AsyncGRPOConfig`. Engines belong to an event loop, and TRL has none. `EventThread` runs one for the
-worker, the engine and the transfer of weights. `TrlWorker` is started once. It runs until `stop`,
-an error, or the end of the prompts.
+`AsyncGRPOConfig`. An engine needs an event loop, which TRL does not have. `EventThread` runs an
+event loop for the worker, the engine and the transfer of weights. `TrlWorker` is started once. It
+runs until `stop`, an error, or the end of the prompts.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ _CLEANUP_S = 10.0
 class EventThread:
     """An event loop in its own thread, for callers without an event loop.
 
-    The thread is a daemon, so a call that hangs does not keep the process alive. The caller gets an
-    error.
+    The thread is a daemon, so a call that hangs does not keep the process alive. The caller of
+    this call gets an error.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class EventThread:
         """Run a coroutine in the event loop and return its result. Blocks the caller.
 
         Raises:
-            DeadlineError: it took longer than `timeout_s`. It is cancelled, without waiting.
+            DeadlineError: it took longer than `timeout_s`. It is cancelled, and not awaited.
             ClosedError: the thread was closed.
         """
         future = self.spawn(work)
@@ -117,16 +117,18 @@ class EventThread:
 class TrlWorker:
     """Feeds TRL's asynchronous trainer from an `AsyncLoop`, one batch per policy version.
 
-    The loop hands over a batch, and treats the next version as the engine's when TRL reports it.
-    TRL looks one micro-batch ahead, so `max_off_policy_steps` must be at least 1. The buffer's
-    staleness policy counts. TRL's own policy, which drops single samples of a batch, is off.
-    Log-probabilities are the engine's. A token that no policy sampled is context, without a loss.
+    The loop hands a batch to TRL. When TRL reports the next version, the loop takes this as the
+    engine's version. TRL takes a micro-batch of the next step before it ends a step, so
+    `max_off_policy_steps` must be at least 1, unless `on_stale` is "continue". The buffer's
+    staleness policy applies. TRL's own policy, which drops single samples of a batch, is off.
+    Log-probabilities are the engine's. A token that no policy sampled does not count in the loss.
 
     `check_health` raises the error that ended the loop, such as the death of the engine. TRL calls
-    it after its queue has been empty for five seconds. Every wait inside ends at `step_timeout_s`.
+    `check_health` after the queue has been empty for five seconds. Every wait of the loop ends at
+    `step_timeout_s`.
 
     Args:
-        thread: runs everything. `generate` may use objects that were made there.
+        thread: runs the loop. `generate` may use objects that were made in this thread.
         prompts, generate, buffer, batch_size, max_in_flight, group_size, step_timeout_s, options:
             as for `AsyncLoop`. `generate` makes one rollout, with its reward.
         advantages: makes advantages from rewards `[groups, members]`, as
@@ -205,7 +207,7 @@ class TrlWorker:
             "per_device_train_batch_size": rows // parts,
             "gradient_accumulation_steps": accumulate,
             "weight_sync_steps": 1,
-            "token_budget": 0,  # Rows are counted: with a budget, steps would vary in number.
+            "token_budget": 0,  # Count rows, not tokens: otherwise the number of steps would vary.
             "max_staleness": 1 << 30,
             "max_inflight_tasks": rows,
         }
@@ -303,7 +305,7 @@ def _sample_of(
     prompt = rollout.prompt_length
     named = {f"rewards/{name}": value for name, value in rollout.rewards.items()}
     return RolloutSample(
-        prompt=[],  # Texts are only for TRL's traces. Here are tokens only.
+        prompt=[],  # Texts are only for TRL's traces, and a rollout has only tokens.
         completion=[],
         input_ids=np.array(rollout.tokens),
         completion_mask=np.concatenate([np.zeros(prompt, np.int64), rollout.loss_mask]),

@@ -1,10 +1,10 @@
 """vLLM 0.32's asynchronous engine. It takes tokens and returns tokens, logprobs and versions.
 
-The caller sets the environment variables that vLLM reads. docs/install.md lists those that a CPU
-needs. The engine is a *spawned* child process, so a script that starts one needs
+The caller sets the environment variables that vLLM reads. docs/install.md lists the variables
+that a CPU needs. The engine is a *spawned* child process, so a script that starts an engine needs
 `if __name__ == "__main__":`.
 
-vLLM is imported only when `VllmEngine` or a function of it is first used.
+vLLM is imported only when `VllmEngine` or a function of this package is first used.
 """
 
 from importlib import import_module

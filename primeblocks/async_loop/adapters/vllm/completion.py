@@ -15,12 +15,14 @@ __all__ = ["Completion", "completion_of"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """One completion as the engine returned it. Sequences have one entry per completion token.
+    """One completion as the engine returned it.
 
-    `routed_experts` is vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion, or
-    None if the engine does not return routes. `num_cached_tokens` counts the prompt tokens that
-    came from the KV cache. `draft_tokens` has the numbers of accepted and of all draft tokens, if
-    the engine has `per_request_spec_decode_metrics="summary"`.
+    `token_ids`, `logprobs` and `versions` have one entry per completion token. `routed_experts` is
+    vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion, or None if the engine
+    does not return routes. It lacks the rows that `routed_experts_prompt_start` skips.
+    `num_cached_tokens` counts the prompt tokens that came from the KV cache. `draft_tokens` has the
+    numbers of accepted and of all draft tokens, if the engine has
+    `per_request_spec_decode_metrics="summary"`.
     """
 
     prompt: tuple[int, ...]
@@ -39,7 +41,7 @@ class Completion:
         reward: float | None = None,
         attachments: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Return the completion as a `Rollout`. Local. Arguments as there.
+        """Return the completion as a `Rollout`. Arguments are those of `Rollout`. Local.
 
         Args:
             attachments: by default "routed_experts" and "draft_tokens", if the engine returned
@@ -69,8 +71,8 @@ def completion_of(
     """Read one of vLLM's outputs. Local.
 
     Args:
-        version: of the adapter that sampled it. With None, the engine's labels of the base weights
-        are used.
+        version: of the adapter that sampled the output. With None, the engine's labels of the base
+            weights are used.
 
     Raises:
         EngineError: the label of the engine's weights is not a version.

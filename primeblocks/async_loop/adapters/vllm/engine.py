@@ -1,9 +1,9 @@
 """A vLLM engine in which every call has a deadline and every failure has a type.
 
-An engine is running from `start` until `close`, or until one of its processes dies. The first of
-these two events sets `_gone`, and all running and later calls raise its error. This is needed
-because vLLM fails pending requests when its process dies, but not pending control calls. `close`
-asks vLLM to shut down, waits for at most `timeout_s`, and then kills the processes.
+An engine runs from `start` until `close`, or until one of its processes dies. `close` or the death,
+whichever is first, sets `_gone` to an error. All running and later calls raise this error. `_gone`
+is needed because vLLM fails pending requests when its process dies, but not pending control calls.
+`close` asks vLLM to shut down, waits for at most `timeout_s`, and then kills the processes.
 """
 
 from __future__ import annotations
@@ -185,23 +185,26 @@ class VllmEngine:
         A call that is cancelled or misses its deadline removes its request from the engine.
 
         Args:
-            images: for Qwen-VL's families. The prompt has their placeholders already. Each value is
-                a dict of `pixel_values` and `image_grid_thw`, the arrays that transformers'
-                processor returns for one image. The engine then needs a processor:
+            images: for Qwen-VL's families. The prompt already has the placeholders of the images.
+                Each `value` is a dict of `pixel_values` and `image_grid_thw`, the arrays that
+                transformers' processor returns for one image. The engine then needs a processor:
                 `skip_tokenizer_init=False`.
             cache_salt: requests share KV pages only with requests of the same salt. Use one salt
                 per policy version.
             extra_args: vLLM's own field for connectors and plug-ins.
-            routed_experts_prompt_start: rows of earlier prompt tokens are not returned.
+            routed_experts_prompt_start: routes of the prompt tokens before it are not returned.
             lora_request: a LoRA adapter. It samples all tokens of every completion.
-            adapter_version: that adapter's policy version. Tokens are labelled with it, because
+            adapter_version: the policy version of `lora_request`. It labels the tokens, because
                 vLLM's own labels are of the base weights.
 
         Raises:
             DeadlineError: no answer within `timeout_s`, for instance because the engine hangs.
-            EngineError: the engine died, before or during the request.
-            UsageError: the request does not fit the engine, the engine does not have the adapter,
-                or the adapter has no version of its own.
+            EngineError: the engine died or failed, before or during the request, or the label of
+                its weights is not a version.
+            UsageError: the request does not fit the engine, or the engine does not have the
+                adapter. Also raised if only one of `lora_request` and `adapter_version` is given,
+                or the adapter has `load_inplace`.
+            ClosedError: the engine was closed before or during the request.
         """
         version = _check_adapter(lora_request, adapter_version)
         params = SamplingParams(
@@ -251,7 +254,7 @@ class VllmEngine:
             )
         except (EngineError, ClosedError) as error:
             if self._gone.done() and error is self._gone.result():
-                error = error.with_traceback(None)  # All calls raise it: frames would add up.
+                error = error.with_traceback(None)  # All calls raise it: its traceback would grow.
             raise error
         except (EngineDeadError, EngineGenerateError) as error:
             raise EngineError(f"the vLLM engine failed: {error}") from error
@@ -259,7 +262,7 @@ class VllmEngine:
             raise UsageError(f"vLLM refused the request: {error}") from error
 
     async def close(self, *, timeout_s: float = 10.0) -> None:
-        """Stop the engine. Its processes are gone afterwards, whatever their state."""
+        """Stop the engine. Processes that do not end in time are killed."""
         if self._closed:
             return
         self._closed = True
@@ -268,7 +271,7 @@ class VllmEngine:
         self._end(ClosedError("the vLLM engine is closed"))
         handler = self.llm.output_handler
         if handler is not None:
-            # First of all, or it takes the shutdown for a crash and logs a traceback.
+            # Otherwise the handler takes the shutdown for a crash and logs a traceback.
             handler.cancel()
             await asyncio.wait({handler}, timeout=1.0)
         worker = WorkerThread("vllm-close")
@@ -280,7 +283,7 @@ class VllmEngine:
                 what="vLLM's shutdown",
             )
         worker.close()
-        # AsyncLLM shuts down again when it is collected, at worst while the interpreter ends.
+        # AsyncLLM shuts down again when garbage-collected, at worst while the interpreter ends.
         self.llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
         kill(self._processes)
 
@@ -322,7 +325,7 @@ def _check_adapter(lora: LoRARequest | None, version: int | None) -> int | None:
 
 
 def _image_inputs(images: Sequence[Aligned], *, salt: str | None) -> dict[str, Any]:
-    """Return vLLM's inputs for the images of a prompt of ids, or {} without images. Local, copies.
+    """Return vLLM's inputs for the images of a prompt, or {} without images. Local. Copies.
 
     vLLM caches outputs of the vision tower by the image's name only, also when weights change. So
     the salt is part of the name.

@@ -1,9 +1,9 @@
 """The start of an engine, which can be abandoned.
 
-A launch runs vLLM's constructor in a thread, because it blocks until the engine is ready. It notes
-the child processes that appear meanwhile. `abandon` kills these. The constructor then fails, or its
-engine is shut down when it returns. One engine is launched at a time, because a new child process
-could otherwise belong to any of them.
+A launch runs vLLM's constructor in a thread, because the constructor blocks until the engine is
+ready. The launch notes the child processes that appear meanwhile, and `abandon` kills these
+processes. The constructor then fails, or returns an engine, which is shut down. One engine is
+launched at a time, because a new child process could otherwise belong to any of several launches.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ __all__ = ["Launch", "check_checkpoint", "kill"]
 # Seconds between looks for the child process while vLLM's constructor runs in its thread.
 _POLL_S = 0.01
 
-# Held during a launch. Child processes could otherwise belong to several engines.
+# Held until a launch has found its child process, which could otherwise be another launch's.
 _LAUNCHING = threading.Lock()
 
 

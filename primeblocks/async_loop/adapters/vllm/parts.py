@@ -1,4 +1,4 @@
-"""Completions sampled in parts. Each part is saved, so that a killed training run can resume."""
+"""Completions in parts. All but the last part are saved, so that a killed run can resume."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ async def generate_in_parts(
         options: of `VllmEngine.generate`, except `n`.
 
     Raises:
-        UsageError: `part_tokens` is not positive, or the draft is of another prompt.
-        DeadlineError, EngineError: as for `VllmEngine.generate`. Saved parts stay.
+        UsageError: `part_tokens` or `max_tokens` is not positive, or the draft is of another
+            prompt. Also as for `VllmEngine.generate`.
+        DeadlineError, EngineError, ClosedError: as for `VllmEngine.generate`. Saved parts stay.
     """
     if part_tokens < 1 or max_tokens < 1:
         raise UsageError(
@@ -66,7 +67,7 @@ async def generate_in_parts(
             tokens,
             max_tokens=asked,
             timeout_s=timeout_s,
-            seed=None if seed is None else seed + done,  # Parts draw other numbers.
+            seed=None if seed is None else seed + done,  # Parts draw other random numbers.
             routed_experts_prompt_start=0 if routes is None else len(routes),
             **options,
         )

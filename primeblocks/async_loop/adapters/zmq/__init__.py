@@ -8,15 +8,15 @@ A group is identified by its ordinal. The receiver has a state for each ordinal 
 
 The sender keeps a group until the group is SETTLED, and names all groups that it keeps once per
 `retry_s`. The receiver answers with the states of these groups, so the next exchange repairs every
-lost message, reconnection and restart. The sender sends a group again if the receiver has read all
-messages up to it and does not know the group. The receiver forgets an ordinal that its sender does
-not name any more, unless the group is in the buffer.
+lost message, reconnection and restart. The sender sends a group again if the receiver has read
+the group's message or a later message, but does not know the group. The receiver forgets an ordinal
+that its sender does not name any more, unless the group is ACCEPTED.
 
 If a sender dies, the receiver keeps the ordinals of the groups that the sender named last.
 
-One death therefore loses no acknowledged group. If a sender dies, its accepted groups are in the
-buffer. If the receiver dies, every sender sends again what was not settled. A group is lost only if
-its sender and the receiver both die before it is settled.
+One death therefore loses no accepted group. If a sender dies, its accepted groups are in the
+buffer. If the receiver dies, every sender sends again its groups that are not settled. An accepted
+group is lost only if its sender and the receiver both die before the group is settled.
 
 Messages are JSON and `codec` payloads. Nothing is unpickled. Any process that reaches the port can
 add groups. Bind to a private address, or pass `configure=` a function that sets ZeroMQ's CURVE

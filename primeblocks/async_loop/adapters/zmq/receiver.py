@@ -29,7 +29,7 @@ class _Known:
 
 
 class RolloutReceiver:
-    """Puts the groups of all senders into a buffer. Belongs to the event loop of the buffer:
+    """Puts the groups of all senders into a buffer. Use it in the event loop of the buffer:
 
         async with RolloutReceiver(buffer, "tcp://127.0.0.1:5555") as receiver:
             groups = await buffer.take(8, version=v, timeout_s=600, on_drop=receiver.settle)
@@ -39,13 +39,13 @@ class RolloutReceiver:
     Do not give this buffer to an `AsyncLoop`, which counts only the groups that it starts itself.
 
     Args:
-        buffer: its capacity bounds the groups that are accepted.
+        buffer: its capacity bounds the groups that are accepted and not taken.
         address: ZeroMQ's address to bind, "tcp://10.0.0.1:5555" for instance. Port 0 takes a free
             port, which the attribute `address` then names.
-        capacity_bytes: payload bytes of groups that wait for room. Above it nothing more is read,
-            and ZeroMQ holds at most four messages per connection.
-        max_group_bytes: the largest payload of a group. A larger one is refused, or ends its
-            connection.
+        capacity_bytes: payload bytes of groups that wait for room. From this number on, no message
+            is read, and ZeroMQ queues at most four messages per connection.
+        max_group_bytes: the largest payload of a group. A larger payload is refused. If it also
+            has more than 64 MiB, its connection is closed instead.
         configure: called with the socket before it is bound.
 
     Raises:
@@ -68,7 +68,7 @@ class RolloutReceiver:
         self._heard: dict[bytes, int] = {}  # By connection, the number of its last message.
         self._waiting_bytes = 0
         self._room = asyncio.Event()
-        self.refused = 0  # Messages that were not groups.
+        self.refused = 0  # The number of refused messages and groups.
         self._wire = ServedSocket(zmq.ROUTER, configure, max_bytes=max(max_group_bytes, HEAD_BYTES))
         self._wire.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._wire.open(self._wire.socket.bind, address)
@@ -89,9 +89,9 @@ class RolloutReceiver:
                 known.waits.cancel()
 
     def settle(self, *groups: Group) -> None:
-        """Let the senders of these groups delete their copies: their step is durable. Local.
+        """Let the senders delete their copies of these groups, whose step is durable. Local.
 
-        Pass it to `take` as `on_drop=` too. A group that came in another way is ignored.
+        Pass `settle` to `take` as `on_drop=` too. A group from another source is ignored.
 
         Raises:
             ClosedError: the receiver has been closed, or has failed.
@@ -132,34 +132,34 @@ class RolloutReceiver:
             return None
         (payload,) = rest
         ordinal = check_ordinal(said["ordinal"])
-        if (known := self._known.get(ordinal)) is not None:  # Of a worker that was restarted, too.
+        if (known := self._known.get(ordinal)) is not None:  # Perhaps sent by a restarted worker.
             known.sender, known.route = sender, route
             return None
         try:
             if len(payload) > self._max_group_bytes:
                 raise CapacityError(f"{len(payload):,} bytes exceed {self._max_group_bytes:,}")
             group = unpack_whole_group(payload, ordinal)
-        except Exception as error:  # As above.
+        except Exception as error:  # Forged bytes may raise any error.
             self.refused += 1
             return {ordinal: f"{type(error).__name__}: {error}"[:500]}
         known = self._known[ordinal] = _Known(sender, route, GroupState.ARRIVED)
         size = len(payload)
         self._waiting_bytes += size
         known.waits = asyncio.ensure_future(self._put(known, group))
-        # Not by the task itself, which may be cancelled before it begins.
+        # A callback, because the task may be cancelled before it begins.
         known.waits.add_done_callback(lambda _: self._no_longer_waits(size))
         return None
 
     async def _put(self, known: _Known, group: Group) -> None:
         try:
-            # Its deadline is the sender's, which stops naming the group.
+            # No deadline: after the sender's deadline, `_forget` cancels this.
             await self._buffer.put(group, timeout_s=float("inf"))
         except CapacityError as error:
             del self._known[group.ordinal]
             self._answer(known.route, {group.ordinal: str(error)})
             return
         known.waits = None
-        if known.state is GroupState.ARRIVED:  # Not dropped meanwhile, and settled.
+        if known.state is GroupState.ARRIVED:  # `take` may have dropped and settled it.
             known.state = GroupState.ACCEPTED
             self._answer(known.route)
 
@@ -186,4 +186,4 @@ class RolloutReceiver:
             "max_group_bytes": self._max_group_bytes,
         }
         answer["refused"] = refused or {}
-        self._wire.send([route, json.dumps(answer).encode()])  # One that is too slow asks again.
+        self._wire.send([route, json.dumps(answer).encode()])  # A sender that misses it asks again.

@@ -1,4 +1,4 @@
-"""The worker's end: it sends groups, and keeps each group until it is settled."""
+"""The worker's end, which sends groups and keeps each group until the group is settled."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ class _Kept:
 
 
 class RolloutSender:
-    """Sends finished groups to a `RolloutReceiver`, and keeps each until it is settled.
+    """Sends finished groups to a `RolloutReceiver`, and keeps each group until it is settled.
 
-    Use a sender from one event loop. Give every group a unique ordinal, over all senders.
+    Use a sender from one event loop. Give every group an ordinal that no other group has.
 
     Args:
         address: of the receiver, such as "tcp://10.0.0.1:5555".
-        capacity_bytes: the most payload bytes of unsettled groups. `put` waits above it.
+        capacity_bytes: the most payload bytes of unsettled groups. If a group would exceed them,
+            `put` waits.
         retry_s: seconds between two requests to the receiver. A lost group is sent again after
             this time.
         clock: the time of the deadlines.
         configure: called with the socket before it connects.
 
     Raises:
-        UsageError: the address cannot be read, or a size is not a positive integer.
+        UsageError: the address is malformed, or a size or `retry_s` is not positive.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class RolloutSender:
         self._clock = MonotonicClock() if clock is None else clock
         self._name, self._number = uuid.uuid4().hex, 0
         self._kept: dict[int, _Kept] = {}
-        self._lost: list[str] = []  # Accepted groups that a later receiver refused.
+        self._lost: list[str] = []  # Why a later receiver refused accepted groups.
         self._answered: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._changed, self._wake = asyncio.Event(), asyncio.Event()
         self._wire = ServedSocket(zmq.DEALER, configure, max_bytes=HEAD_BYTES)
@@ -87,11 +88,12 @@ class RolloutSender:
         """Send a group. Returns when the receiver's buffer has it.
 
         Raises:
-            DeadlineError: no receiver answered, or its buffer was full. The group is withdrawn. If
-                the receiver accepted it at the same moment, it is trained on. If you then put it
-                again, it is trained on twice.
+            DeadlineError: no receiver answered, its buffer was full, or unsettled groups fill
+                `capacity_bytes`. The group is withdrawn. If the receiver accepted it at the same
+                moment, it is trained on. If you then put it again, it may be trained on twice.
             CapacityError: it is larger than `capacity_bytes` or the receiver's `max_group_bytes`.
-            UnsupportedError: the receiver refused it, or `codec.pack` cannot pack it.
+            UnsupportedError: the receiver refused it, for example because it is larger than the
+                buffer's `capacity_bytes`, or `codec.pack` cannot pack it.
             UsageError: an unsettled group has the same ordinal.
             ClosedError: the sender was closed, or has failed.
         """

@@ -1,4 +1,4 @@
-"""Shared by both ends of a connection: the messages, and a socket with the tasks that serve it."""
+"""The messages of both ends of a connection, and a socket with the tasks that serve it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = [
 Configure = Callable[["zmq.Socket[Any]"], None]
 
 GROUP, LOOK = b"group", b"look"
-HEAD_BYTES = 64 << 20  # The longest list of groups or of their states: some two million.
-_QUEUED = 4  # Messages per connection that ZeroMQ may hold, each of at most a group.
+HEAD_BYTES = 64 << 20  # The longest list of ordinals or states: of some two million groups.
+_QUEUED = 4  # Messages per connection that ZeroMQ may queue, each with at most one group.
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +46,7 @@ class GroupState(Enum):
 
 
 class ServedSocket:
-    """A socket with the tasks that serve it. If a task fails, all calls raise its error."""
+    """A socket with the tasks that serve it. If a task fails, all calls raise `ClosedError`."""
 
     def __init__(self, kind: int, configure: Configure | None, *, max_bytes: int) -> None:
         self._context = zmq.asyncio.Context()
