@@ -55,8 +55,7 @@ def leave_one_out_advantages(
 ) -> Float[Tensor, "groups members"]:
     """Return how much better each rollout is than the mean of the other rollouts. Pure. Local.
 
-    The value is n / (n - 1) (r - mean), which has an unbiased baseline. A group of one member gets
-    0.
+    The value is n / (n - 1) (r - mean). Its baseline is unbiased. A group of one member gets 0.
 
     Source: arXiv:2402.14740 (RLOO).
     """
@@ -147,8 +146,7 @@ def _centred(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     Both are float64, and exactly 0 if all members are equal.
     """
-    # Relative to one member first, because a mean of equal numbers is rounded, but one of zeros is
-    # not.
+    # Subtract a member first: a mean of equal numbers is rounded, and a mean of zeros is not.
     x = x.double()
     one = x.masked_fill(~mask, math.inf).amin(dim=1, keepdim=True)
     x = torch.where(mask, x - one, torch.zeros_like(x))

@@ -55,9 +55,8 @@ def token_scores(
 
     Logits are computed one chunk at a time, and again in the backward. That takes four matrix
     products, where the plain computation takes three, but only the memory of a few chunks. Results
-    are float32, or float64 if `head_dtype` is, which is by default that of `hidden`. Local, or
-    collective with a `group`, and so is its backward. Differentiable once, in `hidden` and
-    `weight`. Deterministic.
+    are float32, or float64 if the head computes in float64. Local, or collective with a `group`,
+    and so is its backward. Differentiable once, in `hidden` and `weight`. Deterministic.
 
     Args:
         hidden: rows that predict: `hidden[t]` predicts the word `ids[t]`. Leave out rows that the

@@ -231,9 +231,10 @@ def dppo_loss(
     """Policy gradient in a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure. Local.
 
     q is the engine's probability of a token, and p is the trainer's. The token counts 0 if p has
-    moved too far in the direction of its advantage. Too far means that (p, 1 - p) diverges from (q,
-    1 - q) beyond the bound. "tv" is |p - q|, "kl" is KL(q || p). A clip of ratios would cut off
-    rare tokens after small moves of p. This loss keeps them, and cuts off frequent tokens earlier.
+    moved too far in the direction of its advantage. Too far means that the divergence of (p, 1 - p)
+    from (q, 1 - q) is above the bound. "tv" is |p - q|, "kl" is KL(q || p). A clip of ratios would
+    cut off rare tokens after small moves of p. This loss keeps them, and cuts off frequent tokens
+    earlier.
 
     Args:
         max_low: the bound if the advantage is not above 0.

@@ -42,8 +42,8 @@ class TokenLoss:
         sum: differentiable, at least float32. It is over the tokens that the mask keeps.
         tokens: the number of these tokens.
         clipped: the number of these tokens whose ratio was clipped, truncated or not counted.
-        sequences: the number of sequences with such a token. None if packed tokens, or one row,
-            come without `sequence_ids`. One row may be a pack.
+        sequences: the number of sequences with such a token. None without `sequence_ids` for packed
+            tokens, and for one row, because it may be a pack.
     """
 
     sum: Tensor
