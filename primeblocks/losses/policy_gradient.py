@@ -9,12 +9,11 @@ correction or of `normalisation.length_weights`, or a product of several. Gradie
 most e**20, and has no gradient beyond that. A NaN of an unmasked token shows in the sum. All losses
 raise `ShapeError` if shapes differ (nothing is broadcast), or a dtype is wrong.
 
-In `gspo_loss` and `gmpo_loss` a token's ratio has the value of its sequence's ratio, and a gradient
-only for the token's own log-probability. The papers divide each token's loss by the length of its
-sequence: pass `weights=length_weights(mask, ...)` and divide by the sequences. All tokens of a
-sequence must be on one rank and in one micro-batch. `sequence_ids` is an integer per token. By
-default each row of `[rollouts, tokens]` is one sequence. Rows with several sequences need
-`sequence_ids`.
+In `gspo_loss` and `gmpo_loss` a token's ratio has the value of its sequence's ratio, and only the
+gradient of its own log-ratio. The papers divide each token's loss by the length of its sequence:
+pass `weights=length_weights(mask, ...)` and divide by the sequences. All tokens of a sequence must
+be on one rank and in one micro-batch. `sequence_ids` is an integer per token. By default each row
+of `[rollouts, tokens]` is one sequence. Rows with several sequences need `sequence_ids`.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ def grpo_loss(
 
     Args:
         rollout_logprobs: the engine's, of the tokens that it sampled. For decoupled PPO pass those
-            of the policy at the start of the step. `weights` then correct from the engine to that
-            policy.
+            of the policy at the start of the step, p_old, and `weights` from p_old / p_engine.
         advantages: one per token. Expand advantages of rollouts to their tokens.
         mask: True for completion tokens.
         min_ratio: a lower ratio counts as this, without gradient.
@@ -91,8 +89,7 @@ def grpo_loss(
             negative advantages.
 
     Raises:
-        UsageError: a clip is negative, `clip_low` is above 1, or `min_ratio` and `max_ratio`
-            exclude 1.
+        UsageError: a clip is negative, `clip_low` is above 1, or the bounds of r exclude 1.
 
     Source: arXiv:1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip).
     """
@@ -232,9 +229,8 @@ def dppo_loss(
 
     q is the engine's probability of a token, and p is the trainer's. The token counts 0 if p has
     moved too far in the direction of its advantage. Too far means that the divergence of (p, 1 - p)
-    from (q, 1 - q) is above the bound. "tv" is |p - q|, "kl" is KL(q || p). A clip of ratios would
-    cut off rare tokens after small moves of p. This loss keeps them, and cuts off frequent tokens
-    earlier.
+    from (q, 1 - q) is above the bound. "tv" is |p - q|, "kl" is KL(q || p). A clip of ratios cuts
+    off rare tokens after small moves. This loss keeps them, and cuts off frequent tokens earlier.
 
     Args:
         max_low: the bound if the advantage is not above 0.
