@@ -71,7 +71,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape of a global tensor, and the box of it that one rank holds."""
+    """The shape of a global tensor, and the box of it that one rank stores."""
 
     shape: tuple[int, ...]
     shard: Shard
@@ -81,7 +81,7 @@ class Layout:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...] | torch.Size) -> Layout:
-        """The layout of a tensor that one rank holds in full."""
+        """The layout of a tensor that one rank stores in full."""
         return cls(tuple(shape), Shard((0,) * len(shape), tuple(shape)))
 
     @property
@@ -132,7 +132,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds, or a plain tensor itself. Local.
+    """Return the part of a DTensor that this rank stores, or a plain tensor itself. Local.
 
     The result is an alias: no data moves.
     """

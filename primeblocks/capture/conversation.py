@@ -26,7 +26,7 @@ class Continuity(StrEnum):
     """The relation of a prompt to the tokens of earlier turns.
 
     START begins the conversation. CLEAN continues exactly where an earlier turn ended. REALIGN cuts
-    the end of the last answer. FORK begins another rollout.
+    the end of a rollout's last answer. FORK begins another rollout.
     """
 
     START = "start"
@@ -156,7 +156,8 @@ class Conversation:
         reward: float | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> tuple[Rollout, ...]:
-        """Return the rollouts so far. Each begins with its first prompt. Arguments as `Rollout`.
+        """Return the rollouts so far. A rollout begins with its first prompt. Arguments as
+        `Rollout`.
 
         Attachments with one row per token, such as routes, are `Aligned`.
         """

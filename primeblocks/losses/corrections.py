@@ -1,9 +1,9 @@
-"""Weights that correct for tokens sampled by another policy than the one that learns.
+"""Weights that correct for tokens sampled by another policy than the learning policy.
 
 Most functions return a `Correction`: weights per token without gradient, for the `weights=` of any
 loss, with counts and the effective sample size. To combine corrections, multiply their weights:
 `a.weights * b.weights`. r is a token's ratio p_trainer / p_rollout, or p_old / p_rollout if the
-loss itself compares with an old policy. Masked tokens may hold any values. A ratio counts as at
+loss itself compares with an old policy. Masked tokens may have any values. A ratio counts as at
 most e**20. If an unmasked token has a NaN, its weight is NaN, 0 or unchanged, and the loss is NaN.
 All functions raise `ShapeError` if shapes differ or a dtype is wrong.
 """
@@ -47,7 +47,7 @@ class Correction:
         masked: weights that were set to 0.
         ess: the effective sample size, (sum w)^2 / sum w^2, of tokens, or of sequences if all
             tokens of a sequence have the same weight. `ess / samples` is 1 for equal weights.
-        samples: the number of weights, as tokens or sequences.
+        samples: the number of tokens or sequences that `ess` counts.
     """
 
     weights: Tensor
@@ -138,7 +138,7 @@ def off_policy_metrics(
     result is 1 and zeros.
 
     Args:
-        group: the ranks that hold parts of the batch. Each rank gets the whole batch's figures.
+        group: the ranks that have parts of the batch. Each rank gets the whole batch's figures.
 
     Raises:
         PlanError: this rank is not in `group`.
@@ -380,7 +380,7 @@ def _counted(
     none = torch.zeros_like(mask)
     truncated, dropped = (none if x is None else x & mask for x in (truncated, dropped))
     weights = masked(weights, mask & ~dropped)
-    # Each token has one over its sequence's length, so that each sequence counts once.
+    # A token's share is 1 / (length of its sequence), so that each sequence counts once.
     share = masked(torch.ones_like(weights).double() if lengths is None else 1 / lengths, mask)
     w = share * weights.double()
     figures = [mask.sum(), truncated.sum(), dropped.sum()]

@@ -64,7 +64,7 @@ def kl_loss(
 
     Args:
         weights: importance weights, if another policy sampled the tokens, such as an engine that is
-            some versions behind. The statements above then hold for the trainer's policy.
+            some versions behind. The statements above are then true for the trainer's policy.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.

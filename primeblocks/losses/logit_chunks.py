@@ -112,7 +112,7 @@ class LogitChunks:
         self.scale = scale.to(self.wide)[:, None] if isinstance(scale, Tensor) else scale
         self.keep, self.kept = keep, set[tuple[int, int]]()
         rows, words = min(head.chunk[0], len(hidden)), min(head.chunk[1], len(weight))
-        # Fresh memory pages for each chunk would cost a CPU as much as its exponentials.
+        # Fresh memory pages for a chunk would cost a CPU as much time as the chunk's exponentials.
         size = len(hidden) * len(weight) if keep else rows * words
         self.memory: tuple[Tensor, Tensor] = (
             (

@@ -24,7 +24,7 @@ def mtp_labels(
     """Return the labels of the head that predicts token t + `depth` + 1 at token t. Pure. Local.
 
     If ranks share the sequence, call this for the whole sequence, and split the result. A shift of
-    the parts would lose the tokens that other ranks hold.
+    the parts would lose the tokens that other ranks have.
 
     Args:
         labels: of the policy: `labels[t]` is token t + 1, or -100 if token t + 1 is padding, begins

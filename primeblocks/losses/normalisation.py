@@ -35,7 +35,7 @@ def divide(
         by: a word, or a number if each micro-batch runs its backward before the next one. Get the
             number from `global_count` of all masks, before the first micro-batch. For Dr. GRPO it
             is sequences x longest answer.
-        group: the ranks that hold parts of the batch.
+        group: the ranks that have parts of the batch.
 
     Returns:
         A scalar. It is 0 with gradients of 0 if all tokens are masked.

@@ -5,7 +5,7 @@ global count (`normalisation`). Gradients then do not depend on how the batch wa
 
 All take `weights`, one per token, which multiply each token's loss. Pass the weights of a
 correction or of `normalisation.length_weights`, or a product of several. Gradients flow only to
-`trainer_logprobs`. Masked tokens may hold any values. A ratio p_trainer / p_rollout counts as at
+`trainer_logprobs`. Masked tokens may have any values. A ratio p_trainer / p_rollout counts as at
 most e**20, and has no gradient beyond that. A NaN of an unmasked token shows in the sum. All losses
 raise `ShapeError` if shapes differ (nothing is broadcast), or a dtype is wrong.
 

@@ -99,7 +99,7 @@ def check_clips(clip_low: float, clip_high: float) -> None:
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
     """Return `x`, at least float32, with zeros where `mask` is False. Local. Differentiable."""
-    # Not x * mask: padding may hold inf or NaN.
+    # x * mask would not remove inf or NaN from padding.
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return torch.where(mask, x, torch.zeros_like(x))
 

@@ -167,8 +167,8 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
     and for any NIXL if the engine comes back under its previous `engine_id`.
 
     Args:
-        agents: for each engine, the engines whose agents it holds. A decode engine holds those of
-            its prefill engines. If transfers go both ways, the reverse is true too.
+        agents: for each engine, the engines whose agents it holds. A decode engine holds the agents
+            of its prefill engines. If transfers go both ways, the reverse is true too.
 
     Raises:
         UsageError: a value is one name instead of a collection of names.
@@ -275,7 +275,7 @@ class Fleet:
         return states[place].name
 
     def states(self, request: Request | None = None) -> Sequence[EngineState]:
-        """Return the state of each open engine, including the pages of `request` it holds."""
+        """Return the state of each open engine, including how many pages of `request` it holds."""
         request = Request() if request is None else request
         matched = self._matched(request.pages)
         return [

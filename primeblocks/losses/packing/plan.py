@@ -38,7 +38,7 @@ def sequence_flops(
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Micro-batches by rank, the same number on each. Equal arguments give equal plans.
+    """Micro-batches by rank, the same number on all ranks. Equal arguments give equal plans.
 
     Attributes:
         lengths: tokens of each rollout.

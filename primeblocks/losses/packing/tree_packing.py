@@ -102,7 +102,7 @@ class _Leaves:
         self.lengths = lengths
         self._cost = cost
         self.paid = np.asarray(cost(lengths), dtype=np.float64)
-        # A prefix costs what a sequence of its length does.
+        # A prefix costs as much as a sequence of its length.
         self.saved = np.asarray(cost(self.shared), dtype=np.float64) * (self.shared > 0)
         self._tokens = np.cumsum([0, *(lengths - self.shared)])
         self._costs = np.cumsum([0.0, *(self.paid - self.saved)])

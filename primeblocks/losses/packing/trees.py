@@ -296,7 +296,7 @@ def _planned(trie: _Trie, chosen: list[NDArray | None], padding: int, *, compare
                 node, stop = node.parent, node.start
     places = np.empty(total + padding, np.int64)
     places[rows] = np.arange(len(rows))
-    # The last write counts: the first rollout that has a row, or the first that has its routes.
+    # The last write counts: by the first rollout that has the row's routes, or else the row.
     for known in (False, True):
         for i in reversed(range(len(lengths))):
             found = chosen[i]
@@ -316,7 +316,7 @@ def _planned(trie: _Trie, chosen: list[NDArray | None], padding: int, *, compare
 def _mark_differing(
     plan: TreePlan, chosen: list[NDArray | None], starts: NDArray[np.int64]
 ) -> None:
-    """Mark the rows whose routes are not those of some rollout that shares them."""
+    """Mark the rows whose routes differ from those of a rollout that shares the row."""
     for i, own in enumerate(chosen):
         rows = plan.rows[starts[i] : starts[i + 1]]
         owners = np.searchsorted(starts, plan.places[rows], side="right") - 1

@@ -41,8 +41,8 @@ class FleetMember:
         generate: awaits a rollout of a prompt. It takes `cache_salt=` and options of its own.
         engine: the target of `update` and of control calls. It is an `AsyncLLM`, or an object
             whose `until(deadline)` returns its calls over HTTP (weightsync's `VllmServer`).
-        is_prefill: other engines read pages from it. It is paused before them: its pause waits
-            until they have read the pages that it computed.
+        is_prefill: other engines read pages from this engine. It is paused before the other
+            engines, and its pause waits until they have read the pages that it computed.
     """
 
     generate: Callable[..., Awaitable[Any]]
@@ -123,7 +123,7 @@ class VllmFleet:
         return await ask(*args, cache_salt=salt, **kwargs)
 
     async def update(self, published: Published, *, timeout_s: float) -> FleetUpdate:
-        """Load a version into all open engines, and drain those that fail where others succeed.
+        """Load a version into all open engines, and drain engines that fail while others succeed.
 
         Each attempt gets half of the time that is left. A drained engine may hold either version,
         and may stay paused.
