@@ -1,4 +1,4 @@
-"""Values that travel with the tokens of a rollout. They are cut and joined where tokens are."""
+"""Values that travel with the tokens of a rollout, and are cut and joined with these tokens."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Aligned:
     """A value that belongs to tokens `[start, stop)`, counted from the first token of the prompt.
 
     Args:
-        value: any object. Without `by_token` it stays whole, such as an image: tokens are not cut
-            inside its range.
+        value: any object. Without `by_token` the value stays whole, as an image does: tokens are
+            not cut inside its range.
         by_token: the value has one row per token, such as routes, and is cut with the tokens. It
             is a numpy array or a tensor.
 
@@ -61,7 +61,7 @@ class Aligned:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the value, in bytes. A value without `nbytes` counts 64."""
+        """Memory of the value in bytes, as `nbytes_of` counts it."""
         return nbytes_of([self.value])
 
     def before(self, stop: int) -> Aligned | None:
@@ -74,7 +74,7 @@ class Aligned:
 
 
 def whole(attachments: Mapping[str, Any]) -> Iterable[Aligned]:
-    """Return the values that cannot be cut."""
+    """Return the `Aligned` values that cannot be cut."""
     return (
         each
         for value in attachments.values()
@@ -106,7 +106,7 @@ def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]
 
 
 def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> int:
-    """Return how many of the first `length` tokens have the same whole values on both sides.
+    """Return how many of the first `length` tokens have the same whole values in `held` and `new`.
 
     An image may change although the tokens stay. Whole values are compared by identity, then by
     content. If `new` has no value for some tokens, the held value counts as equal.
@@ -124,8 +124,9 @@ def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) 
 def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> dict:
     """Return the attachments of a trajectory of `length` tokens and of its continuation.
 
-    Both sides count tokens from the first token of the prompt. Aligned values form a tuple, and the
-    values of new tokens are appended to it. New rows are copied. Other values replace held values.
+    `held` and `new` count tokens from the first token of the prompt. Aligned values form a tuple,
+    and the values of new tokens are appended to it. New rows are copied. Other values replace held
+    values.
 
     Raises:
         ShapeError: new rows leave a gap after the held rows.
@@ -139,7 +140,7 @@ def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: in
                 joined[name] = (*before, *_rest(before, each, name))
             else:
                 joined[name] = (*before, each) if each.start >= length else before
-        if not placed:  # An empty tuple says that none are new.
+        if not placed:  # An empty tuple has no new values.
             joined[name] = value if parts(value) else held.get(name, value)
     return joined
 
@@ -155,7 +156,7 @@ def join_rows(attachments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
-    """Return the memory of values, in bytes. A value without `nbytes` counts 64."""
+    """Return the memory of values, in bytes. A value of unknown size counts 64 bytes."""
     return sum(
         len(x)
         if isinstance(x, bytes)
@@ -182,7 +183,7 @@ def _equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
     if isinstance(one, tuple | list):
         return len(one) == len(other) and all(map(_equal, one, other))
-    if hasattr(one, "dtype"):  # Arrays and tensors say it of each element.
+    if hasattr(one, "dtype"):  # Here == compares each element.
         alike = (one.dtype, one.shape) == (other.dtype, other.shape)
         return alike and bool((one == other).all())
     return bool(one == other)

@@ -45,7 +45,7 @@ async def within(
 ) -> T:
     """Wait for `awaitable` until a deadline, or until `unless` is done.
 
-    If it is not done then, `awaitable` is cancelled and gets one second to clean up. If both are
+    If `awaitable` is not done then, it is cancelled and gets one second to clean up. If both are
     done at the same time, the result of `awaitable` wins.
 
     Args:

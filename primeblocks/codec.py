@@ -40,8 +40,8 @@ def pack(value: Any, *, name: str) -> bytes:
     """Return one checksummed buffer of a value.
 
     The value may be None, bool, int, float, str, bytes, or a numpy number or array. It may be a
-    list, a tuple, a dict with str keys or an `Aligned` of such values. Other buffers (bytearray,
-    memoryview) come back as bytes.
+    list, a tuple, a dict with str keys or an `Aligned` of such values. `unpack` returns other
+    buffers (bytearray, memoryview) as bytes.
 
     Args:
         name: of the value, for messages. `unpack` must get the same name.
@@ -77,7 +77,9 @@ def unpack(payload: bytes, *, name: str) -> Any:
 
 
 def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
-    """Return a header, and the arrays and bytes of a value as buffers. Arrays are not copied.
+    """Return a header, and the arrays and bytes of a value as buffers.
+
+    Arrays are copied only if they are not contiguous or not little-endian.
 
     Raises:
         UnsupportedError: as for `pack`.
@@ -87,7 +89,7 @@ def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
         text = json.dumps(_lower(value, buffers, name), ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:
         raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
-    except UnsupportedError:  # A ValueError too, and it says what is wrong.
+    except UnsupportedError:  # Also a ValueError, with its own message.
         raise
     except ValueError as error:  # An integer of thousands of digits.
         raise UnsupportedError(f"{name} cannot be written as JSON: {error}") from error
@@ -95,12 +97,12 @@ def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
 
 
 def _lower(value: Any, buffers: list[bytes | memoryview], name: str) -> Any:
-    """Return JSON of a value, in which a dict of one key says what it stands for."""
+    """Return a value as JSON, in which the key of a dict of one key names a type."""
     kind = type(value)
     if kind in _SCALARS:
         return value
     if kind in {bytes, bytearray, memoryview}:
-        buffers.append(bytes(value))  # Of bytes, the same object.
+        buffers.append(bytes(value))  # bytes are not copied.
         return {"bytes": len(buffers[-1])}
     if kind in {list, tuple}:
         if not {*map(type, value)} <= _SCALARS:
@@ -126,7 +128,7 @@ def _lower_numbers(value: Any, buffers: list[bytes | memoryview], name: str) -> 
             "such."
         )
     little = np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
-    # A view where it can be one: attachments may be large.
+    # A view if possible, because attachments may be large.
     flat = np.ascontiguousarray(little).reshape(-1)
     buffers.append(flat.view(np.uint8).data if flat.size else b"")
     if isinstance(value, np.generic):
@@ -136,9 +138,9 @@ def _lower_numbers(value: Any, buffers: list[bytes | memoryview], name: str) -> 
 
 
 def _lift(value: Any, read: Callable[[int], memoryview]) -> Any:
-    """Undo `_lower`, reading buffers in the order in which they were added. Copies each of them.
+    """Undo `_lower`, reading buffers in the order in which they were added. Copies each buffer.
 
-    An array that could not be written to still cannot.
+    A read-only array stays read-only.
     """
     if not isinstance(value, dict):
         return value

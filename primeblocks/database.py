@@ -22,7 +22,7 @@ from .errors import (
 __all__ = ["Database"]
 
 _SYNCHRONOUS = {"process": "NORMAL", "power": "FULL"}
-_WAL_BYTES = 16 << 20  # Copied into the file, with an fsync, each time that it is as long.
+_WAL_BYTES = 16 << 20  # A log of this size is copied into the file, with an fsync.
 
 
 class Database:
@@ -34,7 +34,7 @@ class Database:
         application: the number in the file's header that identifies such files.
 
     Raises:
-        See `Journal`, which passes its arguments on.
+        As for `async_loop.Journal`, which passes its arguments on.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Database:
                 f"the folder {self.path.parent} does not exist. Create the folder first."
             )
         self._timeout_s, self._pid = timeout_s, os.getpid()
-        self._mutex = threading.RLock()  # A callable that calls again must not hang.
+        self._mutex = threading.RLock()  # A nested call must not hang.
         self._connection: sqlite3.Connection | None = None
         self._lock = _own(self.path)
         try:
@@ -88,7 +88,7 @@ class Database:
         """Apply all changes made in this context as one transaction, or none if it raises.
 
         Raises:
-            CapacityError, DeadlineError, CorruptionError, ClosedError: as for `Journal`.
+            CapacityError, DeadlineError, CorruptionError, ClosedError: as for `async_loop.Journal`.
         """
         if os.getpid() != self._pid:
             raise ClosedError(
@@ -112,7 +112,7 @@ class Database:
     def _typed(self) -> Iterator[None]:
         try:
             yield
-        except UnicodeDecodeError as error:  # Of a message of SQLite's own.
+        except UnicodeDecodeError as error:  # SQLite could not decode its own message.
             raise self._damaged("a name is not text") from error
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", None)
@@ -145,10 +145,10 @@ class Database:
 
 
 def _own(path: Path) -> sqlite3.Connection:
-    """Take the lock beside a file; it ends with this process, and a fork does not get it.
+    """Take the lock next to a file. The lock ends with this process, and a fork does not get it.
 
-    An empty database of its own, because SQLite's locks hold against other threads, other
-    processes and forks alike, and others may go on reading the file itself.
+    The lock is on an empty database, because SQLite's locks exclude other threads, other processes
+    and forks. Other programs can still read the file itself.
     """
     lock: sqlite3.Connection | None = None
     try:
@@ -172,13 +172,13 @@ def _connect(path: Path, timeout_s: float) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path, timeout=timeout_s, isolation_level=None, check_same_thread=False
     )
-    # Damaged text is compared, and found to be unknown, rather than a UnicodeDecodeError.
+    # Damaged text is compared, and found to be unknown, instead of raising a UnicodeDecodeError.
     connection.text_factory = lambda text: text.decode("utf-8", "replace")
     return connection
 
 
 def _is_new(connection: sqlite3.Connection, path: Path, application: int, schema: int) -> bool:
-    """Say whether a file is empty; refuse one of somebody else, or of another schema."""
+    """Return whether a file is empty. Refuse a file of another application or schema."""
     of, version, tables = (
         connection.execute(query).fetchone()[0]
         for query in (
@@ -216,7 +216,7 @@ def _set_up(connection: sqlite3.Connection, path: Path, synchronous: str) -> Non
             "this machine, because network file systems have no shared memory."
         )
     connection.execute(f"PRAGMA synchronous = {synchronous}")
-    # Some builds overwrite what is deleted with zeros: it would double what is written.
+    # Some builds overwrite deleted rows with zeros, which would double the bytes written.
     connection.execute("PRAGMA secure_delete = OFF")
     (size,) = connection.execute("PRAGMA page_size").fetchone()
     connection.execute(f"PRAGMA wal_autocheckpoint = {_WAL_BYTES // size}")

@@ -22,7 +22,7 @@ import operator
 import signal
 from typing import Any
 
-# What counts fits in 64 bits.
+# Counts and versions fit in 64 bits with a sign.
 _TOO_MANY = 1 << 63
 
 __all__ = [
@@ -50,7 +50,7 @@ __all__ = [
 class PrimeblocksError(Exception):
     """Base of every error that the library raises on purpose.
 
-    `engines` lists the positions of the engines that raised it.
+    `engines` lists the positions of the engines that raised the error.
     """
 
     engines: tuple[int, ...] = ()
@@ -78,11 +78,11 @@ class MissingPackageError(PrimeblocksError, ImportError):
     Args:
         package: the package that could not be imported.
         extra: the extra of primeblocks that installs it.
-        remedy: how to install it, if no extra does.
+        remedy: how to install the package, if no extra installs it.
     """
 
     def __init__(self, package: str, extra: str | None = None, *, remedy: str = "") -> None:
-        # There is no release yet: extras are installed from a clone.
+        # Before the first release, extras are installed from a clone.
         remedy = remedy or f"Run in your clone of primeblocks: pip install '.[{extra}]'"
         super().__init__(f"{package} is not installed. {remedy}")
         self.package = package
@@ -138,7 +138,8 @@ def check_counts(*, least: int = 1, **counts: Any) -> None:
     """Check that each value is a whole number from `least` to 2**63 - 1. Local.
 
     Raises:
-        PlanError: a value is not, by name. True and False do not count as numbers.
+        PlanError: a value is something else. The message has its name. True and False do not count
+            as numbers.
     """
     for name, value in counts.items():
         count = _count(value)

@@ -94,7 +94,7 @@ def all_gather_rows(x: Tensor, *, rows: int, group: dist.ProcessGroup) -> Tensor
 
     Args:
         x: `[own_rows, ...]`, with at most `rows` rows. The trailing dims are equal on all ranks.
-        rows: equal on all ranks.
+        rows: of each rank in the result. Equal on all ranks.
 
     Returns:
         `[ranks * rows, ...]`.
@@ -115,7 +115,7 @@ def reduce_scatter_rows(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
 
 
 def check_group(group: object) -> None:
-    """Raise PlanError for anything but a process group that includes this rank. Local."""
+    """Raise PlanError unless `group` is a process group that includes this rank. Local."""
     if isinstance(group, dist.ProcessGroup) and group.rank() >= 0:
         return
     if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, dist.ProcessGroup):
@@ -152,7 +152,7 @@ def check_alike(**operands: Tensor) -> None:
 def facts_of(name: str, x: Tensor) -> dict[str, object]:
     """Return facts for `agreed` about a tensor whose number of rows may differ by rank. Local.
 
-    Whether the tensor wants a gradient is one, because all ranks must run backward or none.
+    One fact is whether the tensor wants a gradient, because all ranks must run backward or none.
     """
     wanted = int(torch.is_grad_enabled() and x.requires_grad)
     sizes = {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}
@@ -175,11 +175,11 @@ class Call:
     Attributes:
         facts: by name, values that must be equal on all ranks, such as sizes and dtypes. They are
             compared and shown as text.
-        numbers: int64 on the device, at most 3 and 2 per rank of the group. They travel with the
-            agreement, so that the host waits only once for both.
+        numbers: int64 on the device, at most 3 + 2 x ranks values. They travel with the agreement,
+            so that the host waits only once for both.
         judge: returns the error in one rank's numbers, or None. It is the same function on all
             ranks, and returns None for zeros.
-        told: after the block, each rank's numbers, followed by zeros.
+        told: after the block, each rank's numbers. Zeros may follow them. Empty without `check`.
     """
 
     facts: dict[str, object] = field(default_factory=dict)
@@ -214,8 +214,8 @@ def agreed(
 
     Raises:
         UsageError, CapacityError: raised by the block, on the rank that raised it.
-        RankError: another rank has a problem, and the message repeats the first one. Also raised
-            if not all ranks came before the timeout of the group.
+        RankError: another rank has a problem. The message repeats the problem of the first such
+            rank. Also raised if not all ranks made the call before the timeout of the group.
         PlanError: `group` is not a process group or does not include this rank, or the call or a
             fact differs between ranks.
     """
@@ -288,7 +288,7 @@ def _head(
     ranks: int,
     device: torch.device | str,
 ) -> Tensor:
-    """One size for all calls over a group. Filled on the device: a copy would wait for it."""
+    """Return numbers of one size for all calls. Filled on the device: a copy would wait for it."""
     digest = xxhash.xxh3_64_intdigest(text.encode()) >> 1
     numbers = torch.zeros(5 + 2 * ranks, dtype=torch.int64, device=device)
     numbers[0].fill_(problem is not None)

@@ -71,7 +71,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape of a global tensor, and the box of it that one rank holds."""
+    """The shape of a global tensor, and the box of it that one rank stores."""
 
     shape: tuple[int, ...]
     shard: Shard
@@ -81,7 +81,7 @@ class Layout:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...] | torch.Size) -> Layout:
-        """The layout of a tensor that one rank holds in full."""
+        """The layout of a tensor that one rank stores in full."""
         return cls(tuple(shape), Shard((0,) * len(shape), tuple(shape)))
 
     @property
@@ -90,16 +90,16 @@ class Layout:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return the box of its global tensor that the local part of `tensor` covers. Local.
+    """Return the box of the global tensor that the local part of `tensor` covers. Local.
 
-    A plain tensor covers all of it. A DTensor may be sharded over any mix of mesh axes, including
-    the strided order that FSDP2 makes over expert-parallel shards. A rank outside of its mesh holds
-    an empty box. Moves no data.
+    A plain tensor is the whole global tensor. A DTensor may be sharded over any mix of mesh axes,
+    including the strided order that FSDP2 makes over expert-parallel shards. A rank outside of the
+    DTensor's mesh has an empty box. Moves no data.
 
     Raises:
-        PlanError: the DTensor holds partial sums, or its local rows are not one box, as a strided
-            shard alone has them. Also raised if the local part has another shape than its
-            placements say, as FSDP2 leaves it over uneven shards of the same dim.
+        PlanError: the DTensor has partial sums, or its local rows are not one box, as with a
+            strided shard alone. Also raised if the local part has another shape than its placements
+            say, as with FSDP2 over uneven shards of the same dim.
     """
     from torch.distributed.tensor import DTensor, Partial
 
@@ -132,7 +132,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds, or a plain tensor itself. Local.
+    """Return the part of a DTensor that this rank stores, or a plain tensor itself. Local.
 
     The result is an alias: no data moves.
     """
@@ -142,7 +142,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_gaps(tensor: DTensor) -> None:
-    """Refuse a local part with gaps. A placement splits the rows that earlier ones left over."""
+    """Refuse a local part with gaps. A placement splits the rows that earlier placements left."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "of a rank on the mesh"
     strided = {getattr(p, "dim", 0) for p in tensor.placements if hasattr(p, "split_factor")}
@@ -151,7 +151,7 @@ def _refuse_gaps(tensor: DTensor) -> None:
         for axis, placement in enumerate(tensor.placements):
             if getattr(placement, "dim", None) != dim:
                 continue
-            # A strided shard deals each of `split_factor` parts, a plain one the whole.
+            # A strided shard splits each of `split_factor` parts, a plain shard the whole.
             parts = _chunk_sizes(len(rows), getattr(placement, "split_factor", 1))
             ranks, mine = tensor.device_mesh.size(axis), coordinate[axis]
             rows = torch.cat(
@@ -165,6 +165,6 @@ def _refuse_gaps(tensor: DTensor) -> None:
 
 
 def _chunk_sizes(size: int, parts: int) -> list[int]:
-    """The sizes that `torch.chunk` gives, and 0 where it gives none."""
+    """Return the sizes of `torch.chunk`, followed by 0 for each part that it leaves out."""
     most = -(-size // parts)
     return [max(0, min(most, size - most * part)) for part in range(parts)]

@@ -26,12 +26,12 @@ __all__ = [
 
 # The version of a completion token that no policy sampled.
 UNSAMPLED = -1
-_VERSION_DIGITS = 19  # Of 2**63; Python refuses to read thousands of them.
+_VERSION_DIGITS = 19  # Of 2**63. int() refuses thousands of digits.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One completion of one prompt. Its arrays are read-only: copies, or constants as they are.
+    """One completion of one prompt. Its arrays are read-only: copies, or the given constants.
 
     A completion of several turns also contains the tokens given to the model in between, such as
     tool results. Set the reward with `dataclasses.replace(rollout, reward=...)`.
@@ -52,9 +52,10 @@ class Rollout:
         loss_mask: the completion tokens that count in the loss. By default all sampled tokens.
 
     Raises:
-        ShapeError: lengths do not fit, no token was sampled, or an attachment lies outside.
-        UsageError: an id or a version is negative, or a log-probability or reward is not finite.
-            Also raised if an unsampled token counts in the loss or has a log-probability.
+        ShapeError: lengths do not fit, no token was sampled, or an attachment belongs to tokens
+            after the last one.
+        UsageError: an id is below 0, a version is below -1, or a log-probability or reward is not
+            finite. Also raised if an unsampled token counts in the loss or has a log-probability.
     """
 
     tokens: NDArray[np.int64]
@@ -66,9 +67,9 @@ class Rollout:
     reward: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
     attachments: Mapping[str, Any] = field(default_factory=dict)
-    loss_mask: NDArray[np.bool_] = None  # type: ignore[assignment]  # All of them.
+    loss_mask: NDArray[np.bool_] = None  # type: ignore[assignment]  # All sampled.
 
-    if TYPE_CHECKING:  # It takes what becomes an array; its fields are arrays.
+    if TYPE_CHECKING:  # Arguments may be lists; fields are arrays.
 
         def __init__(
             self,
@@ -107,7 +108,7 @@ class Rollout:
 
     @property
     def nbytes(self) -> int:
-        """Memory of arrays and attachments, in bytes. One without `nbytes` counts 64."""
+        """Memory of arrays and attachments in bytes, as `attachments.nbytes_of` counts it."""
         arrays = (self.tokens, self.logprobs, self.versions, self.loss_mask)
         return sum(array.nbytes for array in arrays) + nbytes_of([*self.attachments.values()])
 
@@ -220,7 +221,7 @@ def pickled(item: Any) -> tuple[Callable[[], Any], tuple[()]]:
     """Return the result of `__reduce__` for a trajectory. Unpickling makes and checks it anew."""
     kind: Callable[..., Any] = type(item)
     made_of = {one.name: getattr(item, one.name) for one in fields(item)}
-    # Views of dictionaries that cannot be written to, which pickle refuses.
+    # pickle refuses read-only views of dictionaries.
     views = {name: dict(x) for name, x in made_of.items() if isinstance(x, MappingProxyType)}
     return partial(kind, **made_of | views), ()
 
@@ -229,7 +230,7 @@ def freeze_trajectory(item: Any, *, least: int) -> None:
     """Replace the arrays of a new trajectory by checked, read-only ones.
 
     Args:
-        least: the completion tokens that it needs at least.
+        least: the smallest number of sampled tokens.
 
     Raises:
         ShapeError, UsageError: as for `Rollout`.
@@ -289,7 +290,7 @@ def _frozen(values: ArrayLike, dtype: type, *, name: str) -> NDArray:
 
 
 def _is_constant(values: ArrayLike) -> TypeGuard[NDArray]:
-    """Whether it is an array that cannot be written to, directly or through the array it views."""
+    """Return whether an array cannot be written to, directly or through the array that it views."""
     owner: Any = values
     while isinstance(owner, np.ndarray):
         if owner.flags.writeable:

@@ -1,8 +1,8 @@
 """Conversations that become rollouts, and a recorder of agents, token by token.
 
-Agents call a model over OpenAI's protocol. A session is one rollout that is being recorded. It has
-a URL, a key and a `Conversation`. A `Recorder` opens sessions in front of an engine that takes ids,
-and `adapters.uvicorn.CaptureServer` serves them over HTTP.
+Agents call a model over OpenAI's protocol. A session is one conversation that is being recorded. It
+has a URL, a key and a `Conversation`. A `Recorder` opens sessions in front of an engine that takes
+ids, and `adapters.uvicorn.CaptureServer` serves them over HTTP.
 """
 
 from .conversation import Continuity, Conversation

@@ -1,7 +1,7 @@
 """Turns of a conversation, made into rollouts with exactly the tokens that the engine saw.
 
-A conversation is a list of branches, and each branch becomes a rollout. A new turn tries branches
-by the tokens that they share with its prompt, most first. Only `append` changes branches.
+A conversation is a list of branches, and each branch becomes a rollout. A new turn first tries the
+branches that share most tokens with its prompt. Only `append` changes branches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Continuity(StrEnum):
     """The relation of a prompt to the tokens of earlier turns.
 
     START begins the conversation. CLEAN continues exactly where an earlier turn ended. REALIGN cuts
-    the end of the last answer. FORK begins another rollout.
+    the end of a rollout's last answer. FORK begins another rollout.
     """
 
     START = "start"
@@ -37,11 +37,12 @@ class Continuity(StrEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """One request to the engine, and how the conversation took it.
+    """One request to the engine, and its relation to earlier turns.
 
     Attributes:
         branch: the position of its rollout.
-        matched: prompt tokens that its rollout already had.
+        matched: prompt tokens that its rollout already had, or that another rollout had if
+            `continuity` is FORK.
         added: the other prompt tokens. They are not trained on.
         sampled: tokens of the answer.
         dropped: sampled tokens that this turn removed from the rollout, and so from training.
@@ -62,10 +63,10 @@ class Conversation:
     the tokens that the engine saw. Each trained token has the log-probability with which it was
     sampled after exactly the tokens before it.
 
-    If a prompt does not continue where the last answer ended, it begins another rollout. The
-    earlier rollout stays whole, and tokens common to both are trained on once. If only the end of
-    the last answer differs, the answer may be cut there instead. That saves a rollout and loses the
-    cut tokens.
+    If a prompt does not continue any rollout where its last answer ended, the prompt begins another
+    rollout. The earlier rollout stays whole, and tokens common to both are trained on once. If only
+    the end of the last answer differs, the answer may be cut there instead. A cut saves a rollout
+    and loses the cut tokens.
 
     Cost per turn: the prompt and its images are compared with each rollout so far.
 
@@ -109,7 +110,8 @@ class Conversation:
             logprobs: the engine's log-probability of each sampled token.
             versions: the policy version that sampled each token.
             attachments: `Aligned` counts tokens of this prompt and answer. Rows may begin at any
-                token up to the first one without rows. Images of earlier turns may be left out.
+                token up to the first token that has no row yet. Images of earlier turns may be left
+                out.
 
         Raises:
             ShapeError: the prompt or the answer is empty, lengths do not fit, or rows are missing.
@@ -154,7 +156,8 @@ class Conversation:
         reward: float | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> tuple[Rollout, ...]:
-        """Return the rollouts so far. Each begins with its first prompt. Arguments as `Rollout`.
+        """Return the rollouts so far. A rollout begins with its first prompt. Arguments as
+        `Rollout`.
 
         Attachments with one row per token, such as routes, are `Aligned`.
         """
@@ -174,7 +177,7 @@ class Conversation:
         )
 
     def _place(self, new: Rollout) -> tuple[int, Continuity, int]:
-        """Return the branch that a prompt continues, how, and the number of common tokens."""
+        """Return the branch and the continuity of a prompt, and the number of common tokens."""
         if not self._branches:
             return 0, Continuity.START, 0
         matches = [branch.common_with(new) for branch in self._branches]
@@ -211,7 +214,7 @@ class _Branch:
         return common_tokens(self.attachments, new.attachments, common)
 
     def can_end_at(self, place: int, *, most: int) -> bool:
-        """Whether the last answer may be cut there: not all of it, and not inside a whole value."""
+        """Return whether a cut at `place` leaves a part of the last answer and all whole values."""
         return (
             self.answer_start < place
             and len(self.tokens) - place <= most

@@ -1,8 +1,8 @@
 """The ids of an agent's earlier answers, so that its next prompt repeats them unchanged.
 
-A history maps the digest of all messages up to an answer to the ids of prompt and answer. `prompt`
-looks for the longest known beginning of a request, and tokenises only the rest. `keep` adds an
-answer. Nothing is removed while the session lives.
+A history maps a digest of messages that end with an answer to the ids of prompt and answer.
+`prompt` looks for the longest known beginning of a request, and tokenises only the rest. `keep`
+adds an answer. Nothing is removed while the session lives.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Renderer(Protocol):
     ) -> list[int] | None:
         """Return the ids after an answer, up to where the assistant answers again.
 
-        None if the format writes any of `before` differently now that more messages follow.
+        Return None if the format writes any of `before` differently now that more messages follow.
 
         Args:
             before: messages, with the answer last.
             added: the messages after the answer.
-            last_id: the last sampled id of the answer, which may lack its end.
+            last_id: the last sampled id of the answer, which may lack its stop id.
 
         Raises:
             UsageError: as for `render`.
@@ -122,7 +122,8 @@ class History:
             (message,) = read_messages([answer.message()])
             self._chats[_digest(prompt.mark, message)] = _Held(held, new)
         elif isinstance(request.prompt, str):
-            # Text that continues the answer comes before the token that ended it.
+            # The ids that ended the answer are left out, because the next text continues the
+            # answer.
             self._texts[request.prompt + answer.content] = _Held(held, new[: len(new) - end])
 
     def _text_prompt(self, prompt: str | tuple[int, ...]) -> Prompt:
@@ -152,7 +153,7 @@ class _Held:
 
 
 def _digests(tools: Sequence[Mapping], messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """Return digests of the tools and of no message, of the first, of the first two, ..."""
+    """Return digests of the tools with the first 0, 1, 2, ... messages."""
     found = [_digest(b"", tools)]
     for message in messages:
         found.append(_digest(found[-1], message))

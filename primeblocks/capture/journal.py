@@ -1,8 +1,8 @@
 """Recorded turns on disk, so that they survive the process that recorded them.
 
 A journal takes turns of a session after `turns` was called for it. It then keeps the session's last
-tokens in memory until `leave` or `forget`, and writes only what a turn adds to them. If a write
-fails, the session has a gap: later turns are written with all their rows.
+tokens in memory until `leave` or `forget`, and writes only the tokens and rows that a turn adds. If
+a write fails, the session has a gap: later turns are written with all their rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CaptureJournal:
     """The turns of sessions in one SQLite file. Each turn is written as a whole.
 
     A turn is on disk before the agent gets its answer, and survives SIGKILL. It takes disk space
-    only for the tokens and rows that it adds to the previous turn.
+    only for the tokens and rows that it adds to the previous turn. A FORK also writes all its rows.
 
     Errors: as for `primeblocks.async_loop.Journal`, whose default durability it has.
     """
@@ -82,12 +82,12 @@ class CaptureJournal:
         attachments: Mapping[str, Any],
         **values: Any,
     ) -> None:
-        """Write a turn that a conversation has taken, with its values. Durable on return.
+        """Write a turn that `Conversation.append` returned, with its values. Durable on return.
 
         Raises:
             UsageError: `turns` was not called for the session.
             UnsupportedError: an attachment is of a type that cannot be packed.
-            CapacityError, DeadlineError, CorruptionError, ClosedError: as for `Journal`.
+            CapacityError, DeadlineError, CorruptionError, ClosedError: as for `async_loop.Journal`.
         """
         if session not in self._last:
             raise UsageError(
@@ -96,7 +96,7 @@ class CaptureJournal:
         place, last = self._last[session]
         asked = np.asarray(prompt, np.int64)
         same = common_prefix(last, asked)
-        # Another branch has none of these rows yet, and neither has one that lacks a turn.
+        # A new branch, or a session that lacks a turn, does not have earlier rows in the journal.
         goes_on = turn.continuity in {"clean", "realign"} and session not in self._gapped
         first = turn.matched - 1 if goes_on else 0
         payload = codec.pack(
@@ -168,7 +168,7 @@ class CaptureJournal:
         self._gapped.discard(session)
 
     def forget(self, session: str) -> None:
-        """Delete the turns of a session that are stored elsewhere or not needed."""
+        """Delete the turns of a session, when you do not need them or stored them elsewhere."""
         with self._database.transaction() as db:
             db.execute("DELETE FROM turns WHERE session = ?", (session,))
         self.leave(session)

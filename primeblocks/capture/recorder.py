@@ -3,7 +3,7 @@
 A session forwards an agent's requests to the engine and records each turn token by token. A turn is
 recorded when the engine has answered, even if the agent has left. A session is open until its
 context ends or the recorder closes. Then it cancels running requests and refuses later ones. The
-recorded turns stay. Without bounds an agent could make requests without limit, so `CaptureBounds`
+recorded turns stay. Without bounds an agent could send any number of requests, so `CaptureBounds`
 limits them.
 """
 
@@ -39,10 +39,11 @@ __all__ = ["CaptureBounds", "CaptureSession", "Generate", "Recorder", "Sampled"]
 
 
 class Sampled(Protocol):
-    """A completion, such as `adapters.vllm.Completion`. Each sequence has one entry per token.
+    """A completion, such as `adapters.vllm.Completion`.
 
-    `routed_experts` has a row for each token of prompt and completion except the last. The engine
-    may leave out rows of the first tokens. None without routes.
+    Each sequence has one entry per sampled token. `routed_experts` has a row for each token of
+    prompt and completion except the last. The engine may leave out rows of the first tokens. An
+    engine without routes returns None.
     """
 
     @property
@@ -110,11 +111,11 @@ class CaptureBounds:
 
 
 class CaptureSession:
-    """One rollout that is being recorded. `Recorder.session` makes it.
+    """One conversation that is being recorded. `Recorder.session` makes it.
 
     If an agent sends an answer back unchanged, the next prompt has the answer's sampled ids. Only
-    the text after it is tokenised. If the agent changes earlier messages, the whole prompt is
-    tokenised, and the turn in `conversation` is REALIGN or FORK.
+    the text after the answer is tokenised. If the agent changes an earlier message, only answers
+    before this message keep their sampled ids. The turn in `conversation` is then REALIGN or FORK.
 
     Attributes:
         base_url: for the agent's client. It includes `name`.

@@ -96,8 +96,8 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
 
     Raises:
         UsageError: the body is not JSON, or a field is missing or has a wrong type.
-        UnsupportedError: the request asks for something that would not be done. Nothing is ignored
-            silently.
+        UnsupportedError: the request asks for something that would not be done. Only nulls and
+            fields that do not affect sampling are ignored.
     """
     fields = _read_json(body)
     known = CHAT if is_chat else TEXT

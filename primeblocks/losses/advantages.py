@@ -55,7 +55,7 @@ def leave_one_out_advantages(
 ) -> Float[Tensor, "groups members"]:
     """Return how much better each rollout is than the mean of the other rollouts. Pure. Local.
 
-    n / (n - 1) (r - mean), with an unbiased baseline. A group of one member gets 0.
+    The value is n / (n - 1) (r - mean). Its baseline is unbiased. A group of one member gets 0.
 
     Source: arXiv:2402.14740 (RLOO).
     """
@@ -70,7 +70,7 @@ def max_rl_advantages(
 ) -> Float[Tensor, "groups members"]:
     """Return (r - mean) / mean of the group, or 0 if the mean is not above 0. Pure. Local.
 
-    For rewards of 0 or 1 it follows the log-likelihood of a right answer instead of its
+    For rewards of 0 or 1 the gradient follows the log-likelihood of a right answer instead of its
     probability, so hard prompts count more.
 
     Args:
@@ -93,14 +93,14 @@ def turn_advantages(
     normalise: bool = True,
     epsilon: float = 1e-4,
 ) -> Float[Tensor, "groups members turns"]:
-    """Return how much better each turn continued than the same turn of the group. Pure. Local.
+    """Return how much better each turn's return is than the group's mean at that turn. Pure. Local.
 
-    A turn's return is its reward plus the discounted rewards of later turns. Its advantage is over
-    the members that have such a turn, as in `group_advantages`. Put a reward of the whole rollout
-    at its last turn.
+    A turn's return is its reward plus the discounted rewards of later turns. Advantages are
+    computed as in `group_advantages`, over the members that have this turn. Put a reward of the
+    whole rollout at its last turn.
 
     Args:
-        mask: the turns that each member has. A missing turn between others counts 0.
+        mask: the turns that each member has. A missing turn before other turns has reward 0.
 
     Raises:
         UsageError: `discount` is not within [0, 1].
@@ -146,7 +146,7 @@ def _centred(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
     Both are float64, and exactly 0 if all members are equal.
     """
-    # Relative to one member first: a mean of zeros is not rounded, a mean of equal numbers is.
+    # Subtract a member first: a mean of equal numbers is rounded, and a mean of zeros is not.
     x = x.double()
     one = x.masked_fill(~mask, math.inf).amin(dim=1, keepdim=True)
     x = torch.where(mask, x - one, torch.zeros_like(x))

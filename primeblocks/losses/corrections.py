@@ -1,11 +1,11 @@
-"""Weights that correct for tokens sampled by another policy than the one that learns.
+"""Weights that correct for tokens sampled by another policy than the learning policy.
 
-Each function returns a `Correction`: weights per token without gradient, for the `weights=` of any
+Most functions return a `Correction`: weights per token without gradient, for the `weights=` of any
 loss, with counts and the effective sample size. To combine corrections, multiply their weights:
 `a.weights * b.weights`. r is a token's ratio p_trainer / p_rollout, or p_old / p_rollout if the
-loss itself compares with an old policy. Masked tokens may hold any values. A ratio counts as at
-most e**20. A NaN of an unmasked token shows in its weight, or masks it. All functions raise
-`ShapeError` if shapes differ or a dtype is wrong.
+loss itself compares with an old policy. Masked tokens may have any values. A ratio counts as at
+most e**20. If an unmasked token has a NaN, its weight is NaN, 0 or unchanged, and the loss is NaN.
+All functions raise `ShapeError` if shapes differ or a dtype is wrong.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Correction:
         truncated: weights that were set to a bound.
         masked: weights that were set to 0.
         ess: the effective sample size, (sum w)^2 / sum w^2, of tokens, or of sequences if all
-            tokens of a sequence have the same weight. `ess / samples` is 1 if all are equal.
-        samples: the number of weights, as tokens or sequences.
+            tokens of a sequence have the same weight. `ess / samples` is 1 for equal weights.
+        samples: the number of tokens or sequences that `ess` counts.
     """
 
     weights: Tensor
@@ -85,8 +85,8 @@ def importance_weights(
         level: "token" gives each token its own r. "sequence" gives it the product of r over its
             sequence, which is unbiased, with a variance that grows with the length. "geometric"
             gives it the geometric mean.
-        beyond: treats a ratio outside `[min_ratio, max_ratio]`. "truncate" sets it to the bound,
-            "mask" removes the token, "reject" removes its whole sequence.
+        beyond: the treatment of a ratio outside `[min_ratio, max_ratio]`. "truncate" sets it to the
+            bound, "mask" removes the token, "reject" removes its whole sequence.
         max_ratio: at least 1. A smaller value means less variance and more bias.
         sequence_ids: an integer per token. By default each row of `[rollouts, tokens]` is one
             sequence. All tokens of a sequence must be on this rank. Not needed if `level` is
@@ -131,13 +131,14 @@ def off_policy_metrics(
 ) -> dict[str, float]:
     """Measure a batch: effective sample size and KL estimates. Collective with `group`, or local.
 
-    "ess" is the effective sample size of the unbounded ratios, divided by the number of tokens. It
-    is 1 on policy, and near 0 if a few tokens carry all the weight. With `x = log p_trainer - log
-    p_rollout`, "k1" is the mean of `-x`, "k2" of `x^2 / 2`, and "k3" of `exp(x) - 1 - x`. They
-    estimate KL(rollout || trainer) in nats per token. Without tokens the result is 1 and zeros.
+    "ess" is the effective sample size of the uncorrected ratios, divided by the number of tokens.
+    It is 1 on policy, and near 0 if a few tokens carry all the weight. With
+    `x = log p_trainer - log p_rollout`, "k1" is the mean of `-x`, "k2" of `x^2 / 2`, and "k3" of
+    `exp(x) - 1 - x`. They estimate KL(rollout || trainer) in nats per token. Without tokens the
+    result is 1 and zeros.
 
     Args:
-        group: the ranks that hold parts of the batch. Each rank gets the figures of the whole.
+        group: the ranks that have parts of the batch. Each rank gets the whole batch's figures.
 
     Raises:
         PlanError: this rank is not in `group`.
@@ -176,7 +177,7 @@ def sequence_outlier_mask(
     exp(x) - 1 - x ("k3"). A sequence is an outlier if its mean or maximum is above `bound`.
 
     Args:
-        bound: above 1 for "error". For the others, a KL divergence per token.
+        bound: above 1 for "error". For the others, a KL divergence per token, in nats.
         advantages: with them, only sequences with a negative sum of advantages are masked
             (DeepSeek-V3.2's off-policy mask, with "k1").
 
@@ -220,7 +221,8 @@ def entropy_scaled_mask(
 ) -> Correction:
     """Weight 1 where (log r)^2 / (entropy + epsilon) <= max_score, or 0. Pure. Local.
 
-    Log-ratios are larger by nature where the engine was unsure. Tune both bounds for your engine.
+    Log-ratios are larger by nature where the engine was unsure. Tune `max_score` and `epsilon` for
+    your engine.
 
     Args:
         entropies: of the engine's distribution at each token, in nats, not negative.
@@ -245,7 +247,7 @@ def second_moment_mask(
     mask: Bool[Tensor, "*tokens"],
     max_moment: float = 0.04,
 ) -> Correction:
-    """Weight 0 for the largest log-ratios, until the mean square of the rest is small. Pure. Local.
+    """Weight 0 for the largest abs(log r), until the mean square of the rest is small. Pure. Local.
 
     The mean is over the batch: call it once for all tokens of a step, before they are split into
     micro-batches. The tokens that keep weight 1 have a mean of (log r)^2 of at most `max_moment`.
@@ -282,12 +284,12 @@ def clip_cov_mask(
     clip_high: float = 0.2,
     generator: torch.Generator | None = None,
 ) -> Correction:
-    """Weight 0 for a random few of the tokens that lower the entropy most, or 1. Pure. Local.
+    """Weight 0 for a few random tokens among those that lower the entropy most. Pure. Local.
 
     A token's covariance is (A - mean A) (log p - mean log p), over the batch. Candidates have a
-    covariance between the bounds, and are not clipped by `grpo_loss`. A fraction of all tokens is
-    drawn from the candidates by `generator`, at least one. Call it once for all tokens of a step,
-    and give `grpo_loss` the same clips.
+    covariance between the bounds, and are not clipped by `grpo_loss`. `generator` draws a fraction
+    of all tokens from the candidates, at least one if there is a candidate. All other tokens get
+    weight 1. Call it once for all tokens of a step, and give `grpo_loss` the same clips.
 
     Raises:
         UsageError: `fraction` is not in (0, 1], or a clip is out of range.
@@ -319,9 +321,9 @@ def kl_cov_tokens(
 ) -> Bool[Tensor, "*tokens"]:
     """Choose the tokens with the largest covariance of advantage and log-probability. Pure. Local.
 
-    Pass them as the mask of `kl_loss(..., estimator="abs", gradient="estimator")`, and add that to
-    `grpo_loss(clip_low=1, clip_high=math.inf)`. Together this is KL-Cov. It chooses a fraction of
-    all tokens, at least one. Call it once for all tokens of a step.
+    Pass them as the mask of `kl_loss(..., estimator="abs", gradient="estimator")`, and add that
+    loss to `grpo_loss(clip_low=1, clip_high=math.inf)`. Together this is KL-Cov. The function
+    chooses a fraction of all tokens, at least one. Call it once for all tokens of a step.
 
     Raises:
         UsageError: `fraction` is not in (0, 1].
@@ -378,7 +380,7 @@ def _counted(
     none = torch.zeros_like(mask)
     truncated, dropped = (none if x is None else x & mask for x in (truncated, dropped))
     weights = masked(weights, mask & ~dropped)
-    # Each token has one over its sequence's length, so that each sequence counts once.
+    # A token's share is 1 / (length of its sequence), so that each sequence counts once.
     share = masked(torch.ones_like(weights).double() if lengths is None else 1 / lengths, mask)
     w = share * weights.double()
     figures = [mask.sum(), truncated.sum(), dropped.sum()]

@@ -52,18 +52,19 @@ def kl_loss(
     abs        abs(x)                      abs(x)                        no KL; KL-Cov's penalty
     =========  ==========================  ============================  =========================
 
-    The derivative of an estimate does not estimate the derivative. `gradient="unbiased"` takes the
-    value from the estimator and the derivative d / d log p from the divergence. That is x for the
-    reverse divergence and 1 - u for the forward one, and both are right in the mean.
+    The derivative of an estimate does not estimate the divergence's derivative.
+    `gradient="unbiased"` takes the value from the estimator and the derivative d / d log p from the
+    divergence. This derivative is x for the reverse divergence and 1 - u for the forward one. Both
+    are right in the mean.
 
-    `gradient="estimator"` derives the estimator, as most trainers do. For the reverse divergence
-    this is right only for k2. The derivative of k1 has mean 0 and teaches nothing. The derivative
-    of k3 is 1 - u, which belongs to the *forward* KL. For the forward divergence no estimator's
-    derivative is right.
+    `gradient="estimator"` differentiates the estimator, as most trainers do. For the reverse
+    divergence this is right only for k2. The derivative of k1 has mean 0 and teaches nothing. The
+    derivative of k3 is 1 - u, which belongs to the *forward* KL. For the forward divergence no
+    estimator's derivative is right.
 
     Args:
         weights: importance weights, if another policy sampled the tokens, such as an engine that is
-            versions behind. The statements above then hold for the trainer's policy.
+            some versions behind. The statements above are then true for the trainer's policy.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
@@ -99,21 +100,21 @@ def teacher_advantages(
     mask: Bool[Tensor, "*tokens"],
     teacher_weights: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """Return sg[log p_teacher - log p_student], minus k1 of the reverse KL. Pure. Local.
+    """Return sg[log p_teacher - log p_student], the negative of k1 of the reverse KL. Pure. Local.
 
     Pass them as advantages to any policy-gradient loss, alone or added to advantages of rewards.
-    Their gradient is that of KL(student || teacher) per token. Corrections for the age of tokens
-    apply as to any advantage.
+    Alone, they give the loss the gradient of KL(student || teacher) per token. Corrections for
+    older policies apply as to any advantage.
 
     Args:
         teachers: log-probabilities of the student's tokens.
-        teacher_weights: for several teachers, weights per token of each. The result is the weighted
-            sum of advantages. A teacher may hold any values where its weight is 0, so each sequence
-            may have its own teacher.
+        teacher_weights: for several teachers, one tensor of weights per teacher, with a weight per
+            token. The result is the weighted sum of advantages. A teacher may have any values where
+            its weight is 0, so each sequence may have its own teacher.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: no teacher was given, or not one tensor of weights per teacher.
+        UsageError: no teacher was given, or the number of `teacher_weights` differs.
 
     Source: arXiv:2306.08543 (reverse KL by policy gradient), 2306.13649 (on-policy distillation).
     """
@@ -146,9 +147,9 @@ def top_k_loss(
 ) -> TokenLoss:
     """KL of each token's distribution over the student's k most likely words. Pure. Local.
 
-    "reverse" is KL(student || teacher), "forward" is KL(teacher || student). It has no sampling
-    noise, but does not tell words beyond the k apart. With several teachers, use one loss each,
-    with `weights`.
+    "reverse" is KL(student || teacher), "forward" is KL(teacher || student). The loss has no
+    sampling noise, but does not distinguish the words beyond the k. With several teachers, use one
+    loss per teacher, with `weights`.
 
     Args:
         student_logprobs: differentiable, of the same words as the teacher's.

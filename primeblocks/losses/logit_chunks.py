@@ -1,8 +1,9 @@
 """Sums over logits and their gradients, one chunk at a time in the memory of one chunk.
 
-Logits are computed by chunks of words, and within by chunks of tokens. `normalise` reads all chunks
-and returns log-probabilities and entropies. `gradients` reads them again and adds to the gradients.
-`LogitChunks` computes a chunk twice, or keeps it from the first pass to the second (`keep`).
+Logits are computed by chunks of words, and in each by chunks of tokens. `normalise` reads all
+chunks and returns log-probabilities and entropies. `gradients` reads them again and adds to the
+gradients. `LogitChunks` computes a chunk twice, or keeps it from the first pass to the second
+(`keep`).
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class LogitChunks:
         self.scale = scale.to(self.wide)[:, None] if isinstance(scale, Tensor) else scale
         self.keep, self.kept = keep, set[tuple[int, int]]()
         rows, words = min(head.chunk[0], len(hidden)), min(head.chunk[1], len(weight))
-        # Fresh memory pages for each chunk would cost a CPU as much as its exponentials.
+        # Fresh memory pages for a chunk would cost a CPU as much time as the chunk's exponentials.
         size = len(hidden) * len(weight) if keep else rows * words
         self.memory: tuple[Tensor, Tensor] = (
             (
@@ -160,7 +161,7 @@ class LogitChunks:
 
 
 class Normalised(NamedTuple):
-    """By token: log-probabilities of chosen words, entropy, and the logarithm of the sum."""
+    """By token: log-probabilities of chosen words, entropy, and the log of summed exponentials."""
 
     logprobs: Tensor
     entropy: Tensor
@@ -228,8 +229,8 @@ def gradients(
             grad = _of_logits(chunks, logits, tokens, words, ids, seen, of_scores)
             grad = grad.to(chunks.dtype)
             if to.hidden is not None:
-                # Each chunk's words are summed on their own. Adding them to the total one by one,
-                # as addmm does, loses a bit more than the plain product with 150,000 words.
+                # Each chunk's words are summed on their own. Adding words to the total one by one,
+                # as addmm does, is slightly less precise than the plain product with 150,000 words.
                 to.hidden[tokens] += grad @ w
             if rows is None:
                 continue
@@ -250,7 +251,7 @@ def _of_logits(
     seen: Normalised,
     of_scores: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Return the gradient of a chunk before the temperature, in its memory."""
+    """Return the gradient of a chunk's logits before the temperature, in the chunk's memory."""
     of_logprobs, of_entropy = of_scores
     logits -= seen.log_mass[tokens, None]
     grad = logits
@@ -265,7 +266,7 @@ def _of_logits(
     if of_logprobs is not None:
         place, here = chunks.place(ids[tokens], words)
         added = torch.where(here, of_logprobs[tokens], 0)
-        for choice in range(ids.shape[1]):  # One a row at a time: in a fixed order.
+        for choice in range(ids.shape[1]):  # One per row at a time: sums in a fixed order.
             at = place[:, choice, None]
             grad.scatter_(1, at, grad.gather(1, at) + added[:, choice, None])
     return chunks.scaled(grad, tokens)
@@ -285,7 +286,7 @@ def _wide(whole: Tensor | None, words: slice, wide: torch.dtype) -> Tensor | Non
 
 def _rescale(top: Tensor, mass: Tensor, moment: Tensor, highest: Tensor) -> None:
     """Make sums relative to a higher maximum, in place."""
-    # From -inf the sums are 0, and their change would be NaN.
+    # If the maximum is -inf, the sums are 0, and the change would be NaN.
     change = torch.where(mass > 0, top - highest, 0)
     factor = change.exp()
     moment.add_(mass * change).mul_(factor)

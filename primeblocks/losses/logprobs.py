@@ -55,23 +55,23 @@ def token_scores(
 
     Logits are computed one chunk at a time, and again in the backward. That takes four matrix
     products, where the plain computation takes three, but only the memory of a few chunks. Results
-    are float32, or float64 if `hidden` is. Local, or collective with a `group`, and so is its
-    backward. Differentiable once, in `hidden` and `weight`. Deterministic.
+    are float32, or float64 if the head computes in float64. Local, or collective with a `group`,
+    and so is its backward. Differentiable once, in `hidden` and `weight`. Deterministic.
 
     Args:
         hidden: rows that predict: `hidden[t]` predicts the word `ids[t]`. Leave out rows that the
-            loss does not need (prompts), because they cost as much as others.
+            loss does not need (prompts), because every row costs the same.
         weight: of the head. With a `group`, this rank's rows.
         ids: one word per row, or several (a teacher's candidates). An id outside the vocabulary,
             such as -100, has the log-probability NaN.
         options: keywords, as follows.
         temperature: logits are divided by it. A number, or `[tokens]` without gradient.
         head_dtype: operands are cast to it one chunk at a time. Use float32 for a bfloat16 model
-            if the engine does so too. Otherwise it changes the mismatch with the engine.
+            only if the engine does so too, because it changes the mismatch with the engine.
         group: ranks that share the vocabulary. Each has the same `hidden` and `ids`, and gets the
-            same result and the whole gradient of `hidden`. The forward sends three vectors of
-            tokens, and the backward sends `[tokens, hidden]`.
-        first_word: the word of the first row of `weight`.
+            same result and the whole gradient of `hidden`. The forward sends 3 + 2 x choices
+            numbers per token, and the backward sends `[tokens, hidden]`.
+        first_word: the id of the word of the first row of `weight`.
         chunk_tokens: rows of a chunk of logits.
         chunk_words: columns of a chunk of logits.
         check: ranks first agree on their arguments. That is a small collective for which the host
@@ -239,7 +239,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _zeros(
     hidden: Tensor, weight: Tensor, needs: Sequence[bool], *, wide: torch.dtype | None = None
 ) -> HeadGradients:
-    """Return gradients of zeros. Those of the head are in its own dtype or in `wide`."""
+    """Return gradients of zeros. That of `weight` is in its own dtype, or in `wide`."""
     full = torch.promote_types(hidden.dtype, torch.float32) if wide is None else wide
     return HeadGradients(
         torch.zeros_like(hidden, dtype=full) if needs[0] else None,

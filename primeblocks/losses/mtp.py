@@ -24,11 +24,12 @@ def mtp_labels(
     """Return the labels of the head that predicts token t + `depth` + 1 at token t. Pure. Local.
 
     If ranks share the sequence, call this for the whole sequence, and split the result. A shift of
-    the parts would lose the tokens that other ranks hold.
+    the parts would lose the tokens that other ranks have.
 
     Args:
         labels: of the policy: `labels[t]` is token t + 1, or -100 if token t + 1 is padding, begins
-            a sequence or does not count. For a `Pack`, `at_predictors(pack.targets, fill=-100)`.
+            a sequence or does not count. For a `Pack`, pass
+            `pack.at_predictors(pack.targets, fill=-100)`.
         depth: 1 for the first head, as in DeepSeek-V3.
         sequence_ids: as for other losses. A label from another sequence becomes -100.
 
@@ -63,14 +64,19 @@ def mtp_loss(
 
     To train only the head, detach the hidden states and embeddings that you give to the head.
     Otherwise the loss changes the policy too. DeepSeek-V3 (arXiv:2412.19437) adds to its loss the
-    mean of `divide(mtp_loss(...))` over depths, times Megatron's `mtp_loss_scaling_factor`.
+    mean of `divide(mtp_loss(...))` over depths, times a factor (Megatron's
+    `mtp_loss_scaling_factor`).
 
     Args:
         hidden: the head's last hidden states. Any values where `labels` is -100.
         weight: of the output layer, which heads usually share with the policy.
         labels: the result of `mtp_labels`.
-        detach_weight: give `weight` no gradient, as Megatron's `mtp_detach_heads` does.
-        options: as for `logprobs.token_logprobs`. Cost and errors are as there.
+        detach_weight: give `weight` no gradient, as Megatron's `mtp_detach_heads` does. The loss
+            then takes three matrix products instead of four.
+        options: as for `logprobs.token_logprobs`. The host also waits for the number of labels.
+
+    Raises:
+        ShapeError, UsageError, PlanError, RankError: as for `logprobs.token_logprobs`.
     """
     mask = labels != -100
     check_tokens(mask, sequence_ids=sequence_ids, hidden=hidden[..., 0], weights=weights)

@@ -24,25 +24,25 @@ def divide(
 ) -> Tensor:
     """Add losses and divide them by the tokens or sequences of all ranks.
 
-    *Add* gradients over ranks and micro-batches. They equal those of the whole batch on one rank.
-    If your trainer averages over ranks (DDP, or FSDP without a divide factor of 1), multiply by the
-    number of ranks. Collective with `group`: two exchanges of a few bytes, for which the host
-    waits. Local without `group`, or if `by` is a number.
+    *Add* gradients over ranks and micro-batches. The sums equal the gradients of the whole batch on
+    one rank. If your trainer averages over ranks (DDP, or FSDP without a divide factor of 1),
+    multiply by the number of ranks. Collective with `group`: two exchanges of a few bytes, for
+    which the host waits. Local without `group`, or if `by` is a number.
 
     Args:
         losses: all micro-batches of this rank. If `by` is a number, they may come one at a time. If
-            `by` is a word, pass all of them, because the count is made of what is passed.
-        by: a word, or a number for micro-batches whose backward runs in turn. The number is the
-            `global_count` of their masks, before the first. For Dr. GRPO it is sequences x longest
-            answer.
-        group: the ranks that hold parts of the batch.
+            `by` is a word, pass all of them, because only the losses that you pass are counted.
+        by: a word, or a number if each micro-batch runs its backward before the next one. Get the
+            number from `global_count` of all masks, before the first micro-batch. For Dr. GRPO it
+            is sequences x longest answer.
+        group: the ranks that have parts of the batch.
 
     Returns:
         A scalar. It is 0 with gradients of 0 if all tokens are masked.
 
     Raises:
         UsageError: no loss was passed, `by` is unknown or negative, or sequences are unknown.
-        RankError: another rank refused its arguments, or did not come within the group's timeout.
+        RankError: another rank refused its arguments, or did not call within the group's timeout.
         PlanError: this rank is not in `group`, or another rank divides by something else.
 
     Example:
@@ -79,7 +79,7 @@ def global_count(
 def length_weights(
     mask: Bool[Tensor, "*tokens"], *, sequence_ids: Int[Tensor, "*tokens"] | None = None
 ) -> Float[Tensor, "*tokens"]:
-    """Return one over the unmasked tokens of each token's sequence, or 0 if masked. Pure. Local.
+    """Return 1 / (unmasked tokens of the token's sequence), or 0 for masked tokens. Pure. Local.
 
     With these weights a loss is a sum over sequences of means over their tokens. Divide it by the
     sequences, as GRPO and GSPO do. Short answers then count as much as long ones.

@@ -5,15 +5,15 @@ global count (`normalisation`). Gradients then do not depend on how the batch wa
 
 All take `weights`, one per token, which multiply each token's loss. Pass the weights of a
 correction or of `normalisation.length_weights`, or a product of several. Gradients flow only to
-`trainer_logprobs`. Masked tokens may hold any values. A ratio p_trainer / p_rollout counts as at
+`trainer_logprobs`. Masked tokens may have any values. A ratio p_trainer / p_rollout counts as at
 most e**20, and has no gradient beyond that. A NaN of an unmasked token shows in the sum. All losses
 raise `ShapeError` if shapes differ (nothing is broadcast), or a dtype is wrong.
 
-In `gspo_loss` and `gmpo_loss` each token's loss has the ratio of its sequence as its value, and its
-own share of the gradient. The loss of the papers is the sum over tokens, each divided by the length
-of its sequence: pass `weights=length_weights(mask, ...)` and divide by the sequences. All tokens of
-a sequence must be on one rank and in one micro-batch. `sequence_ids` is an integer per token. By
-default each row of `[rollouts, tokens]` is one sequence. Rows with several sequences need them.
+In `gspo_loss` and `gmpo_loss` a token's ratio has the value of its sequence's ratio, and only the
+gradient of its own log-ratio. The papers divide each token's loss by the length of its sequence:
+pass `weights=length_weights(mask, ...)` and divide by the sequences. All tokens of a sequence must
+be on one rank and in one micro-batch. `sequence_ids` is an integer per token. By default each row
+of `[rollouts, tokens]` is one sequence. Rows with several sequences need `sequence_ids`.
 """
 
 from __future__ import annotations
@@ -81,16 +81,15 @@ def grpo_loss(
 
     Args:
         rollout_logprobs: the engine's, of the tokens that it sampled. For decoupled PPO pass those
-            of the policy at the start of the step. Weights then correct that policy for the
-            engine's.
-        advantages: one per token, usually the same for a whole rollout. Expand them.
+            of the policy at the start of the step, p_old, and `weights` from p_old / p_engine.
+        advantages: one per token. Expand advantages of rollouts to their tokens.
         mask: True for completion tokens.
         min_ratio: a lower ratio counts as this, without gradient.
         max_ratio: a higher ratio counts as this, without gradient. This is the dual clip, for
             negative advantages.
 
     Raises:
-        UsageError: a clip is negative, `clip_low` is above 1, or the ratios exclude 1.
+        UsageError: a clip is negative, `clip_low` is above 1, or the bounds of r exclude 1.
 
     Source: arXiv:1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip).
     """
@@ -119,8 +118,8 @@ def cispo_loss(
 ) -> TokenLoss:
     """Policy gradient with a clipped weight: -sg[clip(r, 1 - low, 1 + high)] A log p. Pure. Local.
 
-    Unlike in a clipped surrogate, every token keeps a gradient. With `clip_low=0, clip_high=0` it
-    is REINFORCE, and the weights of a correction are the only weights.
+    Unlike in a clipped surrogate, every token keeps a gradient. With `clip_low=0, clip_high=0` the
+    loss is REINFORCE, and the weights of a correction are the only weights.
 
     Args:
         clip_low: 1 leaves small ratios unchanged, as in the paper.
@@ -192,7 +191,7 @@ def sapo_loss(
     """Soft gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A. Pure. Local.
 
     tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the
-    gradient is that of REINFORCE, and it fades with the distance. No token counts as clipped. The
+    gradient is that of REINFORCE. It fades as r moves away from 1. No token counts as clipped. The
     paper averages each sequence: use `weights=length_weights(mask)`, and divide by the sequences.
 
     Raises:
@@ -229,9 +228,9 @@ def dppo_loss(
     """Policy gradient in a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure. Local.
 
     q is the engine's probability of a token, and p is the trainer's. The token counts 0 if p has
-    moved too far in the direction of its advantage. Too far means that (p, 1 - p) diverges from
-    (q, 1 - q) beyond the bound. "tv" is |p - q|, "kl" is KL(q || p). Rare tokens, whose ratios are
-    large after small moves, are not cut off. Frequent tokens are cut off earlier.
+    moved too far in the direction of its advantage. Too far means that the divergence of (p, 1 - p)
+    from (q, 1 - q) is above the bound. "tv" is |p - q|, "kl" is KL(q || p). A clip of ratios cuts
+    off rare tokens after small moves. This loss keeps them, and cuts off frequent tokens earlier.
 
     Args:
         max_low: the bound if the advantage is not above 0.
@@ -272,13 +271,13 @@ def dro_loss(
 ) -> TokenLoss:
     """Policy gradient with a penalty: -A log p + beta / 2 (log p - log q)^2. Pure. Local.
 
-    The penalty pulls a token back to the engine's probability q, whatever its age. It forms no
-    ratio and clips nothing.
+    The penalty pulls a token back to the engine's probability q, whatever its age. The loss does
+    not form a ratio and does not clip.
 
     Raises:
         UsageError: `beta` is not above 0.
 
-    Source: arXiv:2405.19107 (DRO), a token at a time.
+    Source: arXiv:2405.19107 (DRO), per token.
     """
     operands = trainer_logprobs, rollout_logprobs, advantages
     log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
@@ -303,8 +302,8 @@ def gspo_loss(
     """Clipped surrogate with the geometric mean of a sequence's ratios. Pure. Local.
 
     -min(s A, clip(s, 1 - low, 1 + high) A). The value of log s is the mean of the sequence's
-    log-ratios, and its gradient is the token's own (GSPO-token). Clips are a thousand times smaller
-    than GRPO's, because s is a mean.
+    log-ratios, and its gradient is the token's own (GSPO-token). The default clips are 500 to 670
+    times smaller than those of `grpo_loss`, because log s is a mean.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.
@@ -334,8 +333,9 @@ def gmpo_loss(
 ) -> TokenLoss:
     """Geometric mean of ratios that are clipped one by one: -A exp(mean of c). Pure. Local.
 
-    c is the token's log-ratio, at most `clip_high` if A > 0, and at least `-clip_low` otherwise. An
-    outlier changes the mean by at most the clip, and the tokens of its sequence still learn.
+    c is the token's log-ratio, at most `clip_high` if A > 0, and at least `-clip_low` otherwise. In
+    the direction of the advantage, an outlier changes the mean by at most the clip. The other
+    tokens of its sequence still learn.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.

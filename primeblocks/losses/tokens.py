@@ -1,7 +1,7 @@
 """Operands with one value per token, their sums over sequences, and a loss with its counts.
 
 Tokens are stored in padded rows, `[rollouts, tokens]`, or as a pack, `[tokens]`. One row,
-`[1, tokens]`, may be either. Then `sequence_ids` tell which.
+`[1, tokens]`, may be either, and only `sequence_ids` show its sequences.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ __all__ = [
     "total",
 ]
 
-# A ratio counts as at most e**20, so its sums and squares are finite in float32. So are the factors
-# of a backward: inf * 0 would be NaN.
+# A ratio counts as at most e**20, so its sums and squares are finite in float32. The factors of a
+# backward are finite too, because inf * 0 would be NaN.
 MAX_LOG_RATIO = 20.0
-# Bounds one log-probability on either side of 0: sums and products avoid inf - inf and inf * 0.
+# Bounds a log-probability on both sides of 0, so that no sum is inf - inf and no product inf * 0.
 _MAX_LOG = 1e6
 
 
@@ -42,8 +42,8 @@ class TokenLoss:
         sum: differentiable, at least float32. It is over the tokens that the mask keeps.
         tokens: the number of these tokens.
         clipped: the number of these tokens whose ratio was clipped, truncated or not counted.
-        sequences: the number of sequences with such a token. None for tokens without
-            `sequence_ids`, and for one row without them, because it may be a pack.
+        sequences: the number of sequences with such a token. None without `sequence_ids` for packed
+            tokens, and for one row, because it may be a pack.
     """
 
     sum: Tensor
@@ -99,13 +99,13 @@ def check_clips(clip_low: float, clip_high: float) -> None:
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
     """Return `x`, at least float32, with zeros where `mask` is False. Local. Differentiable."""
-    # Not x * mask: padding may hold inf or NaN.
+    # x * mask would not remove inf or NaN from padding.
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return torch.where(mask, x, torch.zeros_like(x))
 
 
 def finite(x: Tensor, mask: Tensor) -> Tensor:
-    """As `masked`, but clamp at a million, without gradient there. Local. Differentiable."""
+    """As `masked`, clamped between -1e6 and 1e6, without gradient beyond. Local. Differentiable."""
     return masked(x, mask).clamp(-_MAX_LOG, _MAX_LOG)
 
 
@@ -119,7 +119,7 @@ def log_ratios(trainer_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor)
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """Return `exp(log_ratio)`, at most e**20, without gradient there. Local. Differentiable."""
+    """Return `exp(log_ratio)`, at most e**20, without gradient beyond. Local. Differentiable."""
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
@@ -135,7 +135,7 @@ def sequence_sums(x: Tensor, sequence_ids: Tensor | None) -> Tensor:
         sums, index = _packed_sums(x, sequence_ids)
         return sums[index]
     if x.ndim != 2 or len(x) == 1:
-        # One row is one rollout or a pack of several. Only sequence_ids can tell.
+        # One row is one rollout or a pack of several. Only sequence_ids can show which.
         raise ShapeError(
             f"tokens of shape {list(x.shape)} do not show which sequence each belongs to. Pass "
             "sequence_ids, one integer per token (torch.zeros_like(mask, dtype=torch.int64) if "
@@ -158,7 +158,7 @@ def total(
     weights: Tensor | None,
     sequence_ids: Tensor | None,
 ) -> TokenLoss:
-    """Sum weighted losses of tokens. Local. The host reads once, or twice with `sequence_ids`.
+    """Sum weighted losses of tokens. Local. The host waits once, or twice with `sequence_ids`.
 
     Args:
         losses: 0 where `mask` is False.

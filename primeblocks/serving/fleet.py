@@ -1,8 +1,8 @@
 """A fleet of engines behind one callable, and routes, which choose the engine of each request.
 
 An engine is open from `add` until `drain`, or until it raises `EngineError`. Only open engines get
-requests. The fleet does not ask an engine for its cache. It remembers the pages that the engine was
-sent last, at most `cache_pages`. `drain` and `add` forget them.
+requests. The fleet does not ask an engine for its cache. The fleet remembers the pages that the
+engine was sent last, at most `cache_pages`. `drain` and `add` forget them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
 
     def weight(place: int) -> int:
         both = f"{engines[place].name}\0{request.session}"
-        # JSON may contain half a surrogate, which is a name like any other.
+        # JSON may contain half a surrogate pair, which is a name like any other.
         return xxhash.xxh3_64_intdigest(both.encode(errors="surrogatepass"))
 
     return max(range(len(_some(engines))), key=weight)
@@ -122,9 +122,9 @@ def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
 class PrefixAndLoad:
     """Choose by the part of the prompt that an engine holds, less `beta` times its relative load.
 
-    The relative load is the engine's requests in flight, divided by the mean of all engines. A
-    saturated engine gets nothing while another engine has room. A session that moves computes its
-    prompt again on the new engine.
+    The relative load is the engine's requests in flight, divided by the mean of all engines or by
+    1, whichever is larger. A saturated engine gets nothing while another engine has room. A session
+    that moves computes its prompt again on the new engine.
 
     Args:
         beta: the part of a prompt that is worth as much as one mean number of requests. 0 looks at
@@ -160,15 +160,15 @@ class PrefixAndLoad:
 
 
 def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) -> tuple[str, ...]:
-    """Return the engines that must restart because one did, in their order. Pure.
+    """Return the engines that must restart because one did, direct readers first. Pure.
 
     An engine that restarts leaves its transfer agent behind in every engine that read from it:
     drain these, restart them, and add them. In vLLM this is needed for NIXL up to 1.3 over RDMA,
     and for any NIXL if the engine comes back under its previous `engine_id`.
 
     Args:
-        agents: for each engine, the engines whose agents it holds. A decode engine holds those of
-            its prefill engines. If transfers go both ways, the reverse holds too.
+        agents: for each engine, the engines whose agents it holds. A decode engine holds the agents
+            of its prefill engines. If transfers go both ways, the reverse is true too.
 
     Raises:
         UsageError: a value is one name instead of a collection of names.
@@ -203,7 +203,8 @@ class Fleet:
         engines: `generate` callables by name.
         route: chooses among the open engines.
         describe: makes a `Request` from the arguments of a call. By default a request has no facts.
-        max_in_flight: the requests that one engine takes: one number, or a number by name.
+        max_in_flight: the requests that one engine can have before they wait: one number, or a
+            number by name. The fleet does not refuse more.
         cache_pages: the pages that one engine holds. Use 0 if `route` does not use pages.
 
     Raises:
@@ -274,7 +275,7 @@ class Fleet:
         return states[place].name
 
     def states(self, request: Request | None = None) -> Sequence[EngineState]:
-        """Return the state of each open engine, including the pages of `request` it holds."""
+        """Return the state of each open engine, including how many pages of `request` it holds."""
         request = Request() if request is None else request
         matched = self._matched(request.pages)
         return [
@@ -284,7 +285,7 @@ class Fleet:
         ]
 
     def drain(self, name: str) -> None:
-        """Send an engine no more requests. It completes its own, and its pages are forgotten.
+        """Send an engine no more requests. It completes those that it has. Its pages are forgotten.
 
         Raises:
             UsageError: no engine has that name.
@@ -312,7 +313,7 @@ class Fleet:
         self._engines[name] = _Engine(generate, most, bit)
 
     def _matched(self, pages: Sequence[Hashable]) -> dict[int, int]:
-        """Return the lead pages that each engine holds, by its bit."""
+        """Return the number of leading pages that each engine holds, by its bit."""
         if not self._cache_pages:
             return {}
         found, here = {}, (1 << len(self._engines)) - 1
@@ -330,7 +331,7 @@ class Fleet:
     def _believe(self, engine: _Engine, pages: Sequence[Hashable]) -> None:
         if not self._cache_pages:
             return
-        # The last page goes first, as in an engine's own cache.
+        # The last page is evicted first, as in an engine's own cache.
         for page in reversed(pages[: self._cache_pages]):
             engine.pages[page] = None
             engine.pages.move_to_end(page)

@@ -43,9 +43,9 @@ async def play_episode(
     """Play one episode: reset, then generate and step until the environment is done.
 
     If `render` changes tokens of earlier turns, `Conversation` makes several rollouts. The reward
-    of each is the sum of the steps' rewards, or None if no step had one. Its attachments are those
-    of the turns, "step_rewards" and "done". "done" is False if `act` or `max_turns` ended the
-    episode.
+    of each rollout is the sum of the steps' rewards, or None if no step had one. Its attachments
+    are those of the turns, "step_rewards" and "done". "done" is False if `act` or `max_turns` ended
+    the episode.
 
     Args:
         env: a client in async use. It stays open, so `await env.state()` may follow.

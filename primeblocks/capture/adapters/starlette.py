@@ -159,7 +159,7 @@ def _session(recorder: Recorder, request: Request) -> CaptureSession | None:
 
 
 async def _read(receive: Receive, most: int) -> bytes | None:
-    """Return a body, or None if it is longer than `most`. Holds at most that many bytes."""
+    """Return a body, or None if it is longer than `most` bytes. Stores at most `most` bytes."""
     parts: list[bytes] = []
     length = 0
     while True:
@@ -218,7 +218,7 @@ def _error(error: Exception) -> Response:
     if status == 429:
         headers["retry-after"] = "1"
     elif status >= 500:
-        # OpenAI's clients retry by themselves, and would pay for another answer.
+        # OpenAI's clients retry by themselves, which would cost another answer.
         headers["x-should-retry"] = "false"
     if status == 504:
         headers["connection"] = "close"  # The rest of a request may never come.

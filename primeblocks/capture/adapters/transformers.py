@@ -27,10 +27,10 @@ Messages = Sequence[Mapping[str, Any]]
 class ChatTemplate:
     """A model's own chat template, used so that sampled ids stay unchanged.
 
-    Only the text that the template adds after an answer is tokenised. It is found by comparing
-    texts. Some templates write earlier messages differently when more messages follow, for instance
-    without their reasoning. Then the whole prompt is tokenised. If an answer was cut, the template
-    adds the token that ends it.
+    Only the text that the template adds after an answer is tokenised. A comparison of texts finds
+    this text. Some templates write earlier messages differently when more messages follow, for
+    instance without their reasoning. Then the whole prompt is tokenised. If an answer was cut, the
+    token that ends an answer is added.
 
     Calls are read in the format of Qwen and Hermes, `<tool_call>{"name":..., "arguments":
     {...}}</tool_call>`. If one of these elements contains anything else, the whole answer is text.
@@ -79,7 +79,7 @@ class ChatTemplate:
             return None
         if not answered.endswith(self._end):
             return None
-        # Keep the end of the turn in front, so that the text is tokenised as in the whole.
+        # Keep the end of the turn in front, so that the text is tokenised as in the whole prompt.
         ids = self.encode(self._end + whole[len(answered) :])
         return ids[1:] if last_id == self._end_id else ids
 

@@ -83,8 +83,8 @@ class CaptureServer:
             listener = socket.create_server((host, port), family=family, backlog=4096)
         except OSError as error:
             raise UsageError(f"cannot listen on {host}, port {port}: {error}") from error
-        # Connections inherit it. Without it the body of an answer waits 40 ms for the acknowledged
-        # head. asyncio sets it only on connections of its own listeners.
+        # Connections inherit TCP_NODELAY. Without it, the body of an answer waits 40 ms until the
+        # head is acknowledged. asyncio sets it only on connections of its own listeners.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         name = f"[{host}]" if ":" in host else host
         self.recorder.url = self._url or f"http://{name}:{listener.getsockname()[1]}"
@@ -95,7 +95,7 @@ class CaptureServer:
             access_log=False,
             lifespan="off",
             ws="none",
-            http="h11",  # Bounds the bytes before a key is checked. httptools takes any header.
+            http="h11",  # Bounds the bytes before a key is checked. httptools does not.
             h11_max_incomplete_event_size=_HEAD_BYTES,
             proxy_headers=False,
             server_header=False,

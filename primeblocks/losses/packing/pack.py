@@ -55,7 +55,7 @@ class Pack:
 
     @property
     def document_lengths(self) -> list[int]:
-        """Tokens of each sequence including padding, for a plan of the sequence."""
+        """Tokens of each sequence including padding, for a plan of context parallelism."""
         return np.diff(self.cu_seqlens).tolist()
 
     @property
@@ -65,7 +65,7 @@ class Pack:
 
     @property
     def predictors(self) -> NDArray[np.int64]:
-        """Positions of the tokens before each completion token."""
+        """Positions of the token before each completion token."""
         starts = self.cu_seqlens[: len(self.indices)].astype(np.int64) + self.prompt_lengths - 1
         lengths = self.completion_lengths
         before = np.cumsum(lengths) - lengths
@@ -96,7 +96,7 @@ class Pack:
             )
 
     def aligned(self, name: str) -> list[Aligned]:
-        """Return values that belong to some tokens, such as images, counted in this pack.
+        """Return values that belong to some tokens, such as images, with positions in this pack.
 
         They are in the order of their tokens, as models expect them. A rollout may have none.
 
@@ -143,11 +143,11 @@ def pack(
     Args:
         rollouts: the batch.
         indices: of the rollouts to pack: a micro-batch of a plan. Without indices the result has
-            only padding, so that a rank without work takes part in collectives.
+            only padding, so that a rank without work can take part in collectives.
         per_token: names of attachments with a row per token, such as routes. These are arrays,
-            tensors or `Aligned.rows`. The last token may lack its row and then gets 0.
-        per_completion: names of attachments with a row per completion token. Attachments without a
-            name here stay whole.
+            tensors or `Aligned.rows`. If the last token lacks its row, it gets zeros.
+        per_completion: names of attachments with a row per completion token. Attachments that are
+            not named stay whole.
         multiple_of: tokens are padded to a multiple of this number, and to at least this number.
 
     Raises:
@@ -225,7 +225,7 @@ def _place(value: Any) -> tuple[int, int] | None:
 
 
 def _rows(value: Any, count: int, name: str) -> Any:
-    """Return rows for all tokens. The last may lack its row: an engine never computed it."""
+    """Return rows for all tokens. The last token may lack its row: no engine computed it."""
     if not isinstance(value, Aligned) or not value.by_token:
         return value
     if value.start or value.stop < count - 1:

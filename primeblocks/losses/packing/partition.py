@@ -24,9 +24,9 @@ def balanced_parts(
 
     Differencing repeatedly joins the two partial partitions with the largest spread, the largest
     part of one with the smallest of the other. Then items of the largest part are moved, or
-    exchanged for smaller items, while that lowers the larger of both sums. If the result is more
-    than 1 % above the lower bound, annealing also tries exchanges that raise it for a while. It
-    takes some microseconds per step and is deterministic.
+    exchanged for smaller items, while that lowers the larger sum of the two parts. If the result is
+    more than 1 % above the lower bound, annealing also tries exchanges that raise it for a while.
+    Annealing takes some microseconds per step and is deterministic.
 
     Source: Karmarkar and Karp 1982 (largest differencing); Kirkpatrick et al. 1983 (annealing).
     """
@@ -44,7 +44,7 @@ def lower_bound(weights: NDArray[np.float64], parts: int) -> float:
     """Return a lower bound on the sum of the largest part. Pure.
 
     It is the largest of three values: the mean, the largest weight, and the sum of the `k + 1`
-    smallest of the `k * parts + 1` largest weights. Some part has `k + 1` of these.
+    smallest of the `k * parts + 1` largest weights. Some part has `k + 1` of these weights.
     """
     ordered = np.sort(weights)[::-1]
     totals = np.concatenate([[0.0], np.cumsum(ordered)])
@@ -58,7 +58,7 @@ def lower_bound(weights: NDArray[np.float64], parts: int) -> float:
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Return indices by bin: the largest first, each into the first bin with room. Pure.
 
-    Source: Johnson 1973 (at most 11/9 of the fewest bins, and one).
+    Source: Johnson 1973; Yue 1991 (at most 11/9 of the fewest bins, plus one).
     """
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     bins: list[list[int]] = []
@@ -76,9 +76,9 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 def within_capacity(
     weights: NDArray[np.float64], sizes: NDArray[np.int64], parts: int, capacity: int
 ) -> list[list[int]]:
-    """Return parts of about equal weight, none larger than `capacity`. Pure.
+    """Return parts of about equal weight, each of at most `capacity`. Pure.
 
-    If parts that are balanced without regard to sizes fit, they are taken. Otherwise items are
+    If parts that are balanced without regard to sizes fit, these are returned. Otherwise items are
     assigned, largest first, to the lightest part with room. If that fails, first fit fills the
     parts, and the heaviest are split.
 
@@ -114,7 +114,7 @@ def within_capacity(
 
 
 def _differenced(weights: NDArray[np.float64], parts: int) -> list[list[int]]:
-    # By partial partition: its spread negated, a number against ties, sums descending, items.
+    # Per partial partition: the negative spread, a number against ties, descending sums, items.
     heap: list[tuple[float, int, NDArray[np.float64], list[list[int]]]] = []
     for i in np.argsort(-weights, kind="stable").tolist():
         sums = np.zeros(parts)
@@ -140,7 +140,7 @@ def _differenced(weights: NDArray[np.float64], parts: int) -> list[list[int]]:
 def _annealed(
     weights: NDArray[np.float64], parts: list[list[int]], least: float, steps: int
 ) -> list[list[int]]:
-    """Exchange items at random, at first also upwards, to reduce the squared excess over `least`.
+    """Exchange items at random to reduce the squared excess over `least`. Early steps may raise it.
 
     The smallest items, which together fill no relevant gap, stay where they are.
     """
@@ -154,7 +154,7 @@ def _annealed(
     draw = random.Random(0)
     for step in range(steps):
         i, j = draw.choice(items), draw.choice(items)
-        # A third of the time a move, into the part of the other.
+        # One step in three is a move of i to the part of j.
         swaps = draw.random() > 1 / 3
         a, b = own[i], own[j]
         if a == b:
@@ -182,7 +182,7 @@ def _exchange(weights: NDArray[np.float64], parts: list[list[int]], *, enough: f
     owner = np.empty(len(weights) + len(parts), dtype=np.int64)
     for at, part in enumerate(parts):
         owner[part] = at
-    # The last items weigh nothing, one per part: an exchange with one of them is a move.
+    # Each part gets one more item, of weight 0. An exchange with such an item is a move.
     owner[len(weights) :] = np.arange(len(parts))
     every = np.concatenate([weights, np.zeros(len(parts))])
     sums = np.bincount(owner, every, len(parts))
@@ -193,7 +193,7 @@ def _exchange(weights: NDArray[np.float64], parts: list[list[int]], *, enough: f
         larger = np.maximum(sums[top] - change, sums[owner[others]][None] + change)
         at = int(larger.argmin())
         i, j = own[at // len(others)], others[at % len(others)]
-        # It must fall by more than rounding, or the loop would not end.
+        # The sum must fall by more than rounding, or the loop would not end.
         if larger.flat[at] >= sums[top] * (1 - 1e-12):
             break
         owner[[i, j]] = owner[[j, i]]

@@ -23,9 +23,9 @@ def sequence_flops(
     """Return a cost function: training FLOPs of a sequence, from its length. Pure.
 
     It is `6 * active_parameters * n + 6 * layers * attention_width * n**2`. The square is causal
-    softmax attention, over query heads x their size. Active parameters include the head. The
-    defaults are those of Qwen3-30B-A3B, where attention costs more than the rest from 16,800
-    tokens on.
+    softmax attention, and `attention_width` is query heads x head size. Active parameters include
+    the head. The defaults are those of Qwen3-30B-A3B, where attention costs more than the rest from
+    16,800 tokens on.
     """
     each, pair = 6.0 * active_parameters, 6.0 * layers * attention_width
 
@@ -38,7 +38,7 @@ def sequence_flops(
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Micro-batches by rank, the same number on each. Equal arguments give equal plans.
+    """Micro-batches by rank, the same number on all ranks. Equal arguments give equal plans.
 
     Attributes:
         lengths: tokens of each rollout.
@@ -69,7 +69,7 @@ class PackingPlan:
 
     @property
     def bound_over_mean(self) -> float:
-        """The least `max_over_mean` that any plan could have, because rollouts are not cut."""
+        """A lower bound of `max_over_mean`. It may exceed 1, because rollouts are not cut."""
         return self._over_mean(self.lower_bound)
 
     def table(self) -> str:
@@ -107,12 +107,13 @@ def plan_packing(
         budget_tokens: the most tokens of a micro-batch.
         cost: from lengths to costs. The default is `sequence_flops()`. Only the ratio of its two
             terms matters.
-        balance: "ranks" gives ranks equal sums, for ranks that meet once per update. Every rank
-            gets as many micro-batches as the neediest rank needs by first fit. "steps" fills the
-            fewest micro-batches of all ranks evenly, and puts micro-batches of similar cost into
-            one step. It suits ranks that meet in every micro-batch, such as FSDP that reshards.
+        balance: "ranks" gives ranks equal sums, for ranks that wait for each other once per update.
+            Every rank gets as many micro-batches as the neediest rank needs by first fit. "steps"
+            fills the fewest micro-batches of all ranks evenly, and puts micro-batches of similar
+            cost into one step. It suits ranks that wait for each other in every micro-batch, as
+            with FSDP that reshards.
         annealing_steps: steps of a search that runs if "ranks" ends more than 1 % above
-            `lower_bound`. That is rare, except for few rollouts. 300,000 steps take a second.
+            `lower_bound`. That is rare, except with few rollouts. 300,000 steps take a second.
 
     Raises:
         PlanError: a number is out of range, `balance` is unknown, a rollout is empty or above the
@@ -179,7 +180,7 @@ def _by_steps(
     dealt: list[list[list[int]]] = [[] for _ in range(ranks)]
     load = np.zeros(ranks)
     for step in range(0, len(parts), ranks):
-        # The step's heaviest goes to the rank with the least so far.
+        # The heaviest part of the step goes to the rank with the least load so far.
         for rank, part in zip(load.argsort(kind="stable"), parts[step:], strict=False):
             dealt[rank].append(part)
             load[rank] += weights[part].sum()

@@ -1,4 +1,4 @@
-"""Micro-batches of rollouts that share positions. Trees are cut only where that balances ranks."""
+"""Micro-batches of rollouts that share positions. Trees are cut for budget or balance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .trees import TreePlan
 
 __all__ = ["plan_tree_packing"]
 
-# Parts of a tree cost at most this share of a rank's mean. The best resulting plan is taken.
+# Parts of a tree cost at most this share of a rank's mean. The best resulting plan is returned.
 _SHARES = (1.0, 0.5, 0.25, 0.125)
 
 
@@ -31,10 +31,10 @@ def plan_tree_packing(
 ) -> PackingPlan:
     """Assign rollouts to ranks and micro-batches, and count shared positions once. Pure.
 
-    Whole trees are assigned first. If a tree exceeds the budget or a rank's mean cost, it is cut
-    between two neighbouring rollouts. Both parts then compute the positions that the two share.
-    The plan with the least cost of the busiest rank is returned. With `balance="steps"` the cost
-    is that of all steps.
+    A tree that exceeds the budget is cut between two neighbouring rollouts. Both parts then compute
+    the positions that the two rollouts share. Further plans also cut trees that cost more than a
+    share of a rank's mean cost. The plan with the least cost of the busiest rank is returned. With
+    `balance="steps"` the cost is that of all steps.
 
     Args:
         trees: of the whole batch, without padding.
@@ -90,7 +90,7 @@ def _waits(balance: str, plan: PackingPlan) -> float:
 
 
 class _Leaves:
-    """Rollouts in the order of their last rows, so that those that share most are neighbours."""
+    """Rollouts in the order of their last rows, so that rollouts that share most are neighbours."""
 
     def __init__(self, trees: TreePlan, cost: Cost) -> None:
         starts = np.cumsum([0, *trees.lengths])
@@ -102,7 +102,7 @@ class _Leaves:
         self.lengths = lengths
         self._cost = cost
         self.paid = np.asarray(cost(lengths), dtype=np.float64)
-        # A prefix costs what a sequence of its length does.
+        # A prefix costs as much as a sequence of its length.
         self.saved = np.asarray(cost(self.shared), dtype=np.float64) * (self.shared > 0)
         self._tokens = np.cumsum([0, *(lengths - self.shared)])
         self._costs = np.cumsum([0.0, *(self.paid - self.saved)])
@@ -137,7 +137,7 @@ class _Leaves:
         return [(start, cut), (cut, stop)]
 
     def unfolded(self, plan: PackingPlan, parts: Sequence[tuple[int, int]]) -> PackingPlan:
-        """Replace parts by their rollouts, and count what each adds to its micro-batch."""
+        """Replace parts by their rollouts, and count what each rollout adds to its micro-batch."""
         lengths, costs = [0] * len(self.order), []
         batches = []
         for rank in plan.micro_batches:
@@ -157,7 +157,7 @@ class _Leaves:
         )
 
     def _shared_in(self, own: list[int]) -> list[int]:
-        """Positions that each rollout shares with those before it."""
+        """Positions that each rollout shares with the rollouts before it."""
         before = pairwise(own)
         return [0, *(int(self.shared[a + 1 : b + 1].min()) for a, b in before)][: len(own)]
 

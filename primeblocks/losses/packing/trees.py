@@ -3,8 +3,8 @@
 Rollouts are inserted one after the other into a trie whose nodes are ranges of one rollout's
 tokens. A rollout follows a node while tokens, values that belong to tokens, and imposed routes
 agree. At the first difference the node is cut in two, and the rollout goes on as a new child. The
-nodes in preorder are the segments of a `TreePlan`. A segment is followed by its whole subtree, so a
-token sees exactly the rows j <= i whose subtree holds row i.
+nodes in preorder are the segments of a `TreePlan`. A segment is followed by its whole subtree, so
+row i sees exactly the rows j <= i whose subtree contains row i.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TreePlan:
     Tokens are counted as in `pack`: concatenated rollouts, then padding. A row is a distinct
     position. Give the model `values[places]` for every array with a value per token. Then
     `hidden[rows[packed.predictors]]` predicts `packed.targets`. Log-probabilities, versions, masks
-    and advantages stay those of each rollout, so losses and corrections do not know trees.
+    and advantages stay those of each rollout, so losses and corrections do not change.
 
     Attributes:
         segment_lengths: rows of each segment, in preorder.
@@ -68,7 +68,7 @@ class TreePlan:
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """Pairs of a query and a key that it sees: of separate rollouts, and of the trees."""
+        """Pairs of a query and a key that it sees, in separate rollouts and in the trees."""
         separate = sum(n * (n + 1) // 2 for n in (*self.lengths, self.padding))
         return separate, int((self.positions + 1).sum())
 
@@ -105,7 +105,7 @@ class TreePlan:
         return "\n".join(lines)
 
     def held(self, rows: NDArray[np.int64], predictors: NDArray[np.int64]) -> tuple[NDArray, ...]:
-        """Return what some of the rows predict, for ranks that share the rows. Pure.
+        """Return the completion tokens that some rows predict, for ranks that share the rows. Pure.
 
         Args:
             rows: the rows of this rank, ascending, such as `sequence.indices(rank).numpy()`.
@@ -127,8 +127,8 @@ class TreePlan:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the distinct pairs of a predicting row and a target, and each token's pair. Pure.
 
-        Score the pairs and expand them, `logprobs[pair]`. The head then computes a pair that
-        several rollouts train once. Its gradient is that of the sum of their losses.
+        Score the pairs and expand them, `logprobs[pair]`. The head then computes each pair once.
+        Its gradient is that of the sum of the losses of all rollouts that train it.
 
         Args:
             predictors: `packed.predictors`.
@@ -149,16 +149,16 @@ def plan_trees(
 ) -> TreePlan:
     """Share the positions that rollouts have in common. Pure. Reads each token a few times.
 
-    Rollouts share a row if their tokens and imposed routes agree up to it. Their values that cannot
-    be cut, such as images (`Aligned`), must begin alike up to it too. Values that belong to a whole
-    rollout are not compared.
+    Rollouts share a row if their tokens and imposed routes agree up to it. Values that cannot be
+    cut, such as images (`Aligned`), must also agree if they begin up to this row. Values that
+    belong to a whole rollout are not compared.
 
     Args:
         rollouts: of one micro-batch or batch, such as all rollouts of a `Conversation`.
         routes: "exact" shares a row only if the imposed routes agree there and before. "first"
             shares it anyway, with the routes of the first rollout that has routes there. "own"
-            shares it too. Mark the routes of `differing` rows as missing, and the trainer's
-            routers choose there.
+            shares it too. Then mark the routes of `differing` rows as missing, so that the
+            trainer's routers choose there.
         imposed: for each rollout an array with a row per token, or None for a rollout without
             routes. The last token may lack its row. For `replay.Routes` pass `value.tensor()[0]`.
             Default: the attachment "routes".
@@ -243,20 +243,20 @@ class _Trie:
             node = child
 
     def _agree(self, node: _Node, new: int) -> int:
-        """Return the position at which a rollout and a node part."""
+        """Return the position from which a rollout and a node differ."""
         old, start = node.rollout, node.start
         stop = min(node.stop, len(self.tokens[new]))
         one, other = self.tokens[old], self.tokens[new]
         stop = start + _same(one[start:stop], other[start:stop])
         for rows in self.compared:
             stop = _agreed_rows(rows[old], rows[new], start, stop)
-        # Rows that neither side has are not compared, so both sides are asked.
+        # common_tokens skips values that only `held` has, so both directions are compared.
         for held, asked in ((old, new), (new, old)):
             stop = common_tokens(self.attachments[held], self.attachments[asked], stop)
         return max(stop, start)
 
     def _completes(self, node: _Node, new: int) -> bool:
-        """Whether a rollout has rows that the node's own lacks at its last token."""
+        """Return whether a rollout has a row of the node's last token that the node's own lacks."""
         pairs = ((rows[node.rollout], rows[new]) for rows in self.compared)
         return any(
             own is not None and other is not None and len(own) < node.stop <= len(other)
@@ -296,7 +296,7 @@ def _planned(trie: _Trie, chosen: list[NDArray | None], padding: int, *, compare
                 node, stop = node.parent, node.start
     places = np.empty(total + padding, np.int64)
     places[rows] = np.arange(len(rows))
-    # The first rollout that has a row, and then the first that has its routes, goes last.
+    # The last write counts: by the first rollout that has the row's routes, or else the row.
     for known in (False, True):
         for i in reversed(range(len(lengths))):
             found = chosen[i]
@@ -316,7 +316,7 @@ def _planned(trie: _Trie, chosen: list[NDArray | None], padding: int, *, compare
 def _mark_differing(
     plan: TreePlan, chosen: list[NDArray | None], starts: NDArray[np.int64]
 ) -> None:
-    """Mark the rows whose routes are not those of some rollout that shares them."""
+    """Mark the rows whose routes differ from those of a rollout that shares the row."""
     for i, own in enumerate(chosen):
         rows = plan.rows[starts[i] : starts[i + 1]]
         owners = np.searchsorted(starts, plan.places[rows], side="right") - 1

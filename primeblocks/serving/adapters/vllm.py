@@ -41,8 +41,8 @@ class FleetMember:
         generate: awaits a rollout of a prompt. It takes `cache_salt=` and options of its own.
         engine: the target of `update` and of control calls. It is an `AsyncLLM`, or an object
             whose `until(deadline)` returns its calls over HTTP (weightsync's `VllmServer`).
-        is_prefill: other engines read pages from it. It is paused before them: its pause waits
-            until they have read the pages that it computed.
+        is_prefill: other engines read pages from this engine. It is paused before the other
+            engines, and its pause waits until they have read the pages that it computed.
     """
 
     generate: Callable[..., Awaitable[Any]]
@@ -69,11 +69,11 @@ class VllmFleet:
     Args:
         members: by name.
         update: `update(engines, published, timeout_s=)` loads a version into all `engines` or into
-            none. Its error lists the positions of failed engines in `engines`. If some engines are
-            prefill engines, it also gets their positions as `prefill=`. weightsync's `update_all`
-            is one.
-        through: the `generate` of a router, which then gets all requests instead of the members. It
-            is not told which engines are drained.
+            none. The attribute `engines` of its error lists the positions of failed engines. If
+            some engines are prefill engines, `update` also gets their positions as `prefill=`. You
+            can pass weightsync's `update_all`.
+        through: the `generate` of a router, which then gets all requests instead of the members.
+            The router does not learn which engines are drained.
         clock: of deadlines.
         options: of `serving.Fleet`.
 
@@ -123,7 +123,7 @@ class VllmFleet:
         return await ask(*args, cache_salt=salt, **kwargs)
 
     async def update(self, published: Published, *, timeout_s: float) -> FleetUpdate:
-        """Load a version into all open engines, and drain those that fail where others succeed.
+        """Load a version into all open engines, and drain engines that fail while others succeed.
 
         Each attempt gets half of the time that is left. A drained engine may hold either version,
         and may stay paused.
@@ -140,15 +140,15 @@ class VllmFleet:
         return await self._next(lambda end: self._update_open(published, end), timeout_s, what)
 
     async def join(self, name: str, member: FleetMember, *, timeout_s: float) -> None:
-        """Load the current version into an engine, check that it reports it, and open the engine.
+        """Load the current version into an engine, check that it reports this version, and open it.
 
-        The name is new, or of an engine that is gone. The engine must know where weights come from
+        The name is new, or that of a drained engine. The engine must know where weights come from
         (weightsync's `attach`).
 
         Raises:
             PrimeblocksError: the engine did not load the version, or reports another. It stays
                 closed.
-            DeadlineError: it was not open within `timeout_s`.
+            DeadlineError: the engine was not open within `timeout_s`.
         """
         what = f"the opening of engine {name!r}"
         await self._next(lambda end: self._join(name, member, end), timeout_s, what)
