@@ -45,8 +45,8 @@ class Router(Protocol):
         """Return gate weights of `experts`, int64 `[tokens, columns]`, by this router's rule.
 
         Compute them from the scores in the output, so that gradients reach the router. There may be
-        more columns than `top_k`, and a row may name an expert twice, because
-        `impose(min_score_ratio=)` passes a token's own and replayed choices in one call.
+        more columns than `top_k`, and a row may name an expert twice. `impose(min_score_ratio=)`
+        passes a token's own and replayed choices in one call.
         """
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:

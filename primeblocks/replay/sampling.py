@@ -238,8 +238,8 @@ def kept_tokens(
     """Return the ids that temperature, then top-k, then top-p leave. Local. Sorts the vocabulary.
 
     Use it only for an engine that does not return its ids, because the trainer's logits may keep
-    other ids near the limit. As in vLLM 0.32, the most likely id is always kept, and so is an id
-    that is as likely as the last id of top-k.
+    other ids near the limit. As in vLLM 0.32, the most likely id is always kept. An id as likely as
+    the last id of top-k is kept, too.
 
     Args:
         logits: `[tokens, vocab]`.
