@@ -273,7 +273,7 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize the SwiGLU and its transpose. Local. Moves 6 bytes per bfloat16 value, not 10."""
+        """Quantize the SwiGLU and its transpose. Local. Moves 6 bytes per bfloat16, not 10."""
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
         made, flipped = _quantize(gate_up, *how, both=True, gated=True, scores=scores)
