@@ -39,7 +39,7 @@ def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
 
     Raises:
         UsageError: `quantized` is not a `Quantized`, or `name` is a name of scales.
-        ShapeError: codes or scales do not have the dtype, or the shape for the tiles.
+        ShapeError: codes or scales have another dtype, or a shape that does not fit the tiles.
     """
     if not isinstance(quantized, Quantized):
         raise UsageError(
@@ -101,7 +101,7 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
     Raises:
         PlanError: `state` has no quantized weight.
         PlanError: a quantized module's name begins or ends with the name of an unquantized module.
-            Readers would disagree about it.
+            Readers would disagree about this module.
         UnsupportedError: the format cannot describe the tiles of `recipe`.
     """
     check_recipe(recipe)

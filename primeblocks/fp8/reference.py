@@ -1,4 +1,4 @@
-"""Block-scaled products in torch: a slow one that defines the bits, a fast one, one in float64."""
+"""Block-scaled products in torch: slow and exact to the bit, fast, and in float64."""
 
 from __future__ import annotations
 

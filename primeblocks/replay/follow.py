@@ -50,7 +50,7 @@ def follow(
     Args:
         model: the module that is called with the rows: the model, or this rank's pipeline stage.
         routers: the routers inside `model`, from an adapter. For a stage, call the adapter on the
-            whole model and pass the stage's routers, because layer ids count the whole model.
+            whole model, so that layer ids are those of that model. Then pass the stage's routers.
         layer_ids: the layers of `routed_experts`, in the order of that tensor. By default, the
             layers of the routers, ascending. Pass `routes.layer_ids` for rows of all layers.
 
@@ -65,8 +65,8 @@ def follow(
             `impose`, or a part of a layer was recomputed without the layer. On a CPU also if a row
             names an unknown expert. On a GPU such a row ends the process.
         ShapeError: from within the forward, rows of other tokens, layers or top_k, or gates of
-            another shape or a dtype narrower than float32. If only `[batch, sequence]` differs, and
-            not the number of tokens, hidden states must have three dims for this error.
+            another shape or a dtype narrower than float32. Another `[batch, sequence]` of as many
+            tokens is noticed only if the layer's hidden states have three dims.
 
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """
@@ -192,7 +192,7 @@ class _Layer:
         return args, others
 
     def _check_layout(self, given: dict[str, torch.Tensor], hidden: Any) -> None:
-        """Refuse as many rows with another batch and sequence. `weigh` refuses other numbers."""
+        """Refuse rows of another batch and sequence. `weigh` refuses another number of tokens."""
         if _NAME not in given:
             return
         rows = given[_NAME].shape
@@ -279,7 +279,7 @@ def _drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module, nn.Module]]:
-    """Return for each router the child of a module list that contains it, and that list."""
+    """Return for each router its layer, which is a child of a module list, and this list."""
     names = {module: name for name, module in model.named_modules()}
     places: list[tuple[nn.Module, nn.Module]] = []
     for router in routers:

@@ -25,7 +25,7 @@ def softmax_gates(
     renormalise: bool,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "tokens columns"]:
-    """Return parts of a softmax over all experts: Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral."""
+    """Take `experts` from a softmax over all experts: Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral."""
     gates = F.softmax(logits, dim=-1, dtype=dtype).gather(-1, experts)
     return _divided(gates, logits, experts) if renormalise else gates
 
@@ -33,7 +33,7 @@ def softmax_gates(
 def chosen_softmax_gates(
     logits: Float[Tensor, "tokens experts"], experts: Int64[Tensor, "tokens columns"]
 ) -> Float[Tensor, "tokens columns"]:
-    """Return a softmax over the given experts alone, in the dtype of the logits: GPT-OSS."""
+    """Return a softmax over `experts` alone, in the dtype of the logits: GPT-OSS."""
     return F.softmax(logits.gather(-1, experts), dim=-1)
 
 

@@ -61,7 +61,7 @@ def impose(
         UsageError: the routers are under another `impose` already, or the ratio is outside (0, 1]
             or is given together with gates. On leaving: a router never ran, or would be recomputed
             without its routes. From within backward: a layer was recomputed under the routes of
-            another micro-batch. Code that torch compiled outside a checkpoint cannot raise this.
+            another micro-batch. Code that torch compiled outside a checkpoint does not check this.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """

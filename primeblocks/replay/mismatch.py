@@ -269,7 +269,7 @@ def _mask_of(mask: Any, shape: torch.Size, device: torch.device) -> torch.Tensor
 
 
 def _check_not_positive(name: str, values: torch.Tensor, positions: torch.Tensor) -> None:
-    """Refuse `values [tokens, ...]` above rounding. `positions [tokens, dims]` name the tokens."""
+    """Refuse `values [tokens, ...]` above 0 plus rounding. `positions` are `[tokens, dims]`."""
     if values.numel() and values.max() > _ROUNDING:
         place = (values > _ROUNDING).nonzero()[0]
         raise UsageError(

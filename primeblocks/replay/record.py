@@ -33,8 +33,8 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
     refused. Inside `impose`, `record` records the imposed choices. Around `impose`, it records the
     model's own choices.
 
-    Local. Keeps ids on the device, in a narrow dtype. Waits for the device only when `tape.routes`
-    is read, or on leaving if a layer ran twice. For a compiled model call `allow_compile` first.
+    Local. Keeps ids on the device, in a narrow dtype. Waits for the device only when the tape is
+    read, or on leaving if a layer ran twice. For a compiled model call `allow_compile` first.
 
     Args:
         gates: also keep the gate weights of the choices. They take four more bytes per slot.

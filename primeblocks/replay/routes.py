@@ -35,7 +35,7 @@ class Routes:
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. The values are not read: use
-            `from_array` for data from outside.
+            `from_array` for unchecked data.
     """
 
     experts: np.ndarray

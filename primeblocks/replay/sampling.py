@@ -38,7 +38,7 @@ class KeptTokens:
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. Values are not read: use `from_lists` or
-            `from_arrays` for data from outside.
+            `from_arrays` for unchecked data.
     """
 
     ids: np.ndarray
@@ -55,9 +55,9 @@ class KeptTokens:
 
     @classmethod
     def from_lists(cls, sets: Iterable[Sequence[int]], *, vocab_size: int) -> KeptTokens:
-        """Make a value from one list of ids per token, such as `output.sampling_mask.token_ids`.
+        """Return kept tokens from one list of ids per token, in any order.
 
-        The ids of a token may have any order.
+        vLLM returns such lists as `output.sampling_mask.token_ids`.
 
         Raises:
             UsageError: as for `from_arrays`.
@@ -69,7 +69,7 @@ class KeptTokens:
 
     @classmethod
     def from_arrays(cls, ids: np.ndarray, offsets: np.ndarray, *, vocab_size: int) -> KeptTokens:
-        """Check and sort compressed rows, and return them as a value.
+        """Check and sort compressed rows, and return them as kept tokens.
 
         Raises:
             ShapeError: `ids` or `offsets` are not one-dimensional integers.

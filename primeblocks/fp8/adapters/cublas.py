@@ -55,10 +55,10 @@ class CublasGemm:
     - The inner dim, and both sides of weights, are multiples of 128.
 
     A call makes one launch, and at most two more that copy scales. Scales take at most 1/32 of the
-    codes' bytes. Codes are not copied, and the host does not wait. UE8M0 scales work as float32.
+    codes' bytes. Codes are not copied, and the host does not wait. UE8M0 scales work, as float32.
 
     Args:
-        experts: the kernel that multiplies groups, because cuBLAS has no such block-scaled product.
+        experts: the kernel for groups, because cuBLAS cannot multiply groups with block scales.
 
     Source: cuBLAS, "128-element 1D and 128x128 2D Block Scaling For FP8 Data Types".
     """

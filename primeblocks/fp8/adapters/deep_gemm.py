@@ -2,9 +2,9 @@
 
     recipe = fp8.Recipe(gemm=DeepGemm(k_groups=TritonGemm()))
 
-It ran with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. On a CPU, calls are tested
-against a fake that makes the checks of the library's source (2.6.1, and sgl-deep-gemm 0.2.5). The
-library compiles a kernel for each shape of weights at its first use.
+`DeepGemm` ran with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. On a CPU, calls are
+tested against a fake that makes the checks of the library's source (2.6.1, and sgl-deep-gemm
+0.2.5). The library compiles a kernel for each shape of weights at its first use.
 
 **Use a wheel only with the torch that it was built for.**
 For example, sgl-deep-gemm 0.2.2, built for a newer torch, loads with torch 2.11 and misreads every

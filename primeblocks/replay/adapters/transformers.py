@@ -114,7 +114,7 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
 
     Works before and after FSDP2, activation checkpointing and expert parallelism are applied,
     because routers run locally. If PEFT trains a copy of a router (`modules_to_save=["gate"]`), the
-    result has PEFT's wrapper of the router and its copy.
+    result has PEFT's wrapper, which runs the router or its copy.
 
     Raises:
         UnsupportedError: the model has no router of a supported family, a router of another family,

@@ -1,7 +1,7 @@
 """Block-scaled products of float8 matrices: dense, grouped, and over tokens.
 
 One kernel computes all three. A program owns a block of the result. It multiplies one tile of the
-inner dim at a time on the tensor cores, and adds it in float32 as
+inner dim at a time on the tensor cores, and adds the product in float32 as
 `total = fma(a_scale * b_scale, partial, total)`. Partial sums have the tensor core's precision,
 which on Hopper is below float32's.
 """
@@ -37,7 +37,7 @@ _INNER = (32, 64, 128)
 @triton.jit
 @no_type_check
 def _find_group(block, offsets, groups, rows, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return group, first row and end of a block of rows. Rows after the end are the last group."""
+    """Return group, first row and end of a block. Rows after the last offset are one more group."""
     index = tl.arange(0, GROUPS)  # GROUPS > groups
     ends = tl.load(offsets + index, index < groups, other=rows).to(tl.int32)
     starts = tl.load(offsets + index - 1, (index > 0) & (index <= groups), other=rows).to(tl.int32)

@@ -105,7 +105,7 @@ def join_prefill(
     Args:
         prefill: routes of the prompt, with or without the unused token that this engine sampled.
         decode: routes of prompt and completion. Tokens whose pages the engine received are missing.
-        versions: the weights' versions at the prompt, and at the completion's first token.
+        versions: weight versions of the prompt, and of the first token of the completion.
         prompt_start: the first token whose row was requested. Rows before it stay missing.
 
     Raises:
