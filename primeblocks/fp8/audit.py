@@ -62,7 +62,7 @@ class Audit:
         """Raise if the engine differs from the trainer. Local.
 
         Raises:
-            CorruptionError: there are findings. The message lists the first ones.
+            CorruptionError: there are findings. The message lists the first findings.
         """
         if not self.findings:
             return
@@ -88,8 +88,9 @@ def audit(
 
     For each tensor that differs, `audit` tries known causes, alone and together. The causes are
     another source, scale or quotient, and codes that were rounded twice. `audit` names a cause only
-    if the cause gives the engine's bits. If several combinations of causes give these bits, it
-    names all with the fewest causes. It also counts the codes, scales or numbers that differ.
+    if the cause gives the engine's bits. If several combinations of causes give these bits,
+    `audit` names all combinations with the fewest causes. It also counts the codes, scales or
+    numbers that differ.
 
     `audit` compares only weights. It does not check how the engine quantizes activations or its KV
     cache, or codes that the engine makes after you read `engine`. Local. Compares one tensor at a
@@ -124,7 +125,7 @@ def audit(
     rules = Rule("only", only), None if exclude is None else Rule("exclude", exclude)
     entries = None if excluded is None else tuple(excluded)
     kept = tuple(name.removesuffix(".weight") for name in matrices if name not in chosen)
-    # With "nan", a value that is not finite does not raise here. It is a finding if sides differ.
+    # With "nan", a value that is not finite does not raise here. It is a finding if it differs.
     sides = _Sides(mine, held, replace(recipe, nonfinite="nan"), chosen, *rules, entries, kept)
     reasons = {name: sides.compare(name) for name in mine}
     reasons |= {name: sides.extra(name) for name in held if name not in mine}

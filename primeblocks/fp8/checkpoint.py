@@ -34,8 +34,8 @@ Form = Literal["float8", "simulated"]
 def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
     """Name the codes and the scales of a weight as DeepSeek-V3's checkpoints do. Local.
 
-    Codes get the weight's name, and scales that name plus `_scale_inv`. Scales are float32, also
-    with a UE8M0 recipe. All tensors are contiguous, as files need them.
+    Codes get the weight's name. Scales get the weight's name with `_scale_inv` at its end. Scales
+    are float32, also with a UE8M0 recipe. All tensors are contiguous, as files need them.
 
     Raises:
         UsageError: `quantized` is not a `Quantized`, or `name` is a name of scales.
@@ -138,7 +138,9 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class WeightEncoder:
-    """A function from a rank's part of a weight to the tensors to send. See `encode_weights`.
+    """A function that turns a rank's part of a weight into the tensors to send.
+
+    See `encode_weights`.
 
     `weightsync.Publisher` calls `origins` and `describe`, and so checks the cuts of all shards.
     """

@@ -46,7 +46,7 @@ def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
 def matmul(
     x: Tensor, weight: Tensor, *, recipe: Recipe, codes: WeightCodes | None = None
 ) -> Tensor:
-    """Multiply `x @ weight.T`, both rounded to float8. Local. Differentiable in both.
+    """Multiply `x @ weight.T`, both rounded to float8. Local. Differentiable in `x` and `weight`.
 
     The gradient of `x` is also a float8 product, with the same weight codes, transposed.
     `recipe.wgrad` chooses the operands of the gradient of `weight`.
@@ -253,7 +253,7 @@ def _input_gradient(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Return the input in the dtype that an ordinary product would use."""
+    """Return the input in the dtype that a product of torch would use under autocast."""
     kind = x.device.type
     taken = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if taken else x
@@ -276,7 +276,7 @@ def _without_tail(x: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor | None, recipe: Recipe) -> Tensor:
-    with torch.autocast(a.codes.device.type, enabled=False):  # Also inside the kernel.
+    with torch.autocast(a.codes.device.type, enabled=False):  # Kernels run without autocast.
         return recipe.gemm(a, b) if offsets is None else recipe.gemm.grouped(a, b, offsets)
 
 

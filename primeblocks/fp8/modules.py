@@ -272,7 +272,7 @@ class WeightCache:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or experts stacked in one parameter."""
+    """Return whether a module is a linear layer, or experts (`grouped_mm`, or two 3-d weights)."""
     if isinstance(module, nn.Linear):
         plain = type(module).forward is nn.Linear.forward or isinstance(module, Fp8Linear)
         # nn.MultiheadAttention multiplies by this layer's weight itself.

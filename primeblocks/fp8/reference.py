@@ -130,7 +130,7 @@ def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Return `x * y + z` of float32, rounded once."""
     product, addend = x.double() * y.double(), z.double()  # exact: 24 + 24 bits fit in 53
     total = product + addend
-    # The exact rounding error of that addition (Knuth's two-sum).
+    # The exact rounding error of this addition (Knuth's two-sum).
     virtual = total - product
     lost = (product - (total - virtual)) + (addend - virtual)
     # Round to odd: cut off, and set the last bit if a part was lost. Rounding to float32 is then as

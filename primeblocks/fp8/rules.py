@@ -43,7 +43,8 @@ class Rule:
                 f"{argument}={expression!r} is not a regular expression: {error}."
             ) from error
         self.text = self._found.pattern
-        # Cut off flags at the beginning, because `_found` has them. A newline ends a last comment.
+        # Cut off flags at the beginning, because `_found` has them. In a verbose expression, a
+        # newline ends a comment at the end.
         body = re.sub(r"^\(\?[aiLmsux]+\)", "", self.text)
         end = "\n" if self._found.flags & re.VERBOSE else ""
         self._named = re.compile(rf"(?:^|(?<=\.))(?:{body}{end})(?=\.|$)", self._found.flags)

@@ -1,8 +1,8 @@
 """Choices of experts as an argument of the forward, like position ids.
 
 `follow` adds hooks to a model until `close`. A call of the model passes the rows on to its layers.
-The call of a layer binds its rows, and the router inside the layer uses them and forgets them. So
-rows are bound only from a layer's call to its router's call. A recomputation starts with the
+The call of a layer keeps the layer's rows, until the router inside the layer has used them. Rows
+are therefore kept only from a layer's call to its router's call. A recomputation starts with the
 layer's call, which gets the same rows again. If rows did not reach a router, the model's call
 raises an error.
 """
@@ -37,7 +37,7 @@ def follow(
     `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`. For a row of -1,
     the token uses the model's own choice in that layer. To replay gates too, as `impose(gates=)`
     does, pass `routed_experts_weights`, float32 or float64 of the same shape. A call without rows
-    is a plain call.
+    runs the model unchanged.
 
     The rows go to each layer as an argument of its call. So any number of micro-batches may be in
     flight, and an activation checkpoint of the layer recomputes it under the same rows. If the
@@ -60,7 +60,7 @@ def follow(
     Raises:
         PlanError: a router is not inside the model, two routers share a layer, or `layer_ids` lacks
             a router's layer or names a layer twice.
-        UsageError: a router follows already, or is not in an `nn.ModuleList` or `nn.ModuleDict`.
+        UsageError: a router is under `follow` already, or not in an `nn.ModuleList` or `ModuleDict`.
             From within the forward: the rows did not reach each router, a router is also under
             `impose`, or a part of a layer was recomputed without the layer. On a CPU also if a row
             names an unknown expert. On a GPU such a row ends the process.
@@ -142,7 +142,7 @@ class Following:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         given, self._given, self._running = self._given, {}, False
         for layer in self._layers:
-            layer.forget()  # An error may have come between the calls of a layer and its router.
+            layer.forget()  # An error between the calls of a layer and its router leaves rows.
         # Without an output, the forward raised an error of its own.
         if output is not None and given:
             silent = [layer.router.layer_id for layer in self._layers if not layer.reached]

@@ -173,7 +173,7 @@ def _plan(
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Guess the device of a router's rows. A wrong guess (offloaded weights) costs copies."""
+    """Guess the device of a router's rows. With offloaded weights, a wrong guess costs copies."""
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     return torch.device("cpu") if device.type == "meta" else device
@@ -182,7 +182,7 @@ def _device_of(module: nn.Module) -> torch.device:
 def _upload(
     array: np.ndarray, devices: Sequence[torch.device], columns: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return each router's column on its device. Copies once per device, only needed columns."""
+    """Return each router's column on its device. Copies the needed columns once per device."""
     if len(set(devices)) == 1:
         whole = _copy(array, devices[0])
         return [whole[:, column] for column in columns]
@@ -212,7 +212,7 @@ def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class _Tally:
-    """Slots that the filter replaced in a layer's latest run, on the device. 0 without a filter."""
+    """The number of slots that the filter replaced in a layer's latest run, on the device, or 0."""
 
     replaced: Any = None
 
@@ -221,7 +221,7 @@ class ImposedRows(NamedTuple):
     """The choices of one micro-batch in one layer."""
 
     ids: torch.Tensor
-    """Integers `[tokens, top_k]`, narrow or not."""
+    """Integers `[tokens, top_k]`, of any width."""
     missing: torch.Tensor | None = None
     """bool `[tokens]`: tokens that use the router's own choice. None if no token does."""
     padding: torch.Tensor | None = None
@@ -392,5 +392,5 @@ def _inside_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler.
+# torch.compiler.assume_constant_result does the same, but would import the compiler.
 _inside_saved_tensor_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]

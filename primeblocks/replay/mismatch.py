@@ -62,7 +62,7 @@ class Mismatch:
 
     @staticmethod
     def pool(parts: Iterable[Mismatch]) -> Mismatch:
-        """Return the measurement of all parts' tokens together. Gather the parts first. Local.
+        """Return one measurement of the tokens of all parts. Gather the parts first. Local.
 
         Positions of the worst tokens begin with the index of their part.
 

@@ -20,8 +20,8 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class Router(Protocol):
     """One router of a model: a module that runs once per forward, and how to read its output.
 
-    Adapters make routers (`adapters.transformers.routers(model)`). For your own model write a few
-    lines, as `docs/replay.md` shows. The block itself does not know any host.
+    Adapters make routers (`adapters.transformers.routers(model)`). For your own model, write a
+    class as `docs/replay.md` shows. The block itself does not know any host.
     """
 
     @property

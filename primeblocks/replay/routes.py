@@ -144,7 +144,7 @@ class Routes:
         Rows of padding name the experts in turn, over all parts, so that experts get equal work.
 
         Args:
-            pad_to: `pad` each part to this number of tokens, for a batch that is a rectangle.
+            pad_to: `pad` each part to this number of tokens, for a batch of rows of one length.
 
         Raises:
             ShapeError: the parts come from different models, `parts` is empty, or `pad` refuses
@@ -282,7 +282,7 @@ class Routes:
     def tensor(self, *, batch: int = 1) -> torch.Tensor:
         """Return int16 `[batch, sequence, layers, top_k]`, for `routed_experts` of `follow`.
 
-        From 2**15 experts on it is int32. A missing row is -1. Local. One copy, on the host.
+        With 2**15 experts or more, it is int32. A missing row is -1. Local. One copy, on the host.
 
         Raises:
             ShapeError: the tokens are not `batch` rows of one length.

@@ -25,7 +25,7 @@ from ..recipe import Gemm
 __all__ = ["CublasGemm", "check_device"]
 
 _ENGINE = "CublasGemm"
-_ALIGNED = 16  # Bytes by which addresses of scales, and strides of their columns, are aligned.
+_ALIGNED = 16  # Alignment, in bytes, of the addresses of scales and of the strides of columns.
 
 
 def check_device(device: torch.device) -> None:
@@ -55,7 +55,8 @@ class CublasGemm:
     - The inner dim, and both sides of weights, are multiples of 128.
 
     A call makes one launch, and at most two more that copy scales. Scales take at most 1/32 of the
-    codes' bytes. Codes are not copied, and the host does not wait. UE8M0 scales work, as float32.
+    codes' bytes. Codes are not copied, and the host does not wait. UE8M0 scales work, stored as
+    float32.
 
     Args:
         experts: the kernel for groups, because cuBLAS cannot multiply groups with block scales.

@@ -108,7 +108,7 @@ def _in_threads(arrays: list[Any], grid: tuple[int, int], how: tuple[Any, ...]) 
 @numba.njit(inline="always")
 @no_type_check
 def _shift(bits):
-    """Return the shift of these bits to their place in a float32. A constant when compiled."""
+    """Return the shift of these bits to their place in a float32, a constant when compiled."""
     return _I(16) if bits.itemsize == 2 else _I(0)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import MissingPackageError, UnsupportedError
 
 try:
-    # Do not import its MoE module. That takes seconds, and the model's script has imported it.
+    # Only the version, because an import of the MoE module takes seconds.
     from torchtitan import __version__ as _RELEASE
 except ImportError as error:
     raise MissingPackageError("torchtitan", "torchtitan") from error
@@ -78,8 +78,8 @@ def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
     Works before and after torchtitan shards, checkpoints or compiles the model. Local.
 
     Raises:
-        UnsupportedError: the model has no router, or one whose class computes differently from the
-            tested one, or torchtitan is not 0.3.0.
+        UnsupportedError: the model has no router, a router's class computes differently from the
+            tested class, or torchtitan is not 0.3.0.
     """
     if _RELEASE != _TESTED:
         raise UnsupportedError(

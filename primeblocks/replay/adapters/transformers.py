@@ -174,7 +174,7 @@ def _fingerprint(forward: Callable[..., Any]) -> str:
     try:
         source = textwrap.dedent(inspect.getsource(forward))
         function = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError):  # Made at run time, in C, or in a lambda.
+    except (OSError, TypeError, SyntaxError):  # A function made at run time, in C, or a lambda.
         return ""
     if not isinstance(function, ast.FunctionDef) or function.decorator_list:
         return ""
@@ -190,7 +190,7 @@ def _fingerprint(forward: Callable[..., Any]) -> str:
 
 
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER}
-_BLOCKS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}  # By name, because widths are style.
+_BLOCKS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}  # By kind: widths are only style.
 
 
 def _unsupported(what: str) -> UnsupportedError:

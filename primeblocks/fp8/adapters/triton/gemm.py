@@ -78,7 +78,7 @@ def _add_part(
     """Add the product of one tile of the inner dim. a has codes, and b has addresses of codes."""
     b_scale = tl.load(b_scales, inside_b, other=0.0)
     codes = tl.load(b, inside_k[:, None], other=0.0)
-    if PARTIAL:  # Not as mask of the load, which would then read byte by byte.
+    if PARTIAL:  # Mask by `own` after the load, which would otherwise read byte by byte.
         codes = tl.where(own[:, None], codes.to(tl.uint8, bitcast=True), 0)
         codes = codes.to(tl.float8e4nv, bitcast=True)
     if B_ROWS == 1:
@@ -303,7 +303,7 @@ class TritonGemm:
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
         """Multiply each expert's rows of `a` by `b[expert].T`.
 
-        Local. Raises the errors of `a @ b.T`. As many programs start as any offsets could need.
+        Local. Raises the errors of `a @ b.T`. Enough programs start for any offsets.
         Programs without rows end at once. Rows after the last offset are zero.
         """
         _check(a, b, offsets, ndim=3)
@@ -347,7 +347,7 @@ def _launch(
 ) -> None:
     # Tensor cores read both operands along the inner dim. Another layout is copied here.
     codes_a, codes_b = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.codes, b.codes))
-    # Two parts of tiles with one scale per row would need more registers than a program has.
+    # If each row of b has its own scales, two parts would need more registers than a program has.
     parts = 2 if out.shape[-1] > BLOCK and b.tile.rows > 1 else 1
     groups = 0 if offsets is None else len(offsets)
     grid = blocks * triton.cdiv(out.shape[-1], parts * BLOCK)

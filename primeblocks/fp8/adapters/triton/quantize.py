@@ -1,8 +1,8 @@
 """Quantize in tiles, in one pass over the input. Has run on one H100.
 
 Codes and scales equal those of `primeblocks.fp8.quantize` bit for bit. Divisions are rounded
-correctly. A tile's maximum is that of the bits without sign, where a NaN exceeds all numbers.
-Values are not flushed to zero.
+correctly. A tile's maximum is computed from bits without sign, where a NaN is larger than all
+numbers. Values are not flushed to zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ...quantize import (
 
 __all__ = ["TritonQuantizer", "check_device"]
 
-# Decided at import, as Triton itself does.
+# Triton itself also decides this at import.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _SIDE = 128
 
@@ -189,7 +189,7 @@ def _quantize_blocks(
     block, scale = _round_tiles(values, HEIGHT, WIDTH, POWERS, QUOTIENT, INTEGERS)
     _store_tiles(block, scale, codes, scales, batch, top, left, rows, columns)
     if BOTH:
-        if HEIGHT != WIDTH:  # Square tiles give the same codes.
+        if HEIGHT != WIDTH:  # With square tiles, codes are the same.
             block, scale = _round_tiles(values, WIDTH, HEIGHT, POWERS, QUOTIENT, INTEGERS)
         block, scale = tl.trans(block), tl.trans(scale)
         _store_tiles(block, scale, flipped_codes, flipped_scales, batch, left, top, columns, rows)
@@ -303,8 +303,8 @@ def _quantize(
     shapes = [(*batch, rows, columns), (*batch, columns, rows)]
     made = [_empty(x, shape, tile) for shape in shapes[: 1 + both]]
     flat = x.flatten(0, -3) if x.ndim > 3 else x
-    # With a transpose, blocks need whole tiles in both directions. Otherwise 64 values per thread
-    # keep 8 loads pending.
+    # With a transpose, blocks need whole tiles in both directions. Otherwise the height gives 64
+    # values to each thread, because 8 loads are then pending.
     height = _SIDE if both or tile.rows > 64 else 32 if gated else 64
     blocks = math.prod(batch) * triton.cdiv(rows, height) * triton.cdiv(columns, _SIDE)
     if blocks:

@@ -48,7 +48,7 @@ class RouterShape:
     def from_config(cls, config: Any) -> RouterShape:
         """Read a model's configuration: transformers', or the dict of a `config.json`. Local.
 
-        For a model of several modalities it reads the text model.
+        For a model of several modalities, this method reads the text model.
 
         Raises:
             UnsupportedError: the configuration lacks the number of experts, choices or layers, or
@@ -103,7 +103,7 @@ def plan_capture_bytes(
     Args:
         page_tokens: tokens in a KV page (vLLM's block size).
         device_pages: pages of the engine's own KV cache.
-        offloaded_pages: pages of all tiers that do not carry rows.
+        offloaded_pages: pages of all tiers that do not store rows.
         slack: multiplies `offloaded_pages`, because tiers evict in another order than the store.
             With `offload_prompt_only=True`, pass at least 1 + generated/prompt tokens.
 
