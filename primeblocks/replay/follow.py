@@ -60,7 +60,7 @@ def follow(
     Raises:
         PlanError: a router is not inside the model, two routers share a layer, or `layer_ids` lacks
             a router's layer or names a layer twice.
-        UsageError: a router is under `follow` already, or not in an `nn.ModuleList` or `ModuleDict`.
+        UsageError: a router is already followed, or not in an `nn.ModuleList` or `nn.ModuleDict`.
             From within the forward: the rows did not reach each router, a router is also under
             `impose`, or a part of a layer was recomputed without the layer. On a CPU also if a row
             names an unknown expert. On a GPU such a row ends the process.
