@@ -1,6 +1,6 @@
 """Block-scaled FP8 (E4M3) for training and for weight transfer.
 
-One quantizer serves both. Matrix products have gradients, and run on an engine that you pass in. A
+One quantizer serves both. Matrix products have gradients, and run on a kernel that you choose. A
 reference defines the result of each product.
 """
 

@@ -43,7 +43,7 @@ class Finding:
 class Audit:
     """The tensors that differ between a trainer and an engine, and how many were compared.
 
-    `bool(audit)` raises UsageError, because an audit without findings would be false.
+    `bool(audit)` raises UsageError, because true could mean either findings or a passed audit.
     """
 
     findings: tuple[Finding, ...]
@@ -62,7 +62,7 @@ class Audit:
         """Raise if the engine differs from the trainer. Local.
 
         Raises:
-            CorruptionError: there are findings. The message lists the first ones.
+            CorruptionError: there are findings. The message lists the first findings.
         """
         if not self.findings:
             return
@@ -88,24 +88,26 @@ def audit(
 
     For each tensor that differs, `audit` tries known causes, alone and together. The causes are
     another source, scale or quotient, and codes that were rounded twice. `audit` names a cause only
-    if the cause gives the engine's bits. If several causes give them, it names all. It counts
-    differences without a known cause.
+    if the cause gives the engine's bits. If several combinations of causes give these bits,
+    `audit` names all combinations with the fewest causes. It also counts the codes, scales or
+    numbers that differ.
 
-    `audit` sees only weights: not how the engine quantizes activations or its KV cache, nor codes
-    that it makes after you read `engine`. Local. Compares one tensor at a time on the trainer's
-    device, with some float32 copies of it.
+    `audit` compares only weights. It does not check how the engine quantizes activations or its KV
+    cache, or codes that the engine makes after you read `engine`. Local. Compares one tensor at a
+    time on the trainer's device, with some float32 copies of the tensor.
 
     Args:
-        trainer: the whole tensors by name. Pass the float32 masters if they exist.
+        trainer: a module, or whole tensors by name. Pass the float32 masters if they exist.
         engine: the engine's tensors by the same names: codes with their scales, or plain numbers.
             Scales are named `NAME_scale_inv`, in float32 or float8_e8m0fnu. Plain numbers may come
-            from `encode_weights(form="simulated")`. Split the weights that the engine fuses first.
+            from `encode_weights(form="simulated")`. Before the call, split the weights that the
+            engine fuses.
         recipe: the recipe of the trainer.
         only: the names that `convert` returned, or a rule. A rule names the weights that the
             trainer multiplies in float8, or their modules.
         exclude: a rule for weights that the trainer does not multiply in float8.
-        excluded: the engine's list `modules_to_not_convert` of its `quantization_config`. With it
-            `audit` can name the entry that made the engine leave out a weight.
+        excluded: the list `modules_to_not_convert` of the engine's `quantization_config`. With this
+            list, `audit` can name the entry that made the engine leave out a weight.
 
     Raises:
         UsageError: a rule names no weight, or matches inside a word by accident.
@@ -123,7 +125,7 @@ def audit(
     rules = Rule("only", only), None if exclude is None else Rule("exclude", exclude)
     entries = None if excluded is None else tuple(excluded)
     kept = tuple(name.removesuffix(".weight") for name in matrices if name not in chosen)
-    # A value that is not finite is a finding, or equal on both sides.
+    # With "nan", a value that is not finite does not raise here. It is a finding if it differs.
     sides = _Sides(mine, held, replace(recipe, nonfinite="nan"), chosen, *rules, entries, kept)
     reasons = {name: sides.compare(name) for name in mine}
     reasons |= {name: sides.extra(name) for name in held if name not in mine}
@@ -173,7 +175,7 @@ class _Sides:
         owner = name.removesuffix(SCALES_SUFFIX)
         if owner == name or owner not in self.trainer:
             return "in the engine alone"
-        # `compare` reports the weights that exist, with codes or without.
+        # If the engine has the owner, `compare` reports on the owner.
         return "" if owner in self.engine else f"scales of {owner}, which the engine has not"
 
     def _codes(self, name: str, weight: Tensor, codes: Tensor, scales: Tensor) -> str:
@@ -193,7 +195,7 @@ class _Sides:
 
     def _simulated(self, name: str, weight: Tensor, held: Tensor) -> str:
         expected = self._quantize(name, weight).dequantize()
-        # A trainer in bfloat16 sends bfloat16, whatever dtype the engine keeps it in.
+        # A bfloat16 trainer sends bfloat16 numbers, which the engine may keep in another dtype.
         if any(
             _is_same(each.to(held.dtype), held) for each in (expected, expected.to(weight.dtype))
         ):
@@ -298,7 +300,7 @@ def _causes(weight: Tensor, recipe: Recipe, fits: Callable[[_Way], bool]) -> lis
     levels: dict[int, list[_Way]] = {1: [], 2: [], 3: []}
     for way in map(_Way._make, itertools.product(sources, get_args(Scale), get_args(Quotient))):
         changes = sum(a != b for a, b in zip(way, usual, strict=True))
-        # All quotients by a power of two are equal.
+        # If scales are powers of two, all quotients give the same bits.
         if changes and (way.scale == "float32" or way.quotient == usual.quotient):
             levels[changes].append(way)
     for ways in levels.values():

@@ -34,12 +34,12 @@ Form = Literal["float8", "simulated"]
 def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
     """Name the codes and the scales of a weight as DeepSeek-V3's checkpoints do. Local.
 
-    Codes get the weight's name, and scales that name plus `_scale_inv`. Scales are float32, also
-    with a UE8M0 recipe. All tensors are contiguous, as files need them.
+    Codes get the weight's name. Scales get the weight's name with `_scale_inv` at its end. Scales
+    are float32, also with a UE8M0 recipe. All tensors are contiguous, as files need them.
 
     Raises:
         UsageError: `quantized` is not a `Quantized`, or `name` is a name of scales.
-        ShapeError: codes or scales have another dtype or shape than the tiles give.
+        ShapeError: codes or scales have another dtype, or a shape that does not fit the tiles.
     """
     if not isinstance(quantized, Quantized):
         raise UsageError(
@@ -48,13 +48,13 @@ def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
     if name.endswith(SCALES_SUFFIX):
         raise UsageError(f"{name} is a name of scales. Pass the weight's name.")
     _check_pair(name, quantized.codes, quantized.scales, quantized.tile)
-    # The codes of a ragged matrix are a view of whole tiles.
+    # If the last tiles of a matrix are cut, its codes are a view of whole tiles.
     codes = quantized.codes.view(torch.uint8).contiguous().view(torch.float8_e4m3fn)
     return {name: codes, name + SCALES_SUFFIX: quantized.scales.contiguous()}
 
 
 def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Quantized | Tensor]:
-    """Join the codes and scales of a checkpoint. Other tensors stay as they are. Local.
+    """Join the codes and scales of a checkpoint. Other tensors stay unchanged. Local.
 
     The results alias `state`, except scales in float8_e8m0fnu, which become float32.
 
@@ -95,12 +95,13 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
     beginnings and ends of names.
 
     Args:
-        state: all tensors of the checkpoint, as packed. Tensors on the meta device need no memory.
+        state: all tensors of the checkpoint, as packed. They may be on the meta device, where they
+            do not need memory.
 
     Raises:
         PlanError: `state` has no quantized weight.
         PlanError: a quantized module's name begins or ends with the name of an unquantized module.
-            Readers would disagree about it.
+            Readers would disagree about this module.
         UnsupportedError: the format cannot describe the tiles of `recipe`.
     """
     check_recipe(recipe)
@@ -137,7 +138,9 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class WeightEncoder:
-    """A function from a rank's part of a weight to the tensors to send. See `encode_weights`.
+    """A function that turns a rank's part of a weight into the tensors to send.
+
+    See `encode_weights`.
 
     `weightsync.Publisher` calls `origins` and `describe`, and so checks the cuts of all shards.
     """
@@ -157,7 +160,8 @@ class WeightEncoder:
     def __call__(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """Encode this rank's part of a tensor. Local.
 
-        Returns the tensors to send by name: codes and scales, or the unchanged tensor.
+        Returns the tensors to send by name: codes and scales, numbers on the float8 grid, or the
+        unchanged tensor.
 
         Raises:
             UsageError: a rule matches inside a word of the name, the tensor holds codes already, or
@@ -184,7 +188,7 @@ class WeightEncoder:
         return {name: quantized.dequantize().to(tensor.dtype)}
 
     def describe(self, held: Any) -> Any:
-        """Return the `weightsync.Manifest` of a rank's encoded tensors. Pure.
+        """Return the `weightsync.Manifest` of encoded tensors, from a rank's manifest. Pure.
 
         Raises:
             PlanError: a shard cuts through a tile.
@@ -234,28 +238,29 @@ def encode_weights(
     layouts: Mapping[str, Layout] | None,
     form: Form = "float8",
 ) -> WeightEncoder:
-    """Return a function that quantizes each tensor before it is sent, as training does. Local.
+    """Return a function that quantizes weights as training does, before they are sent. Local.
 
-    Pass the result to `weightsync.Publisher(encode=...)`. It encodes matrices, and experts that
+    Pass the function to `weightsync.Publisher(encode=...)`. It encodes matrices, and experts that
     share one parameter of three dims. `form` chooses the result:
 
     - `"float8"`: codes and scales, which take half the bytes of bfloat16.
-    - `"simulated"`: numbers on the float8 grid in their own dtype, for engines without float8
+    - `"simulated"`: numbers on the float8 grid in the weight's dtype, for engines without float8
       kernels. In bfloat16, code times scale is rounded once more.
 
-    Each rank quantizes its own part. Every cut must lie between tiles of `recipe.weights`.
+    Each rank quantizes its own part. Shards must end at the border of a tile of `recipe.weights`.
 
     Args:
         only: the names that `convert` returned, or a rule for weights or their modules. Other
             weights, vectors and biases are sent unchanged.
         exclude: a rule for weights that are sent unchanged.
-        layouts: by name, the layout that this rank holds (`primeblocks.layout.layout_of`). None if
-            it holds every tensor whole.
+        layouts: the layouts of this rank's tensors by name (`primeblocks.layout.layout_of`). None
+            if this rank has whole tensors.
         form: see above.
 
     Raises:
         UsageError: a rule is not a regular expression, names no weight of `layouts`, or matches
-            inside a word by accident. Without `layouts` the call that encodes raises this error.
+            inside a word by accident. Without `layouts`, the function or its `describe` raises the
+            last two errors.
         PlanError: a shard of a named weight cuts through a tile.
         UnsupportedError: `form` is unknown.
     """
@@ -275,7 +280,7 @@ def encode_weights(
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """Return for each float32 scale whether it is a power of two, or infinite. Local."""
+    """Return for each float32 scale whether it is a power of two, 0 or infinite. Local."""
     return (scales.view(torch.int32) & 0x7FFFFF) == 0
 
 
@@ -329,6 +334,6 @@ def _layout_of_scales(layout: Layout, tile: Tile) -> Layout:
         [-(-n // step) for n, step in zip(row, steps, strict=True)]
         for row in (layout.shape, box.offsets, box.sizes)
     )
-    # An empty part may begin anywhere.
+    # An empty shard may begin after the last tile.
     starts = [min(a, n - size) for a, n, size in zip(starts, shape, sizes, strict=True)]
     return Layout(tuple(shape), Shard(tuple(starts), tuple(sizes)))

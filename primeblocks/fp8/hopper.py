@@ -1,4 +1,4 @@
-"""Checks that engines of Hopper's block-scaled products share. No check reads from the device."""
+"""Checks that kernels of Hopper's block-scaled products share. No check reads from the device."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _OTHERS = (
 def check_hopper(device: torch.device, engine: str) -> None:
     """Refuse a device without Hopper's block-scaled products. Local. The host does not wait.
 
-    Later GPUs have float8 products with tiles of 1 x 32 and UE8M0 scales. A library that casts
-    float32 scales to UE8M0 would change the numbers.
+    Later GPUs are refused, too. Their float8 products have tiles of 1 x 32 and UE8M0 scales. A
+    library would have to cast float32 scales to UE8M0, which changes the numbers.
 
     Raises:
         UnsupportedError: the device is not CUDA of compute capability 9.0.

@@ -29,8 +29,8 @@ class WeightCodes(NamedTuple):
 def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
     """Quantize a weight `[..., out, in]` for forward and backward. Local.
 
-    If tiles have several rows, backward uses the same codes, transposed. They are copied if the
-    engine needs contiguous operands. Tiles of one row are quantized again.
+    If tiles have several rows, backward uses the same codes, transposed. These codes are copied if
+    the kernel needs contiguous operands. If tiles have one row, the weight is quantized again.
     """
     forward = recipe.quantize_weight(weight)
     if recipe.weights.rows == 1:
@@ -46,7 +46,7 @@ def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
 def matmul(
     x: Tensor, weight: Tensor, *, recipe: Recipe, codes: WeightCodes | None = None
 ) -> Tensor:
-    """Multiply `x @ weight.T`, both rounded to float8. Local. Differentiable in both.
+    """Multiply `x @ weight.T`, both rounded to float8. Local. Differentiable in `x` and `weight`.
 
     The gradient of `x` is also a float8 product, with the same weight codes, transposed.
     `recipe.wgrad` chooses the operands of the gradient of `weight`.
@@ -62,7 +62,8 @@ def matmul(
     Raises:
         ShapeError: the inner dims differ.
         UnsupportedError: `weight` is sharded over ranks.
-        UsageError: `recipe` is not a `Recipe`, or a value is not finite and the recipe raises then.
+        UsageError: `recipe` is not a `Recipe`. With `nonfinite="raise"`, also if a value is not
+            finite.
     """
     check_recipe(recipe)
     check_tensors(x=x, weight=weight)
@@ -82,7 +83,7 @@ def grouped_matmul(
     recipe: Recipe,
     codes: WeightCodes | None = None,
 ) -> Tensor:
-    """Multiply consecutive groups of rows, each by its expert's weight, as `matmul` does. Local.
+    """Multiply each expert's rows by the expert's weight, as `matmul` does. Local.
 
     An expert without rows gets a gradient of zeros. Rows after the last offset give zeros. On a GPU
     the host does not read `offsets`, so their values are not checked. On a CPU they are checked.
@@ -118,7 +119,8 @@ def swiglu_matmul(
     """Multiply `swiglu(gate_up, scores)` by a weight, without storing the activation. Local.
 
     The result and gradients equal those of `grouped_matmul` of the activation, or of `matmul`
-    without offsets. Only `gate_up` is kept for backward, which computes the activation again.
+    without offsets. Only `gate_up` and `scores` are kept for backward, which computes the
+    activation again. If `saved` and `wgrad` are `"float8"`, the activation's codes are kept, too.
 
     Args:
         gate_up: `[tokens, 2 * in]`, the gate first.
@@ -241,7 +243,7 @@ def _input_gradient(
     *,
     both: bool,
 ) -> tuple[Tensor, Quantized | None]:
-    """Return the input's gradient, and with `both` the quantized `dy.T` for the weight's."""
+    """Return the input's gradient. With `both` and float8 `wgrad`, also return quantized `dy.T`."""
     weight, columns = Quantized(codes, scales, recipe.transposed_weights), None
     if both and recipe.wgrad == "float8":
         rows, columns = recipe.quantize_both(_without_tail(dy, offsets), recipe.gradients)
@@ -251,7 +253,7 @@ def _input_gradient(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Return the input in the dtype that an ordinary product would use."""
+    """Return the input in the dtype that a product of torch would use under autocast."""
     kind = x.device.type
     taken = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if taken else x
@@ -266,7 +268,7 @@ def _refuse_create_graph() -> None:
 
 
 def _without_tail(x: Tensor, offsets: Tensor | None) -> Tensor:
-    """Return `x` with zeros in rows after the last offset, which may hold anything."""
+    """Return `x` with zeros in rows after the last offset, where `x` may have any values."""
     if offsets is None or (offsets.device.type == "cpu" and int(offsets[-1]) == len(x)):
         return x
     rows = torch.arange(len(x), device=x.device) < offsets[-1]
@@ -274,7 +276,7 @@ def _without_tail(x: Tensor, offsets: Tensor | None) -> Tensor:
 
 
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor | None, recipe: Recipe) -> Tensor:
-    with torch.autocast(a.codes.device.type, enabled=False):  # Of what an engine does inside.
+    with torch.autocast(a.codes.device.type, enabled=False):  # Kernels run without autocast.
         return recipe.gemm(a, b) if offsets is None else recipe.gemm.grouped(a, b, offsets)
 
 
@@ -286,7 +288,7 @@ def _save(
         return (), recipe.quantize(x, recipe.activations)
     if recipe.saved == "input":
         return (x,), recipe.quantize(x, recipe.activations)
-    if recipe.wgrad == "float8":  # Then only its columns are needed.
+    if recipe.wgrad == "float8":  # Backward then needs only the columns.
         quantized, columns = recipe.quantize_both(_without_tail(x, offsets), recipe.activations)
         return (columns.codes, columns.scales), quantized
     quantized = recipe.quantize(x, recipe.activations)
@@ -316,7 +318,7 @@ def _weight_gradient(
         if offsets is not None and dy.is_cuda and dtype is torch.bfloat16:
             return F.grouped_mm(dy.mT, x, offs=offsets)
         if not dy.is_cuda:
-            dy, x = dy.float(), x.float()  # The same operands; the sum is float32 everywhere.
+            dy, x = dy.float(), x.float()  # The operands keep their values. Sums are float32.
         if offsets is None:
             return dy.mT @ x
         return torch.stack([dy[rows].mT @ x[rows] for rows in runs(offsets)])

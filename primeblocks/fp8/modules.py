@@ -49,8 +49,8 @@ class Fp8Linear(nn.Linear):
 class Fp8GroupedMm:
     """A float8 product of experts, for the attribute `grouped_mm` of their module.
 
-    Called as `grouped_mm(name, tokens, weight, offsets)` with the weight's name in the module. See
-    `grouped_matmul`.
+    The module calls `grouped_mm(name, tokens, weight, offsets)`, with the weight's name in the
+    module. See `grouped_matmul`.
     """
 
     def __init__(self, module: nn.Module, recipe: Recipe) -> None:
@@ -148,23 +148,23 @@ class WeightCache:
     """Keeps the float8 codes of a converted model's weights until a weight changes.
 
     All micro-batches of a step share one rounding, in forward, backward and recomputation. The
-    cache drops all codes when a torch optimizer of the process steps or a module loads a state
-    dict. It drops the codes of a weight that is written in place or moves.
+    cache drops all codes when a torch optimizer of the process steps, or when a converted module
+    loads a state dict. It drops a weight's codes if the weight is written in place or moves.
 
     Some writes do not change a version counter: a write to `weight.data`, as PEFT does to merge
     adapters, and `torch._foreach_*` on a DTensor. After such a write, call `advance()`.
 
     The cache keeps codes of whole weights, also under FSDP2. They take one byte per value, or two
-    if the engine copies transposed codes.
+    if the kernel needs a copy of transposed codes.
 
     Args:
-        model: a converted model. If you shard it, shard it first.
-        optimizers: every optimizer that updates its converted weights. Without optimizers all
+        model: a converted model. If you shard the model, shard it before this call.
+        optimizers: every optimizer that updates the converted weights. Without optimizers, all
             converted weights must be frozen.
 
     Raises:
-        UsageError: the model has no converted layer, or a weight that needs gradients is in none of
-            the optimizers. The cache would not notice its changes.
+        UsageError: the model does not have a converted layer. Also raised if a weight that needs
+            gradients is not in an optimizer, because the cache would not notice its changes.
     """
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
@@ -272,7 +272,7 @@ class WeightCache:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer, or experts stacked in one parameter."""
+    """Return whether a module is a linear layer, or experts (`grouped_mm`, or two 3-d weights)."""
     if isinstance(module, nn.Linear):
         plain = type(module).forward is nn.Linear.forward or isinstance(module, Fp8Linear)
         # nn.MultiheadAttention multiplies by this layer's weight itself.
@@ -307,7 +307,7 @@ class _Entry(NamedTuple):
 
 
 def _sign(parameter: Tensor, product: Any) -> tuple[Any, ...]:
-    # A DTensor counts writes to itself. Its local part counts those of optimizers.
+    # A DTensor counts writes to itself. Its local part counts the writes of optimizers.
     parts = [parameter, local_part(parameter)]
     versions = [0 if part.is_inference() else part._version for part in parts]
     return *versions, parts[1].data_ptr(), parts[1].dtype, product.recipe

@@ -32,11 +32,11 @@ __all__ = [
     "tiled",
 ]
 
-# Values scaled at once on a CPU. In float32 and with their codes they fit its cache.
+# The number of values scaled at once on a CPU. As float32 and as codes, they fit into its cache.
 _AT_ONCE = 1 << 17
 
 E4M3_MAX = 448.0
-"""The largest float8_e4m3fn. Four exponent and three mantissa bits, no infinity."""
+"""The largest float8_e4m3fn, a format of 4 exponent and 3 mantissa bits without infinity."""
 
 Scale = Literal["float32", "ue8m0"]
 """The kind of a tile's scale: any float32, or powers of two, rounded up (RCEIL)."""
@@ -45,7 +45,7 @@ Quotient = Literal["reciprocal", "division", "amax"]
 """The form of a scaled value: `x * (1 / scale)`, `x / scale` or `x * (448 / amax)`."""
 
 Nonfinite = Literal["raise", "nan"]
-"""The answer to a value that is not finite: an error, or a tile whose scale and codes are NaN."""
+"""The result for a value that is not finite: an error, or NaN as scale and codes of its tile."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ def check_choice(name: str, value: object, kind: object) -> None:
 
 
 def scales_of(amax: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, Tensor]:
-    """Return the scales of tiles with these largest values, and the operands that scale values.
+    """Return the scales of tiles whose largest magnitudes are `amax`, and divisors or factors.
 
-    The second result is a divisor for `"division"`, and otherwise a factor. A scale is at least the
-    smallest normal float32, whose reciprocal is finite. It is 1 if `amax` is 0, and NaN if `amax`
-    is not finite. Local. The host does not wait.
+    Values are scaled by the second result: a divisor for `"division"`, and otherwise a factor. A
+    scale is at least the smallest normal float32, whose reciprocal is finite. A scale is 1 if
+    `amax` is 0, and NaN if `amax` is not finite. Local. The host does not wait.
     """
-    # Divide by tensors. For a division by a number, CUDA multiplies by the reciprocal. A number
-    # divided by a tensor is the number times the tensor's reciprocal everywhere.
+    # Divide a tensor by a tensor. CUDA turns tensor / number into a product with a reciprocal, and
+    # every device does so for number / tensor.
     largest = torch.full_like(amax, E4M3_MAX)
     scales = (amax / largest).clamp_(min=torch.finfo(torch.float32).tiny)
     if scale == "ue8m0":
@@ -165,16 +165,17 @@ def quantize(
     quotient: Quotient = "reciprocal",
     nonfinite: Nonfinite = "raise",
 ) -> Quantized:
-    """Round a matrix to E4M3 with one scale per tile, so that its largest value becomes 448.
+    """Round a matrix to E4M3 with one scale per tile.
 
-    The only floor of a scale is the smallest normal float32. A tile of gradients therefore keeps
-    its relative precision down to a largest value of 5e-36. A tile of zeros has scale 1. All steps
-    are in float32. Local. With `nonfinite="raise"` the host waits for the device.
+    The largest magnitude of a tile becomes 448, or at most 448 with UE8M0 scales. The only floor of
+    a scale is the smallest normal float32. A tile of gradients therefore keeps its relative
+    precision down to a largest magnitude of 5e-36. A tile of zeros has scale 1. All steps are in
+    float32. Local. With `nonfinite="raise"` the host waits for the device.
 
     Args:
         x: `[..., rows, columns]`. Matrices of a batch do not share tiles.
         tile: the tile that shares a scale.
-        scale: `"ue8m0"` rounds scales up to powers of two, as engines on Blackwell need them.
+        scale: `"ue8m0"` rounds scales up to powers of two, as kernels on Blackwell need them.
         quotient: form of the scaled value. `"reciprocal"` is DeepGEMM's form.
         nonfinite: `"raise"` refuses values that are not finite. `"nan"` gives the scale NaN to a
             tile with such a value.
@@ -218,7 +219,7 @@ def swiglu(gate_up: Tensor, scores: Tensor | None = None) -> Tensor:
 
 
 def measure_error(x: Tensor, quantized: Quantized) -> float:
-    """Return the relative error in the Frobenius norm, in float64. It is 0 for zeros. Local."""
+    """Return the relative error in the Frobenius norm, in float64, or 0 if x is 0. Local."""
     check_tensors(x=x)
     if not isinstance(quantized, Quantized) or x.shape != quantized.shape:
         shape = getattr(quantized, "shape", None)
@@ -231,7 +232,7 @@ def measure_error(x: Tensor, quantized: Quantized) -> float:
 
 
 def _round_tiles(values: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, Tensor]:
-    """Define codes and scales of `[..., row tiles, rows, column tiles, columns]`."""
+    """Return codes and scales of `[..., row tiles, rows, column tiles, columns]`."""
     scaled = values.float()
     amax = scaled.abs().amax(-1).amax(-2)  # Faster than over both dims at once.
     scales, by = scales_of(amax, scale, quotient)
@@ -243,7 +244,7 @@ def _round_tiles(values: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tens
 
 
 def _parts(values: Tensor) -> list[tuple[Any, ...]]:
-    """Cut the row tiles of a batch into parts that fit a CPU's cache, or one part on a device."""
+    """Cut a batch's row tiles into parts that fit a CPU's cache. Other devices get one part."""
     *batch, down = values.shape[:-3]
     if not values.numel():
         return []
@@ -271,7 +272,7 @@ def check_operands(
 
 
 def refuse_nonfinite(x: Tensor, quantized: Quantized) -> None:
-    """Raise UsageError with the number of values that are not finite. The host waits."""
+    """Raise UsageError if values are not finite. The host waits."""
     if not quantized.scales.isfinite().all():
         bad = int((~x.float().isfinite()).sum())
         raise UsageError(f"{bad} of {x.numel()} values are not finite, and float8 has no infinity.")

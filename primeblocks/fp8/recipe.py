@@ -1,4 +1,4 @@
-"""The recipe of float8 products: which values are rounded, how, and by which engines."""
+"""The recipe of float8 products: which values are rounded, how, and by which kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Saved = Literal["input", "float8"]
 
 
 class Gemm(Protocol):
-    """An engine that multiplies quantized matrices. It must be hashable, as a part of a Recipe.
+    """A kernel that multiplies quantized matrices. It must be hashable, because a Recipe is.
 
     Results are float32 or bfloat16. `k_major` is True if both operands must be contiguous along the
     inner dim. Transposed weights are then copied once per version.
@@ -51,8 +51,8 @@ class Gemm(Protocol):
         Args:
             a: `[tokens, in]`, sorted by expert.
             b: `[experts, out, in]`.
-            offsets: int32 `[experts]`, the end of each expert's rows. An engine on a GPU does not
-                copy it to the host.
+            offsets: int32 `[experts]`, the end of each expert's rows. Kernels for a GPU do not copy
+                `offsets` to the host.
 
         Returns:
             `[tokens, out]`, with zeros after the last offset.
@@ -75,7 +75,7 @@ class Gemm(Protocol):
 
 
 class Quantizer(Protocol):
-    """An engine that quantizes, with the bits of `quantize`. It must be hashable."""
+    """A kernel that quantizes to the same bits as `quantize`. It must be hashable."""
 
     def __call__(
         self, x: Tensor, tile: Tile, *, scale: Scale, quotient: Quotient, nonfinite: Nonfinite
@@ -89,7 +89,7 @@ class FusedQuantizer(Protocol):
     """A `Quantizer` that also does two steps in one pass. It takes the same keywords."""
 
     def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
-        """Quantize a matrix and its transpose, each in tiles along its own rows."""
+        """Quantize a matrix in `tile`, and its transpose also in `tile`."""
         ...
 
     def swiglu(self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any) -> Quantized:
@@ -107,28 +107,29 @@ class FusedQuantizer(Protocol):
 class Recipe:
     """The rules by which float8 products round. Equal recipes round alike. Hashable.
 
-    Compare `fingerprint` to check equality across processes.
+    To check that recipes of two processes round alike, compare `fingerprint`.
 
     Args:
-        activations: tile of activations and of their gradients.
-        weights: tile of weights. With square tiles the transposed codes also serve the gradient of
-            the input. With one-row tiles weights are quantized again along the other dim.
+        activations: tile of activations. For the tile of gradients, see `gradients`.
+        weights: tile of weights. If tiles have several rows, the gradient of the input uses the
+            transposed codes. If they have one row, weights are quantized again along the other dim.
         scale: kind of scales. `"ue8m0"` rounds them up to powers of two.
         quotient: form of a scaled value. See `quantize`.
-        source: `"bfloat16"` quantizes the weight's bfloat16 rounding, which FSDP2 gathers and an
-            engine loads. `"float32"` quantizes the master weight, and refuses less precision.
-        wgrad: operands of weights' gradients. Sums are always float32.
+        source: `"bfloat16"` quantizes weights rounded to bfloat16, as FSDP2 gathers them and
+            inference engines load them. `"float32"` quantizes master weights of at least float32.
+        wgrad: dtype of the operands of weight gradients. Sums are always float32.
         saved: the data that forward keeps for the weight's gradient: the input, or its codes at one
             byte per value.
         nonfinite: `"nan"` passes a value that is not finite into the results as NaN, as other
             products do. `"raise"` checks every operand, for which the host waits for a GPU.
-        gemm: the engine that multiplies. Installed packages do not change it.
-        quantizer: the engine that quantizes. All give the same bits.
+        gemm: the kernel that multiplies. Installed packages do not change the default.
+        quantizer: the kernel that quantizes. All quantizers give the same bits.
 
     Raises:
-        UsageError: a tile is not a `Tile`, or an engine is not callable.
-        PlanError: the two tiles have different inner sides, in forward or in backward.
-        UnsupportedError: the value of another argument is unknown.
+        UsageError: a tile is not a `Tile`, or a kernel is not callable.
+        PlanError: the two tiles have different numbers of columns.
+        UnsupportedError: the value of another argument is unknown. Also raised for
+            `wgrad="float8"` if tiles of activations have several rows.
     """
 
     activations: Tile = field(default=Tile(1, 128))
@@ -171,7 +172,7 @@ class Recipe:
 
     @property
     def gradients(self) -> Tile:
-        """Tile of the gradient of an output. Its inner side is that of the transposed weights."""
+        """Tile of an output's gradient, with the columns of a tile of the transposed weights."""
         return Tile(self.activations.rows, self.transposed_weights.columns)
 
     @property
@@ -180,13 +181,13 @@ class Recipe:
         return self.weights if self.weights.rows == 1 else self.weights.transposed
 
     def quantize(self, x: Tensor, tile: Tile) -> Quantized:
-        """Quantize with the recipe's engine and options. Local."""
+        """Quantize with the recipe's quantizer and options. Local."""
         return self.quantizer(x, tile, **self._how)
 
     def quantize_both(self, x: Tensor, tile: Tile) -> tuple[Quantized, Quantized]:
         """Quantize a matrix in `tile`, and its transpose in tiles of `activations`. Local.
 
-        One pass if the engine can do it and the tiles are equal.
+        Takes one pass if the quantizer is a `FusedQuantizer` and the tiles are equal.
         """
         if tile == self.activations and isinstance(self.quantizer, FusedQuantizer):
             return self.quantizer.both(x, tile, **self._how)
@@ -222,10 +223,10 @@ class Recipe:
         return self.quantize(weight, self.weights)
 
     def fingerprint(self, layers: Iterable[str] = ()) -> str:
-        """Return sixteen hex digits of all that decides codes, and of the quantized layers. Pure.
+        """Hash all options that decide codes, and the quantized layers, to 16 hex digits. Pure.
 
-        The digits leave out engines, and options that only gradients use. These may differ between
-        trainer and engine.
+        The hash leaves out kernels, `nonfinite`, and options that only gradients use. These may
+        differ between trainer and inference engine.
 
         Args:
             layers: the names that `convert` returned, if both sides must convert the same layers.

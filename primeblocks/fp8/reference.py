@@ -1,4 +1,4 @@
-"""Block-scaled products in torch alone: one exact to the bit, one quick, one in float64."""
+"""Block-scaled products in torch: slow and exact to the bit, fast, and in float64."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ReferenceGemm:
     float32. Then `total = fma(a_scale * b_scale, sum, total)` runs tile after tile in float32. The
     result therefore does not depend on threads, libraries or the order inside a tile.
 
-    Hopper's tensor cores accumulate with fewer bits. Engines agree with this class to a tolerance,
-    not to the bit. Local. The host reads `offsets`.
+    Hopper's tensor cores accumulate with fewer bits. Other kernels therefore agree with this class
+    within a tolerance, and not bit for bit. Local. The host reads `offsets`.
 
     Raises:
         ShapeError: from each product, if the inner dims or their tiles differ.
@@ -55,8 +55,8 @@ class ReferenceGemm:
 class SimulatedGemm:
     """A `Gemm` that multiplies dequantized matrices in float32 with torch.
 
-    Only the rounding of sums to float32 differs from `ReferenceGemm`. For training at small scale
-    on a CPU, or on a GPU without float8. Local. The host reads `offsets` of grouped products.
+    Only rounding in float32 differs from `ReferenceGemm`. Use this class to train small models on a
+    CPU, or on a GPU without float8. Local. The host reads `offsets` of grouped products.
 
     Raises:
         ShapeError: from each product, if the inner dims or their tiles differ.
@@ -92,7 +92,7 @@ def runs(offsets: Tensor) -> list[slice]:
 
 
 def exact_product(a: Quantized, b: Quantized) -> Tensor:
-    """Dequantize and multiply in float64, the product that all engines approximate. Local."""
+    """Dequantize and multiply in float64. All kernels approximate this product. Local."""
     if not isinstance(a, Quantized) or not isinstance(b, Quantized):
         raise ShapeError(
             f"needs two quantized matrices; got a {type(a).__name__} and a {type(b).__name__}."
@@ -109,11 +109,11 @@ def _check_inner(a: Quantized, b: Quantized) -> None:
 
 
 def _product(a: Quantized, b: Quantized, inner: slice) -> Tensor:
-    """Return `a @ b.T` over a part of the inner dim. The tiles keep their places."""
+    """Return `a @ b.T` over a part of the inner dim. Tiles start as in the whole matrices."""
     size = a.tile.columns
     total = a.scales.new_zeros(a.shape[0], b.shape[0])
     a_scales, b_scales = _by_row(a), _by_row(b)
-    # An expert without tokens has no tile at all.
+    # An expert without tokens does not have a tile.
     tiles = range(inner.start // size, -(-inner.stop // size)) if inner.start < inner.stop else ()
     for k in tiles:
         part = slice(max(k * size, inner.start), min((k + 1) * size, inner.stop))
@@ -130,7 +130,7 @@ def _fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """Return `x * y + z` of float32, rounded once."""
     product, addend = x.double() * y.double(), z.double()  # exact: 24 + 24 bits fit in 53
     total = product + addend
-    # The exact rounding error of that addition (Knuth's two-sum).
+    # The exact rounding error of this addition (Knuth's two-sum).
     virtual = total - product
     lost = (product - (total - virtual)) + (addend - virtual)
     # Round to odd: cut off, and set the last bit if a part was lost. Rounding to float32 is then as

@@ -18,7 +18,7 @@ class Rule:
     r"""A regular expression that names whole parts of dotted names, or a tuple of such names.
 
     `self_attn\.[qkvo]_proj` names `layers.0.self_attn.q_proj` and all parts of that module.
-    `mlp.gate` matches inside `mlp.gate_up_proj` but does not name it, so that match raises.
+    `mlp.gate` matches inside `mlp.gate_up_proj` but does not name it, so `names` raises an error.
 
     Raises:
         UsageError: the expression is empty, or not a regular expression.
@@ -43,7 +43,8 @@ class Rule:
                 f"{argument}={expression!r} is not a regular expression: {error}."
             ) from error
         self.text = self._found.pattern
-        # Flags at its beginning are already set. A comment at its end would hide later parts.
+        # Cut off flags at the beginning, because `_found` has them. In a verbose expression, a
+        # newline ends a comment at the end.
         body = re.sub(r"^\(\?[aiLmsux]+\)", "", self.text)
         end = "\n" if self._found.flags & re.VERBOSE else ""
         self._named = re.compile(rf"(?:^|(?<=\.))(?:{body}{end})(?=\.|$)", self._found.flags)

@@ -1,10 +1,10 @@
-"""Replay an engine's expert choices in the trainer that learns from its tokens.
+"""Replay an engine's expert choices in the trainer.
 
-`record` writes a router's choices down. `Routes` carries them: sliced, joined, or packed for the
-wire. `impose` makes another model's routers follow them, while the gate weights and their gradients
-stay live. `follow` does the same by an argument of the forward, for pipelines. `KeptTokens` does it
-for top-k and top-p. `measure_mismatch` and `compare` measure the distance of the two sides, and
-`attribute` finds its causes.
+`record` records the choices of routers. `Routes` stores them, and can be sliced, joined and packed.
+`impose` makes another model's routers follow them. That model still computes its own gate weights,
+with gradients. `follow` does the same by an argument of the forward, for pipelines. `KeptTokens`
+stores the tokens that top-k and top-p left. `measure_mismatch` and `compare` measure the mismatch
+of engine and trainer, and `attribute` finds the causes of the mismatch.
 """
 
 from . import gates, mismatch, sampling

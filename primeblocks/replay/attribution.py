@@ -1,4 +1,4 @@
-"""Causes of the mismatch, found by removing them, and shares that add up to the whole."""
+"""Causes of the mismatch, found by removing them, and their shares of the mismatch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Cause:
 
     name: str
     share: float
-    """Its Shapley value: what removing it takes away, averaged over what else is removed."""
+    """The Shapley value: the drop of k3 when the cause is removed, averaged over all orders."""
     standard_error: float
-    """Of the share, over tokens."""
+    """The standard error of `share`, over tokens."""
     alone: float
-    """The part that removing it takes away while everything else stays."""
+    """The drop of k3 if only this cause is removed."""
     last: float
-    """The part that removing it takes away once everything else is removed."""
+    """The drop of k3 if this cause is removed after all other causes."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class Attribution:
     """k3 of KL(rollout || trainer), split among causes.
 
     `total` is exactly `residual` plus the causes' shares. If a cause's `alone` and `last` differ
-    much, the cause acts together with another one, and its share lies between the two. For
-    instance, rounding flips routes, so that removing either removes the flips.
+    much, the cause acts together with another cause. For instance, rounding changes routes, so
+    these changes vanish if either rounding or routes are removed.
     """
 
     total: float
     residual: float
-    """The part left with every cause removed: nothing that was toggled explains it."""
+    """The k3 that remains when all causes are removed."""
     causes: tuple[Cause, ...]
     """The largest share first."""
     tokens: int
@@ -86,23 +86,24 @@ def attribute(
 ) -> Attribution:
     """Split the mismatch among causes that can be switched off one by one.
 
-    A cause is a difference between trainer and engine, such as its own routes, its dtype or another
-    weight version. You choose their names. `evaluate` computes the trainer's log-probabilities of
-    the sampled tokens with some causes *removed*, so that in these the trainer does as the engine
-    did. `evaluate(frozenset())` is the unchanged trainer.
+    A cause is a difference between trainer and engine, such as other routes, another dtype or
+    another weight version. You name the causes. `evaluate` computes the trainer's log-probabilities
+    of the sampled tokens with some causes *removed*. If `"routes"` is removed, for example, the
+    trainer uses the engine's routes. `evaluate(frozenset())` is the unchanged trainer.
 
     The cost is `2 ** n` evaluations for n causes, each a forward of the trainer. Local.
 
     Args:
-        evaluate: from the removed causes to log-probabilities shaped like `rollout_logprobs`.
-        rollout_logprobs: the engine's, of the same sampled tokens.
+        evaluate: takes the set of removed causes, and returns log-probabilities of the shape of
+            `rollout_logprobs`.
+        rollout_logprobs: the engine's log-probabilities of the same tokens, of any shape.
         causes: all names that `evaluate` knows.
-        mask: True where a token counts.
+        mask: True for tokens that count, of the same shape.
 
     Raises:
         UsageError: `causes` is empty, repeats a name, or has more than 12 names. Also raised if a
             log-probability is not finite.
-        ShapeError: `evaluate` returns another shape.
+        ShapeError: the result of `evaluate` or the mask has another shape, or no token counts.
 
     Source: L. Shapley, "A value for n-person games" (1953).
     """
@@ -179,7 +180,7 @@ class _Measured:
 
 
 def _shapley(k3: _Measured, name: str, names: tuple[str, ...]) -> torch.Tensor:
-    """Return the k3 that removing `name` takes from each token, averaged over all sets."""
+    """Return the drop of each token's k3 when `name` is removed, averaged over all orders."""
     others = [other for other in names if other != name]
     total = torch.zeros_like(k3(frozenset()))
     for size in range(len(names)):

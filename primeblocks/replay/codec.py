@@ -1,4 +1,4 @@
-"""The wire format: an envelope around every value, and routes inside one. Little-endian.
+"""The wire format: an envelope around every value, and the body of routes. Little-endian.
 
 The envelope is:
 
@@ -8,7 +8,7 @@ The envelope is:
 
 The body of routes is:
 
-    sizes      0, top_k, padding or none, experts, layers, tokens, start (32 bytes)
+    sizes      0, top_k, 1 with padding or 0, experts, layers, tokens, start (32 bytes)
     layer ids  uint32 each
     experts    uint8 or uint16, in the router's order
     missing    one bit per token
@@ -58,12 +58,13 @@ def seal(kind: bytes, format_version: int, parts: Sequence[Any]) -> memoryview:
     """
     arrays = [_bytes_of(part) for part in parts]
     length = sum(len(array) for array in arrays)
-    # Not bytes: numpy asks for huge pages. Faulting in small pages costs four copies.
+    # An array and not bytes, because numpy asks for huge pages. The page faults of small pages
+    # would take as long as four copies.
     out = np.empty(length + _OVERHEAD, dtype=np.uint8)
     digest = xxhash.xxh3_128()
     position = 0
     for array in (_bytes_of(_HEADER.pack(kind, format_version, 0, length)), *arrays):
-        # In pieces that are still in the cache when they are read again.
+        # Copy in pieces, so that the digest reads each piece from the cache.
         for begin in range(0, len(array), _CHUNK):
             piece = array[begin : begin + _CHUNK]
             copied = out[position : position + len(piece)]
@@ -110,7 +111,7 @@ def _bytes_of(part: Any) -> np.ndarray:
 
 _KIND, _FORMAT = b"PBRT", 3
 _SIZES = struct.Struct("<IHHIIQQ")
-_ROWS = 1 << 15  # Compared at a time, so that they stay in the cache.
+_ROWS = 1 << 15  # Rows compared at a time, so that they stay in the cache.
 
 
 def expert_dtype(num_experts: int) -> np.dtype:
@@ -139,11 +140,12 @@ def _check_range(experts: np.ndarray, num_experts: int) -> None:
 
 
 def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) -> np.ndarray:
-    """Return ids from outside in their dtype, with zeros in missing rows. Local.
+    """Check ids, and return them in `expert_dtype` with zeros in missing rows. Local.
 
     Raises:
         ShapeError: as for `expert_dtype`.
-        UsageError: an id is out of range, or a row names an expert twice. Names the first case.
+        UsageError: an id is out of range, or a row names an expert twice. The message names the
+            first such id or row.
     """
     dtype = expert_dtype(num_experts)
     if missing.any():
@@ -174,7 +176,7 @@ def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:
 
 
 def checked_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
-    """Return layer ids as integers that can be written, or raise ShapeError. Local."""
+    """Return layer ids as integers below 2**32, or raise ShapeError. Local."""
     if not isinstance(layer_ids, Iterable) or isinstance(layer_ids, str):
         raise ShapeError(f"layer_ids must be indices of layers; got {shown(layer_ids)}")
     ids = tuple(layer_ids)
@@ -207,7 +209,7 @@ def encode(
 
 
 def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
-    """Read the fields of `Routes`, and their start. Local. Raises the errors of `unseal`."""
+    """Read the fields of `Routes`, and `start`. Local. Raises the errors of `unseal`."""
     body = unseal(payload, kind=_KIND, format_version=_FORMAT)
     if len(body) < _SIZES.size:
         raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of routes")

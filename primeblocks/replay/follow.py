@@ -1,9 +1,9 @@
-"""Choices as an argument of the forward, which travel with the batch as position ids do.
+"""Choices of experts as an argument of the forward, like position ids.
 
 `follow` adds hooks to a model until `close`. A call of the model passes the rows on to its layers.
-The call of a layer binds its rows, and the router inside the layer uses them and forgets them. So
-rows are bound only from a layer's call to its router's call. A recomputation starts with the
-layer's call, which brings the same rows again. If rows did not reach a router, the model's call
+The call of a layer keeps the layer's rows, until the router inside the layer has used them. Rows
+are therefore kept only from a layer's call to its router's call. A recomputation starts with the
+layer's call, which gets the same rows again. If rows did not reach a router, the model's call
 raises an error.
 """
 
@@ -37,34 +37,36 @@ def follow(
     `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`. For a row of -1,
     the token uses the model's own choice in that layer. To replay gates too, as `impose(gates=)`
     does, pass `routed_experts_weights`, float32 or float64 of the same shape. A call without rows
-    is a plain call.
+    runs the model unchanged.
 
     The rows go to each layer as an argument of its call. So any number of micro-batches may be in
     flight, and an activation checkpoint of the layer recomputes it under the same rows. If the
-    model's forward takes further keywords, it must pass them on to its layers, as transformers
-    does. Otherwise hooks give them to the layers, or to the `checkpoint_wrapper` around them.
+    model's forward takes `routed_experts` or `**kwargs`, it must pass them on to its layers, as
+    transformers does. If it takes neither, hooks give the rows to the layers, or to the
+    `checkpoint_wrapper` around them.
 
     Local: adds forward hooks to the model, its layers and routers. Call it before `torch.compile`.
 
     Args:
         model: the module that is called with the rows: the model, or this rank's pipeline stage.
-        routers: the routers inside `model`, from an adapter. A stage passes its own of those found
-            in the whole model, so that layer ids are those of the whole model.
-        layer_ids: the layers of `routed_experts`, in its order. By default those of the routers,
-            ascending. Pass `routes.layer_ids` if a stage gets the rows of all layers.
+        routers: the routers inside `model`, from an adapter. For a stage, call the adapter on the
+            whole model, so that layer ids are those of that model. Then pass the stage's routers.
+        layer_ids: the layers of `routed_experts`, in the order of that tensor. By default, the
+            layers of the routers, ascending. Pass `routes.layer_ids` for rows of all layers.
 
     Returns:
         The hooks. `close()` or the end of a `with` block removes them.
 
     Raises:
-        PlanError: a router is not inside the model, or its layer is not among `layer_ids`.
-        UsageError: a router follows already, or is not in a list of layers. From within the
-            forward: the rows did not reach each router, they meet an `impose`, or a part of a layer
-            was recomputed without the layer. On a CPU also if a row names an unknown expert. On a
-            GPU that ends the process.
+        PlanError: a router is not inside the model, two routers share a layer, or `layer_ids` lacks
+            a router's layer or names a layer twice.
+        UsageError: a router is already followed, or not in an `nn.ModuleList` or `nn.ModuleDict`.
+            From within the forward: the rows did not reach each router, a router is also under
+            `impose`, or a part of a layer was recomputed without the layer. On a CPU also if a row
+            names an unknown expert. On a GPU such a row ends the process.
         ShapeError: from within the forward, rows of other tokens, layers or top_k, or gates of
-            another shape or a narrow dtype. Rows of as many tokens in another layout are noticed
-            if the layer's hidden states have three dimensions.
+            another shape or a dtype narrower than float32. Another `[batch, sequence]` of as many
+            tokens is noticed only if the layer's hidden states have three dims.
 
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """
@@ -87,7 +89,7 @@ def follow(
 
 
 class Following:
-    """Routers that follow the argument of a forward, until `close`. `follow` makes it."""
+    """The hooks that `follow` added. They work until `close`."""
 
     def __init__(
         self, model: nn.Module, routers: Sequence[Router], columns: tuple[int, ...]
@@ -140,8 +142,8 @@ class Following:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         given, self._given, self._running = self._given, {}, False
         for layer in self._layers:
-            layer.forget()  # An error may have come between the calls of a layer and its router.
-        # Without an output the forward failed, for another reason.
+            layer.forget()  # An error between the calls of a layer and its router leaves rows.
+        # Without an output, the forward raised an error of its own.
         if output is not None and given:
             silent = [layer.router.layer_id for layer in self._layers if not layer.reached]
             if silent:
@@ -152,7 +154,7 @@ class Following:
                 )
 
     def _hand_to(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Give keywords to a layer, or its checkpoint, if the model's forward does not."""
+        """Give rows to a layer, or to its checkpoint, if the model's forward does not."""
         if self._hands_on or _NAME in kwargs:
             return None
         if not self._running:
@@ -171,7 +173,7 @@ class _Layer:
         self.router = router
         self.reached = False
         self._layers = len(columns)
-        # Torch compiles once for 0, once for 1, and once for all other numbers.
+        # Plus 2, because torch compiles once for 0, once for 1, and once for all other numbers.
         self._column = columns.index(router.layer_id) + 2
         self._inside = False
         self._rows: torch.Tensor | None = None
@@ -190,7 +192,7 @@ class _Layer:
         return args, others
 
     def _check_layout(self, given: dict[str, torch.Tensor], hidden: Any) -> None:
-        """Refuse rows of as many tokens in another order. `weigh` refuses other counts."""
+        """Refuse rows of another batch and sequence. `weigh` refuses another number of tokens."""
         if _NAME not in given:
             return
         rows = given[_NAME].shape
@@ -248,7 +250,7 @@ class _Layer:
 
 
 def _check_range(router: Router, ids: torch.Tensor) -> None:
-    """Refuse unknown ids on a CPU, where nothing waits. A GPU stops at them by itself."""
+    """Refuse unknown ids on a CPU. On a GPU a check would wait, and the GPU stops at such ids."""
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
         return
     low, high = (int(limit) for limit in ids.aminmax())
@@ -277,7 +279,7 @@ def _drop(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module, nn.Module]]:
-    """Return the layer of each router, as its list of layers has it, and that list."""
+    """Return for each router its layer, which is a child of a module list, and this list."""
     names = {module: name for name, module in model.named_modules()}
     places: list[tuple[nn.Module, nn.Module]] = []
     for router in routers:

@@ -1,11 +1,11 @@
-"""Gate weights of given experts, from live scores.
+"""Gate weights of given experts, from the router's logits.
 
-Three formulas cover the routers in use. Each repeats the host's own arithmetic, including its
-dtype. For the experts that the router would have chosen, the results are the same bits. All are
+Each of the three formulas repeats the arithmetic and the dtype of its host. For the experts that
+the router itself would choose, results have the same bits as the host's. All three functions are
 local and differentiable. Rows may name any number of experts, not only `top_k`.
 
-An engine may choose experts to which a saturated router gives exactly 0, so that the host would
-divide 0 by 0. Such a row gets the limit of its formula, which is the softmax over the named logits.
+If a saturated router gives exactly 0 to all experts of a row, the host would divide 0 by 0. Such a
+row gets the limit of its formula, which is the softmax over the logits of these experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def softmax_gates(
     renormalise: bool,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "tokens columns"]:
-    """Softmax over all experts, then pick: Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral."""
+    """Take `experts` from a softmax over all experts: Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral."""
     gates = F.softmax(logits, dim=-1, dtype=dtype).gather(-1, experts)
     return _divided(gates, logits, experts) if renormalise else gates
 
@@ -33,7 +33,7 @@ def softmax_gates(
 def chosen_softmax_gates(
     logits: Float[Tensor, "tokens experts"], experts: Int64[Tensor, "tokens columns"]
 ) -> Float[Tensor, "tokens columns"]:
-    """Pick, then softmax over the picked, in the dtype of the logits: GPT-OSS."""
+    """Return a softmax over `experts` alone, in the dtype of the logits: GPT-OSS."""
     return F.softmax(logits.gather(-1, experts), dim=-1)
 
 
@@ -68,8 +68,8 @@ def _divided(
 ) -> Float[Tensor, "tokens columns"]:
     """Divide gates by their sum. The same bits as the plain division if the sum is above 1e-19."""
     total = gates.sum(dim=-1, keepdim=True)
-    # Its square still is a number: backward divides by the sum twice.
+    # The square of a larger sum is a normal number, by which backward can divide.
     massless = total < torch.finfo(total.dtype).tiny ** 0.5
     limit = F.softmax(logits.gather(-1, experts), dim=-1, dtype=gates.dtype)
-    # Filled before dividing: where() alone would multiply the other branch's inf by 0.
+    # Fill before dividing, because where() alone would multiply an unused inf by 0 in backward.
     return torch.where(massless, limit, gates / total.masked_fill(massless, 1.0))

@@ -1,9 +1,9 @@
-"""Imposed choices for a model, which keep the gradients of its gate.
+"""Impose choices on the routers of a model, and keep the gradients of gate weights.
 
-A layer's rows are fixed while the context is open, so running twice gives the same result. On
-leaving, each layer must have run, with gradients if the context was opened with gradients. Backward
-must run in the context of the same micro-batch. `_SameMicroBatch` checks that, because autograd
-recomputes a checkpointed layer under the context that is open at that time.
+A layer's rows are fixed while the context is open, so a second run gives the same result. On
+leaving, each layer must have run, with gradients if the context was opened with gradients. With
+activation checkpoints, backward must run in the context of the same micro-batch, because autograd
+recomputes a layer under the context that is then open. `_SameMicroBatch` checks this.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ def impose(
 ) -> Iterator[Imposed]:
     """Make the routers follow `routes` while the context is open.
 
-    Only the indices are replayed, in their order. Gate weights are computed again from the live
-    scores, so that gradients reach the gate. A missing token uses the trainer's own choice. The
-    rows are those of the flattened input, `[batch * sequence]`. Open one context per micro-batch.
-    With activation checkpointing call backward inside it too.
+    Only the ids of experts are replayed, in their order. The trainer computes gate weights from its
+    own scores, so that gradients reach the router. A missing token uses the trainer's own choice.
+    The rows are those of the flattened input, `[batch * sequence]`. Open one context per
+    micro-batch. With activation checkpointing, call backward inside the context too.
 
     Local. Uses forward hooks. On entering, the ids are copied once to the device of each router's
-    weights, from pinned memory and without waiting. They stay there in the narrow dtype until the
-    context closes.
+    weights, from pinned memory and without waiting. They stay there in the dtype of `routes` until
+    the context closes.
 
     Args:
         routers: the routers of the model, from an adapter.
         routes: one row per token of the micro-batch.
-        gates: the engine's weights of its choices, float32 `[tokens, layers, top_k]`, as
-            `Tape.gates`. The model then computes with exactly these values, in its own dtype.
-            Gradients are those of the live weights. Missing tokens keep the live weights.
+        gates: the engine's gate weights, float32 `[tokens, layers, top_k]`, such as `Tape.gates`.
+            The model then computes with exactly these values, in its own dtype. Gradients are those
+            of the trainer's gate weights, which missing tokens also use.
         min_score_ratio: in (0, 1]. Keep a replayed expert only if the trainer's score for it is at
-            least this fraction of the weakest score of its own choices. Otherwise the best own
-            choice that is not in the row takes the slot. Padding keeps its experts.
+            least this fraction of the lowest score of the trainer's own choices. Otherwise the slot
+            gets the best own choice that is not in the row. Padding keeps its experts.
 
     Raises:
         PlanError: the routes are of a different model.
@@ -61,7 +61,7 @@ def impose(
         UsageError: the routers are under another `impose` already, or the ratio is outside (0, 1]
             or is given together with gates. On leaving: a router never ran, or would be recomputed
             without its routes. From within backward: a layer was recomputed under the routes of
-            another micro-batch. Code that torch compiled outside a checkpoint does not notice that.
+            another micro-batch. Code that torch compiled outside a checkpoint does not check this.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """
@@ -173,7 +173,7 @@ def _plan(
 
 
 def _device_of(module: nn.Module) -> torch.device:
-    """Guess the device of a router's rows. A wrong guess (offloaded weights) costs copies."""
+    """Guess the device of a router's rows. With offloaded weights, a wrong guess costs copies."""
     tensors = [*module.parameters(), *module.buffers()]
     device = tensors[0].device if tensors else torch.device("cpu")
     return torch.device("cpu") if device.type == "meta" else device
@@ -182,7 +182,7 @@ def _device_of(module: nn.Module) -> torch.device:
 def _upload(
     array: np.ndarray, devices: Sequence[torch.device], columns: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return each router's column on its device. Copies once per device, only needed columns."""
+    """Return each router's column on its device. Copies the needed columns once per device."""
     if len(set(devices)) == 1:
         whole = _copy(array, devices[0])
         return [whole[:, column] for column in columns]
@@ -212,7 +212,7 @@ def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class _Tally:
-    """Slots that the filter replaced in a layer's latest run, on the device. 0 without a filter."""
+    """The number of slots that the filter replaced in a layer's latest run, on the device, or 0."""
 
     replaced: Any = None
 
@@ -221,11 +221,11 @@ class ImposedRows(NamedTuple):
     """The choices of one micro-batch in one layer."""
 
     ids: torch.Tensor
-    """Integers `[tokens, top_k]`, narrow or not."""
+    """Integers `[tokens, top_k]`, of any width."""
     missing: torch.Tensor | None = None
     """bool `[tokens]`: tokens that use the router's own choice. None if no token does."""
     padding: torch.Tensor | None = None
-    """bool `[tokens]`: what the filter of scores leaves alone."""
+    """bool `[tokens]`: tokens that `min_score_ratio` does not change."""
     weights: torch.Tensor | None = None
     """Gates to compute with, `[tokens, top_k]`."""
 
@@ -261,8 +261,8 @@ class _ImposedLayer:
         return replaced(self.router, output, ids, gates)
 
     def _leave_what_is_compiled_inside_a_checkpoint(self, output: Any) -> Any:
-        # Compiled code keeps no object to compare a recomputation with. Under fullgraph torch
-        # raises here: compile the checkpoint instead of its content.
+        # Run it uncompiled, because compiled code cannot keep the object that `_SameMicroBatch`
+        # compares. With fullgraph torch raises here: compile the checkpoint, not its content.
         return torch.compiler.disable(self._impose)(output, check=True)
 
     def check_done(self, differentiating: bool) -> None:
@@ -290,7 +290,7 @@ def is_imposed(module: nn.Module) -> bool:
 def weigh(
     router: Router, output: Any, rows: ImposedRows, *, min_score_ratio: float | None = None
 ) -> tuple[Int64[torch.Tensor, "tokens top_k"], torch.Tensor, Any]:
-    """Return the final choices, their live gates, and how many the filter replaced. Local.
+    """Return the final choices, their gates, and how many choices the filter replaced. Local.
 
     Raises:
         ShapeError: rows of another number of tokens, or gates of another shape than the choices.
@@ -303,7 +303,7 @@ def weigh(
             " one sequence call routes.pad(tokens). For a batch call with_missing(after=) on each"
             " sequence, and join them."
         )
-    # Widened on the device only; a no-op copy unless the device was guessed wrongly.
+    # The first `to` copies only if the device was guessed wrongly. Ids are widened on the device.
     ids = rows.ids.to(own.device).to(torch.int64)
     own = own.to(torch.int64)
     if rows.missing is not None:
@@ -319,7 +319,7 @@ def weigh(
             f" choices {list(ids.shape)}"
         )
     if rows.weights is not None:
-        # Adding the zero leaves the recorded value as it is, and the gradient to the live one.
+        # The difference is 0, so values are the recorded ones and gradients the trainer's.
         recorded = rows.weights.to(own.device).to(gates.dtype) + (gates - gates.detach())
         gates = recorded if rows.missing is None else _where(rows.missing, gates, recorded)
     return ids, gates, count
@@ -329,7 +329,7 @@ def replaced(router: Router, output: Any, ids: torch.Tensor, gates: torch.Tensor
     """Call `Router.replace`, and check its result.
 
     Raises:
-        ShapeError: the output would change the host's arithmetic.
+        ShapeError: the new output has other shapes or dtypes than the module's own.
     """
     changed = router.replace(output, ids, gates)
     _check_alike(router.layer_id, output, changed)
@@ -364,7 +364,8 @@ def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
 class _SameMicroBatch(torch.autograd.Function):
     """The identity. Its backward refuses a recomputation under another context's routes.
 
-    Checkpointing recomputes saved tensors and keeps attributes of `ctx`, so the two then disagree.
+    Checkpointing recomputes saved tensors and keeps attributes of `ctx`. Under another context's
+    routes, the saved id therefore differs from the id of the attribute.
     """
 
     @staticmethod
@@ -387,9 +388,9 @@ class _SameMicroBatch(torch.autograd.Function):
 
 
 def _inside_saved_tensor_hooks() -> bool:
-    """Whether a checkpoint is around code that is traced now. A later one is not noticed."""
+    """Return whether a checkpoint is around the traced code. Later checkpoints are not noticed."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler.
+# torch.compiler.assume_constant_result does the same, but would import the compiler.
 _inside_saved_tensor_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -23,9 +23,9 @@ __all__ = [
 ]
 
 _TAILS = (0.1, 0.2, 0.5, 1.0)
-_CHUNK = 1 << 22  # elements of float64 at a time
+_CHUNK = 1 << 22  # Elements that are converted to float64 at a time.
 _ROWS = 1 << 12  # Sets compared at a time, so that they stay in the cache.
-# float32 may add this to a log-probability of 0 if logits are below 8192.
+# Rounding in float32 may raise a log-probability of 0 to this value if logits are below 8192.
 _ROUNDING = 2.0**-10
 
 
@@ -53,7 +53,7 @@ class Mismatch:
     k3_standard_error: float
     max_k3: float
     ratio_tail: float
-    """Fraction of tokens with |r - 1| > 0.2, where a clipped loss starts to drop them."""
+    """Fraction of tokens with |r - 1| > 0.2. Beyond 0.2, clipped losses start to drop tokens."""
     ratio_tails: dict[float, float]
     """The same fraction for several thresholds."""
     tokens: int
@@ -62,7 +62,7 @@ class Mismatch:
 
     @staticmethod
     def pool(parts: Iterable[Mismatch]) -> Mismatch:
-        """Return the measurement of all parts' tokens together. Gather the parts first. Local.
+        """Return one measurement of the tokens of all parts. Gather the parts first. Local.
 
         Positions of the worst tokens begin with the index of their part.
 
@@ -76,7 +76,7 @@ class Mismatch:
             )
         tokens = sum(part.tokens for part in parts)
         k3 = sum(part.tokens * part.k3 for part in parts) / tokens
-        # Squares add up: of each part about its own mean, and of the means about their mean.
+        # Add the squared deviations of each part from its mean, and of the means from the total.
         squares = sum(
             part.tokens * (part.tokens * part.k3_standard_error**2 + (part.k3 - k3) ** 2)
             for part in parts
@@ -118,9 +118,9 @@ def measure_mismatch(
 ) -> Mismatch:
     """Compare log-probabilities of the same sampled tokens, in float64.
 
-    Both must be of the distribution that was sampled from (temperature, top-p: `kept_logprobs`).
-    Local, on the trainer's device. For a figure over ranks gather the results of all ranks and
-    `pool` them.
+    Both must describe the distribution from which the engine sampled, after temperature, top-k and
+    top-p (see `kept_logprobs`). Local, on the trainer's device. For a figure over ranks gather the
+    results of all ranks and `pool` them.
 
     Args:
         trainer_logprobs: floating, any shape.
@@ -167,9 +167,9 @@ def exact_kl(
 ) -> float:
     """Return KL(rollout || trainer) over the whole vocabulary, as a mean in nats per token.
 
-    Not an estimate: it needs every token's probability on both sides. Tokens that the engine's
-    top-k or top-p excludes are -inf there and do not count. Local, on the trainer's device, in
-    float64.
+    The result is not an estimate, because it uses the probabilities of the whole vocabulary. Ids
+    that the engine's top-k or top-p excludes are -inf in `rollout_logprobs` and do not count.
+    Local, on the trainer's device, in float64.
 
     Args:
         trainer_logprobs: floating `[..., vocab]`, normalised.
@@ -269,7 +269,7 @@ def _mask_of(mask: Any, shape: torch.Size, device: torch.device) -> torch.Tensor
 
 
 def _check_not_positive(name: str, values: torch.Tensor, positions: torch.Tensor) -> None:
-    """`values [tokens, ...]`, `positions [tokens, dims]`."""
+    """Refuse `values [tokens, ...]` above 0 plus rounding. `positions` are `[tokens, dims]`."""
     if values.numel() and values.max() > _ROUNDING:
         place = (values > _ROUNDING).nonzero()[0]
         raise UsageError(
@@ -292,9 +292,9 @@ class Agreement:
     whole_tokens: float
     """Fraction of tokens that agree in every layer."""
     first_difference: dict[int, float]
-    """By layer id, the fraction of tokens that differ there and nowhere before."""
+    """By layer id, the fraction of tokens whose first difference is in this layer."""
     tokens: int
-    """Tokens compared: those missing, or padding, on neither side."""
+    """The number of compared tokens. On both sides they are neither missing nor padding."""
 
 
 def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreement:
@@ -305,7 +305,8 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
 
     Raises:
         UsageError: `a` or `b` is not `Routes`.
-        ShapeError: they differ in tokens, layers, experts or top_k, or share no known token.
+        ShapeError: `a` and `b` differ in tokens, layers, experts or top_k, or share no known token
+            that counts. Also raised if the mask has another shape.
     """
     for name, given in (("a", a), ("b", b)):
         if not isinstance(given, Routes):

@@ -1,8 +1,8 @@
 """Recording of a router's choices.
 
-A tape belongs to one forward. Each layer must run once in it. It may run again within backward
-(activation checkpointing), with equal choices. A difference is kept on the device, because reading
-it at once would wait for the device. It is raised when the context ends or the routes are read.
+A tape belongs to one forward, in which each layer must run once. A layer may run again within
+backward (activation checkpointing), with equal choices. A difference is kept on the device, because
+reading it at once would wait. The error is raised when the context ends or the routes are read.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
     """Record the choices of one forward.
 
     Open one context per forward. Activation checkpointing runs the routers again within backward,
-    and they must choose the same then. A second forward is refused, such as a step of `generate`.
-    Opened inside `impose` the tape has the imposed choices, and around it the model's own.
+    where they must make the same choices. A second forward, such as a step of `generate`, is
+    refused. Inside `impose`, `record` records the imposed choices. Around `impose`, it records the
+    model's own choices.
 
-    Local. Keeps ids on the device, in a narrow dtype. Waits for the device only when `tape.routes`
-    is read, or on leaving if a layer ran twice. For a compiled model call `allow_compile` first.
+    Local. Keeps ids on the device, in a narrow dtype. Waits for the device only when the tape is
+    read, or on leaving if a layer ran twice. For a compiled model call `allow_compile` first.
 
     Args:
-        gates: also keep the weights of the choices. They take four more bytes per slot.
+        gates: also keep the gate weights of the choices. They take four more bytes per slot.
 
     Raises:
         UsageError: from within the forward, a layer ran a second time outside backward, or within
@@ -78,12 +79,12 @@ class Tape:
 
     @cached_property
     def gates(self) -> np.ndarray:
-        """The weights of these choices, float32 `[tokens, layers, top_k]`. Copies to the host.
+        """The gate weights of the choices, float32 `[tokens, layers, top_k]`. Copies to the host.
 
         `impose(..., gates=)` takes them.
 
         Raises:
-            UsageError: the record was opened without `gates=True`, or as for `routes`.
+            UsageError: `record` was opened without `gates=True`, or as for `routes`.
             ShapeError: as for `routes`.
         """
         if not self._layers[0].keeps_gates:
@@ -140,7 +141,7 @@ class _RecordedLayer:
                 self.gates = gates.to(torch.float32, copy=True)
 
     def _check_again(self, ids: torch.Tensor) -> None:
-        # As torch's own checkpoints detect recomputation: only the autograd engine has graph tasks.
+        # Torch's checkpoints also detect recomputation like this: only backward has graph tasks.
         recomputing = torch._C._current_graph_task_id() != -1
         if not recomputing or ids.shape != self.ids.shape:
             raise UsageError(

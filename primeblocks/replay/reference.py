@@ -1,7 +1,7 @@
 """Routers as plain loops in float64, one token and one expert at a time.
 
-Differentiable (the loops act on scalars of torch), slow, and independent of the code they judge.
-Choices are returned as lists of lists. To impose choices, pass such lists.
+The functions are differentiable, slow, and independent of the code that they test. The loops act on
+scalars of torch. Choices are returned as lists of lists. To impose choices, pass such lists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ def softmax_router(
     """Gate weights `[tokens, top_k]` and choices of a softmax router.
 
     Args:
-        imposed: choices to follow. With None, the token uses the router's own choice.
+        hidden: `[tokens, dim]`.
+        weight: `[experts, dim]`.
+        bias: `[experts]`, added to the logits.
+        imposed: for each token the choices to follow, or None for the router's own choice.
     """
     gates, choices = [], []
     for token, logits in enumerate(_logits(hidden, weight, bias)):
@@ -56,8 +59,10 @@ def sigmoid_router(
     """Gate weights `[tokens, top_k]` and choices of a sigmoid router with a bias for choosing only.
 
     Args:
-        groups: neighbouring experts form a group, and its two best scores make the group's score.
-            Only experts of the `groups_kept` best groups are chosen.
+        hidden, weight, imposed: as for `softmax_router`.
+        correction_bias: `[experts]`, added to the scores by which experts are chosen.
+        groups: the number of groups of neighbouring experts. The score of a group is the sum of its
+            two best scores. Only experts of the `groups_kept` best groups are chosen.
         softcap: bounds the logits by a hyperbolic tangent. 0 leaves them unchanged.
     """
     gates, choices = [], []

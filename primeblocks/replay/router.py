@@ -1,4 +1,4 @@
-"""The protocol of a host's router, and what is read from it."""
+"""The protocol of a host's router, and functions that read and check routers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 class Router(Protocol):
     """One router of a model: a module that runs once per forward, and how to read its output.
 
-    Adapters make routers (`adapters.transformers.routers(model)`). For your own model write a few
-    lines, as `docs/replay.md` shows. The block itself does not know any host.
+    Adapters make routers (`adapters.transformers.routers(model)`). For your own model, write a
+    class as `docs/replay.md` shows. The block itself does not know any host.
     """
 
     @property
@@ -42,11 +42,11 @@ class Router(Protocol):
         """The chosen ids in the module's output, integers `[tokens, top_k]`."""
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
-        """Return gate weights of other choices, int64 `[tokens, columns]`, by this router's rule.
+        """Return gate weights of `experts`, int64 `[tokens, columns]`, by this router's rule.
 
-        They come from the live scores in the output, so gradients reach the router. There may be
-        more columns than `top_k`, and a row may name an expert twice: `impose(min_score_ratio=)`
-        compares a row's own choices with the replayed ones in one call.
+        Compute them from the scores in the output, so that gradients reach the router. There may be
+        more columns than `top_k`, and a row may name an expert twice. `impose(min_score_ratio=)`
+        passes a token's own and replayed choices in one call.
         """
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
@@ -121,9 +121,9 @@ def keep_scored(
 ) -> tuple[Int64[torch.Tensor, "tokens top_k"], Int64[torch.Tensor, ""]]:
     """Replace replayed experts that the trainer scores far below its own choices.
 
-    An expert stays if its score is at least `ratio` times the weakest score among the row's own
-    choices. The slots of other experts, from left to right, get the row's own choices that are not
-    in the row, best first. So no row names an expert twice. Local. Does not wait for the device.
+    An expert stays if its score is at least `ratio` times the lowest score of the token's `own`
+    choices. The slots of other experts, from left to right, get the `own` choices that `replayed`
+    does not name, best first. So no row names an expert twice. Local. The host does not wait.
 
     Args:
         ratio: in (0, 1]. An expert that the trainer chose itself is always kept.
@@ -135,7 +135,7 @@ def keep_scored(
     Source: prime-rl pull request 2703.
     """
     with torch.no_grad():
-        # In one call, so that both are divided by the same number.
+        # Score both in one call, so that one sum normalises both.
         scores = router.gates(output, torch.cat([own, replayed], dim=1))
         of_own, of_replayed = scores.split([own.shape[1], replayed.shape[1]], dim=1)
         kept = of_replayed >= ratio * of_own.amin(dim=1, keepdim=True)

@@ -19,10 +19,10 @@ __all__ = ["Routes", "read_only"]
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The experts that each token visited in each mixture-of-experts layer.
+    """The experts that routers chose for each token in each mixture-of-experts layer.
 
-    A value on the host, in read-only numpy arrays that are copied only if needed. A slice or an
-    unpacked payload costs nothing.
+    A value on the host, in read-only numpy arrays that are copied only if needed. Slicing and
+    unpacking do not copy the experts.
 
     Args:
         experts: `[tokens, layers, top_k]`, uint8 for up to 256 experts, else uint16. The dtype
@@ -35,7 +35,7 @@ class Routes:
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. The values are not read: use
-            `from_array` for data from outside.
+            `from_array` for unchecked data.
     """
 
     experts: np.ndarray
@@ -72,9 +72,10 @@ class Routes:
         layer_ids: Sequence[int],
         missing: np.ndarray | None = None,
     ) -> Routes:
-        """Take expert ids from outside, and check them. Local. Reads every id.
+        """Check expert ids, and return them as routes. Local. Reads every id.
 
-        The array is not copied if its dtype fits. Do not write to it afterwards.
+        The array is not copied if its dtype fits and no row is missing. Do not write to it
+        afterwards.
 
         Raises:
             ShapeError: the array is not `[tokens, layers, top_k]` of integers, or layers or mask do
@@ -140,10 +141,10 @@ class Routes:
     def join(parts: Iterable[Routes], *, pad_to: int | None = None) -> Routes:
         """Join parts along the tokens, in one copy.
 
-        The padding of all parts visits the experts in turn, so that a batch loads all alike.
+        Rows of padding name the experts in turn, over all parts, so that experts get equal work.
 
         Args:
-            pad_to: `pad` each part to this number of tokens, for a batch that is a rectangle.
+            pad_to: `pad` each part to this number of tokens, for a batch of rows of one length.
 
         Raises:
             ShapeError: the parts come from different models, `parts` is empty, or `pad` refuses
@@ -186,8 +187,8 @@ class Routes:
     def extend(self, newer: Routes, *, start: int) -> Routes:
         """Join these tokens before `start` and all of `newer`, the next turn of a conversation.
 
-        The last sampled token of a turn gets its row when the next turn reads it, so an engine
-        sends rows from `start = previous.tokens - 1` on. One copy.
+        The last sampled token of a turn gets its row in the next turn, so an engine sends rows from
+        `start = previous.tokens - 1` on. One copy.
 
         Raises:
             ShapeError: `start` leaves a gap, or the two come from different models.
@@ -202,8 +203,8 @@ class Routes:
     def fill(self, other: Routes) -> Routes:
         """Keep known rows, and take missing rows from `other`, for the same tokens.
 
-        If both know a row, the row of `self` is kept. So with prefill and decode on different
-        engines, let `self` be the routes of the engine whose KV the decoding used. One copy.
+        If both know a row, the row of `self` is kept. With prefill and decode on different engines,
+        let `self` be the routes of the decode engine, because decoding used its KV. One copy.
 
         Raises:
             ShapeError: the two are not of the same tokens and model.
@@ -229,10 +230,10 @@ class Routes:
         return self._with(experts, missing, np.pad(self.padding, (before, after)))
 
     def pad(self, tokens: int) -> Routes:
-        """Pad to `tokens` with rows that visit all experts in turn.
+        """Pad to `tokens` with rows that name all experts in turn.
 
-        Numbers of successive experts are far apart, so that even a few rows give work to all ranks
-        of an expert-parallel group. The rows go to the end of the flattened input. For a batch call
+        Ids of successive experts are far apart, so that even a few rows give work to all ranks of
+        an expert-parallel group. The rows go to the end of the flattened input. For a batch call
         `with_missing` on each sequence, or `join(pad_to=)`.
 
         Raises:
@@ -281,7 +282,7 @@ class Routes:
     def tensor(self, *, batch: int = 1) -> torch.Tensor:
         """Return int16 `[batch, sequence, layers, top_k]`, for `routed_experts` of `follow`.
 
-        From 2**15 experts on it is int32. A missing row is -1. Local. One copy, on the host.
+        With 2**15 experts or more, it is int32. A missing row is -1. Local. One copy, on the host.
 
         Raises:
             ShapeError: the tokens are not `batch` rows of one length.
@@ -302,7 +303,8 @@ class Routes:
         The result is a view of memory: pass `bytes(payload)` to code that pickles.
 
         Args:
-            start: pack only the rows from this token on. `unpack(onto=)` joins them again.
+            start: pack only the rows from this token on. `unpack(onto=)` joins them to the earlier
+                rows.
 
         Raises:
             ShapeError: `start` is outside the tokens.
@@ -329,7 +331,7 @@ class Routes:
             CorruptionError: a byte was changed, added or lost.
             UnsupportedError: the format has another version.
             UsageError: the payload starts later, and `onto` is missing.
-            ShapeError: it does not continue `onto`.
+            ShapeError: the payload does not continue `onto`.
         """
         values, start = codec.decode(payload)
         routes = cls(*values)
@@ -350,7 +352,7 @@ class Routes:
         return Routes(experts, self.num_experts, self.layer_ids, missing, padding)
 
     def _filled_up(self, tokens: int) -> list[Routes]:
-        """Return this value, and the padding up to `tokens`. `join` sets its experts."""
+        """Return this value and padding up to `tokens`. `join` sets the experts of the padding."""
         if not isinstance(tokens, Integral) or tokens < self.tokens:
             raise ShapeError(
                 f"cannot pad {self.tokens} tokens to {tokens!r}. Pass a whole number from"
@@ -379,7 +381,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 def _host_array(values: np.ndarray) -> np.ndarray:
-    """Return an array as numpy has it, or raise ShapeError."""
+    """Return the values as a numpy array, or raise ShapeError."""
     try:
         return np.asarray(values)
     except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError is torch's.
@@ -388,7 +390,7 @@ def _host_array(values: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def _far_apart(num_experts: int) -> np.ndarray:
-    """All experts by reversed bits, as in van der Corput's sequence."""
+    """All experts, ordered by their reversed bits as in van der Corput's sequence."""
     bits = (num_experts - 1).bit_length()
     index = np.arange(1 << bits)
     turned = sum(((index >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)) + 0 * index

@@ -1,7 +1,7 @@
 """The tokens that sampling could choose from, and log-probabilities among them.
 
 Temperature, top-k and top-p change the policy. So the trainer renormalises over the ids that the
-engine kept. Otherwise it would measure that change as mismatch.
+engine kept. Otherwise the measured mismatch would include this change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KeptTokens:
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. Values are not read: use `from_lists` or
-            `from_arrays` for data from outside.
+            `from_arrays` for unchecked data.
     """
 
     ids: np.ndarray
@@ -55,7 +55,9 @@ class KeptTokens:
 
     @classmethod
     def from_lists(cls, sets: Iterable[Sequence[int]], *, vocab_size: int) -> KeptTokens:
-        """Take one list per token, in any order: vLLM's `output.sampling_mask.token_ids`.
+        """Return kept tokens from one list of ids per token, in any order.
+
+        vLLM returns such lists as `output.sampling_mask.token_ids`.
 
         Raises:
             UsageError: as for `from_arrays`.
@@ -67,10 +69,10 @@ class KeptTokens:
 
     @classmethod
     def from_arrays(cls, ids: np.ndarray, offsets: np.ndarray, *, vocab_size: int) -> KeptTokens:
-        """Take compressed rows from outside. They are checked and sorted.
+        """Check and sort compressed rows, and return them as kept tokens.
 
         Raises:
-            ShapeError: they are not one-dimensional integers.
+            ShapeError: `ids` or `offsets` are not one-dimensional integers.
             UsageError: offsets do not rise from 0 to the number of ids, an id is out of range, or
                 a row repeats an id.
         """
@@ -185,8 +187,8 @@ def kept_logprobs(
 ) -> torch.Tensor:
     """Return the log-probability of each target among the ids that its token kept.
 
-    Computed in float32, or float64 for float64 logits. No `[tokens, vocab]` mask is made, and
-    gradients reach only kept ids. A token without a mask uses the whole vocabulary. Local.
+    Computes in float32, or in float64 for float64 logits, without a `[tokens, vocab]` mask.
+    Gradients reach only kept ids. A token without a mask uses the whole vocabulary. Local.
     Differentiable. Waits for the device once.
 
     Args:
@@ -235,9 +237,9 @@ def kept_tokens(
 ) -> KeptTokens:
     """Return the ids that temperature, then top-k, then top-p leave. Local. Sorts the vocabulary.
 
-    Use it for an engine that does not return its ids: near the edge a trainer's logits may keep
-    other ids. An id as likely as the last one of top-k is kept too, and the most likely id always
-    (as in vLLM 0.32).
+    Use it only for an engine that does not return its ids, because the trainer's logits may keep
+    other ids near the limit. As in vLLM 0.32, the most likely id is always kept. An id as likely as
+    the last id of top-k is kept, too.
 
     Args:
         logits: `[tokens, vocab]`.
@@ -256,7 +258,7 @@ def kept_tokens(
         keep = scores >= scores[:, -top_k, None]
         scores = scores.masked_fill(~keep, -torch.inf)
     if top_p < 1:
-        # In float32, as engines do: 1 - 0.8 in float64 drops an id exactly at the edge.
+        # In float32 like engines, because 1 - 0.8 in float64 drops an id exactly at the limit.
         dropped = 1 - torch.tensor(top_p, dtype=torch.float32)
         keep = keep & (scores.softmax(-1).cumsum(-1) > dropped)
         keep[:, -1] = True
@@ -288,7 +290,7 @@ def _check_targets(hits: torch.Tensor, lengths: torch.Tensor, at: torch.Tensor) 
 
 
 def _logsumexp(scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Compute logsumexp by non-empty segments."""
+    """Compute logsumexp of each segment. Segments are not empty."""
     largest = torch.segment_reduce(scores.detach(), "max", lengths=lengths, unsafe=True)
     powers = (scores - torch.repeat_interleave(largest, lengths)).exp()
     return largest + torch.segment_reduce(powers, "sum", lengths=lengths, unsafe=True).log()

@@ -2,8 +2,9 @@
 
     recipe = fp8.Recipe(gemm=CublasGemm(experts=TritonGemm()))
 
-On a CPU, calls are checked against torch's own shape functions. Needs only torch, built for CUDA
-12.9 or later, and a GPU of compute capability 9.0. cuBLAS has these tiles for no other GPU.
+On a CPU, calls are checked against torch's own shape functions. `CublasGemm` needs only torch,
+built for CUDA 12.9 or later, and a GPU of compute capability 9.0. On other GPUs, cuBLAS does not
+have these tiles.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from ..recipe import Gemm
 __all__ = ["CublasGemm", "check_device"]
 
 _ENGINE = "CublasGemm"
-_ALIGNED = 16  # Bytes: addresses of scales, and strides from one column of them to the next.
+_ALIGNED = 16  # Alignment, in bytes, of the addresses of scales and of the strides of columns.
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device on which cuBLAS has no such product. Local. The host does not wait.
+    """Refuse a device without block-scaled products of cuBLAS. Local. The host does not wait.
 
     Raises:
         UnsupportedError: the device is not CUDA of compute capability 9.0, or torch is built for a
@@ -53,11 +54,12 @@ class CublasGemm:
     - The rows of `a` are a multiple of 4, and the rows of `b` a multiple of 16.
     - The inner dim, and both sides of weights, are multiples of 128.
 
-    A call makes one launch, and one or two that copy scales, at most a 32nd of the codes' bytes.
-    Codes are not copied, and the host does not wait. UE8M0 scales work, stored as float32.
+    A call makes one launch, and at most two more that copy scales. Scales take at most 1/32 of the
+    codes' bytes. Codes are not copied, and the host does not wait. UE8M0 scales work, stored as
+    float32.
 
     Args:
-        experts: the engine that multiplies groups, of which cuBLAS has no block-scaled product.
+        experts: the kernel for groups, because cuBLAS cannot multiply groups with block scales.
 
     Source: cuBLAS, "128-element 1D and 128x128 2D Block Scaling For FP8 Data Types".
     """
@@ -92,7 +94,7 @@ class CublasGemm:
         """Let `experts` multiply each expert's rows by its matrix. Local.
 
         Raises:
-            UnsupportedError: the engine was made without `experts`.
+            UnsupportedError: this kernel was made without `experts`.
         """
         return self._of_experts("the rows of experts").grouped(a, b, offsets)
 
@@ -100,7 +102,7 @@ class CublasGemm:
         """Let `experts` multiply over each expert's tokens. Local.
 
         Raises:
-            UnsupportedError: the engine was made without `experts`.
+            UnsupportedError: this kernel was made without `experts`.
         """
         return self._of_experts("the tokens of experts").k_grouped(a, b, offsets)
 
@@ -136,9 +138,10 @@ def _row_scales(scales: Tensor) -> Tensor:
 
 
 def _square_scales(scales: Tensor) -> Tensor:
-    """Return scales of 128 x 128 tiles, `[tiles of in, tiles of out]` with those of `in` innermost.
+    """Return scales of 128 x 128 tiles as `[tiles of in, tiles of out]`, with stride 1 along in.
 
-    The first dim is padded with ones to a multiple of 4, so that columns are 16 bytes apart.
+    The first dim is padded with ones to a multiple of 4, so that columns start at multiples of 16
+    bytes.
     """
     down, across = scales.shape
     padded = -(-across // 4) * 4

@@ -2,12 +2,13 @@
 
     recipe = fp8.Recipe(gemm=DeepGemm(k_groups=TritonGemm()))
 
-It ran with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. On a CPU, calls are tested
-against a fake that makes the checks of the library's source (2.6.1, and sgl-deep-gemm 0.2.5). The
-library compiles a kernel for each shape of weights at its first use.
+`DeepGemm` ran with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. On a CPU, calls are
+tested against a fake that makes the checks of the library's source (2.6.1, and sgl-deep-gemm
+0.2.5). The library compiles a kernel for each shape of weights at its first use.
 
 **Use a wheel only with the torch that it was built for.**
-Version 0.2.2, built for a newer torch, loads with torch 2.11 and misreads every tensor.
+For example, sgl-deep-gemm 0.2.2, built for a newer torch, loads with torch 2.11 and misreads every
+tensor.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ _ENGINE = "DeepGemm"
 # sgl-deep-gemm on PyPI also installs the first of these names.
 _MODULES = ("deep_gemm", "vllm.third_party.deep_gemm", "sgl_deep_gemm")
 _SYMBOLS = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous")
-_COLUMNS = 64  # Of a result: its tiles are that wide, or a multiple.
-_ROWS = 64  # With tiles of 1 x 128 on both sides: for 4 its kernel did not compile.
+_COLUMNS = 64  # The library's tiles of a result are this wide, or a multiple of it.
+_ROWS = 64  # Fewest rows if both tiles are 1 x 128: for 4 rows the kernel did not compile.
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a machine without the library, or a device for which it changes scales. Local.
+    """Refuse a machine without the library, or a device other than Hopper. Local.
 
-    For compute capability 10 the library rounds float32 scales to UE8M0.
+    For compute capability 10 the library would round float32 scales to UE8M0.
 
     Raises:
         UnsupportedError: the device is not CUDA of compute capability 9.0.
@@ -56,16 +57,16 @@ class DeepGemm:
     tiles on both sides, as for gradients of weights, it is float32. These sizes are required:
 
     - The inner dim, and both sides of weights, are multiples of 128.
-    - Without weights in 128 x 128 tiles, outputs are a multiple of 64, and there are at least 64
-      rows.
+    - With 1 x 128 tiles on both sides, `a` has at least 64 rows, and the rows of `b` are a multiple
+      of 64.
 
     Each expert's rows must end at a multiple of `alignment`, so let the dispatcher pad its groups.
-    Rows of padding belong to the expert before them. The device asserts this, so that the host does
-    not wait. A failed assertion ends the CUDA context at a later call.
+    The device asserts this, so that the host does not wait. A failed assertion ends the CUDA
+    context at a later call. Rows of padding belong to the expert before them.
 
     Args:
-        k_groups: the engine that multiplies over experts' tokens, for `wgrad="float8"`. The
-            library's own product would need their counts on the host.
+        k_groups: the kernel that multiplies over experts' tokens, for `wgrad="float8"`. The
+            library's own product would need the numbers of tokens on the host.
 
     Source: github.com/deepseek-ai/DeepGEMM.
     """
@@ -80,7 +81,7 @@ class DeepGemm:
         Raises:
             ShapeError: the operands are not two matrices, or their inner dims differ.
             UnsupportedError: the library does not take the sizes, the tiles or the device.
-            MissingPackageError: the library is not installed. The message says where it was sought.
+            MissingPackageError: the library is not installed. The message lists the tried modules.
         """
         if a.codes.ndim != 2 or b.codes.ndim != 2:
             raise ShapeError(
@@ -140,7 +141,7 @@ class DeepGemm:
         """Let `k_groups` multiply over each expert's tokens. Local.
 
         Raises:
-            UnsupportedError: the engine was made without `k_groups`.
+            UnsupportedError: this kernel was made without `k_groups`.
         """
         if self.k_groups is None:
             raise UnsupportedError(
@@ -162,12 +163,12 @@ def _check(a: Quantized, b: Quantized) -> None:
 
 
 def _pairs(a: Quantized, b: Quantized) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return operands as the library takes them. It arranges the scales of `a` itself."""
+    """Return operands as the library takes them. The library rearranges the scales of `a`."""
     return (a.codes, a.scales.contiguous()), (b.codes, b.scales.contiguous())
 
 
 def _layout(offsets: Tensor, rows: int) -> Tensor:
-    """Return the expert of each row, int32, made on the device. It is -1 after the last offset."""
+    """Return each row's expert, int32, computed on the device. It is -1 after the last offset."""
     # The kernel reads the expert of a tile's first row and uses it for all 128 rows.
     aligned = (offsets % SIDE).any().logical_not()
     torch._assert_async(aligned, f"every offset must be a multiple of {SIDE}; pad the groups")
@@ -178,13 +179,13 @@ def _layout(offsets: Tensor, rows: int) -> Tensor:
 
 @functools.cache
 def _library() -> Any:
-    """Import the first module that has the functions. The version is not read."""
+    """Import the first module that has the functions, whatever its version."""
     passed_over = []
     for name in _MODULES:
         try:
             module = importlib.import_module(name)
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
-            # Its shared library loads CUDA's (OSError, RuntimeError), and one of its versions
+            # The library loads CUDA's libraries (OSError, RuntimeError), and one of its versions
             # asserts that a CUDA toolkit exists.
             first = str(error).splitlines()[0] if str(error) else "no reason given"
             passed_over.append(f"{name}: {type(error).__name__}, {first}")

@@ -30,7 +30,7 @@ except ImportError as error:
 
 __all__ = ["NumbaQuantizer"]
 
-# A smaller matrix is done before a second thread starts.
+# With fewer values per thread, one thread is done before the next thread has started.
 _VALUES_A_THREAD = 1 << 19
 
 _I, _U, _F = np.int32, np.uint64, np.float32
@@ -108,7 +108,7 @@ def _in_threads(arrays: list[Any], grid: tuple[int, int], how: tuple[Any, ...]) 
 @numba.njit(inline="always")
 @no_type_check
 def _shift(bits):
-    """Return the shift to the place of these bits in a float32. Known when a kernel compiles."""
+    """Return the shift of these bits to their place in a float32, a constant when compiled."""
     return _I(16) if bits.itemsize == 2 else _I(0)
 
 
@@ -132,7 +132,7 @@ def _encoder(divides: bool) -> Callable[..., None]:
             x = _I(_I(bits[_U(start) + i]) << _shift(bits)).view(_F)
             scaled = _F(x / by if divides else x * by).view(_I)
             magnitude = _I(scaled & _I(0x7FFFFFFF))
-            # Add half of the part that is cut off, and one more if a tie would become odd.
+            # Add just under half of the last kept bit, and one more if it is 1 (ties to even).
             odd = _I(_I(magnitude >> _I(20)) & _I(1))
             normal = _I(_I(_I(magnitude + _I(0x7FFFF)) + odd) >> _I(20)) - _I(120 << 3)
             # Below 2**-6 codes are multiples of 2**-9, the last place of floats above 2**14.
@@ -166,8 +166,8 @@ def _scale_of(top, ue8m0):
 def _quantize(bits, codes, scales, shape, first, last, sides, ue8m0, quotient):
     """Quantize the row tiles `first ... last - 1`, counted over all matrices.
 
-    Goes row by row, as memory does. Takes flat arrays, because a slice would count references, for
-    which threads would wait.
+    Goes row by row, in the order of memory. Takes flat arrays, because slices would count
+    references, and threads would wait for each other.
     """
     (down, across), (rows, columns), (tile_rows, tile_columns) = shape, sides[0], sides[1]
     tops, factors = np.empty(across, _I), np.empty(across, _F)

@@ -43,8 +43,9 @@ def convert(
 ) -> tuple[str, ...]:
     """Let some linear layers and experts of a torchtitan model multiply in float8, in place. Local.
 
-    Works like `primeblocks.fp8.convert`, and also converts `GroupedExperts`. torchtitan multiplies
-    these in bfloat16, whatever their dtype. Converted experts keep the dtype of rows.
+    Works like `primeblocks.fp8.convert`, and also converts `GroupedExperts`. torchtitan's own
+    experts multiply in bfloat16, whatever their dtype. Converted experts return the dtype of their
+    rows.
     """
     stock: list[Any] = [m for m in model.modules() if type(m) is moe.GroupedExperts]
     for module in stock:

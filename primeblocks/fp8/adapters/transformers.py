@@ -34,12 +34,12 @@ def convert(
     """Let some linear layers and experts of a transformers model multiply in float8, in place.
 
     Works like `primeblocks.fp8.convert`, and also converts experts. Each chosen module of experts
-    gets an experts implementation of its own. You may call `primeblocks.parallel`'s `parallelize`
-    before or after. Local.
+    then uses the experts implementation `primeblocks_fp8`. You may call the `parallelize` of
+    `primeblocks.parallel` before or after. Local.
 
     Raises:
-        UnsupportedError: transformers itself shares the experts among ranks, or stores them
-            transposed and tiles are not square. Nothing was changed.
+        UnsupportedError: transformers itself splits the experts over ranks, or stores experts
+            transposed and tiles are not square. The model is unchanged.
     """
     experts: dict[str, Any] = {
         plain_name(name): m for name, m in model.named_modules() if hasattr(m, "_apply_gate")
@@ -71,7 +71,7 @@ def convert(
     ExpertsInterface.register(_IMPLEMENTATION, _forward)
     for module in stock:
         if isinstance(getattr(module, "grouped_mm", None), Fp8GroupedMm):
-            module.config = copy.copy(module.config)  # All layers share one.
+            module.config = copy.copy(module.config)  # All layers share one config.
             module.config._experts_implementation = _IMPLEMENTATION
     return names
 

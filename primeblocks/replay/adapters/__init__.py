@@ -1,1 +1,1 @@
-"""Third-party packages, each in the file that bears its name."""
+"""Adapters for third-party packages. Each file has the name of its package."""

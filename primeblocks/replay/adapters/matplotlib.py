@@ -1,7 +1,7 @@
-"""Pictures of the mismatch, one function each.
+"""Plots of the mismatch, one function each.
 
-A function draws into an Axes and returns it. It makes an Axes if none is given. The functions show
-and save nothing, and do not touch global settings.
+Each function draws into an Axes and returns it. If you pass none, the function makes an Axes. The
+functions do not show or save figures, and do not change global settings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["plot_agreement", "plot_attribution", "plot_ratios", "plot_tokens"]
 
 
 def plot_tokens(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = None) -> Axes:
-    """Plot k3 of each token, the worst first, on a log scale. A few tokens cause most of it.
+    """Plot k3 of each token, the worst first, on a log scale. A few tokens cause most of the k3.
 
     Args:
         log_ratios: by label, trainer minus rollout log-probabilities of the tokens that count.

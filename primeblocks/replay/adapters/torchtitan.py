@@ -2,8 +2,8 @@
 
 `TokenChoiceTopKRouter` returns `(gates, ids, scores)`, all `[batch, sequence, ...]`. The scores are
 those of every expert after the sigmoid or softmax, before any balancing bias. So a forward hook can
-weigh other experts from them, whichever groups and bias chose. `MoE` counts its tokens per expert
-from the output of the router module, so its balancing follows the imposed ids too.
+compute gate weights of any experts from the scores. `MoE` counts its tokens per expert from the
+output of the router module, so its balancing follows the imposed ids too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import MissingPackageError, UnsupportedError
 
 try:
-    # Its MoE module is not imported: that takes seconds, and the model has it loaded already.
+    # Only the version, because an import of the MoE module takes seconds.
     from torchtitan import __version__ as _RELEASE
 except ImportError as error:
     raise MissingPackageError("torchtitan", "torchtitan") from error
@@ -63,7 +63,7 @@ class TorchtitanRouter:
         router: Any = self.module
         gates = output[2].flatten(0, 1).gather(-1, experts)
         if router.route_norm:
-            # The host's own guard against a row of zeros.
+            # The host adds this number too, against a row of zeros.
             gates = gates / (gates.sum(dim=-1, keepdim=True) + 1e-20)
         return gates * router.route_scale
 
@@ -78,8 +78,8 @@ def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
     Works before and after torchtitan shards, checkpoints or compiles the model. Local.
 
     Raises:
-        UnsupportedError: the model has no router, or one whose class computes differently from the
-            tested one, or torchtitan is not 0.3.0.
+        UnsupportedError: the model has no router, a router's class computes differently from the
+            tested class, or torchtitan is not 0.3.0.
     """
     if _RELEASE != _TESTED:
         raise UnsupportedError(
@@ -103,7 +103,7 @@ def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
 
 
 def _is_router(module: nn.Module) -> bool:
-    # FSDP2 gives a module a new class that derives from its own; forward stays the tested one.
+    # FSDP2 gives a module a new class that derives from its old class and inherits its forward.
     kind: Any = type(module)
     for cls in kind.__mro__:
         if (cls.__module__, cls.__name__) == _ROUTER:

@@ -1,8 +1,8 @@
 """Routers of Hugging Face transformers models.
 
 Each router below returns `(logits, gate weights, indices)` and computes the weights only from the
-logits. So a forward hook can weigh other experts without running the router again. The adapter
-recognises a router by the source code of its `forward` method, which many families share.
+logits. So a forward hook can compute weights of other experts without running the router again. The
+adapter recognises a router by the source code of its `forward` method, which many families share.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _afmoe(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Te
     return sigmoid_gates(logits, experts, renormalise=True, scale=router.route_scale)
 
 
-# By the `_fingerprint` of a router's forward: equal code weighs alike, whatever its class is.
-# One class is named per code. The code of 5.17, 5.18 and 5.19 is the same.
+# By the `_fingerprint` of a router's forward: the name of one class with this code, and the formula
+# of its gate weights. The code is the same in transformers 5.17, 5.18 and 5.19.
 _FORWARDS: dict[str, tuple[str, Gates]] = {
     "509cfa32c993": ("AfmoeTokenChoiceRouter", _afmoe),
     "6ca6d86fa438": ("AXK2TopkRouter", _sigmoid),
@@ -101,7 +101,7 @@ class TransformersRouter:
         return output[2]
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
-        # In the dtype that the host passes on: some routers narrow their weights at the end.
+        # In the dtype of the host's weights, because some routers cast them at the end.
         return self.formula(self.module, output[0], experts).to(output[1].dtype)
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
@@ -112,9 +112,9 @@ class TransformersRouter:
 def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
     """Return every router of `model`, in layer order, for `record` and `impose`. Local.
 
-    Works before and after FSDP2, activation checkpointing and expert parallelism are applied:
-    routers run locally and are only observed. If PEFT trains a copy of the router
-    (`modules_to_save=["gate"]`), the module that picks the copy stands for both.
+    Works before and after FSDP2, activation checkpointing and expert parallelism are applied,
+    because routers run locally. If PEFT trains a copy of a router (`modules_to_save=["gate"]`), the
+    result has PEFT's wrapper, which runs the router or its copy.
 
     Raises:
         UnsupportedError: the model has no router of a supported family, a router of another family,
@@ -170,11 +170,11 @@ def _gates_of(module: nn.Module) -> Gates | None:
 
 @cache
 def _fingerprint(forward: Callable[..., Any]) -> str:
-    """A digest of a function's tokens and blocks, without name and comments."""
+    """Return a digest of a function's body, without its docstring and comments."""
     try:
         source = textwrap.dedent(inspect.getsource(forward))
         function = ast.parse(source).body[0]
-    except (OSError, TypeError, SyntaxError):  # Made at run time, in C, or a lambda in a line.
+    except (OSError, TypeError, SyntaxError):  # A function made at run time, in C, or a lambda.
         return ""
     if not isinstance(function, ast.FunctionDef) or function.decorator_list:
         return ""
@@ -190,7 +190,7 @@ def _fingerprint(forward: Callable[..., Any]) -> str:
 
 
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER}
-_BLOCKS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}  # By name: their width is style.
+_BLOCKS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}  # By kind: widths are only style.
 
 
 def _unsupported(what: str) -> UnsupportedError:

@@ -3,8 +3,9 @@
     recipe = fp8.Recipe(gemm=TritonGemm(), quantizer=TritonQuantizer())
 
 The quantizer, also with SwiGLU, gives the bits of `fp8.quantize`. Products agree with
-`ReferenceGemm` to the precision of the tensor cores. Each call is one launch, and the host does not
-wait. The kernels are tested in Triton's interpreter, and compiled for sm_90 and sm_100.
+`ReferenceGemm` to the precision of the tensor cores. Each call is one launch. The host waits only
+for `nonfinite="raise"`. The kernels are tested in Triton's interpreter, and compiled for sm_90 and
+sm_100.
 """
 
 from ....errors import MissingPackageError

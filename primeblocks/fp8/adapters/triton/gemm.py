@@ -1,7 +1,7 @@
 """Block-scaled products of float8 matrices: dense, grouped, and over tokens.
 
 One kernel computes all three. A program owns a block of the result. It multiplies one tile of the
-inner dim at a time on the tensor cores, and adds it in float32 as
+inner dim at a time on the tensor cores, and adds the product in float32 as
 `total = fma(a_scale * b_scale, partial, total)`. Partial sums have the tensor core's precision,
 which on Hopper is below float32's.
 """
@@ -24,9 +24,9 @@ __all__ = ["TritonGemm"]
 
 Dtype = Literal["float32", "bfloat16"]
 
-# Rows of a block, and columns of each of its parts. Two parts share a block of a: a block of 128 x
-# 256 reads a quarter less than two of 128 x 128. The sizes are the same for every shape, so no
-# kernel is tuned at run time, and no value of a result depends on them.
+# Rows of a block of the result, and columns of each of its parts. Two parts share rows of a, so a
+# block of 128 x 256 reads a quarter less than two blocks of 128 x 128. All shapes use these sizes,
+# so kernels are not tuned at run time, and results do not depend on tuning.
 BLOCK = 128
 STAGES = 3
 # Concurrent programs take this many blocks of rows in turn, so that they share blocks of b.
@@ -37,11 +37,11 @@ _INNER = (32, 64, 128)
 @triton.jit
 @no_type_check
 def _find_group(block, offsets, groups, rows, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return group, first row and end of a block of rows. A last group holds rows after the end."""
+    """Return group, first row and end of a block. Rows after the last offset are one more group."""
     index = tl.arange(0, GROUPS)  # GROUPS > groups
     ends = tl.load(offsets + index, index < groups, other=rows).to(tl.int32)
     starts = tl.load(offsets + index - 1, (index > 0) & (index <= groups), other=rows).to(tl.int32)
-    # The host never reads offsets, so they are unchecked. Stay in bounds.
+    # The host did not check offsets, because it does not read them. Stay in bounds.
     ends = tl.minimum(ends, rows)
     starts = tl.where(index == 0, 0, tl.minimum(starts, rows))
     blocks = tl.cdiv(ends - starts, BLOCK)
@@ -75,10 +75,10 @@ def _add_part(
     PARTIAL: tl.constexpr,
     B_ROWS: tl.constexpr,
 ):
-    """Add the product of one tile of the inner dim. a is loaded, and b is still in memory."""
+    """Add the product of one tile of the inner dim. a has codes, and b has addresses of codes."""
     b_scale = tl.load(b_scales, inside_b, other=0.0)
     codes = tl.load(b, inside_k[:, None], other=0.0)
-    if PARTIAL:  # Not by the mask of the load, which would then read byte by byte.
+    if PARTIAL:  # Mask by `own` after the load, which would otherwise read byte by byte.
         codes = tl.where(own[:, None], codes.to(tl.uint8, bitcast=True), 0)
         codes = codes.to(tl.float8e4nv, bitcast=True)
     if B_ROWS == 1:
@@ -106,7 +106,7 @@ def _add_tiles(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Add the tiles `tile ... stop - 1`. Of PARTIAL tiles add only the part in the span."""
+    """Add the tiles `tile ... stop - 1`. If PARTIAL, add only their part inside the span."""
     a, a_scales, a_scale_tile, inside_a = of_a
     b0, b0_scales, b_scale_tile, inside_b0 = of_b0
     b1, b1_scales, b_scale_tile, inside_b1 = of_b1
@@ -153,7 +153,7 @@ def _places_of(
     TILE: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Return addresses of a block of rows and of its scales, which are one or a vector of BLOCK."""
+    """Return addresses of a block's rows and scales: BLOCK scales if ROWS is 1, or one scale."""
     row = first + tl.arange(0, BLOCK)
     # Use the last row in place of rows out of bounds, so that loads of codes need no row mask.
     near = tl.minimum(row, end - 1).to(tl.int64)
@@ -240,7 +240,7 @@ def _multiply_blocks(
     total0 = tl.zeros((BLOCK, BLOCK), tl.float32)
     total1 = total0
     span = (begin, limit, inner)
-    # Whole tiles, and before and after them the tiles that a neighbouring group shares.
+    # Add whole tiles. For "tokens", also add shared tiles at both ends of the group's tokens.
     whole = tl.cdiv(begin, TILE)
     stop = tl.cdiv(limit, TILE)
     last = stop
@@ -276,7 +276,7 @@ class TritonGemm:
     and otherwise one by one.
 
     Args:
-        dtype: of the results. `k_grouped` always returns float32.
+        dtype: the dtype of results. `k_grouped` always returns float32.
 
     Raises:
         UnsupportedError: the dtype is unknown.
@@ -303,7 +303,7 @@ class TritonGemm:
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
         """Multiply each expert's rows of `a` by `b[expert].T`.
 
-        Local. Raises the errors of `a @ b.T`. As many programs start as any offsets could need.
+        Local. Raises the errors of `a @ b.T`. Enough programs start for any offsets.
         Programs without rows end at once. Rows after the last offset are zero.
         """
         _check(a, b, offsets, ndim=3)
@@ -315,7 +315,8 @@ class TritonGemm:
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
         """Multiply `a @ b.T` over each expert's tokens. Local. Raises the errors of `a @ b.T`.
 
-        If two experts share a tile, each uses its own tokens, which costs more than a whole tile.
+        If two experts share a tile, each adds only its own tokens, which takes longer than a whole
+        tile.
         An expert without tokens gets zeros.
         """
         _check(a, b, offsets, ndim=2)
@@ -346,7 +347,7 @@ def _launch(
 ) -> None:
     # Tensor cores read both operands along the inner dim. Another layout is copied here.
     codes_a, codes_b = (x if x.stride(-1) == 1 else x.contiguous() for x in (a.codes, b.codes))
-    # Two parts of tiles with one scale per row would need more registers than a program has.
+    # If each row of b has its own scales, two parts would need more registers than a program has.
     parts = 2 if out.shape[-1] > BLOCK and b.tile.rows > 1 else 1
     groups = 0 if offsets is None else len(offsets)
     grid = blocks * triton.cdiv(out.shape[-1], parts * BLOCK)
@@ -378,5 +379,5 @@ def _launch(
             TURN=_TURN,
             STAGES=STAGES,
             num_warps=8,
-            enable_fp_fusion=False,  # Where one is wanted it is written.
+            enable_fp_fusion=False,  # The kernel calls fma itself.
         )

@@ -1,8 +1,8 @@
 """Quantize in tiles, in one pass over the input. Has run on one H100.
 
 Codes and scales equal those of `primeblocks.fp8.quantize` bit for bit. Divisions are rounded
-correctly. A tile's maximum is taken of bits, in which a NaN is larger than any number. No value is
-flushed to zero.
+correctly. A tile's maximum is computed from bits without sign, where a NaN is larger than all
+numbers. Values are not flushed to zero.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from ...quantize import (
 
 __all__ = ["TritonQuantizer", "check_device"]
 
-# Decided at import, as Triton itself does.
+# Triton itself also decides this at import.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _SIDE = 128
 
 
 @triton.jit
-@no_type_check  # The compiler reads the source: no check of types can be put around it.
+@no_type_check  # The compiler reads the source, so a check of types cannot wrap the function.
 def _round_to_e4m3(x, INTEGERS: tl.constexpr):
-    """Return bytes of the nearest E4M3 numbers, ties to even. Beyond 448 is 448, NaN is 0x7f."""
+    """Return bytes of the nearest E4M3 numbers, ties to even: at most 448, and 0x7f for NaN."""
     if INTEGERS:  # The interpreter's own cast is wrong in 2 % of codes.
         bits = x.to(tl.int32, bitcast=True)
         size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # 448
@@ -49,8 +49,8 @@ def _round_to_e4m3(x, INTEGERS: tl.constexpr):
         code = tl.where(size < (121 << 23), shifted.to(tl.int32, bitcast=True) - 0x46800000, normal)
         code = tl.where(number, code | ((bits >> 24) & 0x80), 0x7F)
         return code.to(tl.uint8)
-    # Four codes per register: ptxas 12.8 and 12.9 lose bytes of codes that Triton's own cast makes
-    # in pairs and a transposed store takes apart (triton#11111).
+    # Four codes per register. Triton's own cast makes pairs of codes, and ptxas 12.8 and 12.9 lose
+    # bytes if a transposed store takes these pairs apart (triton#11111).
     return tl.inline_asm_elementwise(
         """
         {
@@ -71,8 +71,8 @@ def _round_to_e4m3(x, INTEGERS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _round_to(x, DTYPE: tl.constexpr, INTEGERS: tl.constexpr):
-    """Return float32 values rounded to DTYPE's nearest, ties to even."""
-    if INTEGERS and tl.bfloat16 == DTYPE:  # The interpreter cuts off.
+    """Return float32 values rounded to the nearest value of DTYPE, ties to even."""
+    if INTEGERS and tl.bfloat16 == DTYPE:  # The interpreter truncates.
         bits = x.to(tl.int32, bitcast=True)
         near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
         number = (bits & 0x7FFFFFFF) <= 0x7F800000
@@ -110,7 +110,7 @@ def _round_tiles(
     if QUOTIENT == "division":
         values = tl.div_rn(values, tl.broadcast_to(spread, values.shape))
     elif QUOTIENT == "amax" and not POWERS:
-        # At most 2**126, as for the scale.
+        # At most 2**126, the reciprocal of the smallest scale.
         factor = tl.div_rn(448.0, tl.maximum(amax, 448.0 * 1.1754943508222875e-38))
         factor = tl.where(largest < 0x7F800000, factor, float("nan"))
         values = values * tl.reshape(factor, (down, 1, across, 1))
@@ -133,7 +133,7 @@ def _store_tiles(block, scale, codes, scales, batch, top, left, rows, columns):
     down, across = tl.cdiv(rows, height), tl.cdiv(columns, width)
     row = (top // height).to(tl.int64) + tl.arange(0, scale.shape[0])[:, None]
     column = (left // width).to(tl.int64) + tl.arange(0, scale.shape[1])[None, :]
-    if height == 1:  # As products read them: the rows of one tile side by side.
+    if height == 1:  # Products read them by columns, so rows are contiguous.
         place = (batch * across + column) * down + row
     else:
         place = (batch * down + row) * across + column
@@ -165,9 +165,10 @@ def _quantize_blocks(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Quantize a block of x `[batch, rows, columns]` and, with BOTH, of x.mT, in tiles of its own.
+    """Quantize a block of x `[batch, rows, columns]` and, with BOTH, of x.mT, each in own tiles.
 
-    GATED: quantize the SwiGLU of x `[batch, rows, 2 * columns]`. SCORED: times one score per row.
+    With GATED, quantize the SwiGLU of x `[batch, rows, 2 * columns]`. With SCORED, multiply by one
+    score per row.
     """
     across, down = tl.cdiv(columns, COLUMNS), tl.cdiv(rows, ROWS)
     program = tl.program_id(0)
@@ -188,7 +189,7 @@ def _quantize_blocks(
     block, scale = _round_tiles(values, HEIGHT, WIDTH, POWERS, QUOTIENT, INTEGERS)
     _store_tiles(block, scale, codes, scales, batch, top, left, rows, columns)
     if BOTH:
-        if HEIGHT != WIDTH:  # Else the codes are the same.
+        if HEIGHT != WIDTH:  # With square tiles, codes are the same.
             block, scale = _round_tiles(values, WIDTH, HEIGHT, POWERS, QUOTIENT, INTEGERS)
         block, scale = tl.trans(block), tl.trans(scale)
         _store_tiles(block, scale, flipped_codes, flipped_scales, batch, left, top, columns, rows)
@@ -233,7 +234,7 @@ class TritonQuantizer:
     ) -> tuple[Quantized, Quantized]:
         """Quantize x and x.mT, each in `tile`, and read x once. Local. Raises the errors of a call.
 
-        The codes of both are contiguous. Tiles of x.mT start at multiples of the tile in x.
+        The codes of both are contiguous. In x.mT too, the first tile starts at the first column.
         """
         made, flipped = _quantize(x, tile, scale, quotient, nonfinite, both=True)
         return made, flipped
@@ -250,9 +251,9 @@ class TritonQuantizer:
     ) -> Quantized:
         """Quantize the SwiGLU of `gate_up` without storing it. Local.
 
-        Each bfloat16 value moves 5 bytes instead of 9. The kernel uses the GPU's exponential. An
-        activation may therefore differ from the definition by a part of (5 + |gate|) * 2**-23
-        before it is rounded to its dtype. The codes are those of the activation, to the bit.
+        Moves 5 bytes per bfloat16 value instead of 9. The kernel uses the GPU's exponential. Before
+        an activation is rounded to its dtype, its relative difference from the definition may
+        therefore be (5 + |gate|) * 2**-23. The codes are exactly those of the activation.
 
         Raises:
             ShapeError: shapes or dtypes do not fit.
@@ -272,7 +273,7 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize the SwiGLU and its transpose. Local. 6 bytes per bfloat16 value move, not 10."""
+        """Quantize the SwiGLU and its transpose. Local. Moves 6 bytes per bfloat16, not 10."""
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
         made, flipped = _quantize(gate_up, *how, both=True, gated=True, scores=scores)
@@ -302,7 +303,8 @@ def _quantize(
     shapes = [(*batch, rows, columns), (*batch, columns, rows)]
     made = [_empty(x, shape, tile) for shape in shapes[: 1 + both]]
     flat = x.flatten(0, -3) if x.ndim > 3 else x
-    # The transpose needs whole tiles in both directions. 64 values per thread keep 8 loads pending.
+    # With a transpose, blocks need whole tiles in both directions. Otherwise the height gives 64
+    # values to each thread, because 8 loads are then pending.
     height = _SIDE if both or tile.rows > 64 else 32 if gated else 64
     blocks = math.prod(batch) * triton.cdiv(rows, height) * triton.cdiv(columns, _SIDE)
     if blocks:

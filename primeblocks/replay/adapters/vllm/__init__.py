@@ -1,7 +1,7 @@
-"""vLLM: the arguments that make an engine return its routes, and its rows as `Routes`.
+"""Arguments that make vLLM return routes, and functions that read its answers as `Routes`.
 
-Tested with vllm 0.32. Nothing here imports vLLM, so a trainer reads an engine's answers without
-it. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (primeblocks.plugins).
+Tested with vllm 0.32. This package does not import vLLM, so a trainer can read answers without
+vLLM. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (primeblocks.plugins).
 """
 
 from .http import MEDIA_TYPE, Answer, RoutesMiddleware, read_answer

@@ -1,14 +1,15 @@
-"""Routes out of vLLM's HTTP server as bytes, instead of base64 inside JSON.
+"""Routes from vLLM's HTTP server as bytes, instead of base64 inside JSON.
 
 Start the server with `--middleware primeblocks.replay.adapters.vllm.RoutesMiddleware`, vLLM's
-documented way to extend it. A client that accepts `MEDIA_TYPE` then gets a sealed body:
+documented way to extend a server. A client that accepts `MEDIA_TYPE` then gets a body from
+`codec.seal`:
 
     sizes    length of the JSON, number of arrays, length of each (uint64)
     JSON     the answer without `choices[i].routed_experts`. In its place are the numbers of known
              and missing rows: `choices[i].routed_experts_coverage`
     arrays   a .npy file for each choice, empty for a choice without routes
 
-Every other client gets vLLM's own answer.
+All other clients get vLLM's own answer.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Answer:
 
     json: dict[str, Any]
     rows: tuple[np.ndarray | None, ...]
-    """By choice, as vLLM returns them; None where it returned none."""
+    """By choice, the rows as vLLM returned them, or None for a choice without rows."""
 
     def routes(
         self, choice: int, shape: RouterShape, *, tokens: int, prompt_start: int = 0
@@ -64,7 +65,7 @@ class Answer:
 
 
 def read_answer(body: Bytes) -> Answer:
-    """Read a body of `MEDIA_TYPE`. Rows are views of it. Local.
+    """Read a body of `MEDIA_TYPE`. Rows are views of the body. Local.
 
     Raises:
         CorruptionError: a byte was changed, added or lost, or the body is of another kind.
@@ -109,7 +110,7 @@ class RoutesMiddleware:
 
 
 class _Rewriter:
-    """Holds a JSON answer back until it is complete, and sends it as bytes."""
+    """Holds a JSON answer back until it is complete, and sends a body of `MEDIA_TYPE` instead."""
 
     def __init__(self, send: _Send) -> None:
         self._send = send

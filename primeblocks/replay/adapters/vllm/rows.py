@@ -22,8 +22,8 @@ __all__ = [
     "routes_from_rows",
 ]
 
-# As numpy.save writes integers in C order. Not numpy's own reader: it evaluates the header
-# as Python, fails in as many ways as that can, and allocates what it asks for.
+# The header that numpy.save writes for integers in C order. numpy's own reader is not used, because
+# it evaluates the header as Python, raises many errors, and allocates any size that the header has.
 _NPY = re.compile(
     rb"\x93NUMPY\x01\x00(?s:..)\{'descr': '([|<>][iu][1248])', 'fortran_order': False,"
     rb" 'shape': \((\d{1,18},|\d{1,18}(?:, \d{1,18}){1,7})\), \} *\n"
@@ -52,7 +52,7 @@ def routes_from_output(
         UnsupportedError: the engine returned no rows for tokens that it generated.
         ShapeError: rows do not fit the tokens or the model.
         UsageError: a dense layer has routes, an id is out of range, or a row names an expert
-            twice. Capture under torch.compile returns such rows.
+            twice. Capture under torch.compile on a CPU returns such rows.
     """
     tokens = prompt_tokens + len(output.token_ids)
     if output.routed_experts is not None:
@@ -96,21 +96,22 @@ def join_prefill(
     versions: tuple[int, int],
     prompt_start: int = 0,
 ) -> Routes:
-    """Join the routes of a prompt with those of the engine that continued from its KV cache.
+    """Join a prompt's routes with those of the engine that continued from the prompt's KV cache.
 
-    If both know a row, the decoding engine's row is kept, because later tokens saw its keys and
-    values. That engine computes the last token of the prompt again. Local. One copy.
+    If both engines know a row, the decode engine's row is kept, because later tokens attended to
+    its keys and values. The decode engine computes the last token of the prompt again. Local. One
+    copy.
 
     Args:
-        prefill: of the prompt, and of the unused token that the first engine sampled.
-        decode: of prompt and completion. Tokens whose pages the engine received are missing.
-        versions: of the weights that computed the prompt, and the first token of the completion.
-        prompt_start: rows before it were not requested, and stay missing.
+        prefill: routes of the prompt, with or without the unused token that this engine sampled.
+        decode: routes of prompt and completion. Tokens whose pages the engine received are missing.
+        versions: weight versions of the prompt, and of the first token of the completion.
+        prompt_start: the first token whose row was requested. Rows before it stay missing.
 
     Raises:
-        UsageError: other weights computed the prompt.
-        ShapeError: the two are not of one prompt or one model. Also raised if neither side
-            knows a row from `prompt_start` on, except the row of the last token.
+        UsageError: the two versions differ.
+        ShapeError: the two are not of one prompt or one model. Also raised if neither engine knows
+            a row from `prompt_start` on. The last token does not need a row.
     """
     if versions[0] != versions[1]:
         raise UsageError(
@@ -159,7 +160,7 @@ def read_npy(file: Bytes) -> np.ndarray:
 
 
 def missing_rows(rows: np.ndarray) -> np.ndarray:
-    """Bool `[tokens]`: True if the engine had no row, and put the largest number in every slot."""
+    """Bool `[tokens]`: True if every slot has the largest number, which marks a forgotten row."""
     forgotten: np.ndarray = (rows == np.iinfo(rows.dtype).max).all(axis=(1, 2))
     return forgotten
 
@@ -167,7 +168,7 @@ def missing_rows(rows: np.ndarray) -> np.ndarray:
 def routes_from_rows(
     rows: np.ndarray, shape: RouterShape, *, tokens: int, prompt_start: int
 ) -> Routes:
-    """Check rows as vLLM returns them. Otherwise as `routes_from_output`."""
+    """Check vLLM's rows, and return them as routes. Raises the errors of `routes_from_output`."""
     expected = (tokens - 1 - prompt_start, shape.num_layers, shape.top_k)
     if rows.shape != expected or rows.dtype != shape.dtype:
         raise ShapeError(

@@ -1,4 +1,4 @@
-"""The shape of a model's rows, the room they take, and arguments for a vLLM that returns them."""
+"""The shape of a model's rows, the memory they need, and arguments that make vLLM return them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ....errors import UnsupportedError, UsageError, check_counts, shown
 
 __all__ = ["RouterShape", "engine_args", "plan_capture_bytes", "server_args"]
 
-# The name of the list of layer kinds, and the names of kinds with experts.
+# Names of lists that give the kind of each layer, and the kinds with experts in each list.
 _LISTS = {
     "mlp_layer_types": ("sparse",),
     "layers_block_type": ("moe",),
@@ -22,7 +22,7 @@ _LISTS = {
     "moe_layer_freq": (1, True),
 }
 _OFFSET = "expert_layer_offset"
-_MOST_LAYERS = 1 << 16  # Each layer is looked at.
+_MOST_LAYERS = 1 << 16  # A limit, because each layer is looked at.
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class RouterShape:
     """The shape of a model's captured rows.
 
     Args:
-        num_layers: all hidden layers. vLLM returns a row for each, with zeros for dense layers.
+        num_layers: number of hidden layers. In vLLM's rows, dense layers have zeros.
         moe_layers: the layers that route, ascending.
         num_experts: routed experts in each of these layers, without shared experts.
         top_k: experts per token.
@@ -48,12 +48,12 @@ class RouterShape:
     def from_config(cls, config: Any) -> RouterShape:
         """Read a model's configuration: transformers', or the dict of a `config.json`. Local.
 
-        For a model of several modalities it reads the text model.
+        For a model of several modalities, this method reads the text model.
 
         Raises:
             UnsupportedError: the configuration lacks the number of experts, choices or layers, or
                 describes its routing layers in an unknown form.
-            UsageError: it is not a configuration, or as for `RouterShape`.
+            UsageError: `config` is not a configuration, or as for `RouterShape`.
         """
         values = _text_values(config)
         num_experts = _first(values, "num_experts", "num_local_experts", "n_routed_experts")
@@ -78,7 +78,7 @@ class RouterShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of vLLM's rows and of `Routes`. The number of experts decides it, not ids."""
+        """The dtype of vLLM's rows and of `Routes`. It depends only on the number of experts."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     @property
@@ -94,18 +94,18 @@ def plan_capture_bytes(
     offloaded_pages: int = 0,
     slack: float = 2.0,
 ) -> int:
-    """Return how many bytes of rows the engine must keep, so that no hit outlives its rows. Pure.
+    """Return how many bytes of rows the engine must keep, so that every cached page has rows. Pure.
 
-    Rows of `kvoffload`'s tiers travel with the pages. Pages of other tiers are looked up by hash in
-    a store of this many bytes. If the store forgot a page, the page is missing with the plug-in's
+    `kvoffload` stores rows with its pages. Rows of other tiers' pages are looked up by page hash in
+    a store of this many bytes. If the store forgot a page, its rows are missing with the plug-in's
     patch `missing_routes_survive`. Without the patch the *engine dies*.
 
     Args:
         page_tokens: tokens in a KV page (vLLM's block size).
         device_pages: pages of the engine's own KV cache.
-        offloaded_pages: pages of all tiers that do not carry rows.
-        slack: multiplies these, because tiers evict in another order than the store. With
-            `offload_prompt_only=True` it must be at least 1 + generated/prompt tokens.
+        offloaded_pages: pages of all tiers that do not store rows.
+        slack: multiplies `offloaded_pages`, because tiers evict in another order than the store.
+            With `offload_prompt_only=True`, pass at least 1 + generated/prompt tokens.
 
     Raises:
         UsageError: a count is not positive, or slack is below 1.
@@ -122,7 +122,7 @@ def plan_capture_bytes(
 def engine_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
     """Return the keywords of `LLM` or `AsyncEngineArgs` that switch capture on. Pure.
 
-    On CPU this includes `enforce_eager=True`: under torch.compile every captured expert is 0.
+    On a CPU, they include `enforce_eager=True`, because torch.compile makes every captured id 0.
 
     Args:
         max_bytes: room for rows, from `plan_capture_bytes`.
@@ -185,7 +185,7 @@ def _first(values: Mapping[str, Any], *names: str) -> int:
 
 
 def _kinds(values: Mapping[str, Any]) -> list[bool] | None:
-    """Whether each layer routes, if a list says so."""
+    """Return whether each layer routes, or None if no list gives the kinds of layers."""
     for name, experts in _LISTS.items():
         listed = values.get(name)
         if isinstance(listed, Sequence) and listed:
@@ -196,7 +196,7 @@ def _kinds(values: Mapping[str, Any]) -> list[bool] | None:
 def _routes(values: Mapping[str, Any], kinds: list[bool] | None, layer: int) -> bool:
     if kinds:
         return kinds[layer]
-    if values.get("moe_layers") is not None:  # Llama 4 lists them.
+    if values.get("moe_layers") is not None:  # Llama 4 lists these layers.
         return layer in _layers(values, "moe_layers")
     dense = _count(values, "first_k_dense_replace", "num_dense_layers")
     every = _count(values, "decoder_sparse_step", "interleave_moe_layer_step") or 1
