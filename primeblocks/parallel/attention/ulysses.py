@@ -115,6 +115,6 @@ def _key_heads(queries: range, per_key: int) -> range:
 
 
 def _uneven(queries: range, keys: range, per_key: int) -> bool:
-    """Return whether a kernel would pair heads wrongly by sharing query heads evenly."""
+    """Return whether a kernel that assigns query heads evenly to key heads would pair wrongly."""
     each = len(queries) // len(keys)
     return any(h // per_key - keys.start != i // each for i, h in enumerate(queries))

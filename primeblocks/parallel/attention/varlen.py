@@ -31,7 +31,7 @@ class VarlenKernel:
     is some queries, and the keys that only these queries see. Not every hop has segments:
 
     - `order="contiguous"`: every hop has segments.
-    - `order="zigzag"`: every hop has segments, if the window is None or at most tokens / ranks.
+    - `order="zigzag"`: every hop has segments, unless a window exceeds tokens / ranks.
     - `order="balanced"`: a hop seldom has segments.
     - Ulysses attention: the one hop always has segments.
 
@@ -221,7 +221,9 @@ class _Cut(NamedTuple):
 
 
 def segments_of(hop: Hop, device: torch.device) -> Segments:
-    """Return the segments of one hop on the device. Some query sees a key. Cached on the plan.
+    """Return the segments of one hop on the device, cached on the plan. Local.
+
+    Some query of the hop must see a key.
 
     Raises:
         UnsupportedError: the hop cannot be cut into segments.
