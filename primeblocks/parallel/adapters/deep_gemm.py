@@ -1,9 +1,9 @@
-"""DeepGEMM's float8 scores of an indexer. Has run on one H100, with sgl-deep-gemm 0.1.5.
+"""DeepGEMM's float8 scores of an indexer. This code has run on one H100, with sgl-deep-gemm 0.1.5.
 
     dsa_attention(..., scores=DeepGemmIndexScores())
 
-On a CPU it is tested against a fake that makes the checks of the library's source (2.6.1). The
-library compiles a kernel for each number of heads and columns at its first use.
+On a CPU, tests use a fake that makes the checks of the library's source (2.6.1). The library
+compiles a kernel for each number of heads and columns at the first use of these numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def quantize_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a machine without the library, or a device without a kernel in it. Local.
+    """Refuse a machine without the library, or a device for which it has no kernel. Local.
 
     Raises:
         UnsupportedError: `device` is not CUDA of compute capability 9 or 10.
@@ -84,7 +84,7 @@ class DeepGemmIndexScores:
         queries, scales = quantize_vectors(q)
         keys, of_keys = quantize_vectors(k)
         starts = torch.zeros(rows, dtype=torch.int32, device=q.device)
-        # Every key is scored, because the selector knows which keys are in the future.
+        # Score every key, because the selector masks keys that are in the future.
         scores = getattr(library, _SYMBOL)(
             queries.contiguous(),
             (keys.contiguous(), of_keys.contiguous()),
@@ -135,8 +135,8 @@ def _library() -> Any:
         try:
             module = importlib.import_module(name)
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
-            # Its shared library loads CUDA's, and one of its versions asserts that a CUDA toolkit
-            # exists.
+            # DeepGEMM's shared library loads CUDA's libraries, and one version of DeepGEMM asserts
+            # that a CUDA toolkit exists.
             first = str(error).splitlines()[0] if str(error) else "no reason given"
             passed_over.append(f"{name}: {type(error).__name__}, {first}")
             continue

@@ -35,7 +35,7 @@ _DENSE = ("cpu", "meta")
 
 
 class FlexKernel:
-    """An `AttentionKernel` that calls torch's compiled FlexAttention, once per forward and backward.
+    """An `AttentionKernel` that calls torch's compiled FlexAttention, in one call each way.
 
     Tiles in which no query sees a key are skipped. Tiles in which every query sees every key are
     computed without a mask. Key heads are not repeated. Reuse one object, because it keeps the

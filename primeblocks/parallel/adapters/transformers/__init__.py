@@ -2,8 +2,8 @@
 
 Experts run through transformers' registry of experts implementations (`ExpertsInterface`).
 Attention over split sequences runs through its registry of attention functions
-(`AttentionInterface`). Recurrent layers have no registry, so the forward of each such module is
-replaced, by exact class.
+(`AttentionInterface`). Recurrent layers have no registry, so the adapter replaces the forward of
+each such module. It recognises these modules by the name of their class.
 """
 
 from ....errors import MissingPackageError

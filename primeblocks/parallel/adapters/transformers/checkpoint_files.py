@@ -68,7 +68,7 @@ class Numbers:
     Attributes:
         codes: `[..., rows, columns]`.
         scales: `[..., row blocks, column blocks]`, or one scale for all.
-        block: rows and columns of a block. Those at the ends of a matrix may be smaller.
+        block: rows and columns of a block. Blocks at the ends of a matrix may be smaller.
     """
 
     codes: Stored
@@ -94,7 +94,7 @@ class Numbers:
         )
         scales = self.scales.read(touched).to(self.dtype)[..., columns]
         start = 0
-        for at, size in enumerate(rows.bincount().tolist()):  # A row of blocks needs no more room.
+        for at, size in enumerate(rows.bincount().tolist()):  # In rows of blocks, to save memory.
             out[..., start : start + size, :].mul_(scales[..., at : at + 1, :])
             start += size
         return out
@@ -184,7 +184,7 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
     for at, file in zip(paths, files, strict=True):
         for name in file.keys():  # noqa: SIM118 (no mapping)
             if name in tensors and Path(named[name]).name != Path(at).name:
-                continue  # Of two the index says which.
+                continue  # The index names another file for this tensor.
             part = file.get_slice(name)
             if part.get_dtype() not in by_dtype:
                 raise UnsupportedError(f"{name} is stored as {part.get_dtype()}.")
@@ -203,7 +203,7 @@ def _files(path: str) -> tuple[list[str], dict[str, str]]:
         except OSError:
             raise error from None
     named = json.loads(Path(index).read_text())["weight_map"]
-    for file in set(named.values()):  # Before one is opened, or fetched.
+    for file in set(named.values()):  # Check before any file is opened, or fetched.
         if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
             raise ValueError(f"its index names a file outside of the folder: {file!r:.80}")
     files, _ = get_checkpoint_shard_files(path, index)

@@ -22,7 +22,8 @@ class TensorPiece:
 
     Attributes:
         corner: the start of the box in the source.
-        dims: the source's dim for each dim of the tensor. None is a dim of size 1 that it lacks.
+        dims: the source's dim for each dim of the tensor. None is a dim of size 1 that the source
+            lacks.
     """
 
     place: Shard
@@ -63,7 +64,7 @@ class TensorPiece:
         return replace(self, place=Shard(tuple(offsets), tuple(sizes)), corner=common.offsets)
 
     def arrange(self, read: Tensor) -> Tensor:
-        """Return a view of data that was read of `box`, in the tensor's order of dims."""
+        """Return a view of data that was read from `box`, in the tensor's order of dims."""
         kept = [dim for dim in self.dims if dim is not None]
         lost = [dim for dim in range(read.ndim) if dim not in kept]
         return read.permute(*kept, *lost).reshape(self.place.sizes) if self.dims else read.view(())
@@ -72,8 +73,8 @@ class TensorPiece:
 class Deferred(Tensor):
     """A tensor without memory, which knows the boxes of its sources.
 
-    Slices, stacks, concatenations and permutations of a deferred tensor are deferred too. The
-    reader casts. Every other operator raises UnsupportedError. Local.
+    Slices, stacks, concatenations, permutations and casts of a deferred tensor are deferred too.
+    Every other operator raises UnsupportedError. Local.
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -93,7 +94,7 @@ class Deferred(Tensor):
 
     @classmethod
     def of(cls, source: Any) -> Deferred:
-        """Return the whole of a source, which has a shape and a dtype."""
+        """Return a deferred tensor of a whole source. A source has a shape and a dtype."""
         shape = tuple(source.shape)
         whole = Shard((0,) * len(shape), shape)
         dims = tuple(range(len(shape)))

@@ -48,7 +48,7 @@ class IndexerInputs(NamedTuple):
     q: Tensor
     """`[local_tokens, index_heads, index_dim]`"""
     k: Tensor
-    """`[local_tokens, index_dim]`, shared by all heads. A selector of entries needs their keys."""
+    """`[local_tokens, index_dim]`, shared by all heads. If rows are entries: the entries' keys."""
     weights: Tensor
     """`[local_tokens, index_heads]`, multiplied by all constant factors"""
 
