@@ -155,8 +155,8 @@ def clip_grad_norm_(
 
     Returns:
         The total norm before scaling, in float64, equal on all ranks. If a gradient is not finite,
-        the norm is not finite, and all gradients are unusable. Check the norm before the optimizer
-        step.
+        the norm is not finite, and all gradients are unusable after the call. Check the norm before
+        the optimizer step.
 
     Raises:
         PlanError: a gradient is a partial sum, ranks pass different norms, or `optimizer` steps
@@ -226,7 +226,7 @@ def _check_steps(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> 
 
 def _check_sharded(given: list[Tensor], meshes: Meshes) -> None:
     """Refuse gradients that FSDP2 has not reduced, because their parameters are still gathered."""
-    # `fully_shard_moe` shards every parameter over one of these axes.
+    # `fully_shard_moe` shards every parameter over at least one of these axes.
     axes = {*(meshes.fsdp.mesh_dim_names or ()), *(meshes.expert_fsdp.mesh_dim_names or ())}
     gathered = {id(p) for p in given if p.grad is not None and not axes & _axes_of(p)}
     if not gathered:

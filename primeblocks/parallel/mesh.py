@@ -52,8 +52,8 @@ class MeshPlan:
     """Checked degrees of parallelism, made by `plan_mesh`.
 
     The same ranks are laid out twice, with the last axis fastest: (replicate, expert_fsdp, expert)
-    for parameters and (batch, context) for data. Expert groups and context groups communicate most,
-    so their axes are the fastest: their ranks are neighbours.
+    for parameters and (batch, context) for data. Expert groups and context groups communicate most.
+    Their axes are the fastest, so their ranks are neighbours.
     """
 
     world_size: int

@@ -134,7 +134,7 @@ class SequencePlan:
     def positions(self, rank: int) -> Tensor:
         """Return int64 `[local_tokens]`: each token's place in its document, from 0. Local.
 
-        If a document continues another one, its tokens are counted from the root.
+        If a document continues another one, its tokens are counted from the root document's start.
         """
         if self.parents is not None:
             return torch.from_numpy(self.ancestry.depths)[self.indices(rank)]
@@ -232,7 +232,7 @@ class SequencePlan:
         return self.token_of_row.argsort()
 
     def check_group(self, group: dist.ProcessGroup) -> None:
-        """Raise PlanError if `group` lacks this rank or differs from the plan in size. Local."""
+        """Raise PlanError if `group` lacks this rank, or its size is not `ranks`. Local."""
         check_group(group)
         if group.size() != self.ranks:
             raise PlanError(

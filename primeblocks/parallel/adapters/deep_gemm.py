@@ -74,7 +74,7 @@ class DeepGemmIndexScores:
         Raises:
             ShapeError: shapes do not fit.
             UnsupportedError: the library does not take the heads, the columns or the device.
-            MissingPackageError: the library is not installed. The message says where it was sought.
+            MissingPackageError: the library is not installed. The message lists the tried modules.
         """
         _check(q, k, weights)
         rows, candidates = q.shape[0], k.shape[0]

@@ -226,9 +226,10 @@ def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
 def meshes_from(parallel_dims: ParallelDims) -> Meshes:
     """Return meshes of torchtitan's degrees, over the process groups that torchtitan made.
 
-    torchtitan's dp_replicate becomes `replicate`, dp_shard x cp `fsdp`, efsdp `expert_fsdp`, ep
-    `expert`, and cp `context`. All meshes can communicate. Axes over the same ranks share a group.
-    A group is made for axes of one rank, and for `fsdp` if torchtitan's backend lacks it.
+    torchtitan's degrees become ours: dp_replicate is `replicate`, dp_shard x cp is `fsdp`, efsdp is
+    `expert_fsdp`, ep is `expert`, and cp is `context`. All meshes can communicate. Axes over the
+    same ranks share a group. A group is made for axes of one rank, and for `fsdp` if torchtitan's
+    backend did not make it.
 
     Collective if `build_mesh` has not run yet or a group is made. Otherwise local.
 

@@ -74,7 +74,7 @@ class ContextParallel(TorchFunctionMode):
     def checkpoint_contexts() -> Any:
         """Return contexts for `torch.utils.checkpoint` that keep the current block. Local."""
         found = nullcontext(), nullcontext()
-        if has_torch_function((None,)):  # Modes pass the call on, until a block returns.
+        if has_torch_function((None,)):  # Modes pass the call on, until a block returns contexts.
             found = handle_torch_function(ContextParallel.checkpoint_contexts, ())
         return found
 

@@ -240,7 +240,7 @@ class TileLists(NamedTuple):
 
     In "full" tiles every query sees every key. In the other tiles some queries see some keys. Each
     row of tiles has a count and as many ascending columns, followed by columns that are ignored.
-    Each column of tiles has a count and rows likewise.
+    Likewise each column of tiles has a count and rows.
 
     The mask is two tensors `[queries]`: the first row of keys that a query sees, and the row after
     the last one. If documents fork, the mask is the places and the least depths of queries, then

@@ -27,7 +27,7 @@ class Hops(NamedTuple):
             tensors, then the travelling ones, and its backward returns gradients in that order.
             With an `AttentionKernel` q stays, and keys and values travel.
         staying: the number of tensors that stay on their rank. The first of them is q.
-        value_dim: the last dim of the output.
+        value_dim: the size of the output's last dim.
         group: None if each rank has the keys of all ranks.
     """
 

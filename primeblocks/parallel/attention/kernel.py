@@ -39,7 +39,7 @@ class AttentionSpec:
         causal: a token sees itself and earlier tokens.
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it, by position. None means
-            all tokens.
+            no limit.
         softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
     """
 

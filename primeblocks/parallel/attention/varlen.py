@@ -189,7 +189,7 @@ class Segments(NamedTuple):
     Attributes:
         queries, keys: rows that take part. Other queries see no key, and no query sees other keys.
         query_starts, key_starts: int32 `[segments + 1]`, the start of each segment among these
-            rows, then their number.
+            rows, then the number of rows.
         most_queries, most_keys: the tokens of the longest segment. If a window limits only the
             keys to the left, `most_keys` is at least `most_queries`. The reason is that flash
             attention uses `most_keys` as the limit to the right.

@@ -50,9 +50,9 @@ class AllToAllDispatcher:
             host need not read the padded counts. Without a capacity, the last expert gets the
             surplus rows of zeros.
         capacity_rows: the most rows that a rank sends to one rank, equal on all ranks. Each rank
-            always sends so many rows to each rank, so the host need not read counts. If a rank has
-            more rows, with `check` the call raises PlanError on all ranks. Without `check` a device
-            assertion fails.
+            always sends this many rows to each rank, so the host need not read counts. If a rank
+            needs more rows, the call raises PlanError on all ranks with `check`. Without `check` an
+            assertion of the device fails.
         check: look at the values of ids and scores, and agree on the layer, before rows are sent. A
             mistake on one rank then raises on all ranks instead of hanging. In `dispatch` the check
             includes the number of rows for each rank. In `combine` it is one small collective. The
@@ -149,9 +149,9 @@ class AllToAllDispatcher:
 class OncePerRankDispatcher:
     """A dispatcher that sends a token once to each rank that owns some of its experts.
 
-    The owner copies the token for its experts, and sums their weighted outputs before it sends them
-    back. With top-8 over two ranks, rows take at most a quarter of the bytes that
-    `AllToAllDispatcher` sends. Each sent row adds `top_k` ids of 4 bytes and `top_k` scores.
+    The owner copies the token for its experts, and sends back the sum of their weighted outputs.
+    With top-8 over two ranks, rows take at most a quarter of the bytes that `AllToAllDispatcher`
+    sends. Each sent row adds `top_k` ids of 4 bytes and `top_k` scores.
 
     Otherwise works like `AllToAllDispatcher`, without a capacity. `dispatch` makes four exchanges:
     the counts with the check, the ids, the scores, and the rows. Outputs are rounded to their dtype
@@ -200,7 +200,7 @@ class OncePerRankDispatcher:
             each = [1] * ranks
             arriving = _exchange(leaving.t(), each, each, group)
             send, _, receive, arriving_choices = torch.cat((leaving, arriving.t())).tolist()
-        # The pairs of a rank and a token that it receives, in this order.
+        # The pairs of a rank and a token that it receives, sorted by rank, then by token.
         pairs = wanted.t().flatten().byte().argsort(descending=True, stable=True)[: sum(send)]
         target, token = pairs // max(len(x), 1), pairs % max(len(x), 1)
         row_map = map_rows(token, tokens=len(x))
@@ -291,7 +291,7 @@ def _exchange(
 
 
 class _Flight:
-    """Rows that travel. It keeps sent rows alive, and hides arriving rows until all arrived."""
+    """Rows that travel. Keeps sent rows alive, and arriving rows unread until all have arrived."""
 
     def __init__(
         self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup

@@ -50,7 +50,7 @@ def grouped_linear(
 
     Raises:
         ShapeError: shapes do not fit, or `counts` and `weight` have different numbers of experts.
-        ShapeError: the counts add up to more than the rows. Only checked if counts are read.
+        ShapeError: the counts add up to more than the rows. Checked only if the host reads counts.
     """
     check_tensors(tokens=tokens, counts=counts, weight=weight)
     if counts.ndim != 1 or weight.ndim != 3 or tokens.shape[1:] != weight.shape[2:]:

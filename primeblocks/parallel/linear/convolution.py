@@ -32,7 +32,7 @@ def causal_conv1d(
     """Convolve each channel with its own kernel over each document, with zeros before its start.
 
     The result equals `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` on each
-    document separately. If a document began on another rank, this rank receives the `kernel - 1`
+    document separately. If a document began on another rank, this rank receives up to `kernel - 1`
     tokens before its own. Computes in the dtype of `weight`, and returns the dtype of `x`.
     Differentiable.
 

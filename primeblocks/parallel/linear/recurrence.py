@@ -48,9 +48,11 @@ def gated_delta_rule(
     Collective, and so is its backward: two exchanges each, or none if no document is cut. The
     exchanges move at most `heads x (key_dim^2 + 2 key_dim value_dim)` elements for each run of a
     cut document. Orders with few runs are therefore cheap: "contiguous", or large chunks. In a cut
-    document, work that is proportional to `value_dim` grows in proportion to `key_dim + value_dim`.
+    document, work that is proportional to `value_dim` becomes proportional to
+    `key_dim + value_dim`.
 
-    The call does not check for NaN. A NaN reaches only the later tokens of its document.
+    The call does not check for NaN. A NaN reaches the later tokens of its document, but not other
+    documents.
 
     Args:
         q, k: `[tokens, heads, key_dim]`, this rank's part. Normalise both first if the model does
@@ -112,14 +114,15 @@ def state_space(
     """`S = exp(dt A) S + (dt x) B^T; y = S C + D x` on each document: Mamba-2.
 
     No rank waits for another. Every run starts from zero. If a run is a part of a document, an
-    exchange finds its true first state, and the decayed reading of that state is added. Runs of
-    equal length share one call of `kernel`. Differentiable.
+    exchange finds its true first state. The decayed reading of that state is added to the output.
+    Runs of equal length share one call of `kernel`. Differentiable.
 
     Collective, and so is its backward: two exchanges each, or none if no document is cut. The
     exchanges move at most `heads x (2 head_dim state_dim + 1)` elements for each run of a cut
     document.
 
-    The call does not check for NaN. A NaN reaches only the later tokens of its document.
+    The call does not check for NaN. A NaN reaches the later tokens of its document, but not other
+    documents.
 
     Args:
         x: `[tokens, heads, head_dim]`, this rank's part.
@@ -177,7 +180,7 @@ class _Probe(NamedTuple):
     out: Tensor
     """`[runs, tokens, heads, value_dim]`"""
     reads: Tensor
-    """By token, the factor that reads the first state, `[runs, tokens, heads, key_dim]`"""
+    """For each token, the factor that reads the first state, `[runs, tokens, heads, key_dim]`"""
     update: Tensor
     """The last state"""
     transition: Tensor

@@ -98,7 +98,8 @@ class HostMemory:
         model: its tensors on the device of its first parameter move. DTensors move too. The device
             may be a CPU.
         optimizer: With None, no optimizer state moves.
-        chunk_bytes: the step in which host memory of a kind grows. torch pins powers of two.
+        chunk_bytes: host memory of a kind grows by this many bytes at a time. Pinned memory is
+            rounded up to a power of two.
 
     Raises:
         UsageError: the model is not a module or has no parameters.
@@ -203,7 +204,7 @@ class HostMemory:
 
     @contextmanager
     def released(self, *kinds: str) -> Iterator[MovedBytes]:
-        """Release kinds for the length of a `with` block, then restore them if still away."""
+        """Release kinds for the length of a `with` block, then restore those still away."""
         before = set(self._away)
         moved = self.release(*kinds)
         try:

@@ -147,7 +147,7 @@ def _shadow(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict, in which one of two tied names stands for the other."""
+    """Return the state dict. If only one of two tied names was read, it stands for both."""
     state = model.state_dict(keep_vars=True)
     for name, source in model.all_tied_weights_keys.items():
         for one, other in ((name, source), (source, name)):

@@ -55,7 +55,7 @@ def save_pretrained(
             the number of all tensors.
 
     Raises:
-        UnsupportedError: the model has adapters. No reader could load them under these names.
+        UnsupportedError: the model has adapters. Readers could not load them under these names.
         UnsupportedError: the conversion to the checkpoint's names computes with weights.
         PlanError: rank 0 cannot write to `path`.
         PlanError: `max_shard_size` is not a size, or differs between ranks. Nothing was written.

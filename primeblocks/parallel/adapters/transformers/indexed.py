@@ -140,7 +140,7 @@ def _keep_latents(
     call: _Call | None = module.indexed_call
     if call is None:
         return own(latents, rotated)
-    kv = autocast(torch.cat([latents, rotated], dim=-1))  # Attention would cast, too.
+    kv = autocast(torch.cat([latents, rotated], dim=-1))  # Cast as attention would, but before.
     call.latents = kv[0, 0]
     return kv, kv
 
@@ -170,7 +170,7 @@ class _Chosen(NamedTuple):
     indices: Tensor
 
 
-# The operations of an indexer on keys, in order: products with queries, and sums over heads.
+# The operations of an indexer on keys, in order: products with queries, ReLU, sums over heads.
 _STEPS = (torch.matmul, F.relu, torch.matmul)
 
 

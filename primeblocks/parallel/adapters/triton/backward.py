@@ -42,7 +42,7 @@ def _load_stack(
     HEADS: tl.constexpr,
     TURN: tl.constexpr,
 ):
-    """Load gradients of outputs and queries as lines of one matrix, TURN heads of each in turn."""
+    """Load queries and gradients of outputs as lines of one matrix, TURN heads of each in turn."""
     line = tl.arange(0, 2 * HEADS)
     head = (first + line // (2 * TURN) * TURN + line % TURN)[:, None]
     of_q = (line // TURN % 2 == 1)[:, None]

@@ -41,8 +41,8 @@ def columns_of(rows: Rows) -> dict[str, int]:
     `A` and `B` are the sizes of the two parts. `B` may be 0.
 
     Raises:
-        UnsupportedError: the value is not a part of the key, or the rows span more columns than a
-            GPU's shared memory holds.
+        UnsupportedError: the value is not a part of the key, or the rows span more columns than fit
+            into a GPU's shared memory.
     """
     width, value = rows.key_dim, rows.value_dim
     if rows.key[0] or rows.value[0] or value > width or width > WIDEST:
@@ -102,7 +102,7 @@ def read_rows(rows, column, seen, WIDTH: tl.constexpr, END: tl.constexpr):
 @triton.jit
 @no_type_check
 def multiply_rows(x_a, x_b, rows, seen, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Read rows and multiply `x @ rows.T`. Without a part B, part A is passed instead."""
+    """Read rows and multiply `x @ rows.T`. Without a part B, part A is returned in its place."""
     row_a = read_rows(rows, tl.arange(0, A), seen, WIDTH, A)
     product = tl.zeros((x_a.shape[0], rows.shape[0]), tl.float32)
     product = multiply(x_a, tl.trans(row_a), product)

@@ -36,7 +36,7 @@ def gather_tokens(
     whole = arrived.index_select(0, _row_of_token(sequence, sent.device))
     found = []
     for x, columns in zip(parts, whole.split([x.shape[1] for x in flat], dim=1), strict=True):
-        # A view of another dtype needs rows at an aligned offset. `contiguous` would not move a
+        # A view of another dtype needs rows at an aligned offset. `contiguous` would not copy a
         # single row.
         rows = columns.clone(memory_format=torch.contiguous_format)
         found.append(rows.view(x.dtype).view(sequence.tokens, *x.shape[1:]))
