@@ -77,7 +77,7 @@ class MeshPlan:
         return self.world_size // self.context
 
     def table(self) -> str:
-        """Return one line per axis: its size, the ranks of rank 0's group, and what it carries."""
+        """Return one line per axis: size, ranks of rank 0's group, and the data that it carries."""
         axes = {
             "replicate": (self.replicate, self.fsdp, "gradients: all-reduce"),
             "fsdp": (self.fsdp, 1, "dense weights: all-gather; gradients: reduce-scatter"),
@@ -95,7 +95,7 @@ class MeshPlan:
         return "\n".join(lines)
 
     def build(self, device: str) -> Meshes:
-        """Make the process groups. Collective over all ranks. Call it once.
+        """Make the process groups. Collective over all ranks. Call this method once.
 
         Args:
             device: "cpu" or "cuda".
@@ -152,7 +152,7 @@ def plan_mesh(
         world_size: the number of all ranks.
         replicate: full copies of the sharded model (HSDP).
         context: ranks that share a sequence. These ranks also share the dense parameters.
-        expert: ranks that share the experts. All of them belong to one copy of the model.
+        expert: ranks that share the experts. These ranks belong to one copy of the model.
 
     Raises:
         PlanError: a degree is below 1, or does not divide the number of ranks that it splits.

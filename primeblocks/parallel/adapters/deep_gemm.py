@@ -43,7 +43,9 @@ def quantize_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a machine without the library, or a device for which it has no kernel. Local.
+    """Refuse a machine without the library, or a device for which the library lacks a kernel.
+
+    Local.
 
     Raises:
         UnsupportedError: `device` is not CUDA of compute capability 9 or 10.
@@ -60,7 +62,7 @@ class DeepGemmIndexScores:
     Takes 32 or 64 heads, and on compute capability 10 also 8 or 16, of 32, 64 or 128 columns.
     Rounding changes near ties, so a selection differs from that of `index_scores`. Models that were
     trained with a float8 indexer select like this. DeepSeek's models first rotate queries and keys
-    by a Hadamard matrix. Rotate those of `IndexerInputs` likewise.
+    by a Hadamard matrix. Rotate the queries and keys of `IndexerInputs` likewise.
 
     The scale of a query vector is multiplied into its head's weight, because a ReLU commutes with
     positive factors. Keys are quantized at each call, and there is one call per chunk of queries.

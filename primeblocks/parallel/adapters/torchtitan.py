@@ -1,8 +1,8 @@
 """torchtitan 0.3.0: its experts with our dispatcher, our experts with its dispatchers, its meshes.
 
 `RoutedExperts.Config` takes any `LocalTokenDispatcher.Config`, and ours is one, so no code of
-torchtitan is patched. Importing this module imports torchtitan's MoE modules. That takes seconds,
-needs triton, and looks for a GPU once per process.
+torchtitan is patched. Importing this module imports torchtitan's MoE modules. The import takes
+seconds, needs triton, and looks for a GPU once per process.
 """
 
 from __future__ import annotations

@@ -278,7 +278,7 @@ class FusedRectangle:
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad with zeros to one head_dim, a multiple of 8 on a GPU, because fused kernels need it."""
+    """Pad with zeros to one head_dim, a multiple of 8 on a GPU, because fused kernels need this."""
     width = max(q.shape[2], v.shape[2])
     if q.device.type != "cpu":
         width = -(-width // 8) * 8

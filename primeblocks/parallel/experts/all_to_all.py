@@ -46,9 +46,9 @@ class AllToAllDispatcher:
     Args:
         group: the ranks that share the experts. Rank r owns the r-th share.
         alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
-            kernels need 128. Above 1, there are as many rows as any counts could need, so that the
-            host need not read the padded counts. Without a capacity, the last expert gets the
-            surplus rows of zeros.
+            kernels need 128. With an alignment above 1, there are as many rows as any counts could
+            need, so that the host need not read the padded counts. Without a capacity, the last
+            expert gets the surplus rows of zeros.
         capacity_rows: the most rows that a rank sends to one rank, equal on all ranks. Each rank
             always sends this many rows to each rank, so the host need not read counts. If a rank
             needs more rows, the call raises PlanError on all ranks with `check`. Without `check` an

@@ -38,9 +38,9 @@ def grouped_linear(
     """Multiply each expert's range of rows by the expert's own matrix. Local. Differentiable.
 
     torch's grouped kernel computes bfloat16, and float32 on a CPU, if both dims of a matrix are
-    multiples of 16 bytes. A loop computes everything else. Under autocast, both compute in the
-    dtype of autocast. An expert without rows gets a zero gradient instead of None, so that FSDP
-    reduces it.
+    multiples of 16 bytes. A loop computes everything else. Under autocast, the kernel and the loop
+    compute in the dtype of autocast. An expert without rows gets a zero gradient instead of None,
+    so that FSDP reduces it.
 
     Args:
         tokens: rows grouped by expert, such as `Dispatched.tokens`.
@@ -64,7 +64,7 @@ def grouped_linear(
             "the ranks that share the experts: AllToAllDispatcher(meshes.expert.get_group())."
         )
     # torch's kernel ignores autocast, and the loop does not. A rank without rows uses the loop, so
-    # its dtype would differ.
+    # its result would have another dtype.
     tokens, weight = autocast(tokens), autocast(weight)
     kernel = _fits_kernel(tokens, weight)
     rows = [] if kernel and counts.device.type != "cpu" else counts.tolist()

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["RowMap", "map_choices", "map_rows", "permute", "regroup", "spread", "unpermute"]
 
-# The bytes of rows to widen at a time on a CPU. On a GPU it is 16 times as many.
+# The bytes of rows to widen at a time on a CPU. A GPU widens 16 times as many.
 _WIDE_BYTES = 4 << 20
 
 

@@ -29,7 +29,7 @@ def causal_conv1d(
     group: dist.ProcessGroup,
     check: bool = True,
 ) -> Tensor:
-    """Convolve each channel with its own kernel over each document, with zeros before its start.
+    """Convolve each channel with its own kernel over each document, with zeros before the document.
 
     The result equals `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` on each
     document separately. If a document began on another rank, this rank receives up to `kernel - 1`

@@ -89,7 +89,7 @@ class HostMemory:
 
     While a kind is away, calls of `forward`, `state_dict`, `load_state_dict` and `step` that need
     it raise UsageError. Any other use of a released tensor reads freed memory, and torch does not
-    check that. If another process has mapped a tensor by CUDA IPC, its memory stays allocated.
+    check that. If another process has mapped a tensor by CUDA IPC, that memory stays allocated.
 
     A release first reshards FSDP2 modules. Release between optimizer steps. Gradients that FSDP2
     still accumulates unsharded (`set_requires_gradient_sync(False)`) stay on the device unchanged.

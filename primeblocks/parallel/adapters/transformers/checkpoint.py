@@ -58,8 +58,8 @@ def load_pretrained(
     codes (`quant_method` "fp8") are read with the scales of the blocks that a box touches. The
     names and conversions are transformers' own.
 
-    Ranks do not exchange weights, so every rank must be able to read the folder. From the Hub, rank
-    0 fetches before the other ranks.
+    Ranks do not exchange weights, so every rank must be able to read the folder. If the checkpoint
+    is on the Hub, rank 0 fetches it before the other ranks do.
 
     Args:
         model: the model that you passed to `parallelize`. It may have been built on the meta
@@ -69,8 +69,8 @@ def load_pretrained(
 
     Raises:
         UnsupportedError: the model has adapters, whose names are not in such a checkpoint.
-        PlanError: this rank cannot read the checkpoint, or its names or shapes differ from those of
-            the model.
+        PlanError: this rank cannot read the checkpoint, or the checkpoint's names or shapes differ
+            from the model's.
         PlanError: the weights are quantized by another method than "fp8", or their conversion
             computes with them. Save them dequantized first, with transformers.
         PlanError: float8 codes lack scales for their blocks, or two tied weights differ.
@@ -189,7 +189,7 @@ def _fill(
     boxes: dict[str, Shard],
     progress: Callable[[int, int], object] | None,
 ) -> None:
-    """Read into each local part, box by box. Compare the second tensor of a tied weight with it."""
+    """Read into each local part, box by box, and compare the two tensors of a tied weight."""
     state, names = model.state_dict(keep_vars=True), model.all_tied_weights_keys
     with torch.no_grad():
         sources_first = sorted(state, key=lambda name: name in names)

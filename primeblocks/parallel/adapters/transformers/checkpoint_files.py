@@ -55,7 +55,7 @@ class Stored:
     dtype: torch.dtype
 
     def read(self, box: Shard) -> Tensor:
-        """Return a view of the box in the mapped file. Its bytes are read when it is copied."""
+        """Return a view of the box in the mapped file. A copy of the view reads the bytes."""
         if not self.shape:
             return self.file.get_tensor(self.name)
         return self.file.get_slice(self.name)[box.slices]
@@ -94,7 +94,8 @@ class Numbers:
         )
         scales = self.scales.read(touched).to(self.dtype)[..., columns]
         start = 0
-        for at, size in enumerate(rows.bincount().tolist()):  # In rows of blocks, to save memory.
+        # Multiply one row of blocks at a time, because the expanded scales would take memory.
+        for at, size in enumerate(rows.bincount().tolist()):
             out[..., start : start + size, :].mul_(scales[..., at : at + 1, :])
             start += size
         return out
@@ -174,7 +175,7 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
     Raises:
         OSError, SafetensorError: the checkpoint does not exist, has no files of safetensors, or a
             file is truncated.
-        ValueError: its index names a file outside of the folder.
+        ValueError: the checkpoint's index names a file outside of the folder.
         UnsupportedError: a tensor has a dtype that torch does not compute with.
     """
     by_dtype = {name: dtype for dtype, name in _DTYPES.items()}
@@ -194,7 +195,7 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
 
 
 def _files(path: str) -> tuple[list[str], dict[str, str]]:
-    """Return the files, and the file of each tensor by the index, if there is one."""
+    """Return the files, and the file of each tensor if the checkpoint has an index."""
     try:
         return [cached_file(path, SAFE_WEIGHTS_NAME)], {}
     except OSError as error:

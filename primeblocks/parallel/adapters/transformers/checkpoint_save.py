@@ -106,7 +106,7 @@ def _on_first(path: str | Path, write: Callable[[], object]) -> None:
 
 
 def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
-    """Write the index of complete files. Remove the old file that readers would prefer to them."""
+    """Write the index of complete files, and remove an older file that readers would prefer."""
     if split.is_sharded:
         total = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
@@ -177,7 +177,7 @@ def _write(
                 file.write(header(tensors))
                 for whole in wholes:
                     file.write(whole.contiguous().flatten().view(torch.uint8).numpy().data)
-                    del whole  # Before the next one is made.
+                    del whole  # Free this tensor before the next tensor is made.
     except OSError as error:
         problem = PlanError(f"{path} cannot be written: {error}")
     for _ in wholes:  # Receive the rest, because other ranks send it in any case.
@@ -221,7 +221,7 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
             device, straight = backend_device(held.tensor), [d for d in part.dims if d is not None]
             alike = device == "cpu" and target.dtype == held.dtype
             if alike and target.is_contiguous() and straight == sorted(straight):
-                dist.recv(target.view(part.box.sizes), rank)  # No second copy of it.
+                dist.recv(target.view(part.box.sizes), rank)  # Without a second copy of the part.
                 continue
             staged = torch.empty(part.box.sizes, dtype=held.dtype, device=device)
             dist.recv(staged, rank)

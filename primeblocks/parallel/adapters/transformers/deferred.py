@@ -18,7 +18,7 @@ __all__ = ["Deferred", "TensorPiece"]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A box of a deferred tensor, `place`, and the box of its source that fills it.
+    """A box of a deferred tensor, `place`, and the box of a source that fills `place`.
 
     Attributes:
         corner: the start of the box in the source.
@@ -101,7 +101,7 @@ class Deferred(Tensor):
         return cls(shape, source.dtype, [TensorPiece(whole, source, whole.offsets, dims)])
 
     def within(self, box: Shard) -> Iterator[TensorPiece]:
-        """Yield the pieces that fill a box, in coordinates that start at its corner."""
+        """Yield the pieces that fill a box, in coordinates that start at the box's corner."""
         for piece in self.pieces:
             cut = piece.cut(box)
             if cut is not None:

@@ -58,7 +58,7 @@ class _SharedExperts:
 
     transformers calls them after all results returned, and has no hook to call them earlier. So
     their forward is replaced, and returns the result computed meanwhile. If the block calls them
-    first (AFMoE, Laguna), or with other input than its own, the original forward runs.
+    first (AFMoE, Laguna), or with another input than the block's, the original forward runs.
     """
 
     def __init__(self, block: nn.Module, shared: nn.Module) -> None:

@@ -103,7 +103,7 @@ class TritonIndexScores:
 
 
 def launch_of_scores(heads: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the sizes of tiles, and the number of warps that share one. Pure."""
+    """Return the sizes of tiles, and the number of warps that share a tile. Pure."""
     wide = dtype == torch.float32
     return {
         "HEADS": max(16, triton.next_power_of_2(heads)),

@@ -159,7 +159,7 @@ def launch_of(
     *,
     hopper: bool = True,
 ) -> dict[str, int]:
-    """Return the sizes of a kernel's tiles, and the number of warps that share one. Pure.
+    """Return the sizes of a kernel's tiles, and the number of warps that share a tile. Pure.
 
     With 64 heads and 576 columns of 2 bytes, a thread takes 255 registers. A program then takes 221
     to 226 KiB of the 227 KiB of shared memory that it has on Hopper. On other GPUs, and for

@@ -53,7 +53,7 @@ def dsa_attention(
     Collective. Forward receives `(ranks - 1) * max(sequence.counts)` rows of kv and of indexer.k.
     Backward receives the rows of kv again, and reduces as many rows of gradients in float32.
 
-    A layer that shares another layer's selection calls `sparse_attention` with its indices.
+    To share the selection of another layer, call `sparse_attention` with that layer's indices.
 
     Args:
         q: `[local_tokens, heads, key_dim]`, with rotary embedding applied. For latent attention,

@@ -175,7 +175,7 @@ class ReferenceKernel:
         for start in range(0, q.shape[0], step):
             some = slice(start, min(start + step, q.shape[0]))
             ids = indices[some]
-            if ids.device.type == "cpu":  # Elsewhere it would make the host wait.
+            if ids.device.type == "cpu":  # On another device the host would have to wait.
                 ids = ids[..., : max(1, int((ids >= 0).sum(-1).max()))]
             yield some, ids
 
