@@ -2,8 +2,8 @@
 
 `plan_mesh` plans the degrees of parallelism. `plan_sequence` splits a packed sequence over ranks.
 Dispatchers send tokens to the ranks of their experts. Every gradient is a plain sum over all ranks,
-however you split the run. `clip_grad_norm_` works on any mix of meshes. Functions that parallelize
-the model of another package are in `adapters`.
+for any degrees of parallelism. `clip_grad_norm_` works on any mix of meshes. Functions that
+parallelize the model of another package are in `adapters`.
 """
 
 from . import attention, experts, linear, memory

@@ -1,7 +1,7 @@
 """Documents that continue other documents: depths, subtrees, and the tokens that a token sees.
 
-Documents are in preorder: all that continue a document, directly or not, come right after it. The
-token at place i sees the token at place j exactly if `j <= i < ends[j]`.
+Documents are in preorder: all documents that continue a document, directly or not, come right after
+it. The token at place i sees the token at place j exactly if `j <= i < ends[j]`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Ancestry:
     Attributes:
         parents: for each document the document that it continues, or -1. None if no document
             continues another.
-        starts: int64 `[documents + 1]`, the place where each document begins, and the end.
+        starts: int64 `[documents + 1]`, the place where each document begins, then the number of
+            tokens.
     """
 
     parents: tuple[int, ...] | None
@@ -33,7 +34,7 @@ class Ancestry:
 
     @classmethod
     def of(cls, lengths: Sequence[int], parents: Sequence[int] | None) -> Ancestry:
-        """Raise PlanError if parents are too few or many, or not in preorder. Pure."""
+        """Return the tree, or raise PlanError for parents of a wrong number or order. Pure."""
         starts = np.cumsum([0, *lengths], dtype=np.int64)
         if parents is None:
             return cls(None, starts)
@@ -42,7 +43,7 @@ class Ancestry:
                 f"plan_sequence got {len(parents)} parents for {len(lengths)} documents. Give one "
                 "whole number for each document, -1 for a root."
             )
-        path: list[int] = []  # The last document and those that it continues.
+        path: list[int] = []  # The last document and the documents that it continues.
         for document, parent in enumerate(parents):
             while path and path[-1] != parent:
                 path.pop()
@@ -76,11 +77,11 @@ class Ancestry:
         return np.repeat(ends, np.diff(self.starts))
 
     def before(self, place: int, *, least: int = 0) -> list[tuple[int, int]]:
-        """Return the earlier tokens of at least that depth that a token sees, as ascending ranges
-        of places. Pure.
+        """Return the tokens before `place`, at a depth of `least` or more, that the token at
+        `place` sees, as ascending ranges of places. Pure.
         """
         found: list[tuple[int, int]] = []
-        # If several documents begin at one place, all but the last are empty.
+        # If several documents begin at one place, only the last of them can have tokens.
         document, stop = int(np.searchsorted(self.starts, place, side="right")) - 1, place
         while document >= 0:
             start = int(self.starts[document])

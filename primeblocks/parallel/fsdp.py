@@ -1,7 +1,8 @@
 """FSDP2 over dense and expert meshes: sharding, clipping and token counts.
 
-FSDP2 would divide each gradient by the size of its own mesh, which differs between expert and dense
-parameters. This file asks for plain sums. The caller divides the loss by all ranks' token count.
+FSDP2 would divide each gradient by the size of the parameter's mesh, which differs between expert
+and dense parameters. This file requests plain sums instead. The caller divides the loss by the
+token count of all ranks.
 """
 
 from __future__ import annotations
@@ -54,15 +55,16 @@ def fully_shard_moe(
     """Shard a mixture-of-experts model in place. Parameter names do not change.
 
     Each rank of `meshes.expert` keeps its share of the experts, and `meshes.expert_fsdp` shards
-    them. `meshes.fsdp` shards all other parameters, also over the ranks of a context group, whose
-    parts of a sequence the model's attention must join. Afterwards every gradient is the plain SUM
-    of all ranks' loss contributions, so divide each local loss by `global_token_count`. Local. The
-    model's weights must be equal on all ranks. Forward and backward are collective.
+    them. `meshes.fsdp` shards all other parameters, also over the ranks of a context group. The
+    model's attention must join the parts of a sequence that these ranks have. Afterwards every
+    gradient is the plain SUM over all ranks, so divide each local loss by `global_token_count`.
+    Local. The model's weights must be equal on all ranks. Forward and backward are collective.
 
     Args:
-        layers: modules to gather one at a time, usually the decoder layers, in their order.
-        experts: modules in which dim 0 of every parameter is the expert. Their forward works on
-            the local experts and dispatches over `meshes.expert`. `precision` casts their first
+        layers: modules to gather one at a time, usually the decoder layers, in the order in which
+            they run.
+        experts: modules in which dim 0 of every parameter is the expert. Their forward must use
+            the local experts and dispatch over `meshes.expert`. `precision` casts their first
             floating-point argument, the tokens. Scores keep their dtype.
         routers: modules that compute and reduce gradients in float32 even if `precision` asks for
             less, because a small error of a score picks another expert. Outputs are not cast.
@@ -78,7 +80,7 @@ def fully_shard_moe(
         PlanError: the expert degree does not divide the number of experts, or the degree is over 1
             without experts.
         PlanError: a dispatcher uses other ranks than `meshes.expert`, or `reshard_after_forward`
-            is a number. Dense parameters and experts could not share one number.
+            is a number. One number would mean different groups for dense parameters and experts.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
@@ -123,8 +125,8 @@ def fully_shard_moe(
     fully_shard(model, mesh=meshes.fsdp, mp_policy=policy, offload_policy=offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # The default divides by the size of the module's own mesh, which differs between
-            # dense and expert parameters. gloo has no scaled sum, so ask for a plain one.
+            # FSDP2 would divide by the size of the module's own mesh, which differs between dense
+            # and expert parameters. Request plain sums, because gloo has no scaled sum.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     if meshes.plan.expert > 1:
@@ -147,19 +149,20 @@ def clip_grad_norm_(
     collective if `check`.
 
     Args:
-        optimizer: checked as `check_optimizer` does, if you pass it.
+        optimizer: if you pass it, every tensor that it steps must be in `parameters`.
         check: agree on `max_norm` first, so that a mistake on one rank raises on all ranks instead
-            of hanging. The host waits for a GPU to do so.
+            of hanging. This makes the host wait for a GPU.
 
     Returns:
         The total norm before scaling, in float64, equal on all ranks. If a gradient is not finite,
-        neither is the norm. All gradients are spoilt then: check it before the optimizer step.
+        the norm is not finite, and all gradients are unusable after the call. Check the norm before
+        the optimizer step.
 
     Raises:
-        PlanError: a gradient holds partial sums, ranks pass different norms, or `optimizer` steps
+        PlanError: a gradient is a partial sum, ranks pass different norms, or `optimizer` steps
             tensors that are not in `parameters`.
-        PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. Reentrant
-            checkpointing does so if several forwards precede one backward.
+        PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. This happens with
+            reentrant checkpointing if several forwards precede one backward.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)
@@ -223,7 +226,7 @@ def _check_steps(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> 
 
 def _check_sharded(given: list[Tensor], meshes: Meshes) -> None:
     """Refuse gradients that FSDP2 has not reduced, because their parameters are still gathered."""
-    # `fully_shard_moe` shards every parameter over one of these axes.
+    # `fully_shard_moe` shards every parameter over at least one of these axes.
     axes = {*(meshes.fsdp.mesh_dim_names or ()), *(meshes.expert_fsdp.mesh_dim_names or ())}
     gathered = {id(p) for p in given if p.grad is not None and not axes & _axes_of(p)}
     if not gathered:
@@ -245,10 +248,10 @@ def _axes_of(parameter: Tensor) -> set[str]:
 
 
 def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
-    """Return the sum of a count over all ranks, to divide the loss by. Two small collectives.
+    """Return the token count of all ranks, by which you divide the loss. Two small collectives.
 
     Args:
-        local: the tokens of this rank that count in the loss. The count may be 0.
+        local: the number of this rank's tokens that count in the loss. The number may be 0.
 
     Raises:
         PlanError: `local` is not a whole number from 0 up.
@@ -280,7 +283,7 @@ def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
 
 
 def check_dispatcher(dispatcher: object, meshes: Meshes) -> None:
-    """Raise PlanError if a dispatcher's ranks are known not to be those of `meshes.expert`."""
+    """Raise PlanError if a dispatcher is known to use other ranks than `meshes.expert`."""
     group = getattr(dispatcher, "group", None)
     shared = dist.get_process_group_ranks(meshes.expert.get_group())
     over = shared
@@ -305,7 +308,10 @@ def _check_shared(module: nn.Module, degree: int) -> None:
 
 
 def _check_dtypes(units: list[nn.Module]) -> None:
-    """Refuse units of several dtypes, as FSDP2 does at the first forward. Inner units lead."""
+    """Refuse units of several dtypes, as FSDP2 does at the first forward.
+
+    `units` must list inner units before the units that contain them.
+    """
     taken: set[nn.Parameter] = set()
     for unit in units:
         own = [(name, p) for name, p in unit.named_parameters() if p not in taken]
@@ -323,7 +329,7 @@ def _check_dtypes(units: list[nn.Module]) -> None:
 def _deal_experts(module: nn.Module, meshes: Meshes) -> None:
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
-            # Every rank holds all experts already, so nothing is sent.
+            # Every rank already has all experts, so nothing is sent.
             dealt = distribute_tensor(
                 parameter.detach(), meshes.expert, [Shard(0)], src_data_rank=None
             )
@@ -335,13 +341,13 @@ def _fully_shard_experts(
 ) -> None:
     ranks = meshes.plan.expert_fsdp
     if policy.cast_forward_inputs and policy.param_dtype is not None:
-        # FSDP2 would also cast the scores, and round gates and the routers' gradients.
+        # FSDP2 would also cast the scores, which would round gates and the gradients of routers.
         module.register_forward_pre_hook(_cast_tokens(policy.param_dtype), with_kwargs=True)
         policy = replace(policy, cast_forward_inputs=False)
 
     def placement(parameter: nn.Parameter) -> Shard:
         local = local_part(parameter)
-        # With more ranks than experts some ranks would be empty. Split inside the experts instead.
+        # If ranks cannot share the experts evenly, split inside the experts instead.
         uneven = local.shape[0] % ranks != 0
         return Shard(1) if uneven and local.ndim > 1 and local.shape[1] % ranks == 0 else Shard(0)
 
@@ -365,7 +371,8 @@ def _cast_tokens(dtype: torch.dtype) -> Callable[..., tuple[Any, Any]]:
 def _prefetch(layers: list[nn.Module]) -> None:
     """Gather the next layer's parameters before the experts of this layer run.
 
-    FSDP gathers ahead of the host, but the host waits for the token counts of each layer.
+    FSDP gathers ahead only while the host is ahead of the device. Here the host waits for the token
+    counts of each layer.
     """
     units: list[list[Any]] = [
         [m for m in layer.modules() if isinstance(m, FSDPModule)] for layer in layers
@@ -377,7 +384,7 @@ def _prefetch(layers: list[nn.Module]) -> None:
 
 
 def _copies(grad: Tensor, world_size: int) -> int:
-    """Count the ranks that hold the same elements."""
+    """Count the ranks that store the same elements."""
     if not isinstance(grad, DTensor):
         return world_size
     if any(isinstance(placement, Partial) for placement in grad.placements):

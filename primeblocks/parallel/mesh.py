@@ -21,7 +21,7 @@ __all__ = ["MeshPlan", "Meshes", "check_meshes", "on_device", "plan_mesh"]
 
 @dataclass(frozen=True)
 class Meshes:
-    """The process groups of one plan. Every mesh exists. An unused axis has size 1.
+    """The process groups of one plan. Every mesh exists, because an unused axis has size 1.
 
     Attributes:
         plan: the plan that the meshes were built from.
@@ -29,10 +29,10 @@ class Meshes:
         expert_fsdp: shards an expert's parameters. It has the two axes (replicate, expert_fsdp) if
             replicate > 1.
         expert: each of its ranks owns an equal share of the experts.
-        context: each of its ranks holds a part of the same sequences.
+        context: each of its ranks has a part of the same sequences.
         batch: each of its ranks reads different samples.
         loss: all ranks, for token counts and norms.
-        models: the living models that `fully_shard_moe` sharded over these meshes.
+        models: weak references to the models that `fully_shard_moe` sharded over these meshes.
     """
 
     plan: MeshPlan
@@ -52,8 +52,8 @@ class MeshPlan:
     """Checked degrees of parallelism, made by `plan_mesh`.
 
     The same ranks are laid out twice, with the last axis fastest: (replicate, expert_fsdp, expert)
-    for parameters and (batch, context) for data. The ranks that talk most, an expert group or a
-    context group, are therefore neighbours.
+    for parameters and (batch, context) for data. Expert groups and context groups communicate most.
+    Their axes are the fastest, so their ranks are neighbours.
     """
 
     world_size: int
@@ -77,7 +77,7 @@ class MeshPlan:
         return self.world_size // self.context
 
     def table(self) -> str:
-        """Return one line per axis: its size, the ranks of rank 0's group, and what it carries."""
+        """Return one line per axis: size, ranks of rank 0's group, and the data that it carries."""
         axes = {
             "replicate": (self.replicate, self.fsdp, "gradients: all-reduce"),
             "fsdp": (self.fsdp, 1, "dense weights: all-gather; gradients: reduce-scatter"),
@@ -95,7 +95,7 @@ class MeshPlan:
         return "\n".join(lines)
 
     def build(self, device: str) -> Meshes:
-        """Make the process groups. Collective over all ranks. Call it once.
+        """Make the process groups. Collective over all ranks. Call this method once.
 
         Args:
             device: "cpu" or "cuda".
@@ -126,7 +126,7 @@ class MeshPlan:
         return self.over(mesh)
 
     def over(self, mesh: Callable[..., DeviceMesh]) -> Meshes:
-        """Return the meshes that `mesh` makes of named degrees, the last of which is fastest."""
+        """Return the meshes that `mesh` makes from named degrees. The last axis is the fastest."""
         dense = mesh(replicate=self.replicate, fsdp=self.fsdp)
         # FSDP2 requires that an expert's two axes come from one mesh.
         sparse = mesh(replicate=self.replicate, expert_fsdp=self.expert_fsdp, expert=self.expert)
@@ -146,13 +146,13 @@ class MeshPlan:
 def plan_mesh(
     *, world_size: int, replicate: int = 1, context: int = 1, expert: int = 1
 ) -> MeshPlan:
-    """Check the degrees of parallelism and derive the others. Pure.
+    """Check the degrees of parallelism, and derive the sizes of the other axes. Pure.
 
     Args:
         world_size: the number of all ranks.
         replicate: full copies of the sharded model (HSDP).
         context: ranks that share a sequence. These ranks also share the dense parameters.
-        expert: ranks that share the experts. All of them belong to one copy of the model.
+        expert: ranks that share the experts. These ranks belong to one copy of the model.
 
     Raises:
         PlanError: a degree is below 1, or does not divide the number of ranks that it splits.
@@ -169,7 +169,7 @@ def plan_mesh(
 
 
 def check_meshes(meshes: object) -> None:
-    """Raise PlanError for anything but `Meshes`, such as a plan. Local."""
+    """Raise PlanError if `meshes` are not `Meshes`, for example if they are a plan. Local."""
     if not isinstance(meshes, Meshes):
         raise PlanError(
             f"meshes must be Meshes; got a {type(meshes).__name__}. Pass "
@@ -178,10 +178,10 @@ def check_meshes(meshes: object) -> None:
 
 
 def on_device(device: str) -> Tensor:
-    """Return an empty tensor on `device`, to show where the backend takes tensors. Local.
+    """Return an empty tensor on `device`. `agreed` sends from the device of this tensor. Local.
 
-    If the caller has not chosen a device for this rank, this function chooses one as torch's
-    DeviceMesh would. DeviceMesh itself chooses only while the device is unused.
+    If this process has not used `device` yet, this function chooses the rank's device as torch's
+    DeviceMesh would. DeviceMesh would not choose later, because the device is then in use.
 
     Raises:
         PlanError: `device` does not exist or cannot be used.

@@ -1,4 +1,4 @@
-"""Orders of a split sequence: the pieces of tokens that each rank holds."""
+"""Orders of a split sequence: the pieces of tokens that each rank gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The computations of this block on one rank in float64, written as plainly as possible."""
+"""The computations of this block on one rank, written as plainly as possible.
+
+Convolutions and recurrences compute in the dtype of their operands, all other functions in float64.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def attention(
     sinks: Float[Tensor, " heads"] | None = None,
     parents: Sequence[int] | None = None,
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """Compute the result of `ring_attention` and `ulysses_attention` with a full mask. Local.
+    """Compute the result of `ring_attention` and `ulysses_attention` from all scores. Local.
 
     Differentiable. Returns float64.
 
@@ -98,7 +101,7 @@ def select(
     document_lengths: Sequence[int],
     top_k: int,
 ) -> list[list[int]]:
-    """Choose as `dsa.TopK` does: the ascending places in the sequence, by query. Local."""
+    """Return for each query the ascending places in the sequence that `dsa.TopK` selects. Local."""
     chosen = []
     for start, stop in _documents(document_lengths):
         for t in range(start, stop):
@@ -125,7 +128,7 @@ def sparse_attention(
     Differentiable. Returns float64.
 
     Args:
-        chosen: by query and group, the entries to read.
+        chosen: for each query and group, the entries to read.
     """
     q, kv = q.double(), kv.double()
     per_group = q.shape[1] // kv.shape[1]
@@ -203,7 +206,7 @@ def _documents(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _paths(lengths: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """Return the places that each token sees, itself last."""
+    """Return the places that each token sees. The last one is its own place."""
     of_documents: list[list[int]] = []
     found = []
     for (start, stop), parent in zip(_documents(lengths), parents, strict=True):

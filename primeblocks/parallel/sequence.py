@@ -1,7 +1,7 @@
-"""Plans that say which rank holds which tokens of a packed sequence.
+"""Plans that assign the tokens of a packed sequence to ranks.
 
-A plan never changes. Each rank makes its own from equal arguments, and `fingerprint` lets ranks
-check that they did. Tables that a call derives from a plan are kept on it for the next call.
+A plan never changes. Each rank makes its own plan from equal arguments. Ranks compare the
+`fingerprint` of their plans. Tables that a call derives from a plan are cached on the plan.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """Documents packed into one sequence, and the tokens of it that each rank holds.
+    """Documents packed into one sequence, and the tokens of the sequence that each rank has.
 
     Split every tensor of tokens by the same plan: ids, positions, masks and labels. A rank keeps
     its tokens in the order of the whole sequence. Make a plan with `plan_sequence`. Equal arguments
@@ -55,8 +55,8 @@ class SequencePlan:
     Attributes:
         document_lengths: tokens of each document. A length may be 0.
         order: the order that the plan was made with.
-        pieces: by rank, the ascending (start, stop) of each contiguous range of tokens.
-        costs: by rank, in the unit of `plan_sequence`'s `cost`.
+        pieces: for each rank, the ascending (start, stop) of each contiguous range of tokens.
+        costs: the cost of each rank's tokens, in the unit of `plan_sequence`'s `cost`.
         parents: for each document the document that it continues, or -1. None if no document
             continues another.
     """
@@ -74,7 +74,7 @@ class SequencePlan:
         )
 
     def __getstate__(self) -> dict[str, object]:
-        # A copy computes its cached tables anew, which may be large, and on another device.
+        # Leave out the cached tables. They may be large, or on a device that the copy cannot use.
         return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
@@ -134,7 +134,7 @@ class SequencePlan:
     def positions(self, rank: int) -> Tensor:
         """Return int64 `[local_tokens]`: each token's place in its document, from 0. Local.
 
-        If a document continues another one, its tokens are counted from the root.
+        If a document continues another one, its tokens are counted from the root document's start.
         """
         if self.parents is not None:
             return torch.from_numpy(self.ancestry.depths)[self.indices(rank)]
@@ -143,12 +143,12 @@ class SequencePlan:
     def labels(self, tokens: Tensor, *, dim: int = -1, ignore_index: int = -100) -> Tensor:
         """Return the next token of each token, and `ignore_index` at each document's end. Local.
 
-        Shift the whole sequence first, then split the result. A shift of the parts would lose the
-        tokens that other ranks hold.
+        Pass the whole sequence, then split the result. The next token of a rank's last token may be
+        on another rank.
 
         Raises:
-            ShapeError: `tokens` does not hold the whole sequence along `dim`.
-            PlanError: documents continue others, so a token may have several next tokens.
+            ShapeError: `tokens` is not the whole sequence along `dim`.
+            PlanError: documents continue other documents, so a token may have several next tokens.
         """
         if self.parents is not None:
             raise PlanError(
@@ -166,14 +166,14 @@ class SequencePlan:
     def split(self, x: Tensor, *, group: dist.ProcessGroup, dim: int = 0) -> Tensor:
         """Return this rank's part of `x`. Local. Differentiable.
 
-        The gradient of `x` is zero outside of this rank's part. The sum over the ranks of `group`
-        is the gradient of the whole.
+        The gradient of `x` is zero outside of this rank's part. The sum of the gradients over the
+        ranks of `group` is the gradient of the whole sequence.
 
         Args:
             x: the whole sequence along `dim`, equal on every rank.
 
         Raises:
-            ShapeError: `x` does not hold the whole sequence.
+            ShapeError: `x` is not the whole sequence along `dim`.
             PlanError: `group` and the plan have different numbers of ranks.
         """
         self.check_group(group)
@@ -187,14 +187,14 @@ class SequencePlan:
     ) -> Tensor:
         """Return the whole sequence on every rank. Collective over `group`. Differentiable.
 
-        Every rank receives the parts of all other ranks once. In backward every rank's gradient of
-        a token returns to the rank that holds the token, and is summed there.
+        Every rank receives the parts of all other ranks once. In backward, the gradients of a token
+        from all ranks go to the token's own rank, which sums them.
 
         Args:
             check: as in `ring_attention`.
 
         Raises:
-            ShapeError: `local` does not hold this rank's tokens.
+            ShapeError: `local` is not this rank's part along `dim`.
             PlanError: `group` and the plan have different numbers of ranks, or ranks differ in
                 plan, sizes or in whether they need gradients.
             RankError: another rank refused its arguments.
@@ -232,7 +232,7 @@ class SequencePlan:
         return self.token_of_row.argsort()
 
     def check_group(self, group: dist.ProcessGroup) -> None:
-        """Raise PlanError if `group` is not a group of this rank with the plan's ranks. Local."""
+        """Raise PlanError if `group` lacks this rank, or its size is not `ranks`. Local."""
         check_group(group)
         if group.size() != self.ranks:
             raise PlanError(
@@ -252,7 +252,7 @@ class SequencePlan:
     @cached_property
     def _runs(self) -> tuple[tuple[Run, ...], ...]:
         starts = np.cumsum([0, *self.document_lengths])[:-1]
-        # An empty document begins where the next one does, and holds no token.
+        # An empty document has no token, so it begins no run.
         starts = starts[np.asarray(self.document_lengths) > 0]
         found = []
         for own in self.pieces:
@@ -279,10 +279,10 @@ class SequencePlan:
 
 
 def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callable[..., R]:
-    """Cache a function's result on the plan, by its other arguments. Pure.
+    """Cache a function's result on the plan, with the other arguments as the key. Pure.
 
-    The result lives as long as the plan. A checkpoint that recomputes a layer finds every result,
-    because selective checkpoints refuse operators that did not run before.
+    The result lives as long as the plan. Therefore the recomputation of a checkpointed layer finds
+    the result. Selective checkpoints would refuse the operators that compute it.
     """
 
     @wraps(function)
@@ -290,7 +290,7 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
         kept: dict[Any, R] = sequence.__dict__.setdefault("_kept", {})
         key = (function, args, tuple(kwargs.items()))
         if key not in kept:
-            with torch.inference_mode(False):  # A step that learns may follow on this plan.
+            with torch.inference_mode(False):  # A training step may use the result later.
                 kept[key] = function(sequence, *args, **kwargs)
         return kept[key]
 
@@ -298,7 +298,7 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
 
 
 def check_plan(sequence: object, group: dist.ProcessGroup, *, trees: bool = False) -> None:
-    """Refuse anything but a plan for this group, and forks except if `trees`. Local."""
+    """Refuse a value that is not a plan for this group, and forks unless `trees`. Local."""
     if not isinstance(sequence, SequencePlan):
         raise PlanError(
             f"sequence must be a SequencePlan; got a {type(sequence).__name__}. Make it with "
@@ -325,27 +325,27 @@ def plan_sequence(
     """Assign the tokens of packed documents to the ranks that share the sequence. Pure.
 
     - `contiguous` gives each rank one contiguous range, which suits recurrences best.
-    - `zigzag` gives each rank one early and one late range. That balances causal attention if one
-      long document fills the sequence, and not otherwise.
+    - `zigzag` gives each rank one early and one late range. This balances causal attention only if
+      one long document fills the sequence.
     - `balanced` assigns chunks, the most expensive first. Each chunk goes to the rank with the
       least work among the ranks that still need chunks. This balances memory and work for any
       documents.
 
-    Lengths need not be divisible. Ranks may hold different numbers of tokens, also zero.
+    Lengths need not be divisible by `ranks`. Ranks may get different numbers of tokens, also zero.
 
     Args:
         document_lengths: tokens of each document, in the order in which they are packed.
-        parents: for each document the document that it continues, or -1. A token then sees its own
-            document and all that this document continues, up to the root. Documents must be in
-            preorder: every document is followed by all that continue it, as in
-            `losses.packing.TreePlan`.
+        parents: for each document the document that it continues, or -1. A token then also sees the
+            documents that its document continues, up to the root. Documents must be in preorder:
+            all documents that continue a document, directly or not, come right after it. A
+            `losses.packing.TreePlan` has such parents.
         cost: a function from the positions of tokens in their documents to the cost of each token.
             Default: position + 1, the number of keys that causal attention reads.
-        chunk_tokens: tokens of a chunk of `balanced`.
+        chunk_tokens: the tokens of one chunk of the order `balanced`.
 
     Raises:
-        PlanError: the order is unknown, a number is out of range, `cost` returns something else
-            than finite numbers, or `parents` are not in preorder.
+        PlanError: the order is unknown, a number is out of range, or `parents` are not in preorder.
+        PlanError: `cost` does not return a finite number >= 0 for each position.
 
     Source: arXiv:2407.21783 (zigzag); Graham 1969 (longest processing time first).
     """

@@ -1,9 +1,9 @@
-"""DeepGEMM's float8 scores of an indexer. Has run on one H100, with sgl-deep-gemm 0.1.5.
+"""DeepGEMM's float8 scores of an indexer. This code has run on one H100, with sgl-deep-gemm 0.1.5.
 
     dsa_attention(..., scores=DeepGemmIndexScores())
 
-On a CPU it is tested against a fake that makes the checks of the library's source (2.6.1). The
-library compiles a kernel for each number of heads and columns at its first use.
+On a CPU, tests use a fake that makes the checks of the library's source (2.6.1). The library
+compiles a kernel for each number of heads and columns at the first use of these numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def quantize_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a machine without the library, or a device without a kernel in it. Local.
+    """Refuse a machine without the library, or a device for which the library lacks a kernel.
+
+    Local.
 
     Raises:
         UnsupportedError: `device` is not CUDA of compute capability 9 or 10.
@@ -60,7 +62,7 @@ class DeepGemmIndexScores:
     Takes 32 or 64 heads, and on compute capability 10 also 8 or 16, of 32, 64 or 128 columns.
     Rounding changes near ties, so a selection differs from that of `index_scores`. Models that were
     trained with a float8 indexer select like this. DeepSeek's models first rotate queries and keys
-    by a Hadamard matrix. Rotate those of `IndexerInputs` likewise.
+    by a Hadamard matrix. Rotate the queries and keys of `IndexerInputs` likewise.
 
     The scale of a query vector is multiplied into its head's weight, because a ReLU commutes with
     positive factors. Keys are quantized at each call, and there is one call per chunk of queries.
@@ -74,7 +76,7 @@ class DeepGemmIndexScores:
         Raises:
             ShapeError: shapes do not fit.
             UnsupportedError: the library does not take the heads, the columns or the device.
-            MissingPackageError: the library is not installed. The message says where it was sought.
+            MissingPackageError: the library is not installed. The message lists the tried modules.
         """
         _check(q, k, weights)
         rows, candidates = q.shape[0], k.shape[0]
@@ -84,7 +86,7 @@ class DeepGemmIndexScores:
         queries, scales = quantize_vectors(q)
         keys, of_keys = quantize_vectors(k)
         starts = torch.zeros(rows, dtype=torch.int32, device=q.device)
-        # Every key is scored, because the selector knows which keys are in the future.
+        # Score every key, because the selector masks keys that are in the future.
         scores = getattr(library, _SYMBOL)(
             queries.contiguous(),
             (keys.contiguous(), of_keys.contiguous()),
@@ -135,8 +137,8 @@ def _library() -> Any:
         try:
             module = importlib.import_module(name)
         except (ImportError, OSError, RuntimeError, AssertionError) as error:
-            # Its shared library loads CUDA's, and one of its versions asserts that a CUDA toolkit
-            # exists.
+            # DeepGEMM's shared library loads CUDA's libraries, and one version of DeepGEMM asserts
+            # that a CUDA toolkit exists.
             first = str(error).splitlines()[0] if str(error) else "no reason given"
             passed_over.append(f"{name}: {type(error).__name__}, {first}")
             continue

@@ -1,8 +1,8 @@
 """torchtitan 0.3.0: its experts with our dispatcher, our experts with its dispatchers, its meshes.
 
 `RoutedExperts.Config` takes any `LocalTokenDispatcher.Config`, and ours is one, so no code of
-torchtitan is patched. Importing this module imports torchtitan's MoE modules. That takes seconds,
-needs triton, and looks for a GPU once per process.
+torchtitan is patched. Importing this module imports torchtitan's MoE modules. The import takes
+seconds, needs triton, and looks for a GPU once per process.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ForTorchtitan(LocalTokenDispatcher):
         """The configuration from which torchtitan builds the dispatcher.
 
         Attributes:
-            make: a function from the ranks that share the experts, or None for this rank alone, to
+            make: a function from the group that shares the experts, or None for this rank alone, to
                 our dispatcher. Called when the model is built, and when meshes are wired.
         """
 
@@ -101,7 +101,7 @@ class ForTorchtitan(LocalTokenDispatcher):
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor, Dispatched]:
         """Return the rows of the local experts, how many each has, and the input of `combine`."""
-        del counts  # Ours counts for itself, and checks the ids as it does.
+        del counts  # Our dispatcher checks the ids and counts them itself.
         sent = self.dispatcher.dispatch(x, scores, expert_ids, num_experts=self.num_experts)
         return sent.tokens, sent.counts, sent
 
@@ -114,9 +114,9 @@ class ForTorchtitan(LocalTokenDispatcher):
 class FromTorchtitan:
     """A `TokenDispatcher` made of one of torchtitan's dispatchers.
 
-    It rounds the experts' outputs to float32 before it weighs them, also float64 outputs. It sums a
-    token's choices in the dtype of the tokens. Collective as the inner dispatcher is. On gloo use
-    torchtitan's backend "partial_dtensor".
+    It rounds the experts' outputs to float32, also from float64, before it multiplies them by
+    scores. It sums a token's choices in the dtype of the tokens. Collective as the inner dispatcher
+    is. On gloo use torchtitan's backend "partial_dtensor".
 
     Args:
         theirs: a dispatcher that is wired to its mesh. Without a mesh every expert is local.
@@ -226,9 +226,10 @@ def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
 def meshes_from(parallel_dims: ParallelDims) -> Meshes:
     """Return meshes of torchtitan's degrees, over the process groups that torchtitan made.
 
-    torchtitan's dp_replicate becomes `replicate`, dp_shard x cp `fsdp`, efsdp `expert_fsdp`, ep
-    `expert`, and cp `context`. All meshes can communicate. Axes over the same ranks share a group.
-    A group is made for axes of one rank, and for `fsdp` if torchtitan's backend lacks it.
+    torchtitan's degrees become ours: dp_replicate is `replicate`, dp_shard x cp is `fsdp`, efsdp is
+    `expert_fsdp`, ep is `expert`, and cp is `context`. All meshes can communicate. Axes over the
+    same ranks share a group. A group is made for axes of one rank, and for `fsdp` if torchtitan's
+    backend did not make it.
 
     Collective if `build_mesh` has not run yet or a group is made. Otherwise local.
 

@@ -1,4 +1,4 @@
-"""Unchanged layers that call torch's `scaled_dot_product_attention`, over a split sequence."""
+"""Attention over a split sequence for layers that call torch's `scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ContextParallel(TorchFunctionMode):
 
     Checkpointed layers run again in backward and must find the block there. Pass
     `checkpoint(..., use_reentrant=False, context_fn=ContextParallel.checkpoint_contexts)`. Without
-    this argument torch raises CheckpointError, because other tensors are saved.
+    this argument torch raises CheckpointError, because the second run saves other tensors.
 
     Args:
         sequence: the plan of the sequence, equal on all ranks.
@@ -74,7 +74,7 @@ class ContextParallel(TorchFunctionMode):
     def checkpoint_contexts() -> Any:
         """Return contexts for `torch.utils.checkpoint` that keep the current block. Local."""
         found = nullcontext(), nullcontext()
-        if has_torch_function((None,)):  # A mode is on. Each asks the next, until a block answers.
+        if has_torch_function((None,)):  # Modes pass the call on, until a block returns contexts.
             found = handle_torch_function(ContextParallel.checkpoint_contexts, ())
         return found
 
@@ -138,7 +138,7 @@ class ContextParallel(TorchFunctionMode):
             )
 
     def _refuse(self, problem: UsageError, *operands: Any) -> None:
-        """Raise. With `check` also tell the ranks that wait in `attention`."""
+        """Raise `problem`. With `check` the ranks that wait in `attention` raise, too."""
         with agreed("ContextParallel", *operands, group=self._group, check=self._check):
             raise problem
 
@@ -147,7 +147,7 @@ _MULTI_HEAD = "nn.MultiheadAttention would stay local: call F.scaled_dot_product
 
 
 def _is_in_reentrant_checkpoint() -> bool:
-    """Return whether a caller runs without gradients now and again with them in backward."""
+    """Return whether a caller is a reentrant checkpoint, which runs layers again in backward."""
     caller = inspect.currentframe()
     while caller is not None and caller.f_code is not CheckpointFunction.forward.__code__:
         caller = caller.f_back

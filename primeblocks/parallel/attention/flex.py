@@ -1,6 +1,6 @@
 """FlexAttention as the kernel of a hop: one launch for any order, documents and window.
 
-FlexAttention reads lists of the tiles of a hop's attention matrix. The plan gives these lists.
+FlexAttention reads lists of the tiles of a hop's attention matrix. The plan determines these lists.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .kernel import Hop, seen_rows
 
 __all__ = ["FlexKernel", "TileLists", "tile_lists"]
 
-# From this version on torch compiles FlexAttention's backward itself: pytorch#178357.
+# From this version on torch can compile FlexAttention's backward alone: pytorch#178357.
 _BACKWARD_ALONE = "2.13"
 # torch's names of the lists of tiles, in their order.
 _NAMES = tuple(
@@ -30,27 +30,28 @@ _NAMES = tuple(
     for full in ("", "full_")
     for what in ("num_blocks", "indices")
 )
-# On these devices torch computes densely, which is the reference of its kernels.
+# On these devices torch computes all scores densely, as a reference for its kernels.
 _DENSE = ("cpu", "meta")
 
 
 class FlexKernel:
-    """An `AttentionKernel` that calls torch's compiled FlexAttention, one launch each way.
+    """An `AttentionKernel` that calls torch's compiled FlexAttention, in one call each way.
 
-    Tiles that no query sees are skipped. Tiles that every query sees whole are computed without a
-    mask. Key heads are not repeated. Keep one object, because it holds the compiled functions.
+    Tiles in which no query sees a key are skipped. Tiles in which every query sees every key are
+    computed without a mask. Key heads are not repeated. Reuse one object, because it keeps the
+    compiled functions.
 
-    On a CPU torch computes all scores densely, `[heads, queries, keys]`, and exactly in float64.
-    That is meant for tests.
+    On a CPU torch computes all scores `[heads, queries, keys]`, and float64 operands in float64.
+    This is meant for tests.
 
     Args:
         tile_tokens: queries and keys of a tile, a multiple of 128 on a GPU. Lists of tiles of 128
             take 1 MiB per 32,768 queries and 32,768 keys.
-        recompute: in backward, run the forward of a hop again and differentiate it, also with
-            respect to its `lse`. Otherwise FlexAttention's own backward gets the `lse` of all hops.
-            The sum is the same, for seven matrix products instead of five. None: recompute if torch
-            is older than 2.13, which cannot compile that backward itself. A softcap always
-            recomputes.
+        recompute: in backward, run the forward of a hop again, and differentiate its output and its
+            `lse`. Otherwise FlexAttention's own backward gets the `lse` of all hops. The sum of
+            gradients is the same. Recomputing takes seven matrix products instead of five. None:
+            recompute if torch is older than 2.13, because it cannot compile the backward alone. A
+            call with a softcap always recomputes.
         compile: the function that compiles. None: `torch.compile`, or no compilation on a CPU.
         options: `kernel_options` of FlexAttention.
 
@@ -81,7 +82,7 @@ class FlexKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # torch 2.13 cannot differentiate a change of scores in a backward of its own.
+        # torch 2.13 cannot compute the backward alone if a softcap changes the scores.
         if self.recompute or hop.spec.softcap is not None:
             return self._differentiated(grad, q, k, v, out, lse, hop)
         run: Callable[..., Any] = self._compiled_backward if self._compiles(q) else _backward
@@ -138,7 +139,7 @@ class FlexKernel:
 
 
 def _whole_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Beyond its limit of compilations torch would compute densely, and run out of memory.
+    # After too many compilations torch would compute densely and lack memory. `fullgraph` raises.
     return torch.compile(function, fullgraph=True)
 
 
@@ -238,14 +239,14 @@ class TileLists(NamedTuple):
     """The tiles of one hop, int32, `[1, 1, rows of tiles, ...]`, and the mask inside of tiles.
 
     In "full" tiles every query sees every key. In the other tiles some queries see some keys. Each
-    row of tiles has a count and its ascending columns, followed by columns that do not count. Each
-    column of tiles has the same.
+    row of tiles has a count and as many ascending columns, followed by columns that are ignored.
+    Likewise each column of tiles has a count and rows.
 
-    The mask is two `[queries]`: the first row of keys that a query sees, and the row after the last
-    one. If documents fork, the mask is the places and the least depths of queries, then the places,
-    the ends and the depths of keys. A query sees a key exactly if `key_place <= place < key_end`
-    and the key's depth is at least the query's least depth. Some listed tiles may hold no such
-    pair.
+    The mask is two tensors `[queries]`: the first row of keys that a query sees, and the row after
+    the last one. If documents fork, the mask is the places and the least depths of queries, then
+    the places, the ends and the depths of keys. A query sees a key exactly if
+    `key_place <= place < key_end` and the key's depth is at least the query's least depth. Some
+    listed tiles may lack such a pair.
     """
 
     key_counts: Tensor
@@ -260,10 +261,11 @@ class TileLists(NamedTuple):
 
 
 def tile_lists(hop: Hop, device: torch.device, tile_tokens: int) -> TileLists:
-    """Return the lists of one hop, on the device. Local. Planned once for all hops of a rank.
+    """Return the lists of one hop, on the device. The first call plans all hops of a rank. Local.
 
     The lists live as long as the plan. They take 16 bytes per tile of the attention matrix of this
-    rank's queries. The mask takes 8 bytes per query and hop, or 20 if documents fork.
+    rank's queries. The mask takes 8 bytes per query and hop. If documents fork, it takes 12 more
+    bytes per key.
     """
     spec = hop.spec
     every = _of_rank(spec.plan, hop.query_rank, spec.causal, spec.window, tile_tokens, device)
@@ -301,7 +303,8 @@ def _plan_lists(
 ) -> list[np.ndarray]:
     """Return eight lists and the mask, from the rows of keys that each query sees. Pure.
 
-    Each query adds one to the tiles of its interval, by differences along the row of tiles.
+    A cumulative sum along the row of tiles counts the queries of each tile. Each query adds 1 at
+    the first tile of its interval, and -1 after the last.
     """
     rows, columns = -(-len(first) // tile_tokens), -(-keys // tile_tokens)
     seeing = first < last
@@ -324,8 +327,8 @@ def _plan_tree_lists(
 ) -> list[np.ndarray]:
     """Return eight lists and the mask if documents fork. Pure.
 
-    A tile's first and last query, and the least and greatest end of its keys, show whether all
-    pairs see each other and whether some may.
+    The extremes of a tile's queries and keys show whether all its queries see all its keys, and
+    whether some query may see a key.
     """
     depths, ends = plan.ancestry.depths, plan.ancestry.ends
     place, key = (plan.indices(rank).numpy() for rank in (query_rank, key_rank))
@@ -338,7 +341,7 @@ def _plan_tree_lists(
     full = (
         (last_key <= first[:, None]) & (last[:, None] < first_end) & (shallow >= highest[:, None])
     )
-    # Tiles at the border hold fewer tokens than FlexAttention reads of a full tile.
+    # Tiles at the border have fewer tokens than FlexAttention reads from a full tile.
     full[len(place) // tile_tokens :] = False
     full[:, len(key) // tile_tokens :] = False
     some = (first_key <= last[:, None]) & (first[:, None] < last_end) & (deep >= lowest[:, None])

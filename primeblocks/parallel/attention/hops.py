@@ -1,7 +1,7 @@
-"""Attention in hops: a kernel computes each hop, tensors travel meanwhile, results are merged.
+"""Attention in hops: a kernel computes each hop while tensors travel, and results are merged.
 
-In hop i a rank attends to the tensors of the rank i places before it. Its own come first. The
-tensors of the next hop arrive during the computation.
+In hop 0 a rank attends to its own tensors. In hop i it attends to the tensors of the rank i places
+before it. The tensors of the next hop arrive during the computation.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Hops(NamedTuple):
     """One attention call: its rules, its kernel and its ranks.
 
     Attributes:
-        kernel: an `AttentionKernel`, or a kernel of more tensors. Its calls take the staying
+        kernel: an `AttentionKernel`, or a kernel of other tensors. Its calls take the staying
             tensors, then the travelling ones, and its backward returns gradients in that order.
             With an `AttentionKernel` q stays, and keys and values travel.
-        staying: the number of tensors that stay. The queries are the first.
-        value_dim: of the output.
+        staying: the number of tensors that stay on their rank. The first of them is q.
+        value_dim: the size of the output's last dim.
         group: None if each rank has the keys of all ranks.
     """
 
@@ -46,12 +46,12 @@ def attend(hops: Hops, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
     """Attend with this rank's queries to the keys of all ranks. Collective. Differentiable.
 
     While a hop is computed, the tensors of the next hop travel. In backward the gradients of
-    travelling tensors travel with them, in the dtype of sums.
+    travelling tensors travel with them, in the dtype of `accumulator_dtype`.
 
     Args:
         sinks: `[heads]`, the score of one more key per head, whose value is zero.
-        tensors: the staying tensors, the queries first, `[local_tokens, heads, head_dim]`. Then the
-            travelling tensors, `[local_tokens, ...]`.
+        tensors: the staying tensors, of which the first is q, `[local_tokens, heads, head_dim]`.
+            Then the travelling tensors, `[local_tokens, ...]`.
 
     Returns:
         `[local_tokens, heads, value_dim]`.
@@ -91,7 +91,7 @@ class _Attend(torch.autograd.Function):
             if hop.pairs and own[0].numel():
                 found = list(hops.kernel.backward(grad, *own, *far, out, lse, hop=hop))
                 of_own = _add(of_own, found[: hops.staying], hops)
-            # Gradients that earlier ranks found for the same rows arrive meanwhile.
+            # Meanwhile the gradients that earlier ranks computed for the same rows arrive.
             before = None if arriving is None else list(arriving.wait())
             of_far = _add(before, found[hops.staying :], hops) or _zeros(far)
             arriving = _Exchange(tuple(of_far), source, hops)
@@ -103,9 +103,10 @@ class _Attend(torch.autograd.Function):
 
 
 def merge(merged: tuple[Tensor, Tensor] | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the attention to more keys into a result, in the dtype of sums.
+    """Merge the attention to more keys into a result, in the dtype of `accumulator_dtype`.
 
-    A rank's own keys come first. Every query sees one of them, so its `lse` is not -inf.
+    The result starts with a rank's own keys. Every query sees one of them, so the `lse` of a result
+    is not -inf.
 
     Source: arXiv:1805.02867 (online softmax).
     """
@@ -124,7 +125,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
 
 def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Return the gradient of sinks, which change only `lse`."""
+    """Return the gradient of sinks, which affect the output only through `lse`."""
     weight = (sinks.to(lse.dtype) - lse).exp()
     delta = (grad.to(lse.dtype) * out).sum(-1)
     return -(weight * delta).sum(0).to(sinks.dtype)
@@ -136,7 +137,7 @@ def _nothing_seen(q: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _add(sums: list[Tensor] | None, found: list[Tensor], hops: Hops) -> list[Tensor] | None:
-    """Sum gradients, in the dtype of sums if there may be more than one hop."""
+    """Sum gradients, in the dtype of `accumulator_dtype` if there may be more than one hop."""
     if sums is None and hops.group is not None and hops.group.size() > 1:
         return [x.to(accumulator_dtype(x)).contiguous() for x in found] or None
     if sums is None or not found:
@@ -149,7 +150,7 @@ def _zeros(tensors: tuple[Tensor, ...] | list[Tensor]) -> list[Tensor]:
 
 
 def _around(travelling: tuple[Tensor, ...], hops: Hops) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Yield the tensors of every rank, own ones first. The next ones arrive meanwhile."""
+    """Yield the tensors of every rank, this rank's first. Meanwhile the next tensors arrive."""
     ranks = 1 if hops.group is None else hops.group.size()
     held = tuple(x.contiguous() for x in travelling) if ranks > 1 else travelling
     for step in range(ranks):
@@ -161,7 +162,7 @@ def _around(travelling: tuple[Tensor, ...], hops: Hops) -> Iterator[tuple[int, t
 
 
 class _Exchange:
-    """A send of tensors to the next rank, and a receive of those of the previous rank."""
+    """A send of tensors to the next rank, and a receive of the previous rank's tensors."""
 
     def __init__(self, held: tuple[Tensor, ...], source: int, hops: Hops) -> None:
         group = hops.group
@@ -170,7 +171,7 @@ class _Exchange:
             return
         rows = hops.spec.plan.counts[(source - 1) % group.size()]
         self._arriving = tuple(x.new_empty((rows, *x.shape[1:])) for x in held)
-        self._sent = held  # Alive until it has left.
+        self._sent = held  # Keep the tensors alive until they are sent.
         # In the group's order every rank sends to the next one and receives from the previous one.
         after, before = (
             dist.get_global_rank(group, (group.rank() + d) % group.size()) for d in (1, -1)

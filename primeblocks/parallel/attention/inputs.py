@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention over a split sequence, equal on all ranks."""
+"""Checks of the arguments of attention over a split sequence."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def checked(
 ) -> Inputs:
     """Check the arguments, then cast and fold tensors. Collective if `check`.
 
-    If `whole`, kernels see the whole sequence at once, and not one hop.
+    If `whole`, one call of the kernel covers the whole sequence instead of one hop.
     """
     with agreed(name, q, k, v, group=group, check=check) as call:
         check_plan(sequence, group, trees=causal)
@@ -99,7 +99,7 @@ def checked(
 
 
 def check_kernel(kernel: object, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-    """Refuse a kernel that cannot compute the call on every rank, on all ranks alike. Local."""
+    """Refuse a kernel that cannot compute some rank's part. All ranks refuse alike. Local."""
     if isinstance(kernel, type) or not isinstance(kernel, AttentionKernel | None):
         raise PlanError(
             f"kernel must be an AttentionKernel; got {kernel!r:.80}. Pass FlexKernel(), "
@@ -124,7 +124,7 @@ def _fold(x: Tensor) -> Tensor:
 
 
 def autocast(x: Tensor) -> Tensor:
-    """Cast as autocast would, if it is on. It leaves float64 and integers alone. Local."""
+    """Cast as autocast would, if it is on. Float64 and integers stay as they are. Local."""
     kind = x.device.type
     if x.dtype not in _CAST or not torch.amp.is_autocast_available(kind):
         return x

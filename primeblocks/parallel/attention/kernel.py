@@ -34,11 +34,12 @@ class AttentionSpec:
     """Rules of one attention call: the keys that a query sees, and the form of scores.
 
     Attributes:
-        plan: the documents and ranks. A query sees its own document and those that it continues.
+        plan: the documents and ranks. A query sees its own document and the documents that its own
+            document continues.
         causal: a token sees itself and earlier tokens.
         scale: factor of the scores.
         window: a token sees itself and the `window - 1` tokens before it, by position. None means
-            all tokens.
+            no limit.
         softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
     """
 
@@ -58,8 +59,8 @@ class Hop:
     """A part of an attention call: the queries of one rank and the keys of another.
 
     A rank keeps its tokens in the order of the whole sequence. The keys that a query sees are
-    therefore consecutive rows, for every order, document and window. If documents fork, they are
-    not consecutive, and `Ancestry` gives the keys that a query sees.
+    therefore consecutive rows, for every order, document and window. If documents fork, these rows
+    are not consecutive, and `Ancestry` gives the keys that a query sees.
     """
 
     spec: AttentionSpec
@@ -68,7 +69,7 @@ class Hop:
 
     @property
     def pairs(self) -> int:
-        """Count the pairs of a query and a key that it sees. Pure. Cached on the plan."""
+        """Count the pairs of a query and a key that the query sees. Pure. Cached on the plan."""
         found = _pairs(self.spec.plan, self.query_rank, self.spec.causal, self.spec.window)
         return found[self.key_rank]
 
@@ -87,15 +88,15 @@ class Hop:
 class AttentionKernel(Protocol):
     """Forward and backward of one hop, one call each. Local.
 
-    Ring attention makes one hop per rank that holds keys which this rank's queries see, and merges
+    Ring attention makes one hop for each rank with keys that this rank's queries see, and merges
     the results. Ulysses makes one hop. Query head h reads key head `h // (heads // key_heads)`. A
-    hop has at least one query and one key. A single query may see no key.
+    hop has at least one query and one key. Some of its queries may see no key.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
         """Return the output, and the logarithm (base e) of the sum of exponentials, `lse`.
 
-        The caller owns both. A query that sees no key has an output of 0 and an `lse` of -inf.
+        The caller owns both results. A query without keys has an output of 0 and an `lse` of -inf.
 
         Args:
             q: `[queries, heads, head_dim]`.
@@ -104,18 +105,18 @@ class AttentionKernel(Protocol):
             hop: the keys that a query sees, and the form of scores.
 
         Returns:
-            `[queries, heads, value_dim]` in the dtype of q or of its sums, and `[queries, heads]`
-            in the dtype of sums: float32, or float64 for float64.
+            `[queries, heads, value_dim]` in the dtype of q or of `lse`, and the `lse`,
+            `[queries, heads]` in float32, or float64 for float64.
         """
         ...
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this hop's part of the gradients of q, k and v, in their dtypes or that of sums.
+        """Return this hop's part of the gradients of q, k and v, in the dtype of q or of `lse`.
 
-        The caller owns the gradients. `grad`, `out` and `lse` belong to the whole call, with the
-        keys of all hops and with sinks.
+        The caller owns the gradients. `grad`, `out` and `lse` belong to the whole call: they cover
+        the keys of all hops, and sinks.
         """
         ...
 
@@ -155,8 +156,8 @@ def seen_ranges(
 ) -> list[tuple[int, int]]:
     """Return the rows of keys that tokens `[start, stop)` of one chain see, as ranges. Pure.
 
-    The ranges ascend by position. The first token sees all rows of them that precede it. Each
-    later token also sees the rows between and itself, if a window does not hide them.
+    The ranges ascend by position. Each token sees the rows of the ranges up to its own position,
+    except rows that the window hides.
     """
     depth = int(plan.ancestry.depths[start])
     least = 0 if window is None else max(depth - window + 1, 0)
@@ -171,9 +172,10 @@ def seen_ranges(
 
 
 def chains(plan: SequencePlan, rank: int) -> list[tuple[int, int, int]]:
-    """Return the runs of a rank, joined if one continues the other. Pure.
+    """Return the runs of a rank as chains: a run that continues the previous run is joined to it.
 
-    Each has a start, a stop and the row of its first token. Each token sees the previous token.
+    A chain has a start, a stop and the row of its first token. Inside a chain each token sees the
+    previous token. Pure.
     """
     found: list[tuple[int, int, int]] = []
     for start, stop, _, row in plan.runs(rank):
@@ -200,7 +202,7 @@ def _pairs_of_tree(plan: SequencePlan, query_rank: int, window: int | None) -> t
 
 
 def rows_before(plan: SequencePlan, rank: int, places: np.ndarray) -> np.ndarray:
-    """Return the number of a rank's rows before each place, int32. Pieces are fewer than rows."""
+    """Return the number of a rank's rows before each place, int32. Searches pieces, not rows."""
     starts, stops = np.asarray(plan.pieces[rank], np.int64).reshape(-1, 2).T
     rows, stops = (np.concatenate([[0], x]) for x in (np.cumsum(stops - starts), stops))
     piece = np.searchsorted(starts, places, side="right")

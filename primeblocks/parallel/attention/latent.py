@@ -40,8 +40,8 @@ def latent_ring_attention(
 
     Latents travel, with one row per token for all heads. Every hop expands its latents to keys and
     values, and its backward expands them again. Differentiable. Collective: each rank sends and
-    receives (ranks - 1) x latents. The backward sends the latents again, and their gradients in
-    the dtype of sums once around.
+    receives (ranks - 1) times the bytes of the latents. The backward sends the latents again, and
+    their gradients once around the ring in float32, or float64 for float64.
 
     Args:
         q: `[local_tokens, heads, nope_dim + rope_dim]`, with the last part rotated.
@@ -82,10 +82,10 @@ def latent_ulysses_attention(
 ) -> Tensor:
     """Attend as `ulysses_attention`, with keys and values that are expanded from latents.
 
-    Ranks exchange queries for heads. Each rank gathers all latents and expands its own heads.
-    Differentiable. Collective: one all-to-all of q, one of the output, and one gather of latents,
-    padded to the rank with the most tokens. The backward does the same, with a reduce-scatter of
-    the latents' gradients in the dtype of sums.
+    Each rank exchanges its tokens' queries for all queries of its heads. It gathers all latents and
+    expands its own heads. Differentiable. Collective: one all-to-all of q, one of the output, and
+    one gather of latents, padded to the rank with the most tokens. Instead of the gather, the
+    backward has a reduce-scatter of the latents' gradients in float32, or float64 for float64.
 
     Args, Returns, Raises: as `latent_ring_attention`.
 
@@ -105,7 +105,7 @@ def latent_ulysses_attention(
 
 
 class _Expanded:
-    """A kernel of latents, which travel. Queries and `up` stay."""
+    """A kernel whose travelling tensors are latents. Queries and `up` stay."""
 
     def __init__(self, inner: AttentionKernel, nope_dim: int) -> None:
         self.inner, self.nope_dim = inner, nope_dim
@@ -169,7 +169,7 @@ def _checked(
     check: bool,
     whole: bool,
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, _Expanded]:
-    """Check the operands, and return them cast as autocast says. Collective if `check`."""
+    """Check the operands, and return them cast as autocast would. Collective if `check`."""
     with agreed(name, q, latents, up, group=group, check=check) as call:
         check_plan(sequence, group, trees=causal)
         check_tensors(q=q, latents=latents, up=up)

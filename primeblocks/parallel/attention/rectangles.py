@@ -1,4 +1,4 @@
-"""Softmax attention rectangle by rectangle: the kernel on a CPU, and the reference of others."""
+"""Softmax attention rectangle by rectangle: the default kernel on a CPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["FusedRectangle", "OnlineSoftmax", "RectangleKernel", "rectangles_of"
 
 # Rows of keys, as (start, stop).
 Ranges = tuple[tuple[int, int], ...]
-# Long runs are cut for windowed attention, because a mask spans its queries and the window.
+# With a window, long runs are cut, because a mask spans all its queries and the window.
 _WINDOW_ROWS = 128
 
 
 class RectangleKernel:
-    """An `AttentionKernel` that calls torch's fused kernels once per run of queries.
+    """An `AttentionKernel` that calls torch's fused kernels separately for each run of queries.
 
-    Runs on every device and in every dtype. The sums of a hop are taken in float32, or in float64
-    for float64. With `order="balanced"` a run is a chunk, so a GPU gets many small calls.
+    It supports every device and every dtype. A hop sums in float32, or in float64 for float64. With
+    `order="balanced"` runs are about as short as a chunk, so a GPU gets many small calls.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
@@ -69,8 +69,8 @@ def _side_by_side(*tensors: Tensor) -> tuple[Tensor, ...]:
 class OnlineSoftmax:
     """The attention of some queries, to which keys are added in parts.
 
-    Sums are held in float32, or in float64 for float64. `out` is normalised by the keys so far.
-    `lse` is the logarithm of the sum of exponentials.
+    Sums are kept in float32, or in float64 for float64. `out` is normalised over the keys that were
+    added so far. `lse` is the logarithm of the sum of exponentials.
 
     Source: arXiv:1805.02867 (online softmax).
     """
@@ -84,7 +84,7 @@ class OnlineSoftmax:
         """Add the attention of `rows` to more keys."""
         before = self.lse[rows]
         total = torch.logaddexp(before, lse)
-        # If a query has seen no key yet, both are -inf, and so is their sum.
+        # `total` is -inf if a query has not seen a key yet.
         safe = total.masked_fill(total == -torch.inf, 0.0)
         self.out[rows] *= (before - safe).exp().unsqueeze(-1)
         self.out[rows] += out * (lse - safe).exp().unsqueeze(-1)
@@ -123,7 +123,7 @@ class _Rectangle(NamedTuple):
 def _rectangles(
     plan: SequencePlan, query_rank: int, key_rank: int, causal: bool, window: int | None
 ) -> tuple[_Rectangle, ...]:
-    """Return the rectangles in which a rank's queries meet another rank's keys. Pure.
+    """Return the rectangles in which a rank's queries see another rank's keys. Pure.
 
     The keys before a run of queries are one range of rows, or several if documents fork. A run
     therefore needs one rectangle, and a second one for its own keys.
@@ -143,7 +143,7 @@ def _rectangles(
             high = min(low + step, stop)
             queries = slice(offset + low - start, offset + high - start)
             if window is not None:
-                # One rectangle may hold keys before, inside and after the window.
+                # One rectangle may have keys before, inside and after a query's window.
                 keys = seen_ranges(plan, key_rank, low, high, window)
                 found.append(_Rectangle(queries, tuple(keys), "masked"))
                 continue
@@ -192,14 +192,14 @@ class FusedRectangle:
                 out, lse = self._plain(q_, k_, v_)
         lse = lse[0].transpose(0, 1)
         if self.mask is not None:
-            # Kernels differ in the row of a query that sees no key.
+            # Kernels return different values for a query that sees no key.
             lse = lse.masked_fill(~self.mask.any(1, keepdim=True), -torch.inf)
         return out[0].transpose(0, 1)[..., : v.shape[2]], lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v. `out` and `lse` are those over all keys."""
+        """Return the gradients of q, k and v. `out` and `lse` cover all keys of the call."""
         q_, k_, v_ = (x.transpose(0, 1).unsqueeze(0) for x in _same_width(q, k, v))
         width = q_.shape[3]
         grad_, out_ = (
@@ -270,7 +270,7 @@ class FusedRectangle:
         grad, out = grad.to(dtype), out.to(dtype)
         slope = grad @ all_v.transpose(2, 3) - (grad * out).sum(-1, keepdim=True)
         slope = weights * slope * self.scale
-        if self.softcap is not None:  # The slope of tanh, 0 where a query does not look.
+        if self.softcap is not None:  # The slope of tanh. Unseen keys have weights of 0.
             seen = scores.masked_fill(scores == -torch.inf, 0.0)
             slope = slope * (1 - (seen / self.softcap).square())
         dk, dv = slope.transpose(2, 3) @ q.to(dtype), weights.transpose(2, 3) @ grad
@@ -278,7 +278,7 @@ class FusedRectangle:
 
 
 def _same_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad with zeros to one head_dim, a multiple of 8 on a GPU, as fused kernels need it."""
+    """Pad with zeros to one head_dim, a multiple of 8 on a GPU, because fused kernels need this."""
     width = max(q.shape[2], v.shape[2])
     if q.device.type != "cpu":
         width = -(-width // 8) * 8

@@ -35,11 +35,11 @@ def ulysses_attention(
 
     Each rank exchanges its part of the tokens for a part of the heads. It computes attention over
     the whole sequence in one call of `kernel`, and exchanges back. Heads need not divide evenly. If
-    there are fewer key heads than ranks, a key head goes to every rank that has a query head for
+    there are fewer key heads than ranks, a key head goes to every rank with a query head that reads
     it. Differentiable.
 
-    Collective: one all-to-all of q, k and v, and one of the output. The backward does the same.
-    Meanwhile a rank holds all tokens of its heads.
+    Collective: one all-to-all each of q, k, v and the output. The backward does the same. During
+    the call a rank stores all tokens of its heads.
 
     Args, Returns, Raises: as `ring_attention`.
 
@@ -56,7 +56,7 @@ def ulysses_attention(
     of_queries = [range(heads * r // ranks, heads * (r + 1) // ranks) for r in range(ranks)]
     of_keys = [_key_heads(part, per_key) for part in of_queries]
     far = Heads(sequence, group)
-    # Exclude keys of other ranks' heads: a rank asks for the key heads that its queries read.
+    # A rank receives only the key heads that its query heads read.
     q_, k_, v_ = (
         far.gather(x, parts) for x, parts in ((q, of_queries), (k, of_keys), (v, of_keys))
     )
@@ -87,7 +87,7 @@ class Heads:
             receive_counts=[count * mine for count in self.counts],
             group=self.group,
         )
-        # From rank after rank to the order of the sequence.
+        # Rows arrive rank after rank. Put them into the order of the sequence.
         order = self.sequence.row_of_token.to(x.device)
         return arrived.view(self.sequence.tokens, mine, dim).index_select(0, order)
 

@@ -1,6 +1,6 @@
 """Flash attention on packed sequences as the kernel of a hop, if the order of tokens allows it.
 
-A hop is cut into segments, which flash attention takes. The plan gives them.
+A hop is cut into segments, which are flash attention's sequences. The plan determines the segments.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ __all__ = ["Segments", "VarlenKernel", "check_segments", "segments_of"]
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST = 256
-# On "meta" nothing is computed, which shows shapes and counts launches.
+# On "meta" torch computes only shapes, so a test can count launches.
 _DEVICES = ("cuda", "meta")
 
 
 class VarlenKernel:
     """An `AttentionKernel` that calls torch's flash attention on packed sequences, once per call.
 
-    It has run on one H100, with one rank's share at a time. A hop is cut into segments: some
-    queries, and the keys that only these queries see. Not every hop has segments:
+    It has run on one H100, with one rank's share at a time. A hop is cut into segments. A segment
+    is some queries, and the keys that only these queries see. Not every hop has segments:
 
-    - `order="contiguous"`: every hop has them.
-    - `order="zigzag"`: every hop has them, up to a window of tokens / ranks.
-    - `order="balanced"`: a hop seldom has them.
-    - Ulysses attention: the one hop always has them.
+    - `order="contiguous"`: every hop has segments.
+    - `order="zigzag"`: every hop has segments, unless a window exceeds tokens / ranks.
+    - `order="balanced"`: a hop seldom has segments.
+    - Ulysses attention: the one hop always has segments.
 
-    Key heads are not repeated. The kernel compiles nothing, and the host reads nothing.
+    Key heads are not repeated. The kernel compiles nothing, and the host reads nothing from a GPU.
 
-    It calls the operators under `torch.nn.attention.varlen.varlen_attn`, because their backward
-    takes the output and the `lse` of all hops. The gradients of keys are rounded to the dtype of q
-    in each hop.
+    The kernel calls the operators under `torch.nn.attention.varlen.varlen_attn`, because their
+    backward takes the output and the `lse` of all hops. The gradients of keys are rounded to the
+    dtype of q in each hop.
 
     Args:
         operators: for tests without a GPU, a forward and a backward to call instead of
@@ -62,7 +62,7 @@ class VarlenKernel:
         self.operators = operators
 
     def check(self, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-        """Raise UnsupportedError if some rank's hop does not fit, on all ranks alike. Local."""
+        """Raise UnsupportedError if some rank's hop does not fit. All ranks raise alike. Local."""
         if spec.plan.parents is not None:
             raise UnsupportedError(
                 "torch's flash attention has no mask for documents that fork. Use "
@@ -182,12 +182,14 @@ _ALL = -1
 class Segments(NamedTuple):
     """A hop as packed sequences: segments of queries, each with keys of its own.
 
-    All segments have one mask, aligned to the last query and the last key. With n queries and m
-    keys, query i sees the keys from `i + m - n - left` to `i + m - n + right`. -1 means no limit.
+    All segments have one mask, aligned to their last query and last key. With n queries and m keys,
+    query i sees the keys from `i + m - n - left` to `i + m - n + right`. A `left` or `right` of -1
+    means no limit.
 
     Attributes:
         queries, keys: rows that take part. Other queries see no key, and no query sees other keys.
-        query_starts, key_starts: `[segments + 1]`, int32, among these rows.
+        query_starts, key_starts: int32 `[segments + 1]`, the start of each segment among these
+            rows, then the number of rows.
         most_queries, most_keys: the tokens of the longest segment. If a window limits only the
             keys to the left, `most_keys` is at least `most_queries`. The reason is that flash
             attention uses `most_keys` as the limit to the right.
@@ -219,7 +221,9 @@ class _Cut(NamedTuple):
 
 
 def segments_of(hop: Hop, device: torch.device) -> Segments:
-    """Return the segments of one hop that sees some key, on the device. Kept on the plan. Local.
+    """Return the segments of one hop on the device, cached on the plan. Local.
+
+    Some query of the hop must see a key.
 
     Raises:
         UnsupportedError: the hop cannot be cut into segments.
@@ -234,7 +238,7 @@ def segments_of(hop: Hop, device: torch.device) -> Segments:
 def check_segments(spec: AttentionSpec) -> None:
     """Raise UnsupportedError if some hop of some rank has no segments. Local.
 
-    Looks at the hops of all ranks once per plan: ranks x tokens rows.
+    The first call for a plan examines the hops of all ranks: ranks x tokens queries.
     """
     bad = _first_without(spec.plan, spec.causal, spec.window)
     if bad is not None:
@@ -244,9 +248,9 @@ def check_segments(spec: AttentionSpec) -> None:
 def _cut_segments(first: np.ndarray, last: np.ndarray) -> _Cut | None:
     """Cut a hop into the fewest segments, from the rows of keys that each query sees. Pure.
 
-    Some query must see a key. The function tries several kinds of segments, and takes a kind if
-    flash attention's mask equals the given one in every row. Returns None if no kind fits, or if
-    some key would be in two segments.
+    Some query must see a key. The function tries several kinds of segments. A kind fits if flash
+    attention's mask gives each query exactly its keys. Returns None if no kind fits, or if some key
+    would be in two segments.
     """
     rows = np.flatnonzero(first < last)
     low, high = first[rows], last[rows]
@@ -255,7 +259,7 @@ def _cut_segments(first: np.ndarray, last: np.ndarray) -> _Cut | None:
 
 
 def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[_Cut]:
-    """Return by kind the queries, cut before each query that cannot share the segment."""
+    """Return one cut for each kind of segment. A query that cannot share a segment starts one."""
     low_step, high_step, size = np.diff(low), np.diff(high), high - low
     stays, grows = high_step == 0, high_step == 1
     slides = low_step == 1
@@ -264,7 +268,7 @@ def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[_Cu
         _cut(rows, low, high, grows & (low_step == 0), _ALL, 0),
     ]
     if (grows & slides).any():
-        # A window, which is full while it slides. After a document of 1 token the step is also 1.
+        # A window is full while it slides. Both steps are also 1 after a document of 1 token.
         window = int(size[1:][grows & slides].max())
         same = grows & ((low_step == 0) | slides & (size[1:] == window))
         found.append(_cut(rows, low, high, same, window - 1, 0))
@@ -285,7 +289,7 @@ def _cut(
 
 
 def _is_exact(cut: _Cut, low: np.ndarray, high: np.ndarray) -> bool:
-    """Return whether each key is in one segment, and flash attention's mask equals the given."""
+    """Return whether no key is in two segments, and flash attention's mask is exact."""
     if (cut.first_keys[1:] < cut.last_keys[:-1]).any():
         return False
     queries = np.diff(np.append(cut.starts, len(cut.rows)))

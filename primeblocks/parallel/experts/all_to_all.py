@@ -1,4 +1,4 @@
-"""Experts shared over a process group, rows sent by all-to-all."""
+"""Dispatchers for experts that a process group shares. They send rows by all-to-all."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AllToAllDispatcher:
 
     Collective. `dispatch` makes three exchanges: the check, the counts of each expert, and the
     rows. `combine` exchanges the rows, after a check. Each backward exchanges the rows once. The
-    host reads the counts once per dispatch, or never if you pass `capacity_rows` and `check=False`.
+    host reads counts once per dispatch, or never if you pass `capacity_rows` and `check=False`.
 
     `dispatch` takes `meanwhile=`, a function such as a layer's shared experts. It is called once,
     while the rows travel. Its backward runs while the gradients of the rows travel.
@@ -46,14 +46,17 @@ class AllToAllDispatcher:
     Args:
         group: the ranks that share the experts. Rank r owns the r-th share.
         alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
-            kernels need 128. Then there are as many rows as any counts could need, so that the host
-            need not read counts. The last expert gets the surplus rows of zeros.
-        capacity_rows: the most rows that a rank sends to one rank, equal on all ranks. Always this
-            many rows travel, so the host reads no counts. If more rows are needed, the call raises
-            PlanError on all ranks with `check`, and otherwise an assertion of the device fails.
+            kernels need 128. With an alignment above 1, there are as many rows as any counts could
+            need, so that the host need not read the padded counts. Without a capacity, the last
+            expert gets the surplus rows of zeros.
+        capacity_rows: the most rows that a rank sends to one rank, equal on all ranks. Each rank
+            always sends this many rows to each rank, so the host need not read counts. If a rank
+            needs more rows, the call raises PlanError on all ranks with `check`. Without `check` an
+            assertion of the device fails.
         check: look at the values of ids and scores, and agree on the layer, before rows are sent. A
             mistake on one rank then raises on all ranks instead of hanging. In `dispatch` the check
-            travels with the counts. In `combine` it is one small collective, which the host reads.
+            includes the number of rows for each rank. In `combine` it is one small collective. The
+            host reads the result of both checks.
 
     Raises:
         PlanError: this rank is not in the group, or the alignment or the capacity is below 1.
@@ -144,14 +147,15 @@ class AllToAllDispatcher:
 
 
 class OncePerRankDispatcher:
-    """A dispatcher that sends a token once to each rank that owns experts it chose.
+    """A dispatcher that sends a token once to each rank that owns some of its experts.
 
-    The owner copies the token for its experts, and sums their weighted outputs before they return.
-    With top-8 over two ranks, it sends a quarter of the bytes that `AllToAllDispatcher` sends for
-    rows. Each choice adds an id of 4 bytes and a score of 4 or 8 bytes.
+    The owner copies the token for its experts, and sends back the sum of their weighted outputs.
+    With top-8 over two ranks, rows take at most a quarter of the bytes that `AllToAllDispatcher`
+    sends. Each sent row adds `top_k` ids of 4 bytes and `top_k` scores.
 
-    Otherwise works like `AllToAllDispatcher`, without a capacity, and with one more collective in
-    `dispatch` for the scores. Outputs are rounded to their dtype once more.
+    Otherwise works like `AllToAllDispatcher`, without a capacity. `dispatch` makes four exchanges:
+    the counts with the check, the ids, the scores, and the rows. Outputs are rounded to their dtype
+    once more.
 
     Source: arXiv:2412.19437, section 3.2 (DeepSeek-V3 sends a token once to each node).
     """
@@ -196,11 +200,11 @@ class OncePerRankDispatcher:
             each = [1] * ranks
             arriving = _exchange(leaving.t(), each, each, group)
             send, _, receive, arriving_choices = torch.cat((leaving, arriving.t())).tolist()
-        # The pairs of a rank and a token that it receives, in this order.
+        # The pairs of a rank and a token that it receives, sorted by rank, then by token.
         pairs = wanted.t().flatten().byte().argsort(descending=True, stable=True)[: sum(send)]
         target, token = pairs // max(len(x), 1), pairs % max(len(x), 1)
         row_map = map_rows(token, tokens=len(x))
-        # A choice of another rank's expert travels as the id after the last one, without weight.
+        # A choice of another rank's expert travels as the id after the last one, with a score of 0.
         here = owner[token] == target[:, None]
         ids = (expert_ids[token] - target[:, None] * share).masked_fill(~here, share)
         ids = _exchange(ids.to(torch.int32), send, receive, group)
@@ -223,7 +227,7 @@ class OncePerRankDispatcher:
 
 
 class _Sent(NamedTuple):
-    """Layout of a send: `row_map` gives the sent rows, `again` regroups arrived rows by expert."""
+    """Maps of a send: `row_map` gives the sent rows, `again` regroups arrived rows by expert."""
 
     weights: Tensor
     row_map: RowMap
@@ -236,7 +240,7 @@ class _Sent(NamedTuple):
 def _aligned(
     tokens: Tensor, counts: Tensor, alignment: int, *, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Pad to a number of rows that the host knows. The last expert takes the rest if `exact`."""
+    """Pad to a number of rows that the host knows. The last expert gets the rest if `exact`."""
     if alignment == 1:
         return tokens, counts, None
     most = len(tokens) + min(len(counts), len(tokens)) * (alignment - 1)
@@ -251,7 +255,7 @@ def _aligned(
 def _checked_facts(
     x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int, ranks: int
 ) -> dict[str, object]:
-    """Facts of a dispatch that must be equal on all ranks, after a look at this rank's. Local."""
+    """Check this rank's arguments, and return the facts that must be equal on all ranks. Local."""
     check_slots(x, scores, expert_ids, num_experts=num_experts, values=False)
     if num_experts % ranks:
         raise PlanError(
@@ -272,7 +276,7 @@ def _exchange(
     """Send rows as `all_to_all_rows` does, and call `meanwhile` before waiting for arriving rows.
 
     The backward of `meanwhile` runs while the gradients of the rows travel back, because autograd
-    first runs the newest node that is ready. Then differentiable once.
+    first runs the newest node that is ready. With `meanwhile`, differentiable only once.
     """
     if meanwhile is None:
         return all_to_all_rows(rows, send_counts=send, receive_counts=receive, group=group)
@@ -281,13 +285,13 @@ def _exchange(
     try:
         meanwhile()
     except BaseException:
-        flights.pop().land()  # Before its memory is used again.
+        flights.pop().land()  # Wait, because the memory of the rows will be used again.
         raise
     return _Land.apply(start, flights, send, receive, group)
 
 
 class _Flight:
-    """Rows that travel: keeps what is sent alive, and what arrives unread, until all arrived."""
+    """Rows that travel. Keeps sent rows alive, and arriving rows unread until all have arrived."""
 
     def __init__(
         self, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup

@@ -1,4 +1,4 @@
-"""The contract of dispatchers, which send rows to experts and back, and the one for one rank."""
+"""The contract of dispatchers, which send rows to experts and back, and `LocalDispatcher`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Dispatched:
         tokens: one row per slot, grouped by local expert. Inside an expert, rows are ordered by
             source rank, then token, then choice, as in a batch on one rank. With an alignment each
             expert's rows end in rows of zeros.
-        counts: rows of each local expert, on the device of `tokens`. The counts add up to the rows.
-            With a capacity there are more rows after them, which `combine` leaves out.
+        counts: rows of each local expert with its rows of zeros, on the device of `tokens`. The
+            counts add up to the number of rows. With a capacity, `tokens` ends in more rows, which
+            `combine` leaves out.
         handle: private data of the dispatcher, which `combine` needs.
     """
 
@@ -57,12 +58,15 @@ class Dispatched:
 
 @runtime_checkable
 class TokenDispatcher(Protocol):
-    """The contract to send tokens to experts and back. Each call is the other's backward."""
+    """The contract to send tokens to experts and back.
+
+    The backward of `dispatch` sends gradients as `combine` sends rows, and vice versa.
+    """
 
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, *, num_experts: int
     ) -> Dispatched:
-        """Send each token to the owners of the experts it chose.
+        """Send each token to the ranks that own its experts.
 
         Args:
             x: `[tokens, hidden]`, differentiable.

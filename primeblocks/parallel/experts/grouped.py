@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 GroupedMm = Callable[[str, Tensor, Tensor, Tensor], Tensor]
-"""A product of grouped rows: (name of the weight, tokens, weight, offsets on their device)."""
+"""A product of grouped rows: (name of the weight, tokens, weight, offsets on the same device)."""
 
 
 @outside_graphs
@@ -37,18 +37,20 @@ def grouped_linear(
 ) -> Float[Tensor, "slots out_features"]:
     """Multiply each expert's range of rows by the expert's own matrix. Local. Differentiable.
 
-    torch's grouped kernel serves bfloat16, and float32 on a CPU, if rows are multiples of 16 bytes.
-    A loop serves everything else. Under autocast both compute in its dtype. An expert without rows
-    gets a zero gradient instead of None, so that FSDP reduces it.
+    torch's grouped kernel computes bfloat16, and float32 on a CPU, if both dims of a matrix are
+    multiples of 16 bytes. A loop computes everything else. Under autocast, the kernel and the loop
+    compute in the dtype of autocast. An expert without rows gets a zero gradient instead of None,
+    so that FSDP reduces it.
 
     Args:
         tokens: rows grouped by expert, such as `Dispatched.tokens`.
         counts: rows of each expert. The sum may be below `slots`. The results of the rows after the
-            last group are undefined. Counts are read if they are on the host, or if the loop runs.
+            last group are undefined. The host reads the counts if they are on the host, or if the
+            loop runs.
 
     Raises:
         ShapeError: shapes do not fit, or `counts` and `weight` have different numbers of experts.
-        ShapeError: the counts add up to more than the rows. Only checked if counts are read.
+        ShapeError: the counts add up to more than the rows. Checked only if the host reads counts.
     """
     check_tensors(tokens=tokens, counts=counts, weight=weight)
     if counts.ndim != 1 or weight.ndim != 3 or tokens.shape[1:] != weight.shape[2:]:
@@ -61,7 +63,8 @@ def grouped_linear(
             f"{len(counts)} counts for {len(weight)} experts. Give the dispatcher the group of "
             "the ranks that share the experts: AllToAllDispatcher(meshes.expert.get_group())."
         )
-    # torch's kernel ignores autocast and the loop does not, so a rank without rows would differ.
+    # torch's kernel ignores autocast, and the loop does not. A rank without rows uses the loop, so
+    # its result would have another dtype.
     tokens, weight = autocast(tokens), autocast(weight)
     kernel = _fits_kernel(tokens, weight)
     rows = [] if kernel and counts.device.type != "cpu" else counts.tolist()
@@ -95,7 +98,7 @@ def grouped_swiglu(
 ) -> Float[Tensor, "slots hidden"]:
     """Run each expert, `down(activation(gate) * up)`, on its rows. Local. Differentiable.
 
-    The first half of dim 1 of `gate_up` is the gate. Raises what `grouped_linear` does.
+    The first half of dim 1 of `gate_up` is the gate. Raises the errors of `grouped_linear`.
     """
     gate, up = grouped_linear(tokens, counts, gate_up).chunk(2, dim=-1)
     return grouped_linear(activation(gate) * up, counts, down)
@@ -105,8 +108,8 @@ class GroupedExperts(nn.Module):
     """The experts of one layer, with the parameter names of transformers.
 
     The module is built with all experts. `fully_shard_moe` leaves each rank its share. `dispatcher`
-    must use the ranks that share the parameters. Collective if the dispatcher is. To use another
-    product, such as one in float8, set the attribute `grouped_mm`.
+    must use the ranks that share the experts. A call is collective if the dispatcher is. To use
+    another product, such as a product in float8, set the attribute `grouped_mm`.
     """
 
     def __init__(
@@ -139,7 +142,7 @@ class GroupedExperts(nn.Module):
 
 
 def expert_linear(module: Any, name: str, tokens: Tensor, counts: Tensor) -> Tensor:
-    """Multiply each expert's rows by one weight of `module`, with its adapter. Local.
+    """Multiply each expert's rows by one weight of `module`, with the weight's adapter. Local.
 
     Uses `module.grouped_mm(name, tokens, weight, offsets)` if the module has this attribute.
 

@@ -1,8 +1,8 @@
 """Low-rank adapters on the weights of experts.
 
-An expert's weight W becomes W + alpha/rank · B A. The sum is never formed: rows are multiplied by A
-and B in addition to W. The factors are parameters of the same module with experts as dim 0, so they
-are sharded and clipped like the weight.
+An expert's weight W becomes W + alpha/rank · B A. A forward does not form the sum, but multiplies
+rows by A and B in addition to W. The factors are parameters of the same module with experts as dim
+0, so they are sharded and clipped like the weight.
 
 Source: arXiv:2106.09685, low-rank adaptation.
 """
@@ -28,22 +28,22 @@ _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 def add_expert_lora(
     model: nn.Module, *, rank: int, alpha: float, dtype: torch.dtype | None = None
 ) -> list[str]:
-    """Add low-rank factors to the experts of `model`, and freeze the other weights there.
+    """Add low-rank factors to the experts of `model`, and freeze the experts' own weights.
 
     Adapts the parameters `gate_up_proj`, `up_proj` and `down_proj`, `[experts, ...]`. The new
     parameters are `NAME_lora_A` `[experts, rank, in]`, drawn like a linear layer's weight, and
-    `NAME_lora_B` `[experts, out, rank]`, which is zero. Outputs therefore do not change until a
-    step. `GroupedExperts` and transformers' experts with a dispatcher apply the factors.
+    `NAME_lora_B` `[experts, out, rank]`, which is zero. Outputs therefore do not change until an
+    optimizer step. `GroupedExperts` and transformers' experts with a dispatcher apply the factors.
 
     Other modules stay as they are. Adapt them with PEFT first, because PEFT freezes all parameters
-    that it did not add. Local. Call it before `fully_shard_moe`. torch's random state must be equal
-    on all ranks.
+    that it did not add. Local. Call this function before `fully_shard_moe`. torch's random state
+    must be equal on all ranks.
 
     Args:
         rank: with a multiple of 8, torch's grouped kernel takes bfloat16 rows.
         alpha: the product of the factors is scaled by `alpha / rank`.
-        dtype: of the factors. Default: the weight's. float32 factors of bfloat16 weights also learn
-            from small steps. Rows are still multiplied in their own dtype.
+        dtype: the dtype of the factors. Default: the weight's dtype. Float32 factors of bfloat16
+            weights also keep small optimizer steps. Rows are still multiplied in their own dtype.
 
     Returns:
         The names of the adapted weights.
@@ -159,7 +159,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 
 def _gathered(x: Tensor) -> Tensor:
-    """Gather a parameter except the split of its experts, whose mesh FSDP2 puts last."""
+    """Gather a parameter over all mesh axes except the last, over which experts are split."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate()] * (x.device_mesh.ndim - 1) + [x.placements[-1]])

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["RowMap", "map_choices", "map_rows", "permute", "regroup", "spread", "unpermute"]
 
-# The number of rows to widen at a time.
+# The bytes of rows to widen at a time on a CPU. A GPU widens 16 times as many.
 _WIDE_BYTES = 4 << 20
 
 
@@ -90,8 +90,8 @@ def permute(x: Tensor, row_map: RowMap) -> Tensor:
 def unpermute(rows: Tensor, row_map: RowMap, weights: Tensor | None = None) -> Tensor:
     """Sum each token's rows, weighted: `[rows, hidden]` to `[tokens, hidden]`. Local.
 
-    Low precision is summed in float32, in a fixed order. At least 16 bits of float32 weights count.
-    The backward is `permute`.
+    Low precision is summed in float32, in a fixed order. With rows of 2 bytes, float32 weights keep
+    at least 16 significant bits. The backward is `permute`.
 
     Args:
         weights: one weight for each entry of `row_map.rows`.
@@ -100,7 +100,10 @@ def unpermute(rows: Tensor, row_map: RowMap, weights: Tensor | None = None) -> T
 
 
 class _Permute(torch.autograd.Function):
-    """A gather whose backward gathers. torch's would scatter: slow, and unordered on a GPU."""
+    """A gather whose backward gathers, too.
+
+    torch's backward would scatter, which is slow, and on a GPU sums in no fixed order.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, row_map: RowMap) -> Tensor:
@@ -138,7 +141,7 @@ class _Unpermute(torch.autograd.Function):
         if not len(grad):
             none = None if rows is None else torch.zeros_like(weights)
             return _copies(grad, source), None, none
-        by_row = weights.new_zeros(len(source))  # Rows that are not read keep the zero.
+        by_row = weights.new_zeros(len(source))  # Rows that are not read keep a weight of 0.
         by_row[order] = weights
         # A bag of one row is a gather that also multiplies.
         of_rows = _bags(grad, source, _count(len(source), source), by_row)
@@ -176,10 +179,10 @@ def _bags(rows: Tensor, chosen: Tensor, starts: Tensor, weights: Tensor | None) 
 
 
 def _dots(rows: Tensor, grad: Tensor, source: Tensor) -> Tensor:
-    """Return `[rows]`: each row times its token's gradient, in float32 for low precision."""
+    """Return `[rows]`: dot products of rows and their tokens' gradients, in at least float32."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     step = max(len(rows), 1)
-    if rows.dtype != wide:  # By parts: on a CPU they stay in its cache, on a GPU memory is short.
+    if rows.dtype != wide:  # In parts, because a CPU's cache and a GPU's memory are small.
         on_cpu = rows.device.type == "cpu"
         step = max(1, (_WIDE_BYTES if on_cpu else 16 * _WIDE_BYTES) // max(4 * rows.shape[1], 1))
         grad = grad.to(wide) if on_cpu else grad
@@ -189,7 +192,7 @@ def _dots(rows: Tensor, grad: Tensor, source: Tensor) -> Tensor:
         each, against = torch.arange(len(part), device=rows.device), grad
         if grad.dtype != wide:
             against, at = grad.index_select(0, at).to(wide), each
-        # Autograd's own function for an embedding bag's weights: one dot product each, no copy.
+        # Autograd's own function for an embedding bag's weights: one dot product per row, no copy.
         found[start : start + step] = torch.ops.aten._embedding_bag_per_sample_weights_backward(
             against, part, each, each, at, 0
         )

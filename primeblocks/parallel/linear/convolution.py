@@ -29,11 +29,11 @@ def causal_conv1d(
     group: dist.ProcessGroup,
     check: bool = True,
 ) -> Tensor:
-    """Convolve each channel with its own kernel over whole documents, with zeros before each.
+    """Convolve each channel with its own kernel over each document, with zeros before the document.
 
     The result equals `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` on each
-    document separately. If a document began on another rank, this rank receives the `kernel - 1`
-    tokens before its own. Computed in the dtype of `weight`, returned in the dtype of `x`.
+    document separately. If a document began on another rank, this rank receives up to `kernel - 1`
+    tokens before its own. Computes in the dtype of `weight`, and returns the dtype of `x`.
     Differentiable.
 
     Collective, and so is its backward: one exchange each. A rank receives at most
@@ -45,7 +45,7 @@ def causal_conv1d(
         weight: `[channels, kernel]`. The last tap multiplies the token itself.
         bias: `[channels]`.
         check: agree on shapes and the plan first, so that a mistake on one rank raises on all ranks
-            instead of hanging. One small collective, for which the host waits for a GPU.
+            instead of hanging. This is one small collective, and makes the host wait for a GPU.
 
     Raises:
         ShapeError: `weight` or `bias` does not fit `x`, or `x` is not this rank's part.
@@ -109,14 +109,14 @@ def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) 
 class Halo:
     """One rank's part of an exchange of the tokens before runs.
 
-    A run needs them if its document began on another rank.
+    A run needs these tokens if its document began on another rank.
 
     Attributes:
         own: the range of this rank's rows in `SequencePlan.row_of_token`.
-        row_of_token: of the plan.
-        busy: some rank receives tokens.
-        sent: own tokens to send, by receiver, on the device of those tokens.
-        wanted: rows of the tokens to receive, by sender.
+        row_of_token: `SequencePlan.row_of_token`.
+        busy: whether some rank receives tokens.
+        sent: own tokens to send, in the order of receivers, on the device of the tokens.
+        wanted: rows of the tokens to receive, in the order of senders.
     """
 
     own: range
@@ -161,10 +161,10 @@ def find_halo(
 ) -> Halo:
     """Find the exchange after which each run has the tokens from place `first(run)` on. Local.
 
-    A token travels at most once to each rank, and a rank's own tokens do not travel. Keep the
-    result: it is copied to the device, which makes the host wait.
+    A token travels at most once to each rank, and a rank's own tokens do not travel. Reuse the
+    result, because a call copies tables to the device, which makes the host wait.
     """
-    # A rank's rows are consecutive in this order, and arrive in it.
+    # In `row_of_token`, the rows of a rank are consecutive. Tokens arrive in the order of rows.
     bounds = torch.tensor([0, *sequence.counts]).cumsum(0)
     start, stop = int(bounds[rank]), int(bounds[rank + 1])
     wanted = [_wanted(sequence, receiver, first, bounds) for receiver in range(sequence.ranks)]

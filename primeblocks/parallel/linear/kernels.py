@@ -1,8 +1,8 @@
 """Chunked recurrences on one device in plain torch: gated delta rule, Mamba-2.
 
 Inside a chunk tokens see each other through matrix products. Between chunks a state is passed on.
-Both compute in float32, or in float64 for float64 operands. Zero padding at the end of a sequence
-does not change its state.
+Both recurrences compute in float32, or in float64 for float64 operands. Zero padding at the end of
+a sequence does not change its state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """`S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)`, token by token.
 
-    Layouts, states and scale are those of `torch_chunk_gated_delta_rule` in transformers and
+    Shapes, states and scale are those of `torch_chunk_gated_delta_rule` in transformers and
     `chunk_gated_delta_rule` in flash-linear-attention. `q` and `k` are not normalised. Local.
     Differentiable.
 
@@ -38,7 +38,8 @@ def chunk_gated_delta_rule(
         initial_state: `[batch, heads, key_dim, value_dim]`. None means zero.
 
     Returns:
-        The output, shaped like `v`, and the last state, both in the dtype of the computation.
+        The output, shaped like `v`, and the last state, shaped like `initial_state`, both in the
+        dtype of the computation.
 
     Source: arXiv:2412.06464 (gated delta networks).
     """
@@ -62,7 +63,7 @@ def chunk_state_space(
 ) -> tuple[Tensor, Tensor]:
     """`S = exp(dt A) S + (dt x) B^T; y = S C`, token by token: Mamba-2 without the skip `D x`.
 
-    Layouts and states are those of `mamba2_chunk_scan` in transformers and
+    Shapes and states are those of `mamba2_chunk_scan` in transformers and
     `mamba_chunk_scan_combined` in mamba-ssm. Local. Differentiable.
 
     Args:
@@ -97,7 +98,7 @@ def _chunked(
     state: Tensor,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute either recurrence. With `beta` it is the delta rule.
+    """Compute the delta rule with `beta`, and Mamba-2 without `beta`.
 
     All operands are `[..., tokens, dim]`, except `decay` and `beta` `[..., tokens]` and `state`
     `[..., key, value]`. Leading dims broadcast.

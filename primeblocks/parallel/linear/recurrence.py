@@ -1,7 +1,7 @@
 """The gated delta rule and Mamba-2 over a sequence that ranks share.
 
 Every run of tokens is first computed from a state of zero. `scan_states` then finds the true first
-states, and their part is added.
+states, and their effect is added to the outputs.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ def gated_delta_rule(
     """`S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)` on each document.
 
     No rank waits for another. A run that is a part of a document starts from zero. `key_dim` extra
-    columns of values show how the run reads and changes its first state, which an exchange then
-    finds. Runs of equal length share one call of `kernel`. Differentiable.
+    columns of values show how the run reads and changes its first state. An exchange then finds
+    the true first state. Runs of equal length share one call of `kernel`. Differentiable.
 
     Collective, and so is its backward: two exchanges each, or none if no document is cut. The
     exchanges move at most `heads x (key_dim^2 + 2 key_dim value_dim)` elements for each run of a
     cut document. Orders with few runs are therefore cheap: "contiguous", or large chunks. In a cut
-    document, work in proportion to `value_dim` grows to `key_dim + value_dim`.
+    document, work that is proportional to `value_dim` becomes proportional to
+    `key_dim + value_dim`.
 
-    NaN is not checked. A NaN reaches the later tokens of its document and no other document.
+    The call does not check for NaN. A NaN reaches the later tokens of its document, but not other
+    documents.
 
     Args:
         q, k: `[tokens, heads, key_dim]`, this rank's part. Normalise both first if the model does
@@ -112,14 +114,15 @@ def state_space(
     """`S = exp(dt A) S + (dt x) B^T; y = S C + D x` on each document: Mamba-2.
 
     No rank waits for another. Every run starts from zero. If a run is a part of a document, an
-    exchange finds its true first state, and the decayed reading of that state is added. Runs of
-    equal length share one call of `kernel`. Differentiable.
+    exchange finds its true first state. The decayed reading of that state is added to the output.
+    Runs of equal length share one call of `kernel`. Differentiable.
 
     Collective, and so is its backward: two exchanges each, or none if no document is cut. The
     exchanges move at most `heads x (2 head_dim state_dim + 1)` elements for each run of a cut
     document.
 
-    NaN is not checked. A NaN reaches the later tokens of its document and no other document.
+    The call does not check for NaN. A NaN reaches the later tokens of its document, but not other
+    documents.
 
     Args:
         x: `[tokens, heads, head_dim]`, this rank's part.
@@ -177,7 +180,7 @@ class _Probe(NamedTuple):
     out: Tensor
     """`[runs, tokens, heads, value_dim]`"""
     reads: Tensor
-    """By token, the factor that reads the first state, `[runs, tokens, heads, key_dim]`"""
+    """For each token, the factor that reads the first state, `[runs, tokens, heads, key_dim]`"""
     update: Tensor
     """The last state"""
     transition: Tensor
@@ -258,14 +261,14 @@ def _wide(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RunBatches:
-    """A rank's runs by length. Whole documents precede parts of documents.
+    """A rank's runs in batches of equal length. Whole documents precede parts of documents.
 
     Attributes:
-        carried: some document is cut, on this rank or another, so all ranks exchange.
+        carried: whether some document is cut, on this rank or another, so that all ranks exchange.
         whole: the number of batches that hold whole documents.
         shapes: by batch, its runs and the tokens of a run.
         order: local tokens, batch by batch.
-        inverse: of `order`.
+        inverse: the inverse of `order`.
         cut_places: for each of `cut_runs`, its place among the runs of the cut batches.
     """
 
@@ -301,7 +304,7 @@ def run_batches(sequence: SequencePlan, rank: int) -> RunBatches:
     groups = [*whole, *parts]
     shapes = [(len(runs), runs[0].stop - runs[0].start) for runs in groups]
     if not parts and (carried or not whole):
-        # Backward needs every rank in the exchanges, and a gradient for each parameter.
+        # An empty batch: backward needs every rank in the exchanges, and a gradient per parameter.
         shapes.append((0, 1))
     spans = [torch.arange(r.offset, r.offset + r.stop - r.start) for runs in groups for r in runs]
     order = torch.cat([torch.zeros(0, dtype=torch.int64), *spans])

@@ -15,7 +15,7 @@ __all__ = ["cut_runs", "scan_states"]
 
 
 def cut_runs(sequence: SequencePlan, rank: int) -> tuple[Run, ...]:
-    """Return the runs of `rank` that hold only a part of a document, in order."""
+    """Return the runs of `rank` that are only a part of a document, in order."""
     runs = sequence.runs(rank)
     return tuple(runs[index] for index in _chains(sequence).links[rank])
 
@@ -23,20 +23,20 @@ def cut_runs(sequence: SequencePlan, rank: int) -> tuple[Run, ...]:
 def scan_states(
     updates: Tensor, transitions: Tensor, *, sequence: SequencePlan, group: dist.ProcessGroup
 ) -> Tensor:
-    """Return the state that each of this rank's runs starts from.
+    """Return the state that each of this rank's cut runs starts from.
 
     A run turns its first state `S` into `transition @ S + update`. A document starts from zero. No
-    rank waits for its predecessor. Every rank composes all runs for its share of the heads, so each
-    summary travels once for any number of ranks. Differentiable.
+    rank waits for its predecessor, because every rank composes all runs for its share of the heads.
+    So each update and transition travels once for any number of ranks. Differentiable.
 
     Collective, and so is its backward: two exchanges each, or none if no document is cut. Let a
     head have `s` elements of state and `t` elements of transition. The exchanges then move at most
-    `heads x (2 s + t)` elements per cut run. Unused elements do not travel: the transition of
-    a document's first run, the summary of its last run, and the state of its first run.
+    `heads x (2 s + t)` elements per cut run. Unused elements do not travel: the transition and the
+    state of a document's first run, and the update and the transition of its last run.
 
     Args:
         updates: `[runs, heads, ...]`, one row for each of `cut_runs(sequence, rank)`: the state
-            after the run, had it started from zero.
+            after the run if the run starts from zero.
         transitions: `[runs, heads]` for a scalar decay, or `[runs, heads, d, d]` for a matrix
             that multiplies states `[d, ...]` from the left.
 
@@ -58,7 +58,7 @@ def scan_states(
 
 @dataclass(frozen=True)
 class _Chains:
-    """The runs of each cut document as a chain, in the document's order. Its runs are links.
+    """The runs of each cut document as a chain, in the document's order. Runs of chains are links.
 
     Attributes:
         links: by rank, its runs that are links.
@@ -96,7 +96,7 @@ def _chains(sequence: SequencePlan) -> _Chains:
     senders = [[link for link in own if link not in lasts] for own in links]
     middles = [[link for link in own if link not in firsts] for own in senders]
     receivers = [[link for link in own if link not in firsts] for own in links]
-    # At each step the chains that continue are the first ones.
+    # Chains are sorted by length, so the chains that continue at a step are the first ones.
     steps = [
         [(chain[i], chain[i + 1]) for chain in chains if len(chain) > i + 1]
         for i in range(max(map(len, chains), default=1) - 1)

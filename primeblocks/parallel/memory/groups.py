@@ -29,15 +29,15 @@ class GroupMemory:
             rollout()
 
     A group on NCCL is suspended. A group on gloo, or without a collective call so far, has nothing
-    to free and is skipped. Never run on a GPU.
+    to free and is skipped. We have never run this class on a GPU.
 
     Collective over all groups, without a timeout: if a rank does not make the call, the other ranks
     wait. Between release and restore, a collective call over these groups uses freed memory. NCCL
     does not check that.
 
     Args:
-        groups: process groups, and meshes, which add the groups of all their axes. Any order. Leave
-            out the groups that an engine in the same process uses.
+        groups: process groups, and meshes, which add the groups of all their axes, in any order.
+            Leave out the groups that an engine in the same process uses.
 
     Raises:
         PlanError: a group is not a process group or a mesh, or does not include this rank.
@@ -63,7 +63,7 @@ class GroupMemory:
             for name in sorted(by_name)
             for device in by_name[name]._device_types
         ]
-        # The suspended backends, each with its bytes. None while all are in use.
+        # The suspended backends, each with its bytes. None before a release and after a restore.
         self._suspended: dict[Any, int] | None = None
 
     def release(self) -> MovedBytes:

@@ -1,8 +1,8 @@
 """Move a trainer's device memory to the host while another program needs the device.
 
 Between two phases of reinforcement learning the trainer is idle, and the engine on the same device
-needs its memory. `HostMemory` moves whole storages. The tensor objects stay, so parameters,
-optimizers and FSDP2 keep working with every alias.
+needs the trainer's memory. `HostMemory` moves whole storages. The tensor objects stay, so
+parameters, their aliases, optimizers and FSDP2 keep working.
 
 Each kind ("weights", "gradients", "optimizer") is either on the device or away on the host. Only
 `release` and `restore` change that. While a kind is away, hooks refuse the calls that would read
@@ -89,16 +89,17 @@ class HostMemory:
 
     While a kind is away, calls of `forward`, `state_dict`, `load_state_dict` and `step` that need
     it raise UsageError. Any other use of a released tensor reads freed memory, and torch does not
-    check that. If another process has mapped a tensor by CUDA IPC, its memory stays allocated.
+    check that. If another process has mapped a tensor by CUDA IPC, that memory stays allocated.
 
-    FSDP2 modules are resharded first. Release between optimizer steps. Gradients that FSDP2 still
-    accumulates unsharded (`set_requires_gradient_sync(False)`) survive, but stay on the device.
+    A release first reshards FSDP2 modules. Release between optimizer steps. Gradients that FSDP2
+    still accumulates unsharded (`set_requires_gradient_sync(False)`) stay on the device unchanged.
 
     Args:
         model: its tensors on the device of its first parameter move. DTensors move too. The device
             may be a CPU.
         optimizer: With None, no optimizer state moves.
-        chunk_bytes: host memory of a kind grows by this many bytes. torch pins powers of two.
+        chunk_bytes: host memory of a kind grows by this many bytes at a time. Pinned memory is
+            rounded up to a power of two.
 
     Raises:
         UsageError: the model is not a module or has no parameters.
@@ -203,7 +204,7 @@ class HostMemory:
 
     @contextmanager
     def released(self, *kinds: str) -> Iterator[MovedBytes]:
-        """Release for the length of a `with` block. At its end restore the kinds still away."""
+        """Release kinds for the length of a `with` block, then restore those still away."""
         before = set(self._away)
         moved = self.release(*kinds)
         try:
@@ -289,7 +290,7 @@ class HostMemory:
 class _HostBuffer:
     """Host memory that only grows: equal chunks with one range of addresses.
 
-    torch rounds each pinned allocation up to a power of two, so chunks of such a size waste none.
+    torch rounds each pinned allocation up to a power of two. Chunks of such a size waste no memory.
     """
 
     def __init__(self, chunk_bytes: int, *, pin: bool) -> None:
@@ -308,7 +309,7 @@ class _HostBuffer:
             self._chunks.append(chunk)
 
     def pairs(self, start: int, storage: UntypedStorage) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parts of the host memory from `start`, each with the part of the storage."""
+        """Yield parts of the host memory from `start`, each with its part of the storage."""
         x = torch.empty(0, dtype=torch.uint8, device=storage.device)
         x.set_(storage, 0, (storage.nbytes(),), (1,))
         done = 0
@@ -335,7 +336,7 @@ def _allocate(places: list[_Place]) -> None:
     try:
         for storage, _, size in places:
             storage.resize_(size)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one, and a CPU raises the base.
+    except RuntimeError as error:  # torch.OutOfMemoryError is a subclass. A CPU raises the base.
         for storage, _, _ in places:
             storage.resize_(0)
         total = sum(place.size for place in places)
@@ -347,7 +348,7 @@ def _allocate(places: list[_Place]) -> None:
 def _guard(
     model: nn.Module, optimizer: Optimizer | None, away: Container[str]
 ) -> list[RemovableHandle]:
-    """Install hooks that raise UsageError if a call needs a kind in `away`, read at every call."""
+    """Install hooks that raise UsageError if a call needs a kind that is then in `away`."""
 
     def refuse(what: str, *kinds: str) -> Callable[..., None]:
         def hook(*_: object) -> None:

@@ -1,9 +1,9 @@
 """Models of Hugging Face transformers over many ranks.
 
 Experts run through transformers' registry of experts implementations (`ExpertsInterface`).
-Attention over split sequences runs through its registry of attention functions
-(`AttentionInterface`). Recurrent layers have no registry, so the forward of each such module is
-replaced, by exact class.
+Attention over split sequences runs through transformers' registry of attention functions
+(`AttentionInterface`). Recurrent layers have no registry, so the adapter replaces the forward of
+each recurrent module. It recognises these modules by the name of their class.
 """
 
 from ....errors import MissingPackageError

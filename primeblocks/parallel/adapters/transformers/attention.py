@@ -1,7 +1,7 @@
 """Attention and recurrent layers of transformers over packed and split sequences.
 
-transformers has a registry of attention functions. It has none of recurrent layers, so the forward
-of each such module is replaced. The new forward computes the same result from the layer's
+transformers has a registry of attention functions, but not of recurrent layers, so the forward of
+each recurrent module is replaced. The new forward computes the same result from the layer's
 parameters, with `parallel.linear`.
 """
 
@@ -52,21 +52,21 @@ class Context:
 def install_attention(model: nn.Module, context: Context) -> None:
     """Let every attention of `model` attend to the tokens of all ranks. Local.
 
-    If a rank holds whole sequences, a call without a plan keeps the model's own attention.
+    In a group of one rank, a call without a plan keeps the model's own attention.
     """
     AttentionInterface.register(_IMPLEMENTATION, _forward)
     AttentionMaskInterface.register(_IMPLEMENTATION, _no_mask)
     for module in use_attention(_IMPLEMENTATION, model.modules(), context.group):
         module.context_parallel = context
-        # A rank alone keeps the model's own expansion of latents, because nothing travels.
+        # A group of one rank keeps the model's own expansion of latents, because nothing travels.
         if hasattr(module, "expand_kv") and context.group.size() > 1:
             module.expand_kv = partial(_keep_latents, module, module.expand_kv)
 
 
 def use_attention(name: str, modules: Iterable[nn.Module], group: dist.ProcessGroup) -> list[Any]:
-    """Let modules with a configuration choose a registered attention, and return them. Local.
+    """Let modules with a configuration use the attention `name`, and return these modules. Local.
 
-    If a rank holds whole sequences, they choose it only for calls with a plan.
+    In a group of one rank, they use this attention only for calls with a plan.
     """
     found: list[Any] = []
     for module in modules:
@@ -83,10 +83,10 @@ def use_attention(name: str, modules: Iterable[nn.Module], group: dist.ProcessGr
 
 
 def _choose(own: str, other: str, module: Any, args: Any, arguments: dict[str, Any]) -> None:
-    """Choose for the module that is about to run, by its arguments.
+    """Choose the attention of the module that is about to run, by the arguments of its call.
 
-    Masks are made in one module and used in others, and a checkpoint runs layers again after
-    another call. Therefore no choice outlives its call.
+    Every call chooses anew. Masks are made in one module and used in other modules, and a
+    checkpoint runs layers again after another call of the model.
     """
     chosen = own if arguments.get("sequence") is None else other
     if module.config._attn_implementation != chosen:
@@ -119,7 +119,7 @@ def has_hooks(layer: nn.Module) -> bool:
 def _of_latents(module: Any) -> Callable[..., Tensor] | None:
     """Return the latent form of the chosen attention, or None if keys and values must travel.
 
-    The latent form takes the weight of `kv_b_proj` apart, so that layer must be a plain weight.
+    The latent form splits the weight of `kv_b_proj`, so `kv_b_proj` must be a plain `nn.Linear`.
     """
     asked: Any = module.context_parallel.attention
     given: dict[str, Any] = {}
@@ -196,7 +196,7 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
 def install_recurrence(
     model: nn.Module, context: Context, kernel: Callable[..., tuple[Tensor, Tensor]] | None
 ) -> None:
-    """Pass the states of recurrent layers from rank to rank. Local."""
+    """Let the recurrent layers of `model` pass their states from rank to rank. Local."""
     chosen = {} if kernel is None else {"kernel": kernel}
     for module in recurrent_layers(model):
         layer = partial(_LAYERS[type(module).__name__], chosen=chosen)
@@ -213,9 +213,9 @@ def _run_recurrence(
     attention_mask: Tensor | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """Run `layer` as transformers calls it, without a cache. Attention refuses a mask.
+    """Run `layer` as transformers calls it, without a cache. With a plan there is never a mask.
 
-    `own` runs if a rank holds whole sequences and the call has no plan.
+    In a group of one rank, `own` runs if the call has no plan.
     """
     if context.group.size() == 1 and arguments.get("sequence") is None:
         masked = {"cache_params": cache_params, "attention_mask": attention_mask}
@@ -263,7 +263,7 @@ def _nemotron_h(m: Any, hidden: Tensor, chosen: dict[str, Any], **where: Any) ->
     return m.out_proj(m.norm(out.flatten(1), gate).to(hidden.dtype))
 
 
-# Keys are class names. `FAMILIES` lists the models that were compared.
+# Keys are class names. `FAMILIES` lists the families that tests compare.
 _LAYERS: dict[str, Callable[..., Tensor]] = {
     "NemotronHMamba2Mixer": _nemotron_h,
     "Qwen3NextGatedDeltaNet": _qwen3_next,

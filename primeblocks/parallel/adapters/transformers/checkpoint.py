@@ -1,7 +1,7 @@
 """Fill a sharded model from a checkpoint of transformers, box by box.
 
 transformers' own conversions run on deferred tensors, which know the place of their bytes in the
-files. Each rank then reads only the boxes that it holds.
+files. Each rank then reads only the boxes of its own shards.
 """
 
 from __future__ import annotations
@@ -54,23 +54,25 @@ def load_pretrained(
 ) -> None:
     """Load the weights of a checkpoint of transformers into a sharded model. Collective.
 
-    Each rank reads from the files only the boxes that it holds, in their stored dtype. Float8 codes
-    (`quant_method` "fp8") are read with the scales of the blocks that a box touches. The names and
-    conversions are transformers' own.
+    Each rank reads from the files only the boxes of its own shards, in their stored dtype. Float8
+    codes (`quant_method` "fp8") are read with the scales of the blocks that a box touches. The
+    names and conversions are transformers' own.
 
-    Ranks exchange only an agreement, so every rank must see the folder. From the Hub, rank 0
-    fetches before the others.
+    Ranks do not exchange weights, so every rank must be able to read the folder. If the checkpoint
+    is on the Hub, rank 0 fetches it before the other ranks do.
 
     Args:
         model: the model that you passed to `parallelize`. It may have been built on the meta
             device.
-        progress: called with the tensors that this rank has read and will read, after each one.
+        progress: called after each tensor that this rank has read, with the number of these tensors
+            and the number of all tensors.
 
     Raises:
         UnsupportedError: the model has adapters, whose names are not in such a checkpoint.
-        PlanError: this rank cannot read the checkpoint, or its names or shapes differ.
-        PlanError: the weights are quantized by another method, or their conversion computes with
-            them. Save them dequantized first, with transformers.
+        PlanError: this rank cannot read the checkpoint, or the checkpoint's names or shapes differ
+            from the model's.
+        PlanError: the weights are quantized by another method than "fp8", or their conversion
+            computes with them. Save them dequantized first, with transformers.
         PlanError: float8 codes lack scales for their blocks, or two tied weights differ.
         RankError: another rank raised PlanError.
 
@@ -84,7 +86,7 @@ def load_pretrained(
     device = backend_device(next(model.parameters()))
     wanted: dict[str, Deferred] = {}
     boxes: dict[str, Shard] = {}
-    for turn in (True, False):  # Rank 0 before the others, to fetch, and to name what is wrong.
+    for turn in (True, False):  # Rank 0 goes first, to fetch, and to name mistakes.
         with agreed("load_pretrained", group=everyone, device=device) as call:
             call.facts["turn"] = turn
             if turn == first:
@@ -145,7 +147,7 @@ def _shadow(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict, in which one of two tied names stands for the other."""
+    """Return the state dict. If only one of two tied names was read, it stands for both."""
     state = model.state_dict(keep_vars=True)
     for name, source in model.all_tied_weights_keys.items():
         for one, other in ((name, source), (source, name)):
@@ -187,7 +189,7 @@ def _fill(
     boxes: dict[str, Shard],
     progress: Callable[[int, int], object] | None,
 ) -> None:
-    """Read into each local part, box by box, and compare a tied weight with its second name."""
+    """Read into each local part, box by box, and compare the two tensors of a tied weight."""
     state, names = model.state_dict(keep_vars=True), model.all_tied_weights_keys
     with torch.no_grad():
         sources_first = sorted(state, key=lambda name: name in names)
@@ -213,8 +215,8 @@ def _fill(
 def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None) -> None:
     """Give a model from the meta device memory for its local parts only. Local.
 
-    Parameters hold NaN until they are loaded, so that a forgotten one is noticed. Buffers that a
-    checkpoint does not hold, such as frequencies, are computed as at construction.
+    Parameters are NaN until they are loaded, so that a forgotten parameter is noticed. Buffers that
+    a checkpoint lacks, such as frequencies, are computed as at construction.
 
     Args:
         parts: the device of parameters, if not `device`.
@@ -248,7 +250,7 @@ def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None
 
 
 def backend_device(tensor: Tensor) -> str:
-    """Return the device from which the backend sends. Parts may be on the host."""
+    """Return the device from which the backend sends. Shards may be on the host."""
     return tensor.device_mesh.device_type if isinstance(tensor, DTensor) else tensor.device.type
 
 
@@ -258,7 +260,7 @@ def class_before(model: PreTrainedModel) -> Any:
 
 
 def reshard(model: nn.Module) -> None:
-    """Leave each rank only its parts. After a forward without a backward some are whole. Local."""
+    """Free gathered parameters, which a forward without a backward leaves on a rank. Local."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

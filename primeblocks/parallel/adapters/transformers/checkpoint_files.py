@@ -55,7 +55,7 @@ class Stored:
     dtype: torch.dtype
 
     def read(self, box: Shard) -> Tensor:
-        """Return a view of the box in the mapped file. Its bytes are read when it is copied."""
+        """Return a view of the box in the mapped file. A copy of the view reads the bytes."""
         if not self.shape:
             return self.file.get_tensor(self.name)
         return self.file.get_slice(self.name)[box.slices]
@@ -68,7 +68,7 @@ class Numbers:
     Attributes:
         codes: `[..., rows, columns]`.
         scales: `[..., row blocks, column blocks]`, or one scale for all.
-        block: rows and columns of a block. Those at the ends of a matrix may be smaller.
+        block: rows and columns of a block. Blocks at the ends of a matrix may be smaller.
     """
 
     codes: Stored
@@ -94,7 +94,8 @@ class Numbers:
         )
         scales = self.scales.read(touched).to(self.dtype)[..., columns]
         start = 0
-        for at, size in enumerate(rows.bincount().tolist()):  # A row of blocks needs no more room.
+        # Multiply one row of blocks at a time, because the expanded scales would take memory.
+        for at, size in enumerate(rows.bincount().tolist()):
             out[..., start : start + size, :].mul_(scales[..., at : at + 1, :])
             start += size
         return out
@@ -174,7 +175,7 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
     Raises:
         OSError, SafetensorError: the checkpoint does not exist, has no files of safetensors, or a
             file is truncated.
-        ValueError: its index names a file outside of the folder.
+        ValueError: the checkpoint's index names a file outside of the folder.
         UnsupportedError: a tensor has a dtype that torch does not compute with.
     """
     by_dtype = {name: dtype for dtype, name in _DTYPES.items()}
@@ -184,7 +185,7 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
     for at, file in zip(paths, files, strict=True):
         for name in file.keys():  # noqa: SIM118 (no mapping)
             if name in tensors and Path(named[name]).name != Path(at).name:
-                continue  # Of two the index says which.
+                continue  # The index names another file for this tensor.
             part = file.get_slice(name)
             if part.get_dtype() not in by_dtype:
                 raise UnsupportedError(f"{name} is stored as {part.get_dtype()}.")
@@ -194,7 +195,7 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
 
 
 def _files(path: str) -> tuple[list[str], dict[str, str]]:
-    """Return the files, and the file of each tensor by the index, if there is one."""
+    """Return the files, and the file of each tensor if the checkpoint has an index."""
     try:
         return [cached_file(path, SAFE_WEIGHTS_NAME)], {}
     except OSError as error:
@@ -203,7 +204,7 @@ def _files(path: str) -> tuple[list[str], dict[str, str]]:
         except OSError:
             raise error from None
     named = json.loads(Path(index).read_text())["weight_map"]
-    for file in set(named.values()):  # Before one is opened, or fetched.
+    for file in set(named.values()):  # Check before any file is opened, or fetched.
         if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
             raise ValueError(f"its index names a file outside of the folder: {file!r:.80}")
     files, _ = get_checkpoint_shard_files(path, index)

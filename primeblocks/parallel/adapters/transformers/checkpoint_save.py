@@ -43,20 +43,21 @@ def save_pretrained(
 ) -> None:
     """Write the whole model, as its own `save_pretrained` would from one rank. Collective.
 
-    Rank 0 writes the tensors of the checkpoint one after the other. Each rank sends the part that
-    it holds, and no rank holds more of the whole than one tensor. To resume a training run, save
-    its parts instead: docs/parallel.md.
+    Rank 0 writes the tensors of the checkpoint one after the other. Each rank sends its own part,
+    and no rank stores more than one whole tensor at a time. To resume a training run, save the
+    parts of all ranks instead: docs/parallel.md.
 
     Args:
         model: the model that you passed to `parallelize`.
         max_shard_size: the size of a file, equal on all ranks. A larger checkpoint is split into
             several files with an index.
-        progress: called with the tensors written and to write, after each one.
+        progress: called after each tensor that was written, with the number of these tensors and
+            the number of all tensors.
 
     Raises:
-        UnsupportedError: the model has adapters. No reader could load them under these names.
+        UnsupportedError: the model has adapters. Readers could not load them under these names.
         UnsupportedError: the conversion to the checkpoint's names computes with weights.
-        PlanError: rank 0 cannot write there.
+        PlanError: rank 0 cannot write to `path`.
         PlanError: `max_shard_size` is not a size, or differs between ranks. Nothing was written.
         RankError: another rank raised PlanError.
     """
@@ -65,7 +66,7 @@ def save_pretrained(
     with _as_before(model), _agreed(model) as call:
         tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
         split = _split(tensors, max_shard_size)
-        # Files are planned on every rank, and each tensor goes to the file of its plan.
+        # Every rank plans the files, so the plans must be equal.
         call.facts["max_shard_size"] = max_shard_size
     with _as_before(model), _agreed(model):  # All but the weights.
         _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
@@ -105,7 +106,7 @@ def _on_first(path: str | Path, write: Callable[[], object]) -> None:
 
 
 def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
-    """Write the index of complete files, and remove what readers would prefer to the new ones."""
+    """Write the index of complete files, and remove an older file that readers would prefer."""
     if split.is_sharded:
         total = {"total_parameters": model.num_parameters(), **split.metadata}
         index = {"metadata": total, "weight_map": split.tensor_to_filename}
@@ -117,7 +118,7 @@ def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor of the model, of which each rank holds a part."""
+    """A tensor of the model, of which each rank has a part."""
 
     name: str
     tensor: Tensor
@@ -147,7 +148,7 @@ def _boxes(model: PreTrainedModel) -> list[dict[str, Shard]]:
 
 
 def _sent_box(x: Tensor) -> Shard | None:
-    """Return the box that this rank is the first to hold, or None."""
+    """Return this rank's box if it is the first rank with this box, or None."""
     if not isinstance(x, DTensor):
         return layout_of(x).shard if dist.get_rank() == 0 else None
     at = x.device_mesh.get_coordinate()
@@ -166,8 +167,8 @@ def _write(
     problem: PlanError | None,
     tell: Callable[[], None],
 ) -> PlanError | None:
-    """Write a file, and return what went wrong, here or earlier. Collective: rank 0 receives all
-    parts, and writes nothing after a problem.
+    """Write a file, and return the first problem of this or an earlier file. Collective: rank 0
+    receives all parts, and stops writing after a problem.
     """
     wholes = _wholes(tensors, boxes, tell)
     try:
@@ -176,10 +177,10 @@ def _write(
                 file.write(header(tensors))
                 for whole in wholes:
                     file.write(whole.contiguous().flatten().view(torch.uint8).numpy().data)
-                    del whole  # Before the next one is made.
+                    del whole  # Free this tensor before the next tensor is made.
     except OSError as error:
         problem = PlanError(f"{path} cannot be written: {error}")
-    for _ in wholes:  # Other ranks send them all the same.
+    for _ in wholes:  # Receive the rest, because other ranks send it in any case.
         pass
     return problem
 
@@ -220,7 +221,7 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
             device, straight = backend_device(held.tensor), [d for d in part.dims if d is not None]
             alike = device == "cpu" and target.dtype == held.dtype
             if alike and target.is_contiguous() and straight == sorted(straight):
-                dist.recv(target.view(part.box.sizes), rank)  # No second copy of it.
+                dist.recv(target.view(part.box.sizes), rank)  # Without a second copy of the part.
                 continue
             staged = torch.empty(part.box.sizes, dtype=held.dtype, device=device)
             dist.recv(staged, rank)
@@ -243,7 +244,7 @@ def _agreed(model: PreTrainedModel) -> AbstractContextManager[Call]:
 
 @contextmanager
 def _as_before(model: PreTrainedModel) -> Iterator[None]:
-    """Restore the class whose name gives transformers the names of a checkpoint."""
+    """Restore the class from before sharding, because transformers reads its name."""
     sharded: Any = type(model)
     model.__class__ = class_before(model)
     try:

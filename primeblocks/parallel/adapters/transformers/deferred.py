@@ -18,11 +18,12 @@ __all__ = ["Deferred", "TensorPiece"]
 
 @dataclass(frozen=True)
 class TensorPiece:
-    """A box of a deferred tensor, `place`, and the box of its source that fills it.
+    """A box of a deferred tensor, `place`, and the box of a source that fills `place`.
 
     Attributes:
         corner: the start of the box in the source.
-        dims: the source's dim for each dim of the tensor. None is a dim of size 1 that it lacks.
+        dims: the source's dim for each dim of the tensor. None is a dim of size 1 that the source
+            lacks.
     """
 
     place: Shard
@@ -63,7 +64,7 @@ class TensorPiece:
         return replace(self, place=Shard(tuple(offsets), tuple(sizes)), corner=common.offsets)
 
     def arrange(self, read: Tensor) -> Tensor:
-        """Return a view of data that was read of `box`, in the tensor's order of dims."""
+        """Return a view of data that was read from `box`, in the tensor's order of dims."""
         kept = [dim for dim in self.dims if dim is not None]
         lost = [dim for dim in range(read.ndim) if dim not in kept]
         return read.permute(*kept, *lost).reshape(self.place.sizes) if self.dims else read.view(())
@@ -72,8 +73,8 @@ class TensorPiece:
 class Deferred(Tensor):
     """A tensor without memory, which knows the boxes of its sources.
 
-    Slices, stacks, concatenations and permutations of a deferred tensor are deferred too. The
-    reader casts. Every other operator raises UnsupportedError. Local.
+    Slices, stacks, concatenations, permutations and casts of a deferred tensor are deferred too.
+    Every other operator raises UnsupportedError. Local.
     """
 
     pieces: tuple[TensorPiece, ...]
@@ -93,14 +94,14 @@ class Deferred(Tensor):
 
     @classmethod
     def of(cls, source: Any) -> Deferred:
-        """Return the whole of a source, which has a shape and a dtype."""
+        """Return a deferred tensor of a whole source. A source has a shape and a dtype."""
         shape = tuple(source.shape)
         whole = Shard((0,) * len(shape), shape)
         dims = tuple(range(len(shape)))
         return cls(shape, source.dtype, [TensorPiece(whole, source, whole.offsets, dims)])
 
     def within(self, box: Shard) -> Iterator[TensorPiece]:
-        """Yield the pieces that fill a box, in coordinates that start at its corner."""
+        """Yield the pieces that fill a box, in coordinates that start at the box's corner."""
         for piece in self.pieces:
             cut = piece.cut(box)
             if cut is not None:

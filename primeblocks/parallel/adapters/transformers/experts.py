@@ -30,7 +30,7 @@ def experts_of(model: nn.Module) -> list[Any]:
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that score experts, next to the experts."""
+    """Return the routers: modules that score experts, next to the experts."""
     beside = [m for m in model.modules() if hasattr(getattr(m, "experts", None), "_apply_gate")]
     found = [getattr(module, "gate", getattr(module, "router", None)) for module in beside]
     return [router for router in found if isinstance(router, nn.Module)]
@@ -58,13 +58,13 @@ class _SharedExperts:
 
     transformers calls them after all results returned, and has no hook to call them earlier. So
     their forward is replaced, and returns the result computed meanwhile. If the block calls them
-    first (AFMoE, Laguna), or with other input than its own, the original forward runs.
+    first (AFMoE, Laguna), or with another input than the block's, the original forward runs.
     """
 
     def __init__(self, block: nn.Module, shared: nn.Module) -> None:
         self._own, self._given, self._found = shared.forward, None, None
         block.register_forward_pre_hook(self._enter)
-        # Also after an error, because a checkpoint stops a recomputation by one.
+        # Also after an error, because a checkpoint stops a recomputation by raising an error.
         block.register_forward_hook(self._leave, always_call=True)
         shared.forward = self._forward
 

@@ -42,11 +42,11 @@ _IMPLEMENTATION = "primeblocks_indexed"
 
 @dataclass(frozen=True)
 class IndexedAttention:
-    """Engines for families whose attention has an indexer: `attention=` of `parallelize`.
+    """Kernels for families whose attention has an indexer: `attention=` of `parallelize`.
 
     Attributes:
-        kernel: attention over the selected rows. Default: `ReferenceKernel()`.
-        scores: scores of the indexer. Default: `index_scores`.
+        kernel: computes attention to the selected rows. Default: `ReferenceKernel()`.
+        scores: computes the scores of the indexer. Default: `index_scores`.
         check: as in `ring_attention`.
     """
 
@@ -60,7 +60,7 @@ def install_indexed_attention(
 ) -> None:
     """Let every attention with an indexer select among the tokens of all ranks. Local.
 
-    If a rank holds whole sequences, a call without a plan keeps the model's own attention.
+    In a group of one rank, a call without a plan keeps the model's own attention.
     """
     AttentionInterface.register(_IMPLEMENTATION, _forward)
     AttentionMaskInterface.register(_IMPLEMENTATION, _stand_in_for_a_mask)
@@ -100,9 +100,9 @@ class _Call:
     group: dist.ProcessGroup
     sequence: SequencePlan
     latents: Tensor | None = None
-    """`[local_tokens, width]`, the rotated part of the key behind the latent."""
+    """`[local_tokens, width]`, the latent, then the rotated part of the key."""
     whole: Tensor | None = None
-    """Those of all ranks, where an indexer had them gathered."""
+    """The latents of all ranks, if an indexer gathered them."""
 
 
 def _begin(
@@ -129,7 +129,7 @@ def _end(module: Any, args: Any, output: Any) -> None:
 def _stand_in_for_a_mask(
     *sizes: Any, device: torch.device | None = None, **arguments: Any
 ) -> Tensor:
-    """Return a tensor that attention can slice before it calls the indexer. It is not read."""
+    """Return a tensor that attention can slice before it calls the indexer. It stays unread."""
     return torch.zeros(1, 1, 1, 1, device=device)
 
 
@@ -140,7 +140,7 @@ def _keep_latents(
     call: _Call | None = module.indexed_call
     if call is None:
         return own(latents, rotated)
-    kv = autocast(torch.cat([latents, rotated], dim=-1))  # As attention will, before it travels.
+    kv = autocast(torch.cat([latents, rotated], dim=-1))  # Cast as attention would, but before.
     call.latents = kv[0, 0]
     return kv, kv
 
@@ -170,14 +170,15 @@ class _Chosen(NamedTuple):
     indices: Tensor
 
 
-# The operations of an indexer on keys, in order: products with queries, and sums over heads.
+# The operations of an indexer on keys, in order: products with queries, ReLU, sums over heads.
 _STEPS = (torch.matmul, F.relu, torch.matmul)
 
 
 class _Scores:
-    """The scores of all tokens for an indexer's own code, which are never computed.
+    """A stand-in for the scores of all tokens, on which an indexer's own code works.
 
-    Collects the operands of `_STEPS`, and passes them to `select`, which needs no mask.
+    It does not compute these scores. It collects the operands of `_STEPS`, and passes them to
+    `select`, which does not need a mask.
     """
 
     def __init__(self, call: _Call, keys: Tensor) -> None:
@@ -218,7 +219,7 @@ class _Scores:
         if len(self._operands) < len(_STEPS):
             raise _unknown("chooses before it has scores")
         q, _, weights = self._operands
-        # Queries were widened for the product, but engines need them in the dtype of the keys.
+        # The indexer widened queries for the product, but `select` needs the dtype of the keys.
         q = q[0].to(self._keys.dtype)
         inputs = IndexerInputs(q, self._keys, weights[0, :, 0] * self._factor)
         return _Chosen(_choose(self._call, inputs, k).transpose(0, 1))
@@ -277,9 +278,9 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """Run attention as transformers calls it, on queries `[1, heads, tokens, head_dim]`.
 
-    Keys are absorbed into queries, and values are expanded from the sum of latents, so one row of
-    latents serves all heads. `indices`, `[1, tokens, k]`, are the result of the indexer module,
-    also if a hook replaced it.
+    The key projection is absorbed into queries, and values are expanded from the sum of latents, so
+    one row of latents serves all heads. `indices`, `[1, tokens, k]`, are the result of the indexer
+    module, also if a hook replaced the result.
     """
     call: _Call = module.indexed_call
     if dropout:

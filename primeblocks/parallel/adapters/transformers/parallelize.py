@@ -59,7 +59,7 @@ FAMILIES = (
     "qwen3_vl_moe",
     "solar_open",
 )
-"""The `model_type` of each family whose splits tests compare with one rank."""
+"""The `model_type` of each family for which tests compare a split model with one rank."""
 
 
 def parallelize(
@@ -76,7 +76,7 @@ def parallelize(
     """Parallelize a causal language model over `meshes`, in place: experts, sequences and FSDP2.
 
     Outputs and gradients equal those of the model on one rank. Parameter names do not change.
-    Parameters become DTensors, and `layout_of` returns the box that each rank holds. Hooks on the
+    Parameters become DTensors, and `layout_of` returns the box that a rank stores. Hooks on the
     router keep working: the experts take the ids that the router module returns, also if a hook
     replaced them. Build optimizers afterwards. Local. The model's weights must be equal on all
     ranks.
@@ -99,8 +99,9 @@ def parallelize(
         reshard_after_forward, offload_policy: see `fully_shard_moe`.
 
     Raises:
-        UnsupportedError: no test covers the model, or it cannot be split this way. The model itself
-            later raises it for a plan that it cannot follow, or a loss of one rank's tokens only.
+        UnsupportedError: no test covers the model, or it cannot be split this way. A call of the
+            model raises this error for a plan that the model cannot follow, or for a loss of one
+            rank's tokens only.
         PlanError: the expert degree does not divide the experts, or the dispatcher uses other ranks
             than `meshes.expert`.
     """
@@ -170,7 +171,7 @@ def local_inputs(
 
     Raises:
         ShapeError, PlanError: as for `SequencePlan.split`.
-        PlanError: some rank would hold 0 tokens. Every rank raises this error.
+        PlanError: some rank would get 0 tokens. Every rank raises this error.
     """
     if not all(sequence.counts):
         raise PlanError(
@@ -215,12 +216,12 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 def _own_configs(model: PreTrainedModel) -> None:
     """Copy configurations, which choose implementations, because other models may share them."""
-    memo: dict[int, Any] = {}  # A part that two modules share, or two configurations, stays one.
+    memo: dict[int, Any] = {}  # Configurations, and parts of them, that are shared stay shared.
     for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None:
             module.config = copy.deepcopy(config, memo)
-            # Parameters are numbers from here on, also if the checkpoint held codes.
+            # Parameters are numbers from here on, also if the checkpoint has float8 codes.
             vars(module.config).pop("quantization_config", None)
 
 

@@ -1,9 +1,9 @@
 """Backward of attention over selected rows, in two kernels.
 
 Both stack queries and gradients of outputs as one matrix, and multiply it by the same rows. One
-product gives scores and slopes of the weights, and one gives both parts of a row's gradient. The
-first kernel runs over queries, like the forward. The second runs over tiles of selected rows, sums
-all heads, and adds the result to the rows once.
+product gives scores and slopes of the weights, and another gives both parts of a row's gradient.
+The first kernel runs over queries, like the forward. The second runs over tiles of selected rows,
+sums all heads, and adds the sum to the rows' gradients once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _load_stack(
     HEADS: tl.constexpr,
     TURN: tl.constexpr,
 ):
-    """Load gradients of outputs and queries, each in its columns of a row, TURN heads in turn."""
+    """Load queries and gradients of outputs as lines of one matrix, TURN heads of each in turn."""
     line = tl.arange(0, 2 * HEADS)
     head = (first + line // (2 * TURN) * TURN + line % TURN)[:, None]
     of_q = (line // TURN % 2 == 1)[:, None]
@@ -55,7 +55,7 @@ def _load_stack(
 @triton.jit
 @no_type_check
 def _unstack(x, TURN: tl.constexpr):
-    """Separate gradients from queries. With 8 in turn, a thread holds both of a head."""
+    """Separate lines of gradients and queries. With TURN = 8, a thread has both lines of a head."""
     heads: tl.constexpr = x.shape[0] // 2
     columns: tl.constexpr = x.shape[1]
     x = tl.permute(tl.reshape(x, (heads // TURN, 2, TURN, columns)), (0, 2, 3, 1))
@@ -66,7 +66,7 @@ def _unstack(x, TURN: tl.constexpr):
 @triton.jit
 @no_type_check
 def _multiply_by_gradients(out, grad, own, A: tl.constexpr, B: tl.constexpr, VALUE: tl.constexpr):
-    """Multiply outputs and their gradients."""
+    """Return the dot product of each head's output and the output's gradient."""
     product = tl.zeros(own.shape, tl.float32)
     for part in tl.static_range(2 if B else 1):
         column = tl.arange(0, A) if part == 0 else A + tl.arange(0, B)
@@ -80,7 +80,7 @@ def _multiply_by_gradients(out, grad, own, A: tl.constexpr, B: tl.constexpr, VAL
 @triton.jit
 @no_type_check
 def _to_base_2(lse):
-    """Return the logarithm to base 2, or 0 if all weights are zero, as no score is above -inf."""
+    """Return `lse` to base 2, or 0 for an `lse` of -inf, so that weights are 0 and not NaN."""
     return tl.where(lse == float("-inf"), 0.0, lse * 1.4426950408889634)
 
 
@@ -115,7 +115,7 @@ def find_slopes(
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Compute a query's gradient, and `delta`, the product of its output and its gradient."""
+    """Compute a query's gradient, and `delta`, the dot product of output and output's gradient."""
     across = tl.cdiv(heads, HEADS)
     program = tl.program_id(0)
     block = program % across * HEADS

@@ -1,7 +1,7 @@
-"""Forward of attention over selected rows: one program per query and its heads.
+"""Forward of attention over selected rows: one program per query and range of heads.
 
-Tiles of selected rows stream through shared memory. Each is read once and multiplied twice, with an
-online softmax between (arXiv:1805.02867). Selected rows are not copied in memory.
+Tiles of selected rows stream through shared memory. Each tile is read once and multiplied twice,
+with an online softmax between (arXiv:1805.02867). Selected rows are not copied in device memory.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def score_tiles(
 class TritonIndexScores:
     """An `IndexScores` that makes one launch and allocates only its result.
 
-    Takes float16, bfloat16 or float32, and sums in float32. At most 128 heads, each of at most
-    128 columns.
+    Takes float16, bfloat16 or float32, and sums in float32. Supports at most 128 heads, each of at
+    most 128 columns.
     """
 
     def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
@@ -103,12 +103,12 @@ class TritonIndexScores:
 
 
 def launch_of_scores(heads: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
-    """Return the sizes of tiles, and the number of warps that share one. Pure."""
+    """Return the sizes of tiles, and the number of warps that share a tile. Pure."""
     wide = dtype == torch.float32
     return {
         "HEADS": max(16, triton.next_power_of_2(heads)),
         "DIM": max(16, triton.next_power_of_2(dim)),
-        "QUERIES": 32,  # In turn: each is read while the one before is multiplied.
+        "QUERIES": 32,  # In turn: each query is read while the previous query is multiplied.
         "TILE": 16 if wide else 128,
         "STAGES": 2 if wide else 3,
         "num_warps": 8,

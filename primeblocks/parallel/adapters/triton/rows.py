@@ -1,8 +1,7 @@
 """Rows of a table as kernels read them: columns in two parts, a query's ids, and rounding.
 
 Sides of matrices are powers of two. So 576 columns are read as 512 and 64, and not as 1024. All
-columns are the key, and the first ones are also the value, so no column is read or multiplied
-twice.
+columns are the key, and the first columns are also the value, so each column is read once for both.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ WIDEST = 576
 
 
 def columns_of(rows: Rows) -> dict[str, int]:
-    """Return the columns that a query reads, under the names that kernels use. Local.
+    """Return the numbers of columns that a query reads, by the names of kernel arguments. Local.
 
-    `A` and `B` are the two parts, of which `B` may be 0.
+    `A` and `B` are the sizes of the two parts. `B` may be 0.
 
     Raises:
-        UnsupportedError: the value is not a part of the key, or the rows span more columns than a
-            GPU's shared memory holds.
+        UnsupportedError: the value is not a part of the key, or the rows span more columns than fit
+            into a GPU's shared memory.
     """
     width, value = rows.key_dim, rows.value_dim
     if rows.key[0] or rows.value[0] or value > width or width > WIDEST:
@@ -93,7 +92,7 @@ def choose_rows(kv, indices, start, length, entries, kv_row, TILE: tl.constexpr)
 @triton.jit
 @no_type_check
 def read_rows(rows, column, seen, WIDTH: tl.constexpr, END: tl.constexpr):
-    """Read columns up to END - 1 of rows that have WIDTH columns. The others are zeros."""
+    """Read columns up to END - 1 of rows with WIDTH columns. Columns from WIDTH on are zeros."""
     inside = seen[:, None]
     if END > WIDTH:
         inside = inside & (column < WIDTH)[None, :]
@@ -103,7 +102,7 @@ def read_rows(rows, column, seen, WIDTH: tl.constexpr, END: tl.constexpr):
 @triton.jit
 @no_type_check
 def multiply_rows(x_a, x_b, rows, seen, WIDTH: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """Read rows and multiply `x @ rows.T`. Without a part B, part A is passed instead."""
+    """Read rows and multiply `x @ rows.T`. Without a part B, part A is returned in its place."""
     row_a = read_rows(rows, tl.arange(0, A), seen, WIDTH, A)
     product = tl.zeros((x_a.shape[0], rows.shape[0]), tl.float32)
     product = multiply(x_a, tl.trans(row_a), product)
@@ -117,7 +116,7 @@ def multiply_rows(x_a, x_b, rows, seen, WIDTH: tl.constexpr, A: tl.constexpr, B:
 @triton.jit
 @no_type_check
 def load_columns(x, column, own, END: tl.constexpr):
-    """Load columns up to END - 1 of vectors. The others are zeros."""
+    """Load columns up to END - 1 of vectors. Later columns are zeros."""
     inside = own[:, None] & (column < END)[None, :]
     return tl.load(x + column[None, :], inside, other=0.0)
 
@@ -143,7 +142,7 @@ def multiply(a, b, total):
 @no_type_check
 def round_to(x, DTYPE: tl.constexpr):
     """Round float32 to DTYPE, ties to even."""
-    if _EMULATED and tl.bfloat16 == DTYPE:  # The interpreter cuts off.
+    if _EMULATED and tl.bfloat16 == DTYPE:  # The interpreter truncates.
         bits = x.to(tl.int32, bitcast=True)
         near = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
         number = (bits & 0x7FFFFFFF) <= 0x7F800000

@@ -1,4 +1,4 @@
-"""Attention over selected rows as a Triton engine: launches and checks."""
+"""Attention over selected rows in Triton: launches and checks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TritonSparseKernel:
 
     Forward is one launch. Backward sets dkv to zero and launches two kernels. The host does not
     wait. Serves latent attention: keys of at most 576 columns, whose first columns are the value.
-    An id beyond the rows makes its query's output NaN. Tiles are chosen for Hopper. Other GPUs, and
-    float32, which does not use tensor cores, work but are not tuned.
+    An id beyond the rows makes its query's output NaN. Tiles are chosen for Hopper. Other GPUs and
+    float32 work, but are not tuned. Float32 does not use tensor cores.
 
     The programs of backward add to the same rows in any order, so gradients of rows differ by
-    rounding between runs. Under `torch.use_deterministic_algorithms` backward is refused. With
+    rounding between runs. Under `torch.use_deterministic_algorithms` backward raises an error. With
     `warn_only=True` it runs, without a warning.
     """
 
@@ -42,7 +42,8 @@ class TritonSparseKernel:
 
         Raises:
             ShapeError: shapes, dtypes or devices do not fit.
-            UnsupportedError: the dtype is float64, `rows` are other rows, or tensors are on a CPU.
+            UnsupportedError: the dtype is float64, `rows` are not rows of latent attention, or
+                tensors are on a CPU.
         """
         columns, heads = _check(q, kv, indices, rows), q.shape[1] // kv.shape[1]
         out = q.new_empty(*q.shape[:2], rows.value_dim)
@@ -158,7 +159,7 @@ def launch_of(
     *,
     hopper: bool = True,
 ) -> dict[str, int]:
-    """Return the sizes of a kernel's tiles, and the number of warps that share one. Pure.
+    """Return the sizes of a kernel's tiles, and the number of warps that share a tile. Pure.
 
     With 64 heads and 576 columns of 2 bytes, a thread takes 255 registers. A program then takes 221
     to 226 KiB of the 227 KiB of shared memory that it has on Hopper. On other GPUs, and for

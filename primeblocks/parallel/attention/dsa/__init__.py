@@ -1,8 +1,8 @@
-"""Attention to selected rows (DSA and its relatives) over a sequence that ranks share.
+"""Attention to selected rows, such as DeepSeek sparse attention (DSA), over split sequences.
 
 `dsa_attention` does everything in one call. Its parts are also functions: `gather_tokens`,
 `select` and `sparse_attention`. A selector such as `TopK` chooses the rows that a query sees. A
-`SparseKernel` computes attention to them.
+`SparseKernel` computes attention to these rows.
 """
 
 from .attention import dsa_attention, sparse_attention

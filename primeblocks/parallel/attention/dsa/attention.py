@@ -1,6 +1,7 @@
 """Sparse attention over a split sequence: each query reads a few of the rows of all ranks.
 
-Rows are gathered once per call. The indexer selects, and the kernel reads the selected rows.
+A forward gathers rows once, and so does a backward. The indexer selects, and the kernel reads the
+selected rows.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def dsa_attention(
     Collective. Forward receives `(ranks - 1) * max(sequence.counts)` rows of kv and of indexer.k.
     Backward receives the rows of kv again, and reduces as many rows of gradients in float32.
 
-    A layer that shares another layer's selection calls `sparse_attention` with its indices.
+    To share the selection of another layer, call `sparse_attention` with that layer's indices.
 
     Args:
         q: `[local_tokens, heads, key_dim]`, with rotary embedding applied. For latent attention,
@@ -65,8 +66,8 @@ def dsa_attention(
         scale: factor of attention's scores. Default: key_dim ** -0.5. For latent attention pass the
             scale of its heads before absorption.
         sinks: `[heads]`, the score of one more key per head, whose value is zero.
-        kernel: an engine of attention. Default: `ReferenceKernel()`.
-        scores: an engine of the indexer. Default: `index_scores`.
+        kernel: computes attention to the selected rows. Default: `ReferenceKernel()`.
+        scores: computes the scores of the indexer. Default: `index_scores`.
         check: as in `ring_attention`.
 
     Returns:
@@ -76,7 +77,7 @@ def dsa_attention(
 
     Raises:
         ShapeError: shapes, dtypes or heads do not fit each other or the plan.
-        PlanError: the group does not fit the plan, or ranks hold different plans.
+        PlanError: the group does not fit the plan, or ranks have different plans.
         RankError: another rank refused its arguments.
 
     Source: arXiv:2512.02556 (DeepSeek-V3.2); docs/dsa.md.
@@ -119,9 +120,9 @@ def sparse_attention(
 ) -> Tensor:
     """Attend from each query to the rows that `indices` name, over a split sequence.
 
-    The indices may come from `select`, from another layer, or from an engine whose selection is
-    replayed. Differentiable in q, kv and sinks. Collective like `dsa_attention`, without the
-    indexer.
+    The indices may come from `select`, from another layer, or from an inference engine whose
+    selection is replayed. Differentiable in q, kv and sinks. Collective like `dsa_attention`,
+    without the indexer.
 
     Args:
         indices: int32 `[local_tokens, groups, k]`: places in the whole sequence, followed by -1.

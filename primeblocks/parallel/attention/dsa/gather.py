@@ -1,4 +1,4 @@
-"""Gather rows of tokens from all ranks in the order of the sequence, and return their gradients."""
+"""Gather rows of tokens from all ranks in the order of the sequence, and sum their gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gather_tokens(
 ) -> tuple[Tensor, ...]:
     """Return whole tensors from the parts of all ranks, in the order of the sequence.
 
-    No gradient flows. Collective: one all-gather for all tensors together. Each rank receives
+    The results have no gradient. Collective: one all-gather of all tensors. Each rank receives
     `(ranks - 1) * max(sequence.counts)` rows. A row has the bytes of one token in all tensors.
 
     Args:
@@ -36,8 +36,8 @@ def gather_tokens(
     whole = arrived.index_select(0, _row_of_token(sequence, sent.device))
     found = []
     for x, columns in zip(parts, whole.split([x.shape[1] for x in flat], dim=1), strict=True):
-        # A view of another dtype needs rows at an aligned offset. `contiguous` leaves a single row
-        # at any offset.
+        # A view of another dtype needs rows at an aligned offset. `contiguous` would not copy a
+        # single row.
         rows = columns.clone(memory_format=torch.contiguous_format)
         found.append(rows.view(x.dtype).view(sequence.tokens, *x.shape[1:]))
     return tuple(found)

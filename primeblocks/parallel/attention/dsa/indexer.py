@@ -35,7 +35,7 @@ __all__ = [
     "top_ids",
 ]
 
-# Bytes per candidate and query: scores, those of one head, two masks and counts.
+# Bytes per candidate and query: scores, the scores of one head, two masks and counts.
 BYTES_OF_A_SCORE = 18
 
 
@@ -48,13 +48,13 @@ class IndexerInputs(NamedTuple):
     q: Tensor
     """`[local_tokens, index_heads, index_dim]`"""
     k: Tensor
-    """`[local_tokens, index_dim]`, shared by all heads. For entries: this rank's entries."""
+    """`[local_tokens, index_dim]`, shared by all heads. If rows are entries: the entries' keys."""
     weights: Tensor
-    """`[local_tokens, index_heads]`, with every constant factor"""
+    """`[local_tokens, index_heads]`, multiplied by all constant factors"""
 
 
 class IndexScores(Protocol):
-    """An engine that scores some queries against some keys. Local."""
+    """A function that scores some queries against some keys. Local."""
 
     def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
         """Return `[queries, candidates]` in float32, or float64 for float64.
@@ -86,13 +86,13 @@ class Selector(Protocol):
 
 @dataclass(frozen=True)
 class TopK:
-    """Select the `k` tokens with the highest scores, up to the query, in its document.
+    """Select the `k` tokens with the highest scores in the query's document, up to the query.
 
     Ties go to the earlier token. DeepSeek-V3.2 and GLM-5 select this way.
 
     Attributes:
-        k: the most tokens that a query sees.
-        chunk_bytes: memory for the scores of some queries. The matrix of all scores never exists.
+        k: the largest number of tokens that a query sees.
+        chunk_bytes: memory for a chunk of queries' scores. The matrix of all scores never exists.
     """
 
     k: int
@@ -139,11 +139,11 @@ def select(
     Args:
         keys: `[tokens, index_dim]`, the keys of all ranks in the order of the sequence. For a
             selector of entries: the keys of entries.
-        scores: an engine. Default: `index_scores`.
+        scores: computes the scores. Default: `index_scores`.
 
     Returns:
         Int32 `[local_tokens, groups, k]`: ascending places in the whole sequence, followed by -1. A
-        NaN score counts as infinite, so that it reaches the output.
+        NaN score counts as infinite, so that a NaN reaches the output.
 
     Raises:
         ShapeError, UnsupportedError: the operands do not fit the selector.
@@ -167,11 +167,11 @@ def select(
 def keep_indices() -> Any:
     """Return contexts in which `torch.utils.checkpoint` keeps selections. Local.
 
-    Everything else is recomputed. A recomputation may sum in another order and break near ties
-    differently. The gradients would then belong to other rows.
+    Everything else is recomputed. A recomputed selection could sum in another order and break near
+    ties differently. The gradients would then belong to other rows.
 
-    Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. It stores
-    the indices of each layer that selects.
+    Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. The
+    contexts store the indices of each layer that selects.
     """
     return create_selective_checkpoint_contexts([torch.ops.primeblocks.select_indices.default])
 
@@ -191,8 +191,8 @@ def _select_indices(q: Tensor) -> Tensor:
 class Candidates(NamedTuple):
     """Consecutive queries of one document and the candidates that they see.
 
-    Query `i` of `queries` has the position `position + i` in its document. It sees the candidates
-    from `first` to before `first + (position + i + 1) // ratio`.
+    Query `i` of `queries` has the position `position + i` in its document. It sees the
+    `(position + i + 1) // ratio` candidates from `first` on.
     """
 
     offset: int
@@ -233,12 +233,12 @@ def best_candidates(
     like: Tensor,
     chunk_bytes: int,
 ) -> Tensor:
-    """Select as `top_candidates` does, with any scores.
+    """Select as `top_candidates` does, by the scores that `table` returns.
 
     Args:
         table: a function from rows and their candidates to scores `[queries, run.most]`. Scores of
-            candidates that a query does not see may have any value. The result is overwritten.
-        like: a tensor with one row per query, on their device.
+            candidates that a query does not see may have any value. The scores are overwritten.
+        like: a tensor with one row per query, on the device of the scores.
     """
     found = torch.full((like.shape[0], k), -1, dtype=torch.int32, device=like.device)
     for rows, run in _chunks(runs, k, chunk_bytes):
@@ -255,7 +255,9 @@ def best_candidates(
 
 
 def _chunks(runs: list[Candidates], k: int, chunk_bytes: int) -> Iterator[tuple[slice, Candidates]]:
-    """Cut runs so that their scores fit into memory, and at the first query with a choice."""
+    """Cut runs so that a chunk's scores fit into `chunk_bytes`, and before the first query that
+    sees more than `k` candidates.
+    """
     for run in runs:
         start, free = 0, max(0, min(run.queries, k * run.ratio + run.ratio - 1 - run.position))
         while start < run.queries:

@@ -19,7 +19,7 @@ __all__ = ["ReferenceKernel", "Rows", "SparseKernel", "row_scores", "selected_ro
 class Rows:
     """The columns of a row that are its key and its value. The two may overlap.
 
-    One row travels between ranks, whatever a query reads of it.
+    A whole row travels between ranks, also if queries read only some of its columns.
 
     - `Rows.latent(512, 64)` describes latent attention (MLA).
     - `Rows.heads(128, 128)` describes keys and values of grouped heads, next to each other.
@@ -67,8 +67,8 @@ class Rows:
 class SparseKernel(Protocol):
     """Forward and backward of attention over selected rows. Local.
 
-    Query head h reads group `h // (heads // groups)`. A query's ids are compact: a kernel does not
-    read beyond the first -1. A query without ids has an output of 0 and an `lse` of -inf. A kernel
+    Query head h reads group `h // (heads // groups)`. A query's ids precede every -1, so a kernel
+    may stop at the first -1. A query without ids has an output of 0 and an `lse` of -inf. A kernel
     does not allocate tensors as large as all selected rows together.
     """
 
@@ -175,7 +175,7 @@ class ReferenceKernel:
         for start in range(0, q.shape[0], step):
             some = slice(start, min(start + step, q.shape[0]))
             ids = indices[some]
-            if ids.device.type == "cpu":  # Elsewhere it would make the host wait.
+            if ids.device.type == "cpu":  # On another device the host would have to wait.
                 ids = ids[..., : max(1, int((ids >= 0).sum(-1).max()))]
             yield some, ids
 
