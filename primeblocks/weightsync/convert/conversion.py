@@ -187,7 +187,7 @@ def record_wiring(
 
     Raises:
         PlanError: the conversion computes with a tensor, casts it, repeats it or asks for its
-            values, joins other created values than zeros, or ranks describe a tensor differently.
+            values. Or it joins created values other than zeros, or ranks describe a tensor differently.
     """
     sources, follower = union(manifests), Follower()
     with torch.no_grad(), follower:
