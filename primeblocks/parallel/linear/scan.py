@@ -65,7 +65,7 @@ class _Chains:
         senders: for each rank, its links that have a successor.
         middles: for each rank, its links with both neighbours, whose transitions are needed.
         receivers: for each rank, its links that have a predecessor.
-        receivers_by_step: for each step, the number of chains with a receiver.
+        receivers_by_step: for each step, the number of chains with a receiver. Longest first.
         updates: for each step, rows of the updates of all senders.
         transitions: for each step except the first, rows of the transitions of all middles.
         returned: for each rank, rows of the states that it receives, among those of all steps.

@@ -111,7 +111,7 @@ def _no_mask(*sizes: Any, **arguments: Any) -> None:
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Return whether a call does more than the layer's forward, also in backward. Local."""
+    """Return whether hooks would run in a call of the layer, or in its backward. Local."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(layer, kind) for kind in kinds)
 
