@@ -35,11 +35,11 @@ _DENSE = ("cpu", "meta")
 
 
 class FlexKernel:
-    """An `AttentionKernel` that calls torch's compiled FlexAttention, in one call each way.
+    """An `AttentionKernel` that calls torch's compiled FlexAttention.
 
-    Tiles in which no query sees a key are skipped. Tiles in which every query sees every key are
-    computed without a mask. Key heads are not repeated. Reuse one object, because it keeps the
-    compiled functions.
+    Forward is one call, and so is backward. Tiles in which no query sees a key are skipped. Tiles
+    in which every query sees every key are computed without a mask. Key heads are not repeated.
+    Reuse one object, because it keeps the compiled functions.
 
     On a CPU torch computes all scores `[heads, queries, keys]`, and float64 operands in float64.
     This is meant for tests.
@@ -48,8 +48,8 @@ class FlexKernel:
         tile_tokens: queries and keys of a tile, a multiple of 128 on a GPU. Lists of tiles of 128
             take 1 MiB per 32,768 queries and 32,768 keys.
         recompute: in backward, run the forward of a hop again, and differentiate its output and its
-            `lse`. Otherwise FlexAttention's own backward gets the `lse` of all hops. The sum of
-            gradients is the same. Recomputing takes seven matrix products instead of five. None:
+            `lse`. Otherwise FlexAttention's own backward gets the `lse` of all hops. The sum over
+            all hops is the same. Recomputing takes seven matrix products instead of five. None:
             recompute if torch is older than 2.13, because it cannot compile the backward alone. A
             call with a softcap always recomputes.
         compile: the function that compiles. None: `torch.compile`, or no compilation on a CPU.

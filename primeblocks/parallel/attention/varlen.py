@@ -259,7 +259,7 @@ def _cut_segments(first: np.ndarray, last: np.ndarray) -> _Cut | None:
 
 
 def _candidates(rows: np.ndarray, low: np.ndarray, high: np.ndarray) -> list[_Cut]:
-    """Return one cut for each kind of segment. A query that cannot share a segment starts one."""
+    """Return a cut for each kind of segment. Queries that cannot share a segment are separated."""
     low_step, high_step, size = np.diff(low), np.diff(high), high - low
     stays, grows = high_step == 0, high_step == 1
     slides = low_step == 1

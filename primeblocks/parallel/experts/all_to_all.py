@@ -151,7 +151,7 @@ class OncePerRankDispatcher:
 
     The owner copies the token for its experts, and sends back the sum of their weighted outputs.
     With top-8 over two ranks, rows take at most a quarter of the bytes that `AllToAllDispatcher`
-    sends. Each sent row adds `top_k` ids of 4 bytes and `top_k` scores.
+    sends. Each sent row adds `top_k` ids of 4 bytes and `top_k` scores in their own dtype.
 
     Otherwise works like `AllToAllDispatcher`, without a capacity. `dispatch` makes four exchanges:
     the counts with the check, the ids, the scores, and the rows. Outputs are rounded to their dtype

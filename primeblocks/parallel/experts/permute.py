@@ -60,7 +60,8 @@ def spread(row_map: RowMap, counts: Tensor, *, room: int) -> RowMap:
     """Move each group of rows into a range of `room` rows. The other rows are not read. Local.
 
     Args:
-        counts: rows of each consecutive group, adding up to all. Rows beyond `room` are lost.
+        counts: rows of each consecutive group, adding up to all. If a group has more than `room`
+            rows, the result is undefined.
     """
     rows, size = len(row_map.source), len(counts) * room
     free = torch.arange(0, size, room, device=counts.device) - _before(counts)

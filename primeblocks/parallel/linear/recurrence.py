@@ -266,7 +266,7 @@ class RunBatches:
     Attributes:
         carried: whether some document is cut, on this rank or another, so that all ranks exchange.
         whole: the number of batches that hold whole documents.
-        shapes: by batch, its runs and the tokens of a run.
+        shapes: for each batch, the number of its runs and the tokens of a run.
         order: local tokens, batch by batch.
         inverse: the inverse of `order`.
         cut_places: for each of `cut_runs`, its place among the runs of the cut batches.

@@ -61,14 +61,14 @@ class _Chains:
     """The runs of each cut document as a chain, in the document's order. Runs of chains are links.
 
     Attributes:
-        links: by rank, its runs that are links.
-        senders: by rank, its links that have a successor.
-        middles: by rank, its links with both neighbours, whose transitions are needed.
-        receivers: by rank, its links that have a predecessor.
-        receivers_by_step: the number of chains, longest first, with a receiver at each step.
-        updates: by step, rows of the updates of all senders.
-        transitions: by step except the first, rows of the transitions of all middles.
-        returned: by rank, rows of the states of all steps that it receives.
+        links: for each rank, its runs that are links.
+        senders: for each rank, its links that have a successor.
+        middles: for each rank, its links with both neighbours, whose transitions are needed.
+        receivers: for each rank, its links that have a predecessor.
+        receivers_by_step: for each step, the number of chains with a receiver. Longest first.
+        updates: for each step, rows of the updates of all senders.
+        transitions: for each step except the first, rows of the transitions of all middles.
+        returned: for each rank, rows of the states that it receives, among those of all steps.
     """
 
     links: tuple[tuple[int, ...], ...]

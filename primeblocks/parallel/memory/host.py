@@ -95,8 +95,8 @@ class HostMemory:
     still accumulates unsharded (`set_requires_gradient_sync(False)`) stay on the device unchanged.
 
     Args:
-        model: its tensors on the device of its first parameter move. DTensors move too. The device
-            may be a CPU.
+        model: a module. A release moves its tensors, also DTensors, if they are on the device of
+            the first parameter. The device may be a CPU.
         optimizer: With None, no optimizer state moves.
         chunk_bytes: host memory of a kind grows by this many bytes at a time. Pinned memory is
             rounded up to a power of two.

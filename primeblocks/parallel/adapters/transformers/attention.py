@@ -85,8 +85,8 @@ def use_attention(name: str, modules: Iterable[nn.Module], group: dist.ProcessGr
 def _choose(own: str, other: str, module: Any, args: Any, arguments: dict[str, Any]) -> None:
     """Choose the attention of the module that is about to run, by the arguments of its call.
 
-    Every call chooses anew. Masks are made in one module and used in other modules, and a
-    checkpoint runs layers again after another call of the model.
+    Every call chooses anew, because a mask is made in one module and used in other modules. Also, a
+    checkpoint may run a layer again after another call of the model.
     """
     chosen = own if arguments.get("sequence") is None else other
     if module.config._attn_implementation != chosen:
@@ -111,7 +111,7 @@ def _no_mask(*sizes: Any, **arguments: Any) -> None:
 
 
 def has_hooks(layer: nn.Module) -> bool:
-    """Return whether a call does more than the layer's forward, also in backward. Local."""
+    """Return whether hooks would run in a call of the layer, or in its backward. Local."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(layer, kind) for kind in kinds)
 

@@ -237,7 +237,7 @@ def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-            # transformers draws no values if it finds this attribute.
+            # transformers does not draw values for a parameter with this attribute.
             parameter._is_hf_initialized = True
     for owner in model.modules():
         if isinstance(owner, PreTrainedModel):

@@ -1,4 +1,4 @@
-"""Files of safetensors, read by the box and written tensor by tensor.
+"""Files of safetensors, read box by box and written tensor by tensor.
 
 Float8 codes are read as numbers. `with_numbers` joins a weight's codes and scales. A box of the
 result then reads the codes of that box, and the scales of the blocks that the box touches.
@@ -102,7 +102,7 @@ class Numbers:
 
 
 def _blocks(start: int, size: int, block: int) -> tuple[Tensor, int]:
-    """Return the block of each place, counted from the first block, and the first block."""
+    """Return each place's block, counted from the first block touched, and that block's number."""
     first = start // block
     return torch.arange(start, start + size) // block - first, first
 

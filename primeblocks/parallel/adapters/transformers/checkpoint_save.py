@@ -49,8 +49,8 @@ def save_pretrained(
 
     Args:
         model: the model that you passed to `parallelize`.
-        max_shard_size: the size of a file, equal on all ranks. A larger checkpoint is split into
-            several files with an index.
+        max_shard_size: the largest size of a file, in bytes or as text such as "5GB", equal on all
+            ranks. A larger checkpoint is split into several files with an index.
         progress: called after each tensor that was written, with the number of these tensors and
             the number of all tensors.
 

@@ -169,7 +169,7 @@ class ReferenceKernel:
 
     def _chunks(self, q: Tensor, kv: Tensor, indices: Tensor) -> Iterator[tuple[slice, Tensor]]:
         size = accumulator_dtype(q).itemsize
-        # Selected rows, their gradients and a copy, then scores, weights and their gradients.
+        # Numbers per query: rows, their gradients and a copy, then scores, weights and gradients.
         a_query = indices.shape[1:].numel() * kv.shape[2] * 3 + q.shape[1] * indices.shape[2] * 4
         step = max(1, self.chunk_bytes // max(1, a_query * size))
         for start in range(0, q.shape[0], step):
