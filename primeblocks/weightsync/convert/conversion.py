@@ -187,7 +187,8 @@ def record_wiring(
 
     Raises:
         PlanError: the conversion computes with a tensor, casts it, repeats it or asks for its
-            values. Or it joins created values other than zeros, or ranks describe a tensor differently.
+            values. Or it joins created values other than zeros, or ranks describe a tensor in
+            different ways.
     """
     sources, follower = union(manifests), Follower()
     with torch.no_grad(), follower:
