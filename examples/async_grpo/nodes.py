@@ -47,7 +47,7 @@ def transport_between_ranks() -> Transport:
 
 
 def transport_over_tcp(store_host: str, store_port: int, *, host: str, owner: bool) -> Transport:
-    """This rank's end: it is found through a store that others host, and read at its own host."""
+    """Return this rank's transport, which readers find through the store. `host` is this node's."""
     store = dist.TCPStore(
         store_host, store_port, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
     )

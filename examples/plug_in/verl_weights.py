@@ -2,8 +2,8 @@
 
 verl imports this module on every worker if its folder is on PYTHONPATH and you set
 `checkpoint_engine.backend=primeblocks` and `checkpoint_engine.custom_backend_module=verl_weights`.
-Trainer rank 0 sends through shared memory, so all workers are on one host. For other hosts pass
-another transport to `announce` and `find`.
+Trainer rank 0 sends through shared memory, so all workers must be on one machine. For several
+machines, pass another transport to `announce` and `find`.
 """
 
 import torch

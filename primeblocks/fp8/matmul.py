@@ -30,7 +30,8 @@ def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
     """Quantize a weight `[..., out, in]` for forward and backward. Local.
 
     If tiles have several rows, backward uses the same codes, transposed. These codes are copied if
-    the kernel needs contiguous operands. If tiles have one row, the weight is quantized again.
+    the kernel needs contiguous operands. If tiles have one row, the transposed weight is quantized
+    for backward, so its codes differ from those of forward.
     """
     forward = recipe.quantize_weight(weight)
     if recipe.weights.rows == 1:
@@ -48,8 +49,8 @@ def matmul(
 ) -> Tensor:
     """Multiply `x @ weight.T`, both rounded to float8. Local. Differentiable in `x` and `weight`.
 
-    The gradient of `x` is also a float8 product, with the same weight codes, transposed.
-    `recipe.wgrad` chooses the operands of the gradient of `weight`.
+    The gradient of `x` is also a float8 product, with the weight's codes for backward (see
+    `quantize_both_ways`). `recipe.wgrad` chooses the operands of the gradient of `weight`.
 
     Args:
         x: `[..., in]`.

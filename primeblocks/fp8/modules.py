@@ -32,8 +32,8 @@ __all__ = ["Fp8GroupedMm", "Fp8Linear", "WeightCache", "convert", "plain_name"]
 class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in float8, with the parameters and names of Linear.
 
-    The weight is rounded in every forward, and backward uses the same codes. A `WeightCache` keeps
-    the codes between forwards.
+    Without a `WeightCache`, every forward rounds the weight. Backward uses codes of the same
+    forward (see `quantize_both_ways`).
     """
 
     recipe: Recipe
@@ -147,7 +147,7 @@ def _converted(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, Tensor]]
 class WeightCache:
     """Keeps the float8 codes of a converted model's weights until a weight changes.
 
-    All micro-batches of a step share one rounding, in forward, backward and recomputation. The
+    The codes of a weight are computed once per step, for all micro-batches and recomputations. The
     cache drops all codes when a torch optimizer of the process steps, or when a converted module
     loads a state dict. It drops a weight's codes if the weight is written in place or moves.
 
@@ -155,7 +155,7 @@ class WeightCache:
     adapters, and `torch._foreach_*` on a DTensor. After such a write, call `advance()`.
 
     The cache keeps codes of whole weights, also under FSDP2. They take one byte per value, or two
-    if the kernel needs a copy of transposed codes.
+    if tiles have one row or the kernel needs a copy of transposed codes.
 
     Args:
         model: a converted model. If you shard the model, shard it before this call.

@@ -35,7 +35,8 @@ class Gemm(Protocol):
     """A kernel that multiplies quantized matrices. It must be hashable, because a Recipe is.
 
     Results are float32 or bfloat16. `k_major` is True if both operands must be contiguous along the
-    inner dim. Transposed weights are then copied once per version.
+    inner dim. Then the transposed codes of weights in tiles of several rows are copied, once for
+    each quantization.
     """
 
     @property
@@ -86,7 +87,7 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class FusedQuantizer(Protocol):
-    """A `Quantizer` that also does two steps in one pass. It takes the same keywords."""
+    """A `Quantizer` that also does two steps in one pass. `how` are the keywords of `Quantizer`."""
 
     def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
         """Quantize a matrix in `tile`, and its transpose also in `tile`."""

@@ -310,7 +310,7 @@ class Catalogue:
     def _enter(self, page: HostPage, users: Users, *, by: Users) -> None:
         users = tuple(dict.fromkeys((*users, *by))) if users or by else ()
         self._ledger.touch(page.key, rollouts=users, by=by)
-        for rollout in page.ended:  # while no ledger had the page
+        for rollout in page.ended:  # while no `PageLedger` had the page
             self._ledger.end(rollout)
         page.ended = ()
 

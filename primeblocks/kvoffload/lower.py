@@ -184,7 +184,7 @@ class Breaker:
 
 
 class Level:
-    """A lower tier: its copies, its ledger, its counts. A shared tier has only counts."""
+    """A lower tier: its copies, `PageLedger` and counts. A shared tier has only counts."""
 
     def __init__(
         self, tier: Tier, evict: Evict, *, patience_s: float, clock: Callable[[], float]

@@ -3,7 +3,7 @@
 A page in host memory is in one of three states, which the catalogue alone changes:
 
     COMING   It waits for a frame, or is being copied or read into its frame. Loads wait for it.
-    HERE     It is in the ledger of host memory, and loads are served.
+    HERE     It is in the `PageLedger` of host memory, and loads are served.
     LEAVING  The eviction policy chose it. Loads are served until its frame is taken.
 
     COMING -> HERE           The copy or the read is over.
@@ -98,7 +98,7 @@ class HostPage:
         gone: whether its key now names another page, or no page. The frame is free once it is
             unused.
         users: the rollouts that used the page when it was chosen to leave.
-        ended: the rollouts that ended while no ledger had the page.
+        ended: the rollouts that ended while no `PageLedger` had the page.
         request: the save that the page comes from, until it is here.
         origin: for a page read from a lower tier, the depth of that tier and the copy there.
         waiters: the loads that asked before the page was here.

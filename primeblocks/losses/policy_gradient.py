@@ -1,9 +1,10 @@
 """Policy-gradient losses: pure functions of log-probabilities.
 
-Each returns a *sum* over tokens with counts. Divide the sums of all ranks and micro-batches by one
-global count (`normalisation`). Gradients then do not depend on how the batch was split or packed.
+Each loss returns a *sum* over tokens, and counts. Divide the sums of all ranks and micro-batches by
+one global count (`normalisation`). Gradients then do not depend on how the batch was split or
+packed.
 
-All take `weights`, one per token, which multiply each token's loss. Pass the weights of a
+All losses take `weights`, one per token, which multiply each token's loss. Pass the weights of a
 correction or of `normalisation.length_weights`, or a product of several. Gradients flow only to
 `trainer_logprobs`. Masked tokens may have any values. A ratio p_trainer / p_rollout counts as at
 most e**20, and has no gradient beyond that. A NaN of an unmasked token shows in the sum. All losses
@@ -119,7 +120,7 @@ def cispo_loss(
     """Policy gradient with a clipped weight: -sg[clip(r, 1 - low, 1 + high)] A log p. Pure. Local.
 
     Unlike in a clipped surrogate, every token keeps a gradient. With `clip_low=0, clip_high=0` the
-    loss is REINFORCE, and the weights of a correction are the only weights.
+    clipped ratio is 1, so the loss is REINFORCE with `weights`.
 
     Args:
         clip_low: 1 leaves small ratios unchanged, as in the paper.

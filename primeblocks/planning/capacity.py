@@ -218,9 +218,9 @@ def plan_capacity(
         tensor: ranks of one replica.
         gpus: number of GPUs. With None, the plan finds the smallest number that holds everything.
         page_tokens: tokens of a page, which is the engine's block size.
-        host_bytes: memory of all hosts together, for rollouts that the GPUs do not hold. A page is
-            stored there once, for any number of ranks.
-        disk_bytes: room on all disks together, for rollouts that the hosts do not hold.
+        host_bytes: memory of all machines together, for rollouts that the GPUs do not hold. A page
+            is stored there once, for any number of ranks.
+        disk_bytes: room on all disks together, for rollouts that host memory does not hold.
 
     Raises:
         PlanError: the numbers do not fit together.

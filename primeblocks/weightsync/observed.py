@@ -73,8 +73,8 @@ class Observed:
     Attributes:
         plan: the fingerprint of the plan.
         reader: the number of this process's reader in the plan.
-        forms: for each copy of the plan that this reader wants, its boxes in each form that this
-            process has. A box that the process does not hold has no form.
+        forms: a row for each `Copy` in this reader's buckets. A row has the parts of the box that
+            this process has, each in all its forms.
         unexpected: parameters that are not in the plan, or with `convert`, not in its targets.
         absent: wanted tensors of zero elements that are missing here, or have another shape.
     """
@@ -103,7 +103,7 @@ class Observed:
             return cls(str(raw["plan"]), int(raw["reader"]), forms, unexpected, absent)
 
     def check(self, plan: Plan) -> None:
-        """Raise PlanError unless this was observed by `plan`, with a row of forms per copy."""
+        """Raise PlanError unless this was observed by `plan`, with a row of forms per `Copy`."""
         if self.plan == plan.fingerprint():
             plan.check_reader(self.reader)
             copies = [c for i in plan.of_reader(self.reader) for c in plan.buckets[i].copies]

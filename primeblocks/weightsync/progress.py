@@ -25,7 +25,7 @@ class Counted:
         self._done = self._total = 0
 
     def begin(self, stage_bytes: int) -> None:
-        """Begin a stage before the last stage. Such a stage may begin more than once."""
+        """Begin a stage before the last stage. A call may have several, as when it repeats one."""
         self._total = self._done + stage_bytes + self._last_bytes
 
     def begin_last(self) -> None:

@@ -1,7 +1,7 @@
 """Starlette 1.10: OpenAI's chat completions, completions and models, answered by a `Recorder`.
 
-`capture_app` is an ASGI application for any ASGI server. `adapters.uvicorn` serves it inside of a
-program.
+`capture_app(recorder)` returns an ASGI application for any ASGI server. `adapters.uvicorn` serves
+this application inside of a program.
 """
 
 import asyncio

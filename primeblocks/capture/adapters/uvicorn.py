@@ -44,7 +44,7 @@ class CaptureServer:
 
     Requests are answered in the event loop that entered the context, so that loop must not be
     blocked. The server does not handle signals. HTTP is not encrypted: anyone who reads the network
-    can read keys. Use a tunnel or a proxy with TLS for other hosts.
+    can read keys. Use a tunnel or a proxy with TLS for other machines.
 
     Args:
         host: loopback by default. An address of another network needs `url`.

@@ -3,8 +3,8 @@
     recipe = fp8.Recipe(gemm=DeepGemm(k_groups=TritonGemm()))
 
 `DeepGemm` ran with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. On a CPU, calls are
-tested against a fake that makes the checks of the library's source (2.6.1, and sgl-deep-gemm
-0.2.5). The library compiles a kernel for each shape of weights at its first use.
+tested against a fake that makes the checks in the sources of DeepGEMM 2.6.1 and sgl-deep-gemm
+0.2.5. DeepGEMM compiles a kernel for each shape of weights when this shape is first used.
 
 **Use a wheel only with the torch that it was built for.**
 For example, sgl-deep-gemm 0.2.2, built for a newer torch, loads with torch 2.11 and misreads every

@@ -46,8 +46,8 @@ class Candidate:
         key: the name of the page.
         last_used: the tick of the last save or load. Each save or load is one tick.
         rollouts: the rollouts that use the page and have not ended. It is empty if all have ended,
-            and None if no rollout was ever named. This set is the ledger's own, so do not change
-            it.
+            and None if no rollout was ever named. The set belongs to the tier's `PageLedger`, so
+            do not change it.
     """
 
     key: PageKey

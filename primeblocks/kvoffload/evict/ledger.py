@@ -1,4 +1,4 @@
-"""The ledger of a tier: recency, and the facts that the policy declares.
+"""The facts about the pages of a tier: recency, and the facts that the policy declares.
 
 `PageLedger` has the pages. Its `Schedule` has the rollouts that run, wait or queue, and `Waits` the
 running means of their waits. Times are in ticks. A tick is one save or load of the tier.

@@ -2,8 +2,8 @@
 
     dsa_attention(..., scores=DeepGemmIndexScores())
 
-On a CPU, tests use a fake that makes the checks of the library's source (2.6.1). The library
-compiles a kernel for each number of heads and columns at the first use of these numbers.
+On a CPU, tests use a fake that makes the checks in the source of DeepGEMM 2.6.1. DeepGEMM compiles
+a kernel for each number of heads and columns at the first use of these numbers.
 """
 
 from __future__ import annotations

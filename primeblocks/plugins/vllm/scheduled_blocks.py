@@ -45,7 +45,7 @@ class Assigned:
 
 
 def build_with_blocks(stock_build: Any) -> Any:
-    """Send along the changes of blocks in each step."""
+    """Return a `build_connector_meta` that adds each step's changes of blocks to the metadata."""
 
     def build_connector_meta(control: Any, scheduler_output: Any, requests: Any) -> Any:
         metadata = stock_build(control, scheduler_output, requests)

@@ -3,8 +3,8 @@
     transport = PullTransport(store, NixlWire(serves=True), owner=rank == 0)   # on trainer ranks
     transport = PullTransport(store, NixlWire(serves=False))                   # in engines
 
-UCX chooses its own transports (UCX_TLS). A machine without RDMA and GPU only has
-`tcp,shm,self,sysv,posix`.
+UCX chooses its transports by itself. To restrict the choice, set `UCX_TLS`. A machine without RDMA
+and GPU only has `tcp,shm,self,sysv,posix`.
 """
 
 from __future__ import annotations

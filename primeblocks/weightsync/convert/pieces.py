@@ -43,7 +43,7 @@ class Piece:
         return Piece(self.target, self.target_box, self.source, self.source_box, tuple(back))
 
     def from_source(self, box: Shard) -> Piece | None:
-        """Return the part that `box` of the source fills, or None if it fills nothing."""
+        """Return the part of this piece in `box` of the source, or None without common elements."""
         common = self.source_box.intersect(box)
         if common is None:
             return None

@@ -1,9 +1,9 @@
 """Carriers of packed buffers: their protocol, handles of memory, and wires for one-sided reads.
 
-With a handle, other processes of the host open a buffer in place. A CPU buffer is anonymous shared
-memory, which they find through /proc. Torch's own handles of CPU tensors are not used, because they
-serve only one reader. A GPU buffer is opened by CUDA IPC with torch's handles. CUDA IPC ran on one
-GPU, between two processes. The modules `tcp_wire` and `adapters.nixl` define wires.
+With a handle, other processes of the machine open a buffer in place. A CPU buffer is anonymous
+shared memory, which they find through /proc. Torch's own handles of CPU tensors are not used,
+because they serve only one reader. A GPU buffer is opened by CUDA IPC with torch's handles. CUDA
+IPC ran on one GPU, between two processes. The modules `tcp_wire` and `adapters.nixl` define wires.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class DirectoryTransport:
 
 
 class SharedMemoryTransport(DirectoryTransport):
-    """Carries versions in shared memory, on one host and for one user. Every rank writes in place.
+    """Carries versions in shared memory, on one machine, for one user. Every rank writes in place.
 
     A version is in memory of the owner's process (memfd), which is sealed before the commit. From
     then on only the mappings of the trainer ranks can write to it, so readers load it in place. The
@@ -213,9 +213,9 @@ class SharedMemoryTransport(DirectoryTransport):
 class FileTransport(DirectoryTransport):
     """Carries versions in a directory on a disk that trainer and engine share.
 
-    Files are synced to the disk before a commit. Writers on several hosts need a file system with
-    coherent writes, such as Lustre or GPFS. NFS does not have coherent writes, so readers there may
-    refuse a version because its digests differ. A full version is the safetensors file
+    Files are synced to the disk before a commit. Writers on several machines need a file system
+    with coherent writes, such as Lustre or GPFS. NFS does not have coherent writes, so readers
+    there may refuse a version because its digests differ. A full version is the safetensors file
     `run-<run>/version-<n>.safetensors`, which other programs can read.
 
     An owner writes only `primeblocks-run.json`, `primeblocks.lock` and a directory `run-<run>`. Its

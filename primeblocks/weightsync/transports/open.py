@@ -51,7 +51,7 @@ def IpcTransport(
     keep: bool = False,
     root: str = "/dev/shm",
 ) -> PackedTransport:
-    """Return a transport of packed buffers, on one host and for one user.
+    """Return a transport of packed buffers, on one machine and for one user.
 
     Engines read the buffers in place, through CUDA IPC or a memfd. If an engine dies, its hold on a
     version ends. Markers and notes are small files in a directory like that of
@@ -89,7 +89,7 @@ def PullTransport(
     lease_s: float = 60.0,
     timeout_s: float = 60.0,
 ) -> PackedTransport:
-    """Return a transport of packed buffers that engines fetch over a wire, from any host.
+    """Return a transport of packed buffers that engines fetch over a wire, from any machine.
 
     Processes find each other through a store. Buffers are registered once. An engine owns a copy of
     the bytes that it has fetched. A restarted trainer starts without versions.

@@ -143,7 +143,7 @@ class PrivatePlace:
         return self._found
 
     def leave(self, owned: Owned) -> None:
-        """Give up the ownership. The caller has removed the files that must not stay."""
+        """Give up the ownership. First remove the files that must not stay in the directory."""
         try:
             remove(owned.directory)
         finally:

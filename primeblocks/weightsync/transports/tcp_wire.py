@@ -1,4 +1,4 @@
-"""A wire over plain TCP. It reads from any host that it can connect to, without RDMA or NIXL."""
+"""A wire over plain TCP. It reads from any machine that it can reach, without RDMA or NIXL."""
 
 from __future__ import annotations
 

@@ -315,8 +315,8 @@ class TritonGemm:
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
         """Multiply `a @ b.T` over each expert's tokens. Local. Raises the errors of `a @ b.T`.
 
-        If two experts share a tile, each adds only its own tokens, which takes longer than a whole
-        tile.
+        If a tile has tokens of two experts, it is multiplied once for each of them, with the other
+        tokens masked. Such a product takes longer than that of a tile with tokens of one expert.
         An expert without tokens gets zeros.
         """
         _check(a, b, offsets, ndim=2)

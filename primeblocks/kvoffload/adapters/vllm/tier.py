@@ -76,8 +76,8 @@ def request_args(
 ) -> dict[str, Any]:
     """Describe a request to our tier: `SamplingParams(extra_args=request_args(7, rollout="a/3"))`.
 
-    Put the same dictionary into the JSON of a request to vLLM's server. It does not replace the
-    request's `cache_salt`. Pure.
+    Put the same dictionary into the JSON of a request to vLLM's server. The dictionary does not
+    replace the request's `cache_salt`. Pure.
 
     Args:
         version: the policy version, a count of updates. Keys of different versions differ. The tier
@@ -86,8 +86,8 @@ def request_args(
         rollout: the name of the rollout that will need the pages again, in its next turn.
         ends: the names of rollouts that end with this request and do not need their pages any more.
             Name this rollout in its last turn, and rollouts that ended without a last turn.
-        waits: the tool that each rollout between two turns waits for, as {"a/2": "pytest"}. A
-            rollout without an entry waits for "turn".
+        waits: the tool that each rollout between two turns waits for, as {"a/2": "pytest"}. If a
+            rollout has no entry, the tier uses the name "turn" instead of a tool.
 
     Raises:
         UsageError: a name is not text, or the version is not an integer below 2**63.
