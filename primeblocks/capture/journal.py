@@ -1,8 +1,8 @@
 """Recorded turns on disk, so that they survive the process that recorded them.
 
-A journal takes turns of a session after `turns` was called for it. It then keeps the session's last
-tokens in memory until `leave` or `forget`, and writes only the tokens and rows that a turn adds. If
-a write fails, the session has a gap: later turns are written with all their rows.
+A journal takes turns of a session after `turns` was called for the session. It then keeps the
+session's last tokens in memory until `leave` or `forget`, and writes only the tokens and rows that
+a turn adds. If a write fails, the session has a gap: later turns are written with all their rows.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class CaptureJournal:
             return [name for (name,) in db.execute("SELECT DISTINCT session FROM turns ORDER BY 1")]
 
     def turns(self, session: str) -> list[KeptTurn]:
-        """Return the turns of a session in order, and accept more turns of it.
+        """Return the turns of a session in order, and accept more turns of this session.
 
         Raises:
             CorruptionError: bytes changed after they were written.

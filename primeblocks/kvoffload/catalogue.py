@@ -297,7 +297,7 @@ class Catalogue:
             self._do(PageRead(depth, page, copy))
 
     def _arrive(self, page: HostPage, users: Users, *, by: Users) -> tuple[LoadRequest, ...]:
-        """Enter a page, and return the loads that waited. Releases what its callers gave."""
+        """Enter a page, and return the loads that waited. Releases the save that it came from."""
         waiters, page.waiters, page.request = page.waiters, (), None
         del self._coming[page]
         page.state = HostState.HERE

@@ -167,7 +167,7 @@ class Pending(Generic[T]):
 
 
 class Batch(Generic[T]):
-    """The pages of one call. Its `pending` is over when all pages have their results.
+    """The pages of one call. `pending` is over when all pages have their results.
 
     Args:
         pages: the number of pages.

@@ -107,8 +107,9 @@ class TieredStore:
     ) -> Pending[Saved]:
         """Save a page. Local.
 
-        Do not change `page` before the result is ready. The page replaces an earlier page with its
-        key, except in a shared tier. If 1,024 pages wait for room, the result's `stored` is False.
+        Do not change `page` before the result is ready. The page replaces an earlier page with the
+        same key, except in a shared tier. If 1,024 pages wait for room, the result's `stored` is
+        False.
 
         Args:
             page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.

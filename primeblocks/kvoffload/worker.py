@@ -1,4 +1,4 @@
-"""The thread of one lower tier and its queue. It tolerates tiers that break their contract."""
+"""The thread and the queue of one lower tier. They tolerate tiers that break their contract."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class TierWorker:
             return [error] * pages
 
     def _try(self, do: Callable[[], None]) -> None:
-        """Call it, and keep its error for the next `Until`."""
+        """Call `do`, and keep its error for the next `Until`."""
         try:
             do()
         except Exception as error:

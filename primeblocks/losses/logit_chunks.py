@@ -1,6 +1,6 @@
 """Sums over logits and their gradients, one chunk at a time in the memory of one chunk.
 
-Logits are computed by chunks of words, and in each by chunks of tokens. `normalise` reads all
+Logits are computed by chunks of words, and each of these by chunks of tokens. `normalise` reads all
 chunks and returns log-probabilities and entropies. `gradients` reads them again and adds to the
 gradients. `LogitChunks` computes a chunk twice, or keeps it from the first pass to the second
 (`keep`).

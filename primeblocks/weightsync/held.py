@@ -59,7 +59,7 @@ class Held(Protocol):
     device: torch.device
 
     def views(self, index: int) -> list[Tensor]:
-        """Return the copies of a bucket, each shaped as its box."""
+        """Return a tensor for each `Copy` of a bucket, shaped as the box."""
         ...
 
     def box(self, name: str, box: Shard) -> Tensor:
@@ -84,7 +84,7 @@ class Lent(Protocol):
     def chunks(
         self, index: int, copy: Copy, into: UInt8[Tensor, " bytes"] | None
     ) -> Iterator[UInt8[Tensor, " chunk"]]:
-        """Yield the bytes of one copy of a bucket, in C order. Each chunk is valid until the next.
+        """Yield the bytes of one `Copy`, in C order. Each chunk is valid until the next.
 
         The chunks fill `into` in order. Without `into`, they are in memory of their own.
         """
@@ -363,7 +363,7 @@ def copy_bucket(plan: Plan, index: int, held: Held | Lent, into: Sequence[Tensor
 
 
 def packed_views(plan: Plan, index: int, buffer: UInt8[Tensor, " bytes"]) -> list[Tensor]:
-    """Return the copies of a packed bucket, each shaped as its box."""
+    """Return a view of a packed bucket for each `Copy` of the bucket, shaped as the box."""
     return [
         buffer[c.offset : c.offset + c.bytes].view(plan.target[c.name].dtype).view(c.box.sizes)
         for c in plan.buckets[index].copies

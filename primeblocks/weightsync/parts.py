@@ -113,7 +113,7 @@ class Parts:
         return views, dtypes
 
     def _local(self, source: _Source) -> Tensor:
-        # Copies of one tensor follow each other, so each tensor is encoded once.
+        # The `Copy`s of one tensor follow each other, so each tensor is encoded once.
         name, made = self._last
         if name != source.origin:
             made = self._made(source.origin)

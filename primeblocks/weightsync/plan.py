@@ -254,7 +254,7 @@ class Plan:
 
 
 def packed(target: Manifest, boxes: Iterable[tuple[str, Shard]]) -> tuple[Copy, ...]:
-    """Place copies one after the other in a bucket."""
+    """Return the `Copy`s of a bucket that stores boxes one after the other."""
     copies, end = [], 0
     for name, box in boxes:
         size = box.numel * target[name].dtype.itemsize

@@ -200,7 +200,8 @@ def prove_round_trip(
 
     Args:
         parameters: this rank's parameters. They are changed in place and restored.
-        push: makes the engine load a version of them, for example by a publish and an update.
+        push: makes the engine load the parameters as the given version, for example by a publish
+            and an update.
         verify: calls `verify_engine` on the engine, and returns the result.
         version: the version of the first push. The next two versions are used too.
 
@@ -292,7 +293,7 @@ def _compare(
     """Compare what this rank would send with what each reader has."""
     wrong["unexpected"] |= {name: f"reader {one.reader}" for one in seen for name in one.unexpected}
     wrong["missing"] |= {name: f"reader {one.reader}" for one in seen for name in one.absent}
-    found: dict[tuple[int, int, int], list[Form]] = defaultdict(list)  # By reader, bucket and copy.
+    found: dict[tuple[int, int, int], list[Form]] = defaultdict(list)  # By reader, bucket, `Copy`.
     for one in seen:
         rows = iter(one.forms)
         for index in plan.of_reader(one.reader):

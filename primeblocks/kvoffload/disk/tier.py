@@ -25,7 +25,7 @@ _ROOM_BYTES, _ROW_BYTES = 16 << 10, 128  # a generous guess at what the index ta
 
 
 class DiskTier:
-    """A folder of pages that survives its process.
+    """A folder of pages that survives the process that made them.
 
     The file `pages` has equal frames, and new pages go to the next free frames. `index`, an SQLite
     database, has a row with the frame of each page. A page is acknowledged only after its row is
@@ -340,7 +340,8 @@ class DiskTier:
         return fitting
 
     def _remove(self, keys: Sequence[PageKey]) -> None:
-        # Free at once, even if the drop is not written now: nothing is put before it is.
+        # The frames are free at once, even if the index cannot write the drop now. Nothing is put
+        # before the drop is written.
         if gone := self._index.forget(keys):
             self._frames.release(gone)
             self._ready()
@@ -349,7 +350,7 @@ class DiskTier:
         frames = self._frames.claim(len(records))
         placed = list(zip(records, frames, strict=True))
         answers: dict[PageKey, Answer] = {}
-        # The whole frame where there is one, so that it goes out together with its neighbours.
+        # If a record has a whole frame, write this frame, so that adjacent frames are one write.
         contents = [each.content if each.frame is None else each.frame for each, _ in placed]
         for (record, _), error in zip(placed, self._data.write(frames, contents), strict=True):
             answers[record.key] = error and refusal(error, self.path)

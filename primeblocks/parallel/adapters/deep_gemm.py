@@ -60,9 +60,10 @@ class DeepGemmIndexScores:
     """An `IndexScores` by DeepGEMM: E4M3 operands, float32 scores.
 
     Takes 32 or 64 heads, and on compute capability 10 also 8 or 16, of 32, 64 or 128 columns.
-    Rounding changes near ties, so a selection differs from that of `index_scores`. Models that were
-    trained with a float8 indexer select like this. DeepSeek's models first rotate queries and keys
-    by a Hadamard matrix. Rotate the queries and keys of `IndexerInputs` likewise.
+    Rounding changes the order of nearly equal scores, so a selection differs from that of
+    `index_scores`. Models that were trained with a float8 indexer select like this. DeepSeek's
+    models first rotate queries and keys by a Hadamard matrix. Rotate the queries and keys of
+    `IndexerInputs` likewise.
 
     The scale of a query vector is multiplied into its head's weight, because a ReLU commutes with
     positive factors. Keys are quantized at each call, and there is one call per chunk of queries.

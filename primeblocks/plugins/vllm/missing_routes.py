@@ -27,9 +27,9 @@ class CapturedPages(_HostStore):
 
     If two different pages were put under one hash, a later hit may mean either page. The store
     therefore treats the hash as missing. To notice such pages, the store remembers digests of
-    pages, also after it evicts the pages. It remembers sixteen times as many digests as pages fit,
-    and at least 65,536. A digest takes about 200 bytes. If the digest of the first page was
-    forgotten, the store does not notice the second page.
+    pages, also after it evicts the pages. It remembers sixteen times as many digests as it can
+    store pages, and at least 65,536. A digest takes about 200 bytes. If the digest of the first
+    page was forgotten, the store does not notice the second page.
     """
 
     def __init__(self, **sizes: int) -> None:

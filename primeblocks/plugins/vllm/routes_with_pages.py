@@ -4,8 +4,8 @@ vLLM keeps captured rows by page hash. The page of one hash can be computed twic
 the second computation may choose other experts. So the hash does not identify the rows of a page
 that hits. The patched connector keeps rows by *block*, the place of the keys and values in the
 engine's memory. A request that computes a position writes its row. A request that finds the block
-finds the rows of that computation. An offloading tier stores the rows of a block with its pages.
-When the tier loads the pages into another block, it passes the rows back.
+finds the rows of that computation. An offloading tier stores the rows of a block with the block's
+pages. When the tier loads the pages into another block, it passes the rows back.
 
 Rows arrive a step or two after their keys and values, in the order of the steps. In a step, a block
 gets an owner, is loaded, or is computed. The connector notes these events when the step begins, and
@@ -171,8 +171,8 @@ class RowsBesidePages(_Connector):
         self._offered: dict[int, bytes | None] = {}
         self._wanted: list[RowsLater] = []
         self._begun = self._arrived = 0
-        # Only the hash is known of a page from a tier that does not carry rows. For these pages,
-        # vLLM's store is used, and each place has the page of its rows here: keys and an index.
+        # If a tier does not carry rows, only the hashes of its pages are known. For these pages,
+        # vLLM's store has the rows, and each place has here the keys and the index of its page.
         self._by_hash = not alone
         self._pages: dict[int, tuple[list[str], int]] = {}
 
@@ -284,7 +284,7 @@ class RowsBesidePages(_Connector):
         return strange
 
     def _write_all(self, pending: Any) -> list[tuple[int, np.ndarray]]:
-        """Write the rows of a step to the places of its keys. Return (first token, rows) pairs."""
+        """Write a step's rows to the places of the step's keys. Return (first token, rows) pairs."""
         written, completed = [], []
         bounds = zip(pending.query_start_loc, pending.query_start_loc[1:], strict=False)
         for request_id, life, token_start, (begin, end), rejected in zip(

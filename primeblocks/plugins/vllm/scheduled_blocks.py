@@ -1,4 +1,4 @@
-"""Blocks of the engine's memory as the scheduler assigns them, reported to its workers."""
+"""Blocks of the engine's memory as the scheduler assigns them, reported to the workers."""
 
 from __future__ import annotations
 

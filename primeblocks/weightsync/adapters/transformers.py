@@ -25,7 +25,7 @@ __all__ = ["to_checkpoint"]
 
 
 def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
-    """Return the wiring from a module's tensors to those of the checkpoint it would write. Local.
+    """Return the wiring from a model's tensors to the tensors of its checkpoint. Local.
 
     Args:
         model: a sharded or whole model. Only its class and its configuration are read.

@@ -159,11 +159,12 @@ def take_payload(
 def apply_payloads(
     plan: Plan, index: int, pieces: Sequence[Tensor], payloads: Sequence[memoryview]
 ) -> str:
-    """Apply deltas to a bucket's copies, in place, and return the digest of the copies.
+    """Apply deltas to a bucket's boxes, in place, and return the digest of the result.
 
     Local. Idempotent. Each chunk is written and digested while it is in the cache.
 
     Args:
+        pieces: a tensor for each `Copy` of the bucket, with the bytes that the first delta changes.
         payloads: the deltas, oldest first. All digests are checked before the first write.
 
     Raises:
@@ -275,7 +276,7 @@ def _put(room: Bits, row: Entries | np.ndarray, first: int, end: int) -> None:
 
 
 def _runs(plan: Plan, index: int) -> Iterator[tuple[list[Copy], int]]:
-    """Yield stretches of copies with elements of one size, and the element size of a delta."""
+    """Yield ranges of `Copy`s with elements of one size, and the element size of their delta."""
     run: list[Copy] = []
     width = 0
     for copy in plan.buckets[index].copies:

@@ -30,9 +30,9 @@ class Board:
     """The keys of one store under a prefix. Deadlines are times of time.monotonic().
 
     Each call runs in a thread of its own, because a store that hangs would block its caller for
-    ever. The store may answer up to one second after the deadline. While a call hangs, the next
-    call waits for the end of that call, until its own deadline. Every method raises TransferError
-    if the store fails or does not answer in time.
+    ever. The store may answer up to one second after the deadline. If a call hangs, the next call
+    waits, until its own deadline, for the end of the first. Every method raises TransferError if
+    the store fails or does not answer in time.
     """
 
     def __init__(self, store: dist.Store, prefix: str) -> None:

@@ -44,9 +44,9 @@ class GroupTransport:
     group of torch.distributed: they meet through the store at the first version.
 
     A publish waits until every reader calls `receive`. A reader returns a version only if all
-    readers have it. The reader keeps the received bytes, for deltas and to go back to. This takes
-    memory for its boxes once more, or twice with deltas. The decision is in the store. All ranks
-    follow it even if ranks die, as long as the store survives.
+    readers have it. The reader keeps the received bytes, for deltas and to go back to. These bytes
+    take as much memory as the reader's boxes, or twice as much with deltas. The decision is in the
+    store. All ranks follow the decision even if ranks die, as long as the store survives.
 
     A TransferError may ask for new transports. Then make them on all living or restarted ranks,
     with the same store. Publish the same version again, which is then sent in full.

@@ -1,8 +1,9 @@
 """A transport whose trainer ranks each pack their buckets into one buffer, which engines fetch.
 
-`Commits` lists the versions, and its leases protect their buffers from writes. A carrier brings the
-bytes to an engine, in one of two ways. `Packed` bytes are copied into a buffer of the engine.
-`Borrowed` bytes stay in place, and the engine reads them during the load, under the lease.
+`Commits` lists the versions, and gives leases that protect the buffers of a version from writes. A
+carrier brings the bytes to an engine, in one of two ways. `Packed` bytes are copied into a buffer
+of the engine. `Borrowed` bytes stay in place, and the engine reads them during the load, under the
+lease.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Pool:
 class Packed:
     """The boxes that one reader wants, as views of packed buckets. Implements `Held`.
 
-    A box inside one copy is a view. Any other box is put together in new memory.
+    A box inside one `Copy` is a view. Any other box is put together in new memory.
     """
 
     def __init__(

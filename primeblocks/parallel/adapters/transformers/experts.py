@@ -54,7 +54,7 @@ def install_experts(model: nn.Module, dispatcher: TokenDispatcher) -> None:
 
 
 class _SharedExperts:
-    """The shared experts of a block, computed while its rows travel to other experts.
+    """The shared experts of a block, computed while the block's rows travel to other experts.
 
     transformers calls them after all results returned, and has no hook to call them earlier. So
     their forward is replaced, and returns the result computed meanwhile. If the block calls them

@@ -3,7 +3,7 @@
 transformers passes the indices to a registered attention function, with queries per head. The
 latents of keys and values come through `expand_kv`, which is replaced on the module. The indexer's
 own code runs unchanged on a cache of this module, `_Cache`. In place of the keys, this cache
-returns a `_Scores`, which records the operands of the scores. Its `topk` calls `select`.
+returns a `_Scores`, which records the operands of the scores. `_Scores.topk` calls `select`.
 """
 
 from __future__ import annotations

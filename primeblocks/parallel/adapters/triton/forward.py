@@ -50,7 +50,7 @@ def attend(
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Attend from one query, with up to HEADS of a group's heads, to its rows of the group.
+    """Attend from one query, with up to HEADS of a group's heads, to the query's rows of the group.
 
     `heads` is the number of heads of a group. `scale` is the factor of scores to base 2.
     """

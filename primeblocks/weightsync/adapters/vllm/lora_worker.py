@@ -41,7 +41,7 @@ _FIRST_ID = 1 << 30  # Above the ids that users choose by hand.
 
 
 def versioned_request(name: str, version: int, digest: str) -> LoRARequest:
-    """Return a version's request. Its path is never opened. It separates prefix caches."""
+    """Return a version's request. Its path separates prefix caches, and is never opened."""
     path = f"{_SCHEME}{name}@{version}:{digest}"
     # Computed, so that it is equal in all processes, and differs for other bytes.
     number = int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % _FIRST_ID
