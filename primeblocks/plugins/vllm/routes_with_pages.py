@@ -284,7 +284,7 @@ class RowsBesidePages(_Connector):
         return strange
 
     def _write_all(self, pending: Any) -> list[tuple[int, np.ndarray]]:
-        """Write a step's rows to the places of the step's keys. Return (first token, rows) pairs."""
+        """Write a step's rows to the places of its keys. Return pairs (first token, rows)."""
         written, completed = [], []
         bounds = zip(pending.query_start_loc, pending.query_start_loc[1:], strict=False)
         for request_id, life, token_start, (begin, end), rejected in zip(
