@@ -13,8 +13,8 @@ The index is in one of three states:
     KEPT -> UNUSED           SQLite reports damage, or a file was removed, replaced or cut.
 
 The index does not vouch for its rows. A page's digest covers its key and its bytes, and every
-reader compares the digest. Damage or a power cut may change a row or bring one back. Such a row is
-a miss, or a page that was once put under this key.
+reader compares the digest. Damage or a power cut may change a row or bring a dropped row back. A
+load of its key then misses, or gets a page that was put under this key earlier.
 """
 
 from __future__ import annotations
