@@ -32,8 +32,8 @@ __all__ = ["Fp8GroupedMm", "Fp8Linear", "WeightCache", "convert", "plain_name"]
 class Fp8Linear(nn.Linear):
     """A linear layer that multiplies in float8, with the parameters and names of Linear.
 
-    Without a `WeightCache`, every forward rounds the weight. Backward uses codes of the same
-    forward (see `quantize_both_ways`).
+    Without a `WeightCache`, every forward rounds the weight. Backward uses codes that were made
+    together with those of forward (see `quantize_both_ways`).
     """
 
     recipe: Recipe
