@@ -2,6 +2,7 @@
 
 from functools import reduce
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from primeblocks.errors import PlanError
 from primeblocks.layout import Shard
 from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync.adapters.vllm.loads import unfilled
 from primeblocks.weightsync.convert.conversion import Reads, filling, record_reads, record_wiring
 from tests.weightsync.toy_engine import moved
 
@@ -166,6 +168,21 @@ def test_elements_that_nothing_writes_are_not_counted():
     }
     del sources["c"]
     assert record_reads(load, describe(sources), into=into).written["fused"] == 12
+
+
+def test_a_load_must_fill_parameters_and_the_corrections_of_routers():
+    model = nn.Module()
+    model.weight, model.input_scale = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    for name in ("e_score_correction_bias", "inv_freq"):
+        model.register_buffer(name, torch.zeros(2))
+    plain, fp8 = (
+        SimpleNamespace(model_config=SimpleNamespace(quantization=q)) for q in (None, "fp8")
+    )
+    assert unfilled(model, None, plain) == []
+    every = ["e_score_correction_bias", "input_scale", "weight"]
+    assert unfilled(model, (), plain) == every
+    assert unfilled(model, every[1:], plain) == every[:1]
+    assert unfilled(model, (), fp8) == ["e_score_correction_bias", "weight"]
 
 
 PADDED = {

@@ -182,7 +182,7 @@ def unfilled(model: Any, loaded: Collection[str] | None, config: Any) -> list[st
     if config.model_config.quantization is None:
         return left
     # A quantized checkpoint need not have all scales.
-    return [name for name in left if "weight" in name.rpartition(".")[2]]
+    return [name for name in left if name.endswith(("weight", "bias")) or "weight_scale" in name]
 
 
 def _loader_name(name: str) -> str:
