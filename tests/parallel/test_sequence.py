@@ -219,7 +219,7 @@ def _refusals():
         plan.labels(torch.zeros(6))
     three = plan_sequence([4, 3], ranks=3)
     for refused in (three.split, three.join):
-        with pytest.raises(PlanError, match="planned for 3 ranks; the group has 2"):
+        with pytest.raises(PlanError, match="planned for 3 ranks, but the group has 2"):
             refused(torch.zeros(7), group=group)
     alone = dist.new_group([0])
     if group.rank() == 1:
