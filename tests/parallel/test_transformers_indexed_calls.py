@@ -201,7 +201,7 @@ def _refusals():
     with torch.no_grad():
         for kind in ("register_forward_hook", "register_full_backward_hook"):
             handle = getattr(attention.kv_b_proj, kind)(lambda *_: None)
-            with pytest.raises(UnsupportedError, match="is a Linear with hooks; attention"):
+            with pytest.raises(UnsupportedError, match="is a Linear with hooks. Attention"):
                 model(**inputs)
             handle.remove()
         attention.kv_b_proj.__class__ = type("Fp8Linear", (nn.Linear,), {})
