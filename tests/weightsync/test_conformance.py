@@ -210,7 +210,7 @@ def spec_body(kind, where):
 def test_another_plan_is_refused_and_a_spec_opens_the_reading_end(kind, tmp_path):
     files = [(file_body,)] if kind in ("shared_memory", "file") else []
     run([(plan_body,), (spec_body,), *files], kind, tmp_path)
-    with pytest.raises(UnsupportedError, match="no transport for"):
+    with pytest.raises(UnsupportedError, match="no transport has the spec"):
         open_transport({"kind": "pigeon"})
 
 
