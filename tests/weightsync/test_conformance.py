@@ -105,7 +105,7 @@ def fault_body(kind, where, method, at):
         small.set(3)
         with pytest.raises(UsageError, match="version 2 is committed already, with other bytes"):
             small.side.publisher.publish(2, timeout_s=HANG_S)
-        with pytest.raises(UsageError, match="version 1 after 2"):
+        with pytest.raises(UsageError, match="version 1 after version 2"):
             small.side.publisher.publish(1, timeout_s=HANG_S)
     small.sync(3)  # A refusal costs nothing.
     assert small.holds(3)

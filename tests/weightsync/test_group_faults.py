@@ -222,7 +222,7 @@ def wrong_call_body(where):
         with pytest.raises(UsageError, match=r"rank . is a reader. Of 4 ranks, the first 2"):
             small.transport.begin(2, plan=small.plan, base=None, deadline=time.monotonic() + 1)
         request = type("Request", (), {"plan": small.plan, "reader": 7, "deadline": 0.0})()
-        with pytest.raises(UsageError, match=r"is reader ., not 7"):
+        with pytest.raises(UsageError, match=r"is reader ., not reader 7"):
             small.transport.receive(request)
     other = plan_sync(small.sources, small.targets[:1], bucket_bytes=64)
     with pytest.raises(
