@@ -88,7 +88,7 @@ def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
     try:
         text = json.dumps(_lower(value, buffers, name), ensure_ascii=False, separators=(",", ":"))
     except RecursionError as error:
-        raise UnsupportedError(f"{name} is nested too deeply, or holds itself") from error
+        raise UnsupportedError(f"{name} is nested too deeply, or contains itself") from error
     except UnsupportedError:  # Also a ValueError, with its own message.
         raise
     except ValueError as error:  # An integer of thousands of digits.
@@ -123,9 +123,9 @@ def _lower_numbers(value: Any, buffers: list[bytes | memoryview], name: str) -> 
     if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in _NUMBERS:
         of = f" of {value.dtype}" if isinstance(value, np.ndarray) else ""
         raise UnsupportedError(
-            f"{name} is a {type(value).__name__}{of}, which cannot be kept. Make it bytes "
-            "(routes.pack()), an array of numbers (tensor.numpy(force=True)), or a list or dict of "
-            "such."
+            f"{name} is a {type(value).__name__}{of}, which cannot be packed. Convert it to bytes "
+            "(routes.pack()), to an array of numbers (tensor.numpy(force=True)), or to a list or "
+            "dict of these."
         )
     little = np.asarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
     # A view if possible, because attachments may be large.

@@ -48,7 +48,7 @@ class Database:
         timeout_s: float,
     ) -> None:
         if durability not in _SYNCHRONOUS:
-            raise UsageError(f'durability is "process" or "power"; got {durability!r}')
+            raise UsageError(f'durability must be "process" or "power"; got {durability!r}')
         self.path = Path(path).absolute()
         if not self.path.parent.is_dir():
             raise UsageError(
@@ -98,7 +98,7 @@ class Database:
         with self._mutex, self._typed():
             connection = self._connection
             if connection is None:
-                raise ClosedError(f"{self.path} is closed")
+                raise ClosedError(f"{self.path} is closed. Open it again.")
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 yield connection
@@ -139,7 +139,7 @@ class Database:
 
     def _damaged(self, why: object) -> CorruptionError:
         return CorruptionError(
-            f"{self.path} is damaged, or never was a journal: {why}. Restore a copy, or begin a "
+            f"{self.path} is damaged, or never was a journal: {why}. Restore a backup, or begin a "
             "new journal."
         )
 
@@ -190,11 +190,11 @@ def _is_new(connection: sqlite3.Connection, path: Path, application: int, schema
     if not (of or version or tables):
         return True
     if of != application:
-        raise UsageError(f"{path} is a database of something else. Choose another path.")
+        raise UsageError(f"{path} belongs to another application. Choose another path.")
     if version != schema:
         raise UnsupportedError(
-            f"{path} has schema {version}, and this version of primeblocks has {schema}. End the "
-            "run with the version that began it, or begin a new journal."
+            f"{path} has schema {version}, but this version of primeblocks has {schema}. Finish "
+            "the run with the version that began the run, or begin a new journal."
         )
     return False
 
@@ -205,7 +205,7 @@ def _check_tables(connection: sqlite3.Connection, schema: str) -> None:
         example.executescript(schema)
         expected = example.execute(query).fetchall()
     if connection.execute(query).fetchall() != expected:
-        raise sqlite3.DatabaseError("its tables are not those of its schema")
+        raise sqlite3.DatabaseError("its tables differ from its schema")
 
 
 def _set_up(connection: sqlite3.Connection, path: Path, synchronous: str) -> None:

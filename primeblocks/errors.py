@@ -164,7 +164,7 @@ def shown(value: Any) -> str:
     try:
         text = f"{value!r:.80}"
     except ValueError:
-        text = f"one of {value.bit_length()} bits" if isinstance(value, int) else ""
+        text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else ""
     return text or f"a {type(value).__name__}"
 
 

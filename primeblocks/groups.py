@@ -243,8 +243,8 @@ def _agree(
     mine, text = call.numbers, json.dumps(told)
     if problem is None and len(text.encode()) > _TEXT_BYTES:
         problem = CapacityError(
-            f"{name} compares arguments of at most {_TEXT_BYTES} bytes between ranks; these have "
-            f"{len(text.encode())}. Shorten names."
+            f"{name} compares at most {_TEXT_BYTES} bytes of arguments between ranks; got "
+            f"{len(text.encode())} bytes. Shorten the names of arguments."
         )
     if problem is not None:
         mine, text = None, f"{type(problem).__name__}: {problem}"
@@ -321,7 +321,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.compiler.is_compiling():  # Before anything is imported for it.
             return function(*args, **kwargs)
-        reason = f"{function.__qualname__} goes by plans and counts; compile without fullgraph"
+        reason = f"{function.__qualname__} depends on plans and counts. Compile without fullgraph."
         return torch.compiler.disable(function, reason=reason)(*args, **kwargs)
 
     return call

@@ -25,7 +25,10 @@ class Shard:
 
     def __post_init__(self) -> None:
         if len(self.offsets) != len(self.sizes):
-            raise PlanError(f"{len(self.offsets)} offsets for {len(self.sizes)} sizes")
+            raise PlanError(
+                f"a Shard needs one offset per size; got {len(self.offsets)} offsets and "
+                f"{len(self.sizes)} sizes"
+            )
         if any(value < 0 for value in (*self.offsets, *self.sizes)):
             raise PlanError(
                 f"a box must not have negative numbers; got offsets {self.offsets}, sizes "
@@ -65,7 +68,7 @@ class Shard:
             for o, n, size in zip(offsets, self.sizes, outer.sizes, strict=True)
         )
         if not inside:
-            raise PlanError(f"{self} does not lie inside {outer}")
+            raise PlanError(f"{self} is not inside {outer}")
         return Shard(offsets, self.sizes)
 
 
@@ -109,7 +112,10 @@ def layout_of(tensor: torch.Tensor) -> Layout:
         raise PlanError(f"a partial DTensor {tensor.placements} has no layout. Redistribute it.")
     if tensor.device_mesh.get_coordinate() is None:
         if not tensor.shape:
-            raise PlanError("a DTensor without dims has no empty part for a rank off its mesh")
+            raise PlanError(
+                "a DTensor without dims has no empty part, so it has no layout on a rank outside "
+                "of its mesh"
+            )
         nothing = (0,) * tensor.ndim
         return Layout(tuple(tensor.shape), Shard(nothing, nothing))
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -120,8 +126,8 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     held = tuple(tensor.to_local().shape)
     if held != tuple(sizes) and not (0 in held and 0 in sizes):
         raise PlanError(
-            f"this rank holds {held} of a tensor of {tuple(tensor.shape)}; its placements "
-            f"{tensor.placements} say {tuple(sizes)}. Use sizes that all mesh axes divide."
+            f"this rank holds {held} of a tensor of {tuple(tensor.shape)}, but its placements "
+            f"{tensor.placements} give {tuple(sizes)}. Use sizes that all mesh axes divide."
         )
     if 0 in sizes:
         # torch places empty shards past the end.
@@ -160,7 +166,8 @@ def _refuse_gaps(tensor: DTensor) -> None:
         if int(rows[-1] - rows[0]) >= len(rows):
             raise PlanError(
                 f"rows {rows.tolist()[:8]} of dim {dim} are not one box: {tensor.placements} on a "
-                f"mesh of {tuple(tensor.device_mesh.shape)}. Redistribute it to Shard({dim})."
+                f"mesh of {tuple(tensor.device_mesh.shape)}. Redistribute the tensor to "
+                f"Shard({dim})."
             )
 
 

@@ -207,13 +207,13 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
     for version, start, end in spans:
         if start != position or not start < end <= length:
             raise ShapeError(
-                f"version spans must cover [0, {length}) without gap or overlap; "
-                f"got [{start}, {end}) where {position} should begin"
+                f"version spans must cover [0, {length}) without gap or overlap; got [{start}, "
+                f"{end}), but the next span must begin at {position}"
             )
         versions[start:end] = check_version(version)
         position = end
     if position != length:
-        raise ShapeError(f"version spans end at {position} of {length} tokens")
+        raise ShapeError(f"version spans end at token {position}, but there are {length} tokens")
     return versions
 
 
@@ -251,13 +251,14 @@ def freeze_trajectory(item: Any, *, least: int) -> None:
         needs = "a prompt and a sampled token" if least else "a prompt"
         raise ShapeError(
             f"a {type(item).__name__.lower()} needs {needs}; got {len(item.tokens)} tokens with "
-            f"prompt_length={item.prompt_length}. Leave out rollouts that were aborted empty."
+            f"prompt_length={item.prompt_length}. Leave out rollouts that were aborted before the "
+            "first token."
         )
     for name in ("logprobs", "versions", "loss_mask"):
         values = getattr(item, name)
         if len(values) != length:
             raise ShapeError(
-                f"{name} needs one entry per completion token, {length}; got {len(values)}"
+                f"{name} needs {length} entries, one per completion token; got {len(values)}"
             )
     if item.tokens.min() < 0 or item.versions.min(initial=0) < UNSAMPLED:
         raise UsageError(

@@ -177,7 +177,7 @@ def test_a_problem_is_an_error_on_all(case, said):
 
 
 def test_facts_too_long_to_compare_are_an_error_on_all():
-    said = "CapacityError: a call compares arguments of at most 2048 bytes between ranks"
+    said = "CapacityError: a call compares at most 2048 bytes of arguments between ranks"
     told = _told("more than can be compared")
     assert told[1].startswith(said)
     assert all(each.startswith(REFUSED.format(1) + said) for each in told[::2])

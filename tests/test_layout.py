@@ -56,11 +56,11 @@ def test_within_names_the_same_elements_from_the_corner(data):
 
 
 def test_boxes_that_make_no_sense_are_refused():
-    with pytest.raises(PlanError, match="1 offsets for 2 sizes"):
+    with pytest.raises(PlanError, match="got 1 offsets and 2 sizes"):
         Shard((0,), (1, 1))
     with pytest.raises(PlanError, match="negative"):
         Shard((0,), (-1,))
-    with pytest.raises(PlanError, match="does not lie inside"):
+    with pytest.raises(PlanError, match="is not inside"):
         Layout((4,), Shard((2,), (3,)))
 
 
@@ -160,7 +160,7 @@ def test_rows_that_are_no_box_are_refused():
     # Rank 0 has rows 0, 1, 4, 5; rank 1 has 2, 3, 6, 7, which are not rows 2 to 5.
     for said in ranks.run(_strided, 8, 2, (2,), [], world_size=2):
         assert "are not one box" in said
-        assert "Redistribute it" in said
+        assert "Redistribute the tensor" in said
 
 
 def test_strided_rows_that_are_a_box_have_a_layout():
@@ -179,7 +179,7 @@ def _told_otherwise():
 
 
 def test_a_local_part_that_its_placements_do_not_explain_is_refused():
-    with pytest.raises(RankError, match=r"holds \(5, 2\).*say \(4, 2\)"):
+    with pytest.raises(RankError, match=r"holds \(5, 2\).*give \(4, 2\)"):
         ranks.run(_told_otherwise, world_size=2)
 
 

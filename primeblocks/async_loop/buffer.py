@@ -81,7 +81,12 @@ class RolloutBuffer:
         self._held[group] = entered
         self._waiting += 1
         try:
-            await within(entered, timeout_s=timeout_s, clock=self._clock, what="room in the buffer")
+            await within(
+                entered,
+                timeout_s=timeout_s,
+                clock=self._clock,
+                what="the wait for room in the buffer",
+            )
         except BaseException:
             if group in self._held:  # It may have got room while this wait ended.
                 self._remove(group)
@@ -113,12 +118,15 @@ class RolloutBuffer:
                 later than `version`. With `on_drop`, all such groups are removed first.
         """
         if not 1 <= count <= self.capacity:
-            raise UsageError(f"cannot take {count} groups of a buffer that holds {self.capacity}")
+            raise UsageError(
+                f"cannot take {count} groups from a buffer with a capacity of {self.capacity} "
+                "groups"
+            )
         return await within(
             self._take(count, version, in_flight, on_drop),
             timeout_s=timeout_s,
             clock=self._clock,
-            what=f"a batch of {count} groups",
+            what=f"the wait for a batch of {count} groups",
             unless=unless,
         )
 

@@ -115,8 +115,8 @@ class Feeder:
         for _ in range(restored.cursor):
             if next(self._prompts, self) is self:
                 raise UsageError(
-                    f"the journal has drawn {restored.cursor} prompts, and the iterable ends "
-                    "before. Pass the same prompts, from their start."
+                    f"the journal has drawn {restored.cursor} prompts, but the iterable has "
+                    "fewer. Pass the same prompts from their start."
                 )
         self.drawn = restored.cursor
         last = (self._group_size or 1) - 1
@@ -241,7 +241,7 @@ class Feeder:
         expected = (
             "an iterable of the rollouts of one group, such as [rollout]"
             if is_group
-            else "one Rollout a call, because group_size is set"
+            else "one Rollout per call, because group_size is set"
         )
         raise UsageError(
             f"generate returned a {type(answer).__name__}{inside} for prompt {job.ordinal}, "
@@ -253,7 +253,7 @@ class Feeder:
             self._logged.add(type(error))
             logger.warning(
                 "generate failed for prompt %d. Later failures of type %s are counted in "
-                "Step.failures and not logged.",
+                "Step.failures, but not logged.",
                 job.ordinal,
                 type(error).__name__,
                 exc_info=error,

@@ -98,7 +98,7 @@ class Journal:
         value = codec.pack(prompt, name=f"the value of {name_of(ordinal)}")
         with self._database.transaction() as db:
             if ordinal != (cursor := tables.cursor_of(db)):
-                raise UsageError(f"prompt {ordinal} is out of order: the next one is {cursor}")
+                raise UsageError(f"prompt {ordinal} is out of order: the next prompt is {cursor}")
             db.execute("INSERT INTO prompts (ordinal, state) VALUES (?, ?)", (ordinal, "drawn"))
             db.execute("INSERT INTO drawn VALUES (?, ?)", (ordinal, value))
             db.execute("UPDATE progress SET cursor = ?", (ordinal + 1,))
@@ -189,8 +189,7 @@ class Journal:
             now, _ = tables.progress_of(db)
             if version < (now or 0):
                 raise UsageError(
-                    f"a batch cannot be taken for the step from policy {version}: the policy is "
-                    f"already {now}"
+                    f"taken() got policy {version}, but the journal is already at policy {now}"
                 )
             ordinals = tables.expect(db, "taken", ordinals)
             db.execute(
@@ -206,7 +205,7 @@ class Journal:
             now, _ = tables.progress_of(db)
             if now not in {None, version}:
                 raise UsageError(
-                    f"the step from policy {version} cannot be done: the policy is {now}"
+                    f"trained() got policy {version}, but the journal is at policy {now}"
                 )
             done = db.execute(
                 "UPDATE prompts SET state = 'trained' WHERE state = 'taken' AND step = ?",
@@ -229,8 +228,8 @@ class Journal:
             now, final = tables.progress_of(db)
             if version > (now or 0):
                 raise UsageError(
-                    f"weights of policy {version} cannot be durable: the policy is {now or 0}. Call"
-                    " checkpointed() once the step has ended."
+                    f"checkpointed() got policy {version}, but the journal is at policy "
+                    f"{now or 0}. Call checkpointed() after the step has ended."
                 )
             # The save of an older checkpoint may end later.
             db.execute("UPDATE progress SET final = ?", (max(version, final),))
@@ -320,7 +319,10 @@ def _finished(db: sqlite3.Connection, version: int) -> list[tuple[int, Group]]:
             changed.append((ordinal, group))
         groups.append((ordinal, group))
     if prompts:
-        raise CorruptionError(f"{name_of(min(prompts))} is finished, but its rollouts are missing")
+        raise CorruptionError(
+            f"{name_of(min(prompts))} is finished, but the journal lacks its rollouts. Restore a "
+            "backup of the file."
+        )
     for ordinal, group in changed:
         head = pack_group(group, name=name_of(ordinal))
         db.execute("UPDATE prompts SET head = ? WHERE ordinal = ?", (head, ordinal))

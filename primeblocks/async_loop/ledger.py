@@ -157,7 +157,7 @@ def pack_trajectory(trajectory: Partial | Rollout, *, name: str) -> bytes:
         if type(trajectory) is cls:
             values = {each.name: getattr(trajectory, each.name) for each in fields(cls)}
             return pack([kind, values], name=name)
-    raise UnsupportedError(f"{name} is a {type(trajectory).__name__}; give a Partial or a Rollout")
+    raise UnsupportedError(f"{name} is a {type(trajectory).__name__}. Pass a Partial or a Rollout.")
 
 
 def unpack_trajectory(payload: bytes, *, name: str) -> Partial | Rollout:
@@ -197,7 +197,9 @@ def pack_whole_group(group: Group) -> bytes:
     """
     name = _named(group.ordinal)
     if strange := [type(each).__name__ for each in group.rollouts if type(each) is not Rollout]:
-        raise UnsupportedError(f"{name} has a {strange[0]}, which would come back as a Rollout")
+        raise UnsupportedError(
+            f"{name} has a {strange[0]}, which would be unpacked as a Rollout. Pass only Rollouts."
+        )
     return pack(_values(group) | {"rollouts": [*map(_values, group.rollouts)]}, name=name)
 
 
@@ -213,7 +215,7 @@ def unpack_whole_group(payload: bytes, ordinal: int) -> Group:
     rollouts = [Rollout(**_known(each, Rollout, name)) for each in values["rollouts"]]
     group = Group(**values | {"rollouts": tuple(rollouts)})
     if group.ordinal != ordinal:
-        raise CorruptionError(f"{name} says that it is of ordinal {group.ordinal}")
+        raise CorruptionError(f"the bytes of {name} contain the group of ordinal {group.ordinal}")
     return group
 
 
@@ -228,7 +230,7 @@ def _values(item: Group | Rollout) -> dict[str, Any]:
 def _known(values: dict[str, Any], cls: type, name: str) -> dict[str, Any]:
     if unknown := sorted(values.keys() - {each.name for each in fields(cls)}):
         raise UnsupportedError(
-            f"{name} has {', '.join(unknown)}, which {cls.__name__} of this version does not "
-            "know. Another version of primeblocks wrote it. Continue with that version."
+            f"{name} has the fields {', '.join(unknown)}, which {cls.__name__} of this version "
+            "does not know. Another version of primeblocks wrote it. Continue with that version."
         )
     return values

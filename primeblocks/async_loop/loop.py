@@ -101,9 +101,9 @@ class AsyncLoop:
     ) -> None:
         if not isinstance(buffer, RolloutBuffer):
             raise UsageError(
-                "the loop paces and records the groups that it starts, so it needs a RolloutBuffer "
-                f"of its own; got a {type(buffer).__name__}. Groups of other processes are taken "
-                "without it, in a plain loop: batch = buffer.take(...)."
+                "AsyncLoop paces and records its groups, so it needs its own RolloutBuffer; got "
+                f"a {type(buffer).__name__}. Take groups of other processes in your own loop: "
+                "batch = buffer.take(...)."
             )
         check_counts(
             batch_size=batch_size,
@@ -112,7 +112,7 @@ class AsyncLoop:
         )
         if batch_size > buffer.capacity:
             raise UsageError(
-                f"a batch of {batch_size} groups does not fit a buffer of {buffer.capacity}"
+                f"a batch of {batch_size} groups does not fit a buffer of {buffer.capacity} groups"
             )
         self._max_in_flight = max_in_flight
         more: dict[str, Any] = {"sample": 0} if group_size is not None else {}
@@ -297,7 +297,7 @@ class AsyncLoop:
         self.ended = (
             f"{done} of {count} steps were trained, because the prompts are used up: "
             f"{ends['trained']} were trained on, {ends['failed']} failed, {ends['filtered']} were "
-            f"filtered, and {left} are left, which do not fill a batch of {self._batch_size}"
+            f"filtered, and {left} are left. A batch needs {self._batch_size}."
         )
         all_failed = not left and feeder.failures_in_a_row >= len(self._lost) > 0
         if all_failed and (len(self._lost) >= self._batch_size or not ends["trained"]):

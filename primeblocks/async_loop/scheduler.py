@@ -39,7 +39,9 @@ class AdaptiveLimit:
 
     def __init__(self, *, start: int, most: int, least: int = 1) -> None:
         if not 1 <= least <= start <= most:
-            raise UsageError(f"needs 1 <= least <= start <= most; got {least}, {start} and {most}")
+            raise UsageError(
+                f"AdaptiveLimit needs 1 <= least <= start <= most; got {least}, {start} and {most}"
+            )
         self.limit, self.least, self.most = start, least, most
         self._preempted = 0
 
@@ -86,7 +88,7 @@ class Retries:
     def __post_init__(self) -> None:
         if self.attempts < 1 or self.give_up_after < 1 or self.backoff_s < 0:
             raise UsageError(
-                "needs attempts >= 1, give_up_after >= 1 and backoff_s >= 0; got "
+                "Retries needs attempts >= 1, give_up_after >= 1 and backoff_s >= 0; got "
                 f"{self.attempts}, {self.give_up_after}, {self.backoff_s}"
             )
 

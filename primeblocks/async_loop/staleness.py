@@ -66,9 +66,9 @@ class StalenessPolicy:
             raise UsageError(f"on_stale must be one of {list(_ON_STALE)}; got {self.on_stale!r}.")
         if not self.correction and (self.max_off_policy_steps or self.on_stale == "continue"):
             raise UsageError(
-                f"max_off_policy_steps={self.max_off_policy_steps} with on_stale="
-                f"{self.on_stale!r} trains on tokens of older policies. Name what the loss does "
-                'about it: correction="truncated importance sampling", for instance.'
+                f"max_off_policy_steps={self.max_off_policy_steps} with "
+                f"on_stale={self.on_stale!r} trains on tokens of older policies. Pass the name of "
+                'the loss correction, such as correction="truncated importance sampling".'
             )
 
     def fresh(self, rollout: Rollout, *, version: int) -> NDArray[np.bool_]:

@@ -60,7 +60,9 @@ def integer(value: Any) -> int:
     """Return an ordinal or a sample as an int that SQLite can store."""
     number = -1 if isinstance(value, bool) else operator.index(value)
     if not 0 <= number < _MAX_INTEGER:
-        raise UsageError(f"a prompt or a sample must have a number from 0 on; got {value!r}")
+        raise UsageError(
+            f"the number of a prompt or a sample must be from 0 to 2**63 - 1; got {value!r}"
+        )
     return number
 
 
@@ -88,7 +90,9 @@ def expect(db: sqlite3.Connection, call: str, ordinals: Sequence[int]) -> list[i
     """Return the ordinals in order. Raise UsageError if the call does not fit a prompt's state."""
     wanted = sorted({integer(ordinal) for ordinal in ordinals})
     if not wanted or len(wanted) < len(ordinals):
-        raise UsageError(f"{call}() needs prompts, each of them once; got {list(ordinals)}")
+        raise UsageError(
+            f"{call}() needs at least one prompt, and each prompt only once; got {list(ordinals)}"
+        )
     states = dict(
         db.execute(
             "SELECT ordinal, state FROM prompts WHERE ordinal IN (SELECT value FROM json_each(?))",
@@ -100,7 +104,7 @@ def expect(db: sqlite3.Connection, call: str, ordinals: Sequence[int]) -> list[i
             continue
         if state is None:
             cursor = cursor_of(db)
-            state = "final" if ordinal < cursor else f"not drawn yet: there are {cursor} prompts"
+            state = "final" if ordinal < cursor else f"not drawn yet: {cursor} prompts were drawn"
         needed = " or ".join(_MOVES[call])
         raise UsageError(f"{call}() needs a prompt that is {needed}; prompt {ordinal} is {state}")
     return wanted
@@ -123,15 +127,16 @@ def check_restart(db: sqlite3.Connection, version: int) -> None:
     now, final = progress_of(db)
     if version < final:
         raise UsageError(
-            f"cannot go back to policy {version}: steps before policy {final} are final, and their "
-            f"groups gone. Restore policy {final} or a later one, or begin a new journal."
+            f"cannot go back to policy {version}: steps before policy {final} are final, and "
+            f"their groups are deleted. Restore policy {final} or a later one, or begin a new "
+            "journal."
         )
     taken = {step for (step,) in db.execute("SELECT step FROM prompts WHERE state = 'taken'")}
     ahead = 0 if now is None else version - now
     if ahead > len(taken) or not {*range(version - max(ahead, 0), version)} <= taken:
         raise UsageError(
-            f"cannot go on from policy {version}: the last step recorded led to policy {now}. The "
-            "weights are of another run, or the journal is."
+            f"cannot go on from policy {version}: the last recorded step ended at policy {now}. "
+            "The weights or the journal are from another run."
         )
 
 
@@ -139,12 +144,18 @@ def check(db: sqlite3.Connection) -> None:
     """Raise CorruptionError if the file is damaged, or a prompt is missing or in a wrong state."""
     (found,) = db.execute("PRAGMA integrity_check(1)").fetchone()
     if found != "ok":
-        raise CorruptionError(f"the journal is damaged: {found}. Go back to a copy.")
+        raise CorruptionError(f"the journal is damaged: {found}. Restore a backup of the file.")
     for ordinal, state in db.execute("SELECT ordinal, state FROM prompts"):
         if state not in _STATES:
-            raise CorruptionError(f"{name_of(ordinal)} is in the state {state!r}")
+            raise CorruptionError(
+                f"{name_of(ordinal)} is in the unknown state {state!r}. Restore a backup of the "
+                "journal."
+            )
     if (found := sum(counts_of(db).values())) != (cursor := cursor_of(db)):
-        raise CorruptionError(f"{cursor} prompts were drawn, and {found} are accounted for")
+        raise CorruptionError(
+            f"{cursor} prompts were drawn, but the journal has {found}. Restore a backup of the "
+            "file."
+        )
 
 
 def trajectories(db: sqlite3.Connection, state: str, order: str) -> Iterable[Any]:

@@ -90,6 +90,6 @@ def check_call(
     except TypeError as error:
         called = ", ".join([*given, *(f"{key}=" for key in named)])
         raise UsageError(
-            f"{name} will be called as {name}({called}), and takes {signature}: {error}. Change "
+            f"{name} will be called as {name}({called}), but takes {signature}: {error}. Change "
             "its parameters."
         ) from None

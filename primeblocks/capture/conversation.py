@@ -121,7 +121,7 @@ class Conversation:
         if not asked.size or not answer.size:
             raise ShapeError(
                 f"a turn needs a prompt and an answer; got {asked.size} and {answer.size} tokens. "
-                "Leave out requests that were aborted empty."
+                "Leave out requests that were aborted before the first token."
             )
         # A rollout makes all checks.
         new = Rollout(
@@ -133,7 +133,9 @@ class Conversation:
             attachments=attachments or {},
         )
         if not new.sampled.all():
-            raise UsageError(f"an answer was sampled; got version {UNSAMPLED} for a token of it")
+            raise UsageError(
+                f"every token of an answer must be sampled. One token has version {UNSAMPLED}."
+            )
         place, continuity, matched = self._place(new)
         is_new = place == len(self._branches)
         held = _Branch.empty() if is_new else self._branches[place]
@@ -258,8 +260,8 @@ def cut(rollout: Rollout, length: int) -> Rollout:
     count = stop - rollout.prompt_length
     if count < 1 or not rollout.sampled[:count].any():
         raise ShapeError(
-            f"length={length} leaves {stop} tokens, which hold nothing that was sampled behind a "
-            f"prompt of {rollout.prompt_length}. Keep more tokens, or leave the rollout out."
+            f"length={length} leaves {stop} tokens and no sampled token after the prompt of "
+            f"{rollout.prompt_length} tokens. Keep more tokens, or leave the rollout out."
         )
     return replace(
         rollout,

@@ -91,7 +91,8 @@ class CaptureJournal:
         """
         if session not in self._last:
             raise UsageError(
-                f"call turns({session!r}) first: the journal may have turns of it from another run"
+                f"call turns({session!r}) first, because the journal may have turns of this "
+                "session from another run"
             )
         place, last = self._last[session]
         asked = np.asarray(prompt, np.int64)

@@ -214,8 +214,8 @@ class CaptureSession:
         most, stops = self._recorder.bounds.max_tokens, self._recorder.renderer.stop_token_ids
         if (count := request.max_tokens or most) > most:
             raise UsageError(
-                f"max_tokens={count} is more than the {most} of this server. Ask for fewer, or "
-                "raise CaptureBounds(max_tokens=)."
+                f"max_tokens={count} is above the limit of this server, {most}. Ask for fewer "
+                "tokens, or raise CaptureBounds(max_tokens=)."
             )
         return {
             "max_tokens": count,
@@ -262,7 +262,7 @@ class CaptureSession:
             self._recorder.in_flight.discard(unless)
             self._waiting.discard(unless)
         if not len(sampled.token_ids):
-            raise EngineError("the engine ended a request without a token")
+            raise EngineError("the engine returned an answer without a token")
         return sampled
 
     def _append(self, prompt: list[int], ids: list[int], sampled: Sampled) -> int:
@@ -276,7 +276,9 @@ class CaptureSession:
         try:
             turn = self.conversation.append(prompt, ids, **values)
         except UsageError as error:
-            raise EngineError(f"the engine returned what cannot be recorded: {error}") from error
+            raise EngineError(
+                f"the engine returned an answer that cannot be recorded: {error}"
+            ) from error
         if self._journal is not None:
             self._journal.append(self.name, turn, prompt, ids, **values)
         return len(self.conversation.turns) - 1

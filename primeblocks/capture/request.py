@@ -109,12 +109,15 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
         if not any(value == each for each in ONLY[name]):
             accepted = " or ".join(json.dumps(each) for each in ONLY[name])
             raise UnsupportedError(
-                f"{name}={json.dumps(value)[:80]} is not supported: it is {accepted}, or left out"
+                f"{name}={json.dumps(value)[:80]} is not supported. Use {accepted}, or leave it "
+                "out."
             )
     tools = _tools(fields) if is_chat else ()
     options = _get(fields, "stream_options", dict) or {}
     if unknown := options.keys() - {"include_usage", "include_obfuscation"}:
-        raise UnsupportedError(f"unknown fields of stream_options: {sorted(unknown)}")
+        raise UnsupportedError(
+            f"unknown fields of stream_options: {sorted(unknown)}. Leave them out."
+        )
     return TurnRequest(
         model=_need(fields, "model", str),
         messages=read_messages(_need(fields, "messages", list)) if is_chat else (),
@@ -133,7 +136,7 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
 def read_messages(values: list[Any]) -> tuple[dict[str, Any], ...]:
     """Return messages as templates take them. Errors as `read_request`."""
     if not values:
-        raise UsageError("messages is empty; give one at least")
+        raise UsageError("messages is empty. Give at least one message.")
     return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(values))
 
 
@@ -146,7 +149,7 @@ def _read_json(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"the body is not JSON: {str(error)[:200]}") from error
     if not isinstance(value, dict):
-        raise UsageError(f"the body is a JSON {type(value).__name__}; send an object")
+        raise UsageError(f"the body is a JSON {type(value).__name__}. Send a JSON object.")
     return value
 
 
@@ -196,7 +199,7 @@ def _temperature(fields: Mapping[str, Any]) -> float | None:
 
 def _ids(values: list[Any], name: str) -> tuple[int, ...]:
     if not all(type(value) is int and 0 <= value < 1 << 31 for value in values):
-        raise UsageError(f"{name} must hold token ids")
+        raise UsageError(f"{name} must contain token ids")
     return tuple(values)
 
 
@@ -207,7 +210,7 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
         return value
     if isinstance(value, list) and value and not isinstance(value[0], str | list):
         return _ids(value, "prompt")
-    raise UsageError("prompt must be one text, or one list of token ids, and not empty")
+    raise UsageError("prompt must be one text or one list of token ids, and must not be empty")
 
 
 def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
@@ -215,11 +218,13 @@ def _tools(fields: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type") != "function":
-            raise UnsupportedError(f"tools[{i}] is not a function; only functions are supported")
+            raise UnsupportedError(f"tools[{i}] is not a function. Only functions are supported.")
         _need(function, "name", str)
         _get(function, "parameters", dict)
         if function.get("strict"):
-            raise UnsupportedError(f"tools[{i}] is strict, which would not be enforced")
+            raise UnsupportedError(
+                f"tools[{i}] has strict=true, which is not enforced. Leave strict out."
+            )
     return tuple(tools)
 
 
@@ -232,7 +237,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
             raise UnsupportedError(f"{where} has the field {name!r}, which is not supported")
     role = ROLES.get(_need(value, "role", str))
     if role is None:
-        raise UsageError(f"{where} has the role {value['role']!r}; it is one of {sorted(ROLES)}")
+        raise UsageError(f"{where} has the role {value['role']!r}; expected one of {sorted(ROLES)}")
     found: dict[str, Any] = {"role": role, "content": _content(value.get("content"), where)}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if text := _get(value, name, str):

@@ -69,8 +69,8 @@ class Audit:
         shown = "\n".join(f"  {each.name}: {each.reason}" for each in self.findings[:_SHOWN])
         more = len(self.findings) - _SHOWN
         raise CorruptionError(
-            f"the engine does not serve what the trainer multiplies with: tensors {self.compared}, "
-            f"findings {len(self.findings)}\n{shown}"
+            "the engine's tensors differ from the numbers that the trainer multiplies with: "
+            f"tensors {self.compared}, findings {len(self.findings)}\n{shown}"
             + (f"\n  and {more} more, see audit.table()" if more > 0 else "")
         )
 
@@ -174,9 +174,9 @@ class _Sides:
     def extra(self, name: str) -> str:
         owner = name.removesuffix(SCALES_SUFFIX)
         if owner == name or owner not in self.trainer:
-            return "in the engine alone"
+            return "only in the engine"
         # If the engine has the owner, `compare` reports on the owner.
-        return "" if owner in self.engine else f"scales of {owner}, which the engine has not"
+        return "" if owner in self.engine else f"scales of {owner}, which the engine lacks"
 
     def _codes(self, name: str, weight: Tensor, codes: Tensor, scales: Tensor) -> str:
         if scales.dtype == torch.float8_e8m0fnu:
@@ -217,22 +217,22 @@ class _Sides:
             return reason
         if entries := [entry for entry, is_named in self._entries(name) if is_named]:
             return f"{reason}; {entries[0]!r} of its list of excluded modules was not applied"
-        return f"{reason}: its list of excluded modules has drifted, no entry names it"
+        return f"{reason}: its list of excluded modules is outdated, and no entry names it"
 
     def _left_by_the_engine(self, name: str) -> str:
         reason = f"not quantized by the engine, though only={self.only.text!r} names it"
         if self.excluded is not None:
             entries = list(self._entries(name))
             if named := [entry for entry, is_named in entries if is_named]:
-                return f"{reason}: its list of excluded modules has drifted, {named[0]!r} names it"
+                return f"{reason}: its list of excluded modules is outdated: {named[0]!r} names it"
             if entries:
                 return f"{reason}: {entries[0][0]!r} of its list is found in the name by accident"
             return f"{reason}, and no entry of its list is found in the name"
         for module in self.kept:
             if name.startswith(module) and not name.startswith(f"{module}."):
                 return (
-                    f"{reason}: the name of {module!r}, which stays as it is, is found in this one "
-                    "by accident, if the engine compares parts of words"
+                    f"{reason}: the name of {module!r}, which is not quantized, is found in this "
+                    "one by accident, if the engine compares parts of words"
                 )
         return reason
 
@@ -259,14 +259,14 @@ def _named(side: str, tensors: object) -> Mapping[str, Tensor]:
     for name, tensor in held.items():
         if not isinstance(tensor, Tensor):
             raise UsageError(
-                f"{name!r} of {side} is a {type(tensor).__name__}, no tensor. Pass tensors by name."
+                f"{name!r} of {side} is a {type(tensor).__name__}, not a tensor. Pass tensors."
             )
     return held
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:
     if local_part(tensor) is not tensor:
-        raise UnsupportedError(f"{name} is a DTensor; pass whole tensors, full_tensor().")
+        raise UnsupportedError(f"{name} is a DTensor. Pass whole tensors: full_tensor().")
     return tensor.detach()
 
 

@@ -46,7 +46,7 @@ def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
             f"{name}: expected a Quantized; got a {type(quantized).__name__}. Call quantize."
         )
     if name.endswith(SCALES_SUFFIX):
-        raise UsageError(f"{name} is a name of scales. Pass the weight's name.")
+        raise UsageError(f"{name} is the name of scales. Pass the weight's name.")
     _check_pair(name, quantized.codes, quantized.scales, quantized.tile)
     # If the last tiles of a matrix are cut, its codes are a view of whole tiles.
     codes = quantized.codes.view(torch.uint8).contiguous().view(torch.float8_e4m3fn)
@@ -69,7 +69,7 @@ def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Qua
         scales = state.get(name + SCALES_SUFFIX)
         if name.endswith(SCALES_SUFFIX):
             if (owner := name.removesuffix(SCALES_SUFFIX)) not in state:
-                raise PlanError(f"{name} holds scales and {owner} is missing. Pass both.")
+                raise PlanError(f"{name} contains scales, but {owner} is missing. Pass both.")
         elif scales is not None:
             if scales.dtype == torch.float8_e8m0fnu:
                 scales = scales.float()
@@ -81,7 +81,9 @@ def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Qua
                 )
             weights[name] = Quantized(tensor, scales, recipe.weights)
         elif _is_float8(tensor):
-            raise PlanError(f"{name} holds codes and {name + SCALES_SUFFIX} is missing. Pass both.")
+            raise PlanError(
+                f"{name} contains codes, but {name + SCALES_SUFFIX} is missing. Pass both."
+            )
         else:
             weights[name] = tensor
     return weights
@@ -124,8 +126,8 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
     for name in sorted(kept):
         if met := [m for m in sorted(modules) if m.startswith(name) or m.endswith(name)]:
             raise PlanError(
-                f"{name} is not quantized and {met[0]} is: a reader that compares prefixes or ends "
-                "of names, as transformers does, excludes both. Quantize both, or neither."
+                f"{name} is not quantized, but {met[0]} is. A reader that compares prefixes or "
+                "ends of names, as transformers does, excludes both. Quantize both, or neither."
             )
     made = {
         "quant_method": "fp8",
@@ -179,8 +181,8 @@ class WeightEncoder:
             place = self._held.get(name)
             if place is None or place.shard.sizes != tuple(tensor.shape):
                 raise PlanError(
-                    f"{name}: got {list(tensor.shape)}; layouts have {place}. Make layouts of the "
-                    "tensors that are sent."
+                    f"{name} is {list(tensor.shape)}, but layouts have {place}. Make layouts of "
+                    "the tensors that are sent."
                 )
         quantized = self._recipe.quantize_weight(tensor)
         if self._form == "float8":
@@ -273,7 +275,8 @@ def encode_weights(
     for name, layout in ({} if layouts is None else layouts).items():
         if not isinstance(layout, Layout):
             raise UsageError(
-                f"layouts[{name!r}] is a {type(layout).__name__}, no Layout. Use layout_of(tensor)."
+                f"layouts[{name!r}] is a {type(layout).__name__}, not a Layout. Use "
+                "layout_of(tensor)."
             )
     rules = {"only": only} if exclude is None else {"only": only, "exclude": exclude}
     return WeightEncoder(recipe, rules, form, None if layouts is None else dict(layouts))
@@ -291,8 +294,8 @@ def _is_float8(tensor: Tensor) -> bool:
 def _check_pair(name: str, codes: Tensor, scales: Tensor, tile: Tile) -> None:
     if codes.dtype != torch.float8_e4m3fn or codes.ndim < 2:
         raise ShapeError(
-            f"{name} has scales and is {codes.dtype} {list(codes.shape)}; codes are "
-            "float8_e4m3fn matrices."
+            f"{name} has scales, so it must be a float8_e4m3fn matrix; got {codes.dtype} "
+            f"{list(codes.shape)}."
         )
     expected = [*codes.shape[:-2], *tile.grid(*codes.shape[-2:])]
     if scales.dtype != torch.float32 or list(scales.shape) != expected:

@@ -32,8 +32,8 @@ def check_hopper(device: torch.device, engine: str) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
         raise UnsupportedError(
-            f"{engine} multiplies 1 x 128 tiles with float32 scales on GPUs of compute capability "
-            f"9.0 alone; {device} has {major}.{minor}. {_OTHERS}"
+            f"{engine} multiplies 1 x 128 tiles with float32 scales only on GPUs of compute "
+            f"capability 9.0; {device} has {major}.{minor}. {_OTHERS}"
         )
 
 
@@ -69,7 +69,7 @@ def check_operands(a: Quantized, b: Quantized, engine: str) -> None:
     for name, x in (("a", a), ("b", b)):
         if not x.codes.is_contiguous():
             raise UnsupportedError(
-                f"{engine} needs contiguous codes (k_major); those of {name} have shape "
+                f"{engine} needs contiguous codes (k_major); the codes of {name} have shape "
                 f"{list(x.shape)} and strides {list(x.codes.stride())}. Copy them once per "
                 "version, as quantize_both_ways does."
             )

@@ -145,7 +145,8 @@ def swiglu_matmul(
         check_tensors(scores=scores)
     if scores is not None and scores.shape != gate_up.shape[:1]:
         raise ShapeError(
-            f"needs a score for each of {len(gate_up)} rows; got {list(scores.shape)}."
+            f"scores must have one number for each of {len(gate_up)} rows; got "
+            f"{list(scores.shape)}."
         )
     if offsets is not None:
         offsets = _checked_offsets(offsets, len(weight), len(gate_up))
@@ -329,8 +330,8 @@ def _checked_offsets(offsets: Tensor, experts: int, tokens: int) -> Tensor:
     """Return int32 offsets. The host does not read their values on a GPU."""
     if offsets.shape != (experts,) or offsets.is_floating_point() or not experts:
         raise ShapeError(
-            "needs at least one expert, and for each an integer offset at which its rows end; got "
-            f"{experts} experts and offsets {offsets.dtype} {list(offsets.shape)}."
+            "offsets must have at least one expert, and for each expert an integer at which its "
+            f"rows end; got {experts} experts and offsets {offsets.dtype} {list(offsets.shape)}."
         )
     if offsets.device.type == "cpu":
         ends = offsets.tolist()
@@ -344,7 +345,8 @@ def _check_operands(x: Tensor, weight: Tensor) -> None:
     for name, one in (("x", x), ("the weight", weight)):
         if not one.is_floating_point() or one.element_size() == 1 or not weight.shape[-1]:
             raise ShapeError(
-                f"{name} must hold numbers to round to float8; got {one.dtype} {list(one.shape)}."
+                f"{name} must be floating-point numbers to round to float8; got {one.dtype} "
+                f"{list(one.shape)}."
             )
         if local_part(one) is not one:
             raise UnsupportedError(

@@ -99,8 +99,8 @@ def convert(
     for name in chosen:
         if not isinstance(layers[name], nn.Linear) and not hasattr(layers[name], "grouped_mm"):
             raise UnsupportedError(
-                f"{name or 'the model'} is a {type(layers[name]).__name__}, which has no seam for "
-                "grouped products (grouped_mm). Call convert of "
+                f"{name or 'the model'} is a {type(layers[name]).__name__}, which has no "
+                "attribute grouped_mm for grouped products. Call convert of "
                 "primeblocks.fp8.adapters.transformers or .torchtitan, or "
                 f"exclude={re.escape(name.rpartition('.')[2]) + '$'!r}."
             )
@@ -182,10 +182,10 @@ class WeightCache:
         for module, product, name, parameter in _converted(model):
             if parameter.requires_grad and id(parameter) not in updated:
                 raise UsageError(
-                    f"{name} of a {type(module).__name__} wants gradients and is in none of the "
+                    f"{name} of a {type(module).__name__} needs gradients, but is in none of the "
                     f"{len(optimizers)} optimizers, so the cache would not notice its changes. "
                     "Call WeightCache(model, optimizer) after fully_shard, with FSDP2's weights "
-                    "resharded (model.reshard()), or use no cache."
+                    "resharded (model.reshard()), or do not use a cache."
                 )
             self._watched[module, name] = product, parameter
         if not self._watched:
@@ -236,7 +236,7 @@ class WeightCache:
         if entry.codes.forward.shape != weight.shape:
             raise UsageError(
                 f"{name} of a {type(module).__name__} is multiplied in parts of different shapes. "
-                "Use no cache for this model."
+                "Do not use a cache with this model."
             )
         return entry.codes
 

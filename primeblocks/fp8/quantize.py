@@ -85,7 +85,9 @@ def check_choice(name: str, value: object, kind: object) -> None:
     """Raise UnsupportedError unless `value` is one of a Literal's words. Local."""
     words = get_args(kind)
     if value not in words:
-        raise UnsupportedError(f"{name} is one of {', '.join(map(repr, words))}; got {value!r}.")
+        raise UnsupportedError(
+            f"{name} must be one of {', '.join(map(repr, words))}; got {value!r}."
+        )
 
 
 def scales_of(amax: Tensor, scale: Scale, quotient: Quotient) -> tuple[Tensor, Tensor]:
@@ -223,7 +225,9 @@ def measure_error(x: Tensor, quantized: Quantized) -> float:
     check_tensors(x=x)
     if not isinstance(quantized, Quantized) or x.shape != quantized.shape:
         shape = getattr(quantized, "shape", None)
-        raise ShapeError(f"needs x and its Quantized; got {list(x.shape)} and {shape}.")
+        raise ShapeError(
+            f"measure_error needs x and its Quantized; got {list(x.shape)} and {shape}."
+        )
     exact = x.detach().double()
     norm = exact.norm()
     if norm == 0:

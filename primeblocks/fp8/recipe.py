@@ -150,7 +150,7 @@ class Recipe:
         for name, example in (("gemm", "ReferenceGemm()"), ("quantizer", "quantize")):
             engine = getattr(self, name)
             if not callable(engine) or isinstance(engine, type):
-                raise UsageError(f"{name} must be an engine, such as {example}; got {engine!r}.")
+                raise UsageError(f"{name} must be a kernel, such as {example}; got {engine!r}.")
         if self.activations.columns != self.weights.columns:
             raise PlanError(
                 f"activations {self.activations} and weights {self.weights} need the same number "

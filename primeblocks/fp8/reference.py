@@ -95,7 +95,8 @@ def exact_product(a: Quantized, b: Quantized) -> Tensor:
     """Dequantize and multiply in float64. All kernels approximate this product. Local."""
     if not isinstance(a, Quantized) or not isinstance(b, Quantized):
         raise ShapeError(
-            f"needs two quantized matrices; got a {type(a).__name__} and a {type(b).__name__}."
+            f"exact_product needs two quantized matrices; got a {type(a).__name__} and a "
+            f"{type(b).__name__}."
         )
     return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
 

@@ -49,7 +49,7 @@ class Rule:
         end = "\n" if self._found.flags & re.VERBOSE else ""
         self._named = re.compile(rf"(?:^|(?<=\.))(?:{body}{end})(?=\.|$)", self._found.flags)
         if not self.text:
-            raise UsageError(f"{argument} is empty. To name everything use '.*'.")
+            raise UsageError(f"{argument} is empty. To name everything, use '.*'.")
         self.argument = argument
 
     def names_weight(self, name: str) -> bool:
@@ -74,9 +74,9 @@ class Rule:
             return False
         words = [word for word in name.split(".") if found.group().split(".")[-1] in word]
         raise UsageError(
-            f"{self.argument}={self.text!r} is found inside {name!r} and does not name it. To name "
-            f"it write whole words, such as {re.escape(words[-1] if words else name)!r}. To leave "
-            f"it out write a rule that is not found there, such as r'{self.text}(\\.|$)'."
+            f"{self.argument}={self.text!r} is found inside {name!r}, but does not name it. To "
+            f"name it, write whole words, such as {re.escape(words[-1] if words else name)!r}. To "
+            f"leave it out, write a rule that is not found there, such as r'{self.text}(\\.|$)'."
         )
 
 

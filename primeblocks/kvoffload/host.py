@@ -54,7 +54,7 @@ class HostTier:
         self.attachment_bytes = attachment_bytes
         self.pinned = pinned
         if pinned and not torch.cuda.is_available():
-            raise UnsupportedError("pinned=True needs a CUDA device; leave pinned out on the CPU")
+            raise UnsupportedError("pinned=True needs a CUDA device. Leave out pinned= on the CPU.")
         self._slab = _reserve(self.capacity_pages * self.frame_bytes)
         self._pages = torch.from_numpy(self._slab).view(-1, self.frame_bytes)[:, :page_bytes]
         self._claimed = Lock()
@@ -64,7 +64,9 @@ class HostTier:
     def claim(self) -> None:
         """Claim the pool for one store. UsageError: a store has claimed the pool before."""
         if not self._claimed.acquire(blocking=False):
-            raise UsageError("this HostTier belongs to another store. Make one for each store.")
+            raise UsageError(
+                "this HostTier belongs to another store. Make one HostTier for each store."
+            )
 
     def frame(self, number: int) -> np.ndarray:
         """Return the bytes of a frame, as a view aligned to 4096 bytes."""

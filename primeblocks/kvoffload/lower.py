@@ -330,8 +330,8 @@ def no_room(pages: Sequence[HostPage], levels: Sequence[Level]) -> CapacityError
         return None
     names = ", ".join(level.name for level in levels)
     return CapacityError(
-        f"{missing} of {len(pages)} pages in host memory find no room in {names}. Make that "
-        "larger, or wait until a tier that refused pages is tried again."
+        f"{missing} of {len(pages)} pages in host memory do not fit into {names}. Make these "
+        "tiers larger, or wait until a tier that refused pages is tried again."
     )
 
 

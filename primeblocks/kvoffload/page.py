@@ -224,9 +224,9 @@ def frames_of(
     frame_bytes = -(-(page_bytes + attachment_bytes) // ALIGNMENT) * ALIGNMENT
     if capacity_bytes < frame_bytes:
         raise PlanError(
-            f"a {tier} tier of {capacity_bytes} bytes does not hold one frame of {frame_bytes}: "
-            f"a page of {page_bytes} bytes and {attachment_bytes} bytes of attachments, rounded "
-            f"up to {ALIGNMENT}. Raise capacity_bytes."
+            f"a {tier} tier of {capacity_bytes} bytes does not hold one frame of {frame_bytes} "
+            f"bytes. A frame is a page of {page_bytes} bytes and {attachment_bytes} bytes of "
+            f"attachments, rounded up to {ALIGNMENT}. Raise capacity_bytes."
         )
     return frame_bytes, capacity_bytes // frame_bytes
 

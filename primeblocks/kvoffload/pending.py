@@ -229,8 +229,8 @@ def save_requests(
             extra = batch.extras[index] = pack_attachments(named)
             if len(extra) > (room := host.attachment_bytes):
                 raise ShapeError(
-                    f"the packed attachments have {len(extra)} bytes; the tiers keep {room}. "
-                    f"Make them with attachment_bytes={len(extra)} or more."
+                    f"the packed attachments have {len(extra)} bytes, but the tiers keep at most "
+                    f"{room}. Make tiers with attachment_bytes={len(extra)} or more."
                 )
     return [
         SaveRequest(key, host.page_bytes + len(batch.extras.get(index, b"")), users, batch, index)

@@ -75,7 +75,7 @@ class TieredStore:
         if copy_threads < 1 or patience_s <= 0:
             raise PlanError(f"{copy_threads=} must be at least 1, and {patience_s=} above 0.")
         if write not in ("back", "through"):
-            raise PlanError(f'write is "back" or "through"; got {write!r}')
+            raise PlanError(f'write must be "back" or "through"; got {write!r}')
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
         self._host = host
         host.claim()
@@ -302,7 +302,7 @@ class TieredStore:
             raise ClosedError("the page store belongs to the parent process. Make a new one.")
         with self._changed:
             if self._closed:
-                raise ClosedError("the page store is closed. Make a new one.")
+                raise ClosedError("the page store is closed. Make a new page store.")
             if pending is not None:
                 self._pending.add(pending)
             self._change(what, *of)
@@ -330,7 +330,9 @@ class TieredStore:
         """Leave the catalogue, which may be half changed, and fail all waiting calls."""
         logger.critical("the page store broke", exc_info=error)
         with self._changed:
-            self._error = ClosedError(f"the page store broke: {error!r}. Close it, make a new one.")
+            self._error = ClosedError(
+                f"the page store broke: {error!r}. Close it, and make a new page store."
+            )
             self._error.__cause__ = error
             self._changed.notify_all()
             for pending in list(self._pending):

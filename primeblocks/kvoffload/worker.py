@@ -159,7 +159,7 @@ class TierWorker:
 
     def give(self, *moves: Given | Recall) -> list[Outcome]:
         """Queue moves. Return moves that a `Recall` takes back, as refused by the tier."""
-        error = Recalled(f"{self._tier.name} answers nothing; the page was not moved")
+        error = Recalled(f"{self._tier.name} does not answer, so the page was not moved")
         return [(move, error) for move in self._order.give(*moves)]
 
     def lacks(self, keys: Sequence[PageKey]) -> list[PageKey]:
@@ -249,7 +249,7 @@ class TierWorker:
         try:
             answers = list(do())
             if len(answers) != pages:
-                raise RuntimeError(f"{len(answers)} answers for {pages} pages")
+                raise RuntimeError(f"the tier returned {len(answers)} answers for {pages} pages")
             return answers
         except Exception as error:
             logger.exception("%s failed with a batch of %d pages", self._tier.name, pages)

@@ -100,11 +100,11 @@ def importance_weights(
     """
     log_ratio = _log_ratios(trainer_logprobs, rollout_logprobs, mask, sequence_ids)
     if not 0 <= min_ratio <= 1 <= max_ratio:
-        raise UsageError(f"needs 0 <= min_ratio <= 1 <= max_ratio; got {min_ratio}, {max_ratio}")
+        raise UsageError(f"pass 0 <= min_ratio <= 1 <= max_ratio; got {min_ratio}, {max_ratio}")
     if level not in ("token", "sequence", "geometric"):
-        raise UsageError(f'level is "token", "sequence" or "geometric"; got {level!r}')
+        raise UsageError(f'level must be "token", "sequence" or "geometric"; got {level!r}')
     if beyond not in ("truncate", "mask", "reject"):
-        raise UsageError(f'beyond is "truncate", "mask" or "reject"; got {beyond!r}')
+        raise UsageError(f'beyond must be "truncate", "mask" or "reject"; got {beyond!r}')
     lengths = None
     if level != "token":
         lengths = sequence_sums(mask, sequence_ids).clamp(min=1)
@@ -189,7 +189,7 @@ def sequence_outlier_mask(
     """
     x = _log_ratios(trainer_logprobs, rollout_logprobs, mask, sequence_ids, advantages=advantages)
     if math.isnan(bound) or over not in ("mean", "max"):
-        raise UsageError(f'over is "mean" or "max", and bound a number; got {over!r}, {bound}')
+        raise UsageError(f'over must be "mean" or "max", and bound a number; got {over!r}, {bound}')
     by_name = {
         "error": lambda: bounded_ratio(x.abs()),
         "k1": lambda: -x,
@@ -197,7 +197,7 @@ def sequence_outlier_mask(
         "k3": lambda: bounded_ratio(x) - 1 - x,
     }
     if statistic not in by_name:
-        raise UsageError(f"statistic is one of {', '.join(by_name)}; got {statistic!r}")
+        raise UsageError(f"statistic must be one of {', '.join(by_name)}; got {statistic!r}")
     values = masked(by_name[statistic](), mask)
     lengths = sequence_sums(mask, sequence_ids).clamp(min=1)
     if over == "mean":
@@ -234,7 +234,7 @@ def entropy_scaled_mask(
     """
     x = _log_ratios(trainer_logprobs, rollout_logprobs, mask, entropies=entropies)
     if not (max_score >= 0 and epsilon > 0):
-        raise UsageError(f"needs max_score >= 0 and epsilon > 0; got {max_score}, {epsilon}")
+        raise UsageError(f"pass max_score >= 0 and epsilon > 0; got {max_score}, {epsilon}")
     score = x.square() / (masked(entropies, mask) + epsilon)
     return _counted(torch.ones_like(x), mask, dropped=~(score <= max_score))
 

@@ -80,9 +80,12 @@ def kl_loss(
         weights=weights,
     )
     if direction not in ("reverse", "forward") or gradient not in ("unbiased", "estimator"):
-        raise UsageError(f"unknown KL: direction {direction!r}, gradient {gradient!r}")
+        raise UsageError(
+            'direction must be "reverse" or "forward", and gradient "unbiased" or "estimator"; '
+            f"got {direction!r} and {gradient!r}"
+        )
     if estimator == "abs" and gradient == "unbiased":
-        raise UsageError('"abs" estimates no KL. Pass gradient="estimator".')
+        raise UsageError('"abs" does not estimate a KL divergence. Pass gradient="estimator".')
     x = log_ratios(trainer_logprobs, reference_logprobs, mask)
     values = masked(_estimate(x, estimator, direction), mask)
     if gradient == "unbiased":
@@ -119,12 +122,18 @@ def teacher_advantages(
     Source: arXiv:2306.08543 (reverse KL by policy gradient), 2306.13649 (on-policy distillation).
     """
     if not teachers or (len(teachers) > 1 and teacher_weights is None):
-        raise UsageError(f"{len(teachers)} teachers need as many teacher_weights, and at least one")
+        raise UsageError(
+            f"got {len(teachers)} teachers. Pass at least one teacher, and one teacher_weights "
+            "tensor per teacher if there are several."
+        )
     check_tokens(mask, student_logprobs=student_logprobs, teacher_logprobs=teachers[0])
     if teacher_weights is None:
         teacher_weights = [torch.ones_like(teachers[0])]
     if len(teacher_weights) != len(teachers):
-        raise UsageError(f"{len(teachers)} teachers have {len(teacher_weights)} teacher_weights")
+        raise UsageError(
+            f"{len(teachers)} teachers need one teacher_weights tensor each; got "
+            f"{len(teacher_weights)}"
+        )
     result = torch.zeros_like(masked(student_logprobs, mask))
     for teacher, weights in zip(teachers, teacher_weights, strict=True):
         check_tokens(
@@ -163,10 +172,15 @@ def top_k_loss(
     Source: arXiv:2306.13649 (GKD), on the student's top-k.
     """
     if direction not in ("reverse", "forward") or rest not in ("bucket", "renormalise"):
-        raise UsageError(f"unknown loss: direction {direction!r}, rest {rest!r}")
+        raise UsageError(
+            'direction must be "reverse" or "forward", and rest "bucket" or "renormalise"; got '
+            f"{direction!r} and {rest!r}"
+        )
     check_tokens(student_logprobs=student_logprobs, teacher_logprobs=teacher_logprobs)
     if student_logprobs.ndim < 2 or not student_logprobs.shape[-1]:
-        raise ShapeError(f"needs [*tokens, words]; got {list(student_logprobs.shape)}")
+        raise ShapeError(
+            f"student_logprobs must be [*tokens, words]; got {list(student_logprobs.shape)}"
+        )
     check_tokens(mask, sequence_ids=sequence_ids, words=student_logprobs[..., 0], weights=weights)
     student = _distribution(student_logprobs, mask, rest)
     teacher = _distribution(teacher_logprobs.detach(), mask, rest)
@@ -185,7 +199,7 @@ def _estimate(x: Tensor, estimator: str, direction: str) -> Tensor:
         return x if direction == "reverse" else -u * x
     if estimator == "k3":
         return u - 1 + x if direction == "reverse" else 1 - u - u * x
-    raise UsageError(f'estimator is "k1", "k2", "k3" or "abs"; got {estimator!r}')
+    raise UsageError(f'estimator must be "k1", "k2", "k3" or "abs"; got {estimator!r}')
 
 
 def _distribution(logprobs: Tensor, mask: Tensor, rest: str) -> Tensor:

@@ -64,13 +64,15 @@ def check_operands(
     fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
     if not fits or ids.ndim not in {1, 2} or len(ids) != len(hidden):
         raise ShapeError(
-            f"needs hidden [tokens, hidden], weight [words, hidden] and ids [tokens] or [tokens, "
-            f"choices]; got {shapes}. A batch: hidden.flatten(0, 1)."
+            "hidden must be [tokens, hidden], weight [words, hidden] and ids [tokens] or "
+            f"[tokens, choices]; got {shapes}. Flatten a batch with hidden.flatten(0, 1)."
         )
     if ids.dtype not in {torch.int32, torch.int64}:
         raise ShapeError(f"ids must be int64 or int32; got {ids.dtype}.")
     if len(devices := {x.device for x in (hidden, weight, ids)}) > 1:
-        raise ShapeError(f"hidden, weight and ids are on {len(devices)} devices: {devices}.")
+        raise ShapeError(
+            f"hidden, weight and ids are on {len(devices)} devices: {devices}. Move them to one."
+        )
     dtypes = {hidden.dtype, weight.dtype}
     if not all(dtype.is_floating_point for dtype in dtypes):
         raise ShapeError(f"hidden and weight must be floating; got {dtypes}.")
@@ -85,7 +87,7 @@ def check_operands(
     elif not (isinstance(temperature, Real) and temperature > 0):
         raise UsageError(f"temperature must be above 0; got {temperature!r}.")
     if min(head.chunk) < 1:
-        raise UsageError(f"a chunk needs a token and a word; got {head.chunk}.")
+        raise UsageError(f"a chunk needs at least one token and one word; got {head.chunk}.")
 
 
 class LogitChunks:

@@ -41,7 +41,10 @@ def mtp_labels(
     if sequence_ids is None:
         if labels.ndim != 2 or len(labels) == 1:
             shape = list(labels.shape)
-            raise ShapeError(f"mtp_labels got {shape}. Pass sequence_ids, an integer per token.")
+            raise ShapeError(
+                f"mtp_labels got labels of shape {shape}, which do not show their sequences. "
+                "Pass sequence_ids, an integer per token."
+            )
         sequence_ids = torch.zeros_like(labels)
     check_tokens(labels != -100, sequence_ids=sequence_ids)
     is_same = sequence_ids[..., depth:] == sequence_ids[..., :-depth]

@@ -106,7 +106,7 @@ def _counted(losses: Sequence[TokenLoss], by: str | int) -> int:
             )
         return sum(counts)
     if not isinstance(by, int) or isinstance(by, bool) or by < 0:
-        raise UsageError(f'by is "tokens", "sequences" or a count; got {by!r}')
+        raise UsageError(f'by must be "tokens", "sequences" or a count; got {by!r}')
     return by
 
 

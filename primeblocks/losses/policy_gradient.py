@@ -98,7 +98,7 @@ def grpo_loss(
     log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
     check_clips(clip_low, clip_high)
     if not 0 <= min_ratio <= 1 <= max_ratio:
-        raise UsageError(f"needs 0 <= min_ratio <= 1 <= max_ratio; got {min_ratio}, {max_ratio}")
+        raise UsageError(f"pass 0 <= min_ratio <= 1 <= max_ratio; got {min_ratio}, {max_ratio}")
     free = bounded_ratio(log_ratio)
     ratio = free.clamp(min_ratio, max_ratio)
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -246,9 +246,9 @@ def dppo_loss(
     log_ratio, advantages = _checked(*operands, mask, weights, sequence_ids)
     if not (max_low >= 0 and max_high >= 0 and max_ratio >= 1):
         got = f"{max_low}, {max_high}, {max_ratio}"
-        raise UsageError(f"needs max_low >= 0, max_high >= 0 and max_ratio >= 1; got {got}")
+        raise UsageError(f"pass max_low >= 0, max_high >= 0 and max_ratio >= 1; got {got}")
     if divergence not in ("tv", "kl"):
-        raise UsageError(f'divergence is "tv" or "kl"; got {divergence!r}')
+        raise UsageError(f'divergence must be "tv" or "kl"; got {divergence!r}')
     log_p, log_q = (finite(x, mask) for x in (trainer_logprobs, rollout_logprobs))
     p, q = log_p.detach().exp(), log_q.detach().exp()
     moved = (p - q).abs() if divergence == "tv" else _binary_kl(log_q.detach(), log_p.detach())

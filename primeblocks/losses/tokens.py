@@ -74,11 +74,12 @@ def check_tokens(*masks: Any, sequence_ids: Any = None, **operands: Any) -> None
             raise ShapeError(f"{name} must be a torch.Tensor; got {type(x).__name__}")
         if x.shape != like.shape:
             raise ShapeError(
-                f"{name} {list(x.shape)} and {first} {list(like.shape)} differ in shape, and"
-                " nothing is broadcast. For one value per rollout pass x[:, None].expand_as(mask)."
+                f"{name} {list(x.shape)} and {first} {list(like.shape)} differ in shape, and "
+                "shapes are not broadcast. For one value per rollout, pass "
+                "x[:, None].expand_as(mask)."
             )
         if x.device != like.device:
-            raise ShapeError(f"{name} is on {x.device}, {first} on {like.device}")
+            raise ShapeError(f"{name} is on {x.device}, but {first} is on {like.device}")
         if name == "mask" and x.dtype != torch.bool:
             raise ShapeError(f"mask must be bool; got {x.dtype}. Pass mask.bool().")
         if name == "sequence_ids" and (x.is_floating_point() or x.dtype == torch.bool):
@@ -94,7 +95,9 @@ def check_clips(clip_low: float, clip_high: float) -> None:
         UsageError: a clip is negative or NaN, or `clip_low` is above 1.
     """
     if not (0 <= clip_low <= 1 and clip_high >= 0):
-        raise UsageError(f"needs 0 <= clip_low <= 1 <= 1 + clip_high; got {clip_low}, {clip_high}")
+        raise UsageError(
+            f"clips must have 0 <= clip_low <= 1 and clip_high >= 0; got {clip_low}, {clip_high}"
+        )
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
@@ -138,8 +141,8 @@ def sequence_sums(x: Tensor, sequence_ids: Tensor | None) -> Tensor:
         # One row is one rollout or a pack of several. Only sequence_ids can show which.
         raise ShapeError(
             f"tokens of shape {list(x.shape)} do not show which sequence each belongs to. Pass "
-            "sequence_ids, one integer per token (torch.zeros_like(mask, dtype=torch.int64) if "
-            "all are one rollout), or several rows, [rollouts, tokens]."
+            "sequence_ids, one integer per token, or several rows, [rollouts, tokens]. For "
+            "tokens of one rollout, pass sequence_ids=torch.zeros_like(mask, dtype=torch.int64)."
         )
     return x.sum(dim=1, keepdim=True).expand_as(x)
 

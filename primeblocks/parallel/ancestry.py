@@ -50,8 +50,8 @@ class Ancestry:
             if parent != -1 and not path:
                 raise PlanError(
                     f"plan_sequence got parent {parent} for document {document}, which is not in "
-                    "preorder. Put each document after the one that it continues, and all that "
-                    "continue it right after it, or pass TreePlan.parents."
+                    "preorder. Put each document after its parent, and all descendants of a "
+                    "document directly after it. Or pass TreePlan.parents."
                 )
             path.append(document)
         known = tuple(int(each) for each in parents)

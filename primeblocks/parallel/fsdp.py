@@ -219,8 +219,8 @@ def _check_steps(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> 
     if foreign:
         raise PlanError(
             f"{foreign} of {len(stepped)} tensors of the optimizer are not parameters of the "
-            "model: the optimizer was made before the model was sharded, and would not train it. "
-            "Make the optimizer after parallelize or fully_shard_moe."
+            "model. The optimizer was made before the model was sharded, and would not train the "
+            "model. Make the optimizer after parallelize or fully_shard_moe."
         )
 
 
@@ -270,7 +270,7 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
 def _modules(name: str, given: object, model: nn.Module) -> list[nn.Module]:
     if isinstance(given, nn.Module) and not isinstance(given, Iterable):
         raise PlanError(
-            f"{name} must be a list of modules; got one {type(given).__name__}. Pass [it]."
+            f"{name} must be a list of modules; got one {type(given).__name__}. Pass a list."
         )
     found, inside = list(given), set(model.modules())  # type: ignore[call-overload]
     odd = [x for x in found if not isinstance(x, nn.Module) or x not in inside]
@@ -294,7 +294,7 @@ def check_dispatcher(dispatcher: object, meshes: Meshes) -> None:
     if over != shared:
         raise PlanError(
             f"the {type(dispatcher).__name__} of experts uses ranks {over}, but ranks {shared} "
-            "share the experts. Give it the group meshes.expert.get_group()."
+            "share the experts. Give the dispatcher the group meshes.expert.get_group()."
         )
 
 
@@ -321,8 +321,8 @@ def _check_dtypes(units: list[nn.Module]) -> None:
             shown = ", ".join(f"{dtype} ({name})" for dtype, name in found.items())
             raise UnsupportedError(
                 f"parameters of a {type(unit).__name__} have several dtypes: {shown}. FSDP2 "
-                "gathers those of one dtype. Convert the model to one, such as float32 with "
-                "precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
+                "gathers only parameters of one dtype together. Convert the model to one dtype, "
+                "such as float32 with precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
             )
 
 

@@ -107,7 +107,8 @@ class MeshPlan:
         """
         if not dist.is_initialized():
             raise PlanError(
-                "there is no process group. Call torch.distributed.init_process_group first."
+                "torch.distributed is not initialised. Call torch.distributed.init_process_group "
+                "first."
             )
 
         everyone: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]

@@ -236,8 +236,9 @@ class SequencePlan:
         check_group(group)
         if group.size() != self.ranks:
             raise PlanError(
-                f"the sequence is planned for {self.ranks} ranks; the group has {group.size()}. "
-                f"Plan with ranks={group.size()}, or pass meshes.context.get_group()."
+                f"the sequence is planned for {self.ranks} ranks, but the group has "
+                f"{group.size()}. Plan with ranks={group.size()}, or pass "
+                "meshes.context.get_group()."
             )
 
     def check_tokens(self, group: dist.ProcessGroup, **operands: Tensor) -> None:
@@ -273,8 +274,9 @@ class SequencePlan:
             raise ShapeError(f"dim must be one number; got {dim!r}.")
         if not -x.ndim <= dim < x.ndim or x.shape[dim] != size:
             raise ShapeError(
-                f"needs {what}, {size} tokens along dim {dim}; got {tuple(x.shape)}. "
-                f"The plan holds {self.tokens} tokens, {list(self.counts)} by rank."
+                f"the tensor must be {what}, with {size} tokens along dim {dim}; got "
+                f"{tuple(x.shape)}. The plan has {self.tokens} tokens, {list(self.counts)} per "
+                "rank."
             )
 
 

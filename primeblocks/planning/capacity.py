@@ -51,8 +51,8 @@ class Gpu:
             )
         if self.usable_bytes < 1:
             raise PlanError(
-                f"{self.memory_bytes} bytes x {fraction} - {self.reserve_bytes} leave nothing. "
-                "Lower reserve_bytes."
+                f"{self.memory_bytes} bytes x {fraction} - {self.reserve_bytes} leave no bytes "
+                "for weights and pages. Lower reserve_bytes."
             )
 
     @property
@@ -305,8 +305,8 @@ class _Load:
             raise CapacityError(
                 f"{most} replicas of tensor={self.tensor} are not enough: one prompt with its "
                 f"samples and the weights need {lack(most)} bytes more on a GPU. Raise tensor, "
-                "shorten rollouts, use an fp8 cache, or do not share prompts: write each sample as "
-                "a prompt of its own."
+                "shorten rollouts, or use an fp8 cache. If prompts may be computed once per "
+                "sample, write each sample as its own prompt."
             )
         return bisect_left(range(1, most), True, key=lambda data: lack(data) <= 0) + 1
 

@@ -27,7 +27,9 @@ def decode_latency(*, step_s: float, request_s: float = 0.0) -> Callable[[int], 
     compute. Pure.
     """
     if step_s <= 0 or request_s < 0:
-        raise UsageError(f"seconds of a decode step must be positive; got {step_s}, {request_s}.")
+        raise UsageError(
+            f"step_s must be above 0, and request_s not negative; got {step_s}, {request_s}."
+        )
     return lambda running: running / (step_s + running * request_s)
 
 

@@ -71,7 +71,7 @@ class KvGroup:
         sizes = {"head_bytes": self.head_bytes, "state_head_bytes": self.state_head_bytes}
         check_counts(least=0, pair_flops=self.pair_flops, **sizes)
         if not self.head_bytes and not self.state_head_bytes:
-            raise PlanError(f"group {self.name!r} keeps nothing; leave it out.")
+            raise PlanError(f"group {self.name!r} stores no bytes. Leave it out.")
 
     @property
     def token_bytes(self) -> int:
@@ -168,11 +168,13 @@ def kv_groups(config: Any, *, kv_dtype: str = "bfloat16") -> tuple[KvGroup, ...]
         raise PlanError(f"num_hidden_layers must be at most {_MOST_LAYERS}; got {layers}.")
     if kv_dtype not in (*_SIZES, _DS_MLA):
         raise UnsupportedError(
-            f"kv_dtype is one of {', '.join(_SIZES)} and {_DS_MLA}; got {kv_dtype!r}."
+            f"kv_dtype must be one of {', '.join(_SIZES)} and {_DS_MLA}; got {kv_dtype!r}."
         )
     latent = _may(config, "kv_lora_rank") is not None
     if kv_dtype == _DS_MLA and not latent:
-        raise UnsupportedError(f"{_DS_MLA} stores latents; this model has none. Use fp8.")
+        raise UnsupportedError(
+            f"{_DS_MLA} stores latents, but this model does not have latents. Use fp8."
+        )
     kinds = _layer_types(config, layers, known=(_FULL, _INDEXED if latent else _SLIDING, _LINEAR))
     groups: list[KvGroup] = []
     for kind, count in Counter(kinds).items():
@@ -258,8 +260,8 @@ def _layer_types(config: Any, layers: int, *, known: tuple[str, ...]) -> list[st
     unknown = {kind for kind in map(str, kinds) if kind not in known}
     if unknown or len(kinds) != layers:
         raise UnsupportedError(
-            f"{len(kinds)} layer_types for {layers} layers, with the unknown types "
-            f"{sorted(unknown)}. Write KvGroup by hand."
+            f"the configuration has {len(kinds)} layer_types for {layers} layers, and the unknown "
+            f"types {sorted(unknown)}. Write KvGroup by hand."
         )
     return list(kinds)
 
@@ -272,8 +274,8 @@ def _refuse_unknown(config: Any) -> None:
             unread.append(name)
     if unread:
         raise UnsupportedError(
-            f"{', '.join(unread)} in the configuration is not read here. Pass the configuration "
-            "as transformers loads it, or write KvGroup by hand."
+            f"kv_groups cannot read {', '.join(unread)} in the configuration. Pass the "
+            "configuration as transformers loads it, or write KvGroup by hand."
         )
 
 

@@ -204,7 +204,7 @@ def plan_split(
             min((table.gpu_bytes(b, m), m) for b, m in table.sample_s)
             for table in (trainer, engine)
         ]
-        needs = [f"needs {size:.4g} bytes on each of {m} GPUs at least" for size, m in least]
+        needs = [f"needs at least {size:.4g} bytes on each of {m} GPUs" for size, m in least]
         raise PlanError(
             f"no division of {gpus} GPUs of {memory_bytes:.4g} bytes fits: the trainer {needs[0]}, "
             f"the engine {needs[1]}. Add GPUs, higher degrees or smaller micro-batches."

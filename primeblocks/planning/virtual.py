@@ -58,8 +58,8 @@ class _Jump(selectors.DefaultSelector):
             return events
         if timeout is None:
             raise DeadlineError(
-                "every task waits and no timer is set: the virtual time has no end. Give each"
-                " wait a deadline, and do not use threads."
+                "every task waits and no timer is set, so the virtual time cannot advance. Give "
+                "each wait a deadline, and do not use threads."
             )
         due_s = self._loop.virtual_s + timeout
         # Jump past it by more than rounding, because a timer that is not yet due does not run.

@@ -97,7 +97,9 @@ def empirical(values: Sequence[float]) -> Distribution:
     """Return the distribution of measured values, all equally likely. Pure."""
     ordered = np.sort(np.asarray(values, np.float64))
     if ordered.ndim != 1 or not ordered.size or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
-        raise UsageError(f"values must be positive, finite and at least one; got {values!r:.60}.")
+        raise UsageError(
+            f"values must contain at least one number, all positive and finite; got {values!r:.60}."
+        )
 
     def quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
         return ordered[np.minimum((np.asarray(u) * len(ordered)).astype(int), len(ordered) - 1)]
@@ -133,7 +135,7 @@ class Workload:
                 f"{self.samples}, {self.turns} and {self.failure_rate}."
             )
         if self.turns > 1 and self.tool_s is None:
-            raise UsageError(f"{self.turns} turns have tools between them: give tool_s.")
+            raise UsageError(f"{self.turns} turns have tool calls between them. Pass tool_s.")
 
 
 @dataclass(eq=False)

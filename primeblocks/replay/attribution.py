@@ -109,10 +109,11 @@ def attribute(
     """
     names = tuple(causes)
     if not names or len(set(names)) != len(names):
-        raise UsageError(f"needs at least one cause, and each named once; got {names}")
+        raise UsageError(f"causes must be distinct and not empty; got {names}")
     if len(names) > 12:
         raise UsageError(
-            f"{len(names)} causes take {2 ** len(names)} evaluations. Remove some together, as one."
+            f"{len(names)} causes take {2 ** len(names)} evaluations. Remove several causes "
+            "together, as one cause."
         )
     k3 = _Measured(evaluate, rollout_logprobs, mask)
     everything = frozenset(names)

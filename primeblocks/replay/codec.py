@@ -84,7 +84,7 @@ def unseal(payload: Bytes, *, kind: bytes, format_version: int) -> memoryview:
     """
     buffer = memoryview(payload).cast("B")
     if len(buffer) < _OVERHEAD:
-        raise CorruptionError(f"{len(buffer)} bytes are cut off: they cannot hold a header")
+        raise CorruptionError(f"{len(buffer)} bytes are too few to contain a header")
     if xxhash.xxh3_128_digest(buffer[:-_DIGEST]) != buffer[-_DIGEST:]:
         raise CorruptionError(
             f"the digest of {len(buffer)} bytes does not match: bytes were changed, added or"
@@ -95,11 +95,11 @@ def unseal(payload: Bytes, *, kind: bytes, format_version: int) -> memoryview:
         raise CorruptionError(f"these bytes are {found!r}, not {kind!r}")
     if found_format != format_version:
         raise UnsupportedError(
-            f"{kind!r} of format version {found_format}; this primeblocks reads version"
-            f" {format_version}. Pack and unpack with the same release."
+            f"the {kind!r} bytes have format version {found_format}, but this primeblocks reads "
+            f"version {format_version}. Pack and unpack with the same release."
         )
     if length != len(buffer) - _OVERHEAD:
-        raise CorruptionError(f"{len(buffer)} bytes do not hold a body of {length}")
+        raise CorruptionError(f"{len(buffer)} bytes do not contain a body of {length} bytes")
     return buffer[_HEADER.size : -_DIGEST]
 
 
@@ -134,8 +134,8 @@ def _check_range(experts: np.ndarray, num_experts: int) -> None:
     if above or below:
         token, layer, slot = np.argwhere((experts >= num_experts) | (experts < 0))[0]
         raise UsageError(
-            f"expert {experts[token, layer, slot]} at token {token}, layer position {layer}, slot"
-            f" {slot} is outside 0..{num_experts - 1}. Do the routes belong to this model?"
+            f"expert {experts[token, layer, slot]} at token {token}, layer position {layer}, slot "
+            f"{slot} is outside 0..{num_experts - 1}. Check that the routes belong to this model."
         )
 
 
@@ -162,9 +162,10 @@ def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) ->
     if found.any():
         token, layer = (int(i) for i in np.argwhere(found)[0])
         raise UsageError(
-            f"{int(found.sum())} rows name an expert twice, first token {token} of layer position"
-            f" {layer}: {experts[token, layer].tolist()}. An engine compiled before its capture was"
-            " bound returns zeros (run it eagerly); dense layers must be left out."
+            f"{int(found.sum())} rows name an expert twice. The first is token {token} of layer "
+            f"position {layer}: {experts[token, layer].tolist()}. An engine that was compiled "
+            "before its capture was bound returns zeros. Run this engine eagerly, and leave out "
+            "dense layers."
         )
     return experts
 
@@ -217,14 +218,14 @@ def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
     dtype = expert_dtype(num_experts)
     if reserved or not 1 <= top_k <= num_experts or padded > 1:
         raise CorruptionError(
-            f"no routes have reserved bytes {reserved}, top_k {top_k} of {num_experts}, padding"
-            f" {padded}"
+            f"the header of these routes is not valid: reserved bytes {reserved}, top_k {top_k} "
+            f"of {num_experts}, padding {padded}"
         )
     length = tokens * layers * top_k * dtype.itemsize
     ids_end = _SIZES.size + 4 * layers
     mask_bytes = (tokens + 7) // 8
     if len(body) != ids_end + length + (1 + padded) * mask_bytes:
-        raise CorruptionError(f"{len(body)} bytes do not hold {tokens} x {layers} x {top_k} ids")
+        raise CorruptionError(f"{len(body)} bytes do not contain {tokens} x {layers} x {top_k} ids")
     layer_ids = np.frombuffer(body[_SIZES.size : ids_end], dtype="<u4")
     masks = np.frombuffer(body[ids_end + length :], dtype=np.uint8).reshape(1 + padded, mask_bytes)
     bits = np.unpackbits(masks, axis=1, count=tokens).view(np.bool_)

@@ -72,13 +72,15 @@ def follow(
     """
     ordered = check_routers(routers)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"pass the model that is called with the rows; got {type(model).__name__}")
+        raise UsageError(
+            f"follow needs the model that is called with the rows; got {type(model).__name__}"
+        )
     if not isinstance(layer_ids, Iterable | None):
         raise PlanError(f"layer_ids must name layers; got {shown(layer_ids)}")
     columns = tuple(layer_ids) if layer_ids is not None else tuple(r.layer_id for r in ordered)
     absent = [router.layer_id for router in ordered if router.layer_id not in columns]
     if absent or len(set(columns)) != len(columns):
-        raise PlanError(f"layer_ids must name each layer once, {absent} included; got {columns}")
+        raise PlanError(f"layer_ids must name each layer once, including {absent}; got {columns}")
     again = [router.layer_id for router in ordered if _follows(router.module)]
     if again:
         raise UsageError(
@@ -148,9 +150,9 @@ class Following:
             silent = [layer.router.layer_id for layer in self._layers if not layer.reached]
             if silent:
                 raise UsageError(
-                    f"{_NAME} did not reach layers {silent}: {type(module).__name__}.forward takes"
-                    " it and does not hand it on as a keyword to its layers' calls, or the model"
-                    " was compiled before follow()."
+                    f"{_NAME} did not reach layers {silent}. Either "
+                    f"{type(module).__name__}.forward does not pass it as a keyword to its "
+                    "layers' calls, or the model was compiled before follow()."
                 )
 
     def _hand_to(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -159,9 +161,9 @@ class Following:
             return None
         if not self._running:
             raise UsageError(
-                f"a layer runs outside of its model's call, and the model's forward takes no"
-                f" {_NAME}: a checkpoint inside that forward cannot know the rows. Hand **kwargs"
-                " on from the model to its layers, or use torch's checkpoint_wrapper on them."
+                "a layer runs outside of its model's call, and the model's forward does not take "
+                f"{_NAME}. A checkpoint inside that forward cannot know the rows. Pass **kwargs "
+                "on from the model to its layers, or use torch's checkpoint_wrapper on them."
             )
         return args, {**kwargs, **self._given}
 
@@ -197,14 +199,17 @@ class _Layer:
             return
         rows = given[_NAME].shape
         if _WEIGHTS in given and given[_WEIGHTS].shape != rows:
-            raise ShapeError(f"{_WEIGHTS} {list(given[_WEIGHTS].shape)} are not of {list(rows)}")
+            raise ShapeError(
+                f"{_WEIGHTS} must have shape {list(rows)}; got {list(given[_WEIGHTS].shape)}"
+            )
         if not isinstance(hidden, torch.Tensor) or hidden.ndim != 3:
             return
         tokens, count = rows[:2], rows[0] * rows[1]
         if tokens != hidden.shape[:2] and count == hidden.shape[0] * hidden.shape[1]:
             raise ShapeError(
-                f"layer {self.router.layer_id} runs on [batch, sequence] {list(hidden.shape[:2])},"
-                f" {_NAME} hold {list(tokens)}: other tokens would follow each row."
+                f"layer {self.router.layer_id} runs on [batch, sequence] "
+                f"{list(hidden.shape[:2])}, but {_NAME} have {list(tokens)}. Rows would apply to "
+                "other tokens."
             )
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -212,8 +217,9 @@ class _Layer:
         self.forget()
         if not inside:
             raise UsageError(
-                f"the router of layer {self.router.layer_id} runs without its layer: a checkpoint"
-                " inside the layer recomputes it without its rows. Checkpoint the whole layer."
+                f"the router of layer {self.router.layer_id} runs without its layer, because a "
+                "checkpoint inside the layer recomputes the router without its rows. Checkpoint "
+                "the whole layer."
             )
         if rows is None:
             return None
@@ -242,9 +248,9 @@ class _Layer:
             if name == _WEIGHTS:
                 kind = "float32 or float64 (FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False))"
             raise ShapeError(
-                f"{name} must be {kind} [batch, sequence, {expected[0]} layers, {expected[1]}];"
-                f" got {tensor.dtype} {list(tensor.shape)}. Routes.tensor(batch=) makes it; a part"
-                " of the model takes routes.select_layers(layer_ids)."
+                f"{name} must be {kind} [batch, sequence, {expected[0]} layers, {expected[1]}]; "
+                f"got {tensor.dtype} {list(tensor.shape)}. Make it with Routes.tensor(batch=). "
+                "For a part of the model, use routes.select_layers(layer_ids)."
             )
         return tensor.select(2, self._column - 2).flatten(0, 1)
 
@@ -256,8 +262,8 @@ def _check_range(router: Router, ids: torch.Tensor) -> None:
     low, high = (int(limit) for limit in ids.aminmax())
     if low < -1 or high >= router.num_experts:
         raise UsageError(
-            f"{_NAME} of layer {router.layer_id} name experts {low} to {high}; it has 0 to"
-            f" {router.num_experts - 1}. Do the routes belong to this model?"
+            f"{_NAME} of layer {router.layer_id} name experts {low} to {high}, but the layer has "
+            f"experts 0 to {router.num_experts - 1}. Check that the routes belong to this model."
         )
 
 
@@ -267,10 +273,10 @@ def _taken_from(kwargs: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[s
     for name, given in ours.items():
         if not isinstance(given, torch.Tensor):
             raise UsageError(
-                f"{name} takes a tensor, as Routes.tensor(batch=) makes it; got {given!r}"
+                f"{name} must be a tensor, as Routes.tensor(batch=) makes it; got {given!r}"
             )
     if _WEIGHTS in ours and _NAME not in ours:
-        raise UsageError(f"{_WEIGHTS} are of choices: pass {_NAME} too")
+        raise UsageError(f"{_WEIGHTS} needs {_NAME}. Pass both.")
     return ours, {name: x for name, x in kwargs.items() if name not in (_NAME, _WEIGHTS)}
 
 
@@ -295,12 +301,12 @@ def _places(model: nn.Module, routers: Sequence[Router]) -> list[tuple[nn.Module
                 break
         else:
             raise UsageError(
-                f"the router {names[router.module]!r} is in no nn.ModuleList or nn.ModuleDict of"
-                " layers: which call brings its rows cannot be told. Use impose."
+                f"the router {names[router.module]!r} is not in an nn.ModuleList or "
+                "nn.ModuleDict, so follow cannot find its layer. Use impose."
             )
     if len({layer for layer, _ in places}) != len(routers):
         raise PlanError(
-            "two routers are in one layer: each call of a layer takes one row per token"
+            "two routers are in one layer, but each call of a layer takes one row per token"
         )
     return places
 

@@ -298,10 +298,10 @@ def weigh(
     own = chosen_ids(router, output)
     if own.shape[0] != rows.ids.shape[0]:
         raise ShapeError(
-            f"layer {router.layer_id} runs on {own.shape[0]} tokens, the routes hold"
-            f" {rows.ids.shape[0]}. Rows follow the flattened input [batch * sequence]. For"
-            " one sequence call routes.pad(tokens). For a batch call with_missing(after=) on each"
-            " sequence, and join them."
+            f"layer {router.layer_id} runs on {own.shape[0]} tokens, but the routes have "
+            f"{rows.ids.shape[0]}. Rows follow the flattened input [batch * sequence]. For one "
+            "sequence, call routes.pad(tokens). For a batch, call with_missing(after=) on each "
+            "sequence, and join them."
         )
     # The first `to` copies only if the device was guessed wrongly. Ids are widened on the device.
     ids = rows.ids.to(own.device).to(torch.int64)
@@ -355,9 +355,9 @@ def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
         return
     if own.dtype != replaced.dtype or own.shape != replaced.shape:
         raise ShapeError(
-            f"layer {layer_id}: Router.replace puts {replaced.dtype} {list(replaced.shape)} where"
-            f" the module returns {own.dtype} {list(own.shape)}. Cast what Router.gates returns:"
-            " gates.to(output[1].dtype), say (docs/replay.md)."
+            f"layer {layer_id}: Router.replace puts {replaced.dtype} {list(replaced.shape)} where "
+            f"the module returns {own.dtype} {list(own.shape)}. Cast what Router.gates returns, "
+            "for example gates.to(output[1].dtype) (docs/replay.md)."
         )
 
 
@@ -380,9 +380,9 @@ class _SameMicroBatch(torch.autograd.Function):
         (recomputed,) = ctx.saved_tensors
         if recomputed.item() != id(ctx.layer):
             raise UsageError(
-                f"layer {ctx.layer.router.layer_id} was recomputed under the routes of another"
-                " micro-batch. With activation checkpointing call backward inside the impose"
-                " context of the same micro-batch."
+                f"layer {ctx.layer.router.layer_id} was recomputed under the routes of another "
+                "micro-batch. With activation checkpointing, call backward inside the impose "
+                "context of the same micro-batch."
             )
         return grad, None
 

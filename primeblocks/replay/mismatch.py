@@ -263,7 +263,7 @@ def _mask_of(mask: Any, shape: torch.Size, device: torch.device) -> torch.Tensor
         kind = getattr(mask, "dtype", type(mask).__name__)
         raise ShapeError(f"mask must be a bool tensor or array; got {kind}. Pass mask > 0.")
     if tuple(mask.shape) != tuple(shape):
-        raise ShapeError(f"mask {list(mask.shape)} for {list(shape)} tokens")
+        raise ShapeError(f"mask has shape {list(mask.shape)}, expected {list(shape)}")
     own = torch.from_numpy(mask.copy()) if isinstance(mask, np.ndarray) else mask
     return own.to(device)
 
@@ -273,9 +273,9 @@ def _check_not_positive(name: str, values: torch.Tensor, positions: torch.Tensor
     if values.numel() and values.max() > _ROUNDING:
         place = (values > _ROUNDING).nonzero()[0]
         raise UsageError(
-            f"{name} at {[*positions[place[0]].tolist(), *place[1:].tolist()]} is"
-            f" {values[tuple(place)].item():.4g}: a log-probability is not above 0. Pass"
-            " log-softmax, neither logits nor probabilities."
+            f"{name} at {[*positions[place[0]].tolist(), *place[1:].tolist()]} is "
+            f"{values[tuple(place)].item():.4g}: a log-probability is not above 0. Pass the "
+            "result of log-softmax, not logits or probabilities."
         )
 
 
@@ -322,10 +322,10 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
     known = ~(a.missing | b.missing | a.padding | b.padding)
     if mask is not None:
         if mask.shape != known.shape:
-            raise ShapeError(f"mask {list(mask.shape)} for {a.tokens} tokens")
+            raise ShapeError(f"mask has shape {list(mask.shape)}, expected [{a.tokens}]")
         known &= mask.astype(np.bool_)
     if not known.any():
-        raise ShapeError(f"no token that counts is known to both {a} and {b}")
+        raise ShapeError(f"{a} and {b} do not share a known token that the mask keeps")
     tokens = int(known.sum())
     rows = [routes.experts[known].reshape(-1, a.top_k) for routes in (a, b)]
     same = _same_sets(*rows).reshape(tokens, -1)

@@ -97,17 +97,17 @@ class Tape:
         for layer in self._layers:
             if layer.changed is not None and bool(layer.changed):
                 raise UsageError(
-                    f"layer {layer.router.layer_id} was recomputed in backward with other"
-                    " choices: it is not deterministic. Impose the routes."
+                    f"layer {layer.router.layer_id} was recomputed in backward with other "
+                    "choices: the layer is not deterministic. Impose the routes."
                 )
 
     def _check_complete(self) -> None:
         silent = [layer.router.layer_id for layer in self._layers if layer.ids is None]
         if silent:
             raise UsageError(
-                f"layers {silent} have not run. Read the tape after the forward; a model compiled"
-                " before the context was opened does not call hooks: call allow_compile(routers)"
-                " before compiling."
+                f"layers {silent} have not run. Read the tape after the forward. A model that was "
+                "compiled before the context was opened does not call hooks. Call "
+                "allow_compile(routers) before compiling."
             )
         self.check_repeats()
         counts = {layer.router.layer_id: len(layer.ids) for layer in self._layers}
@@ -145,9 +145,9 @@ class _RecordedLayer:
         recomputing = torch._C._current_graph_task_id() != -1
         if not recomputing or ids.shape != self.ids.shape:
             raise UsageError(
-                f"layer {self.router.layer_id} ran twice in one record: {self.ids.shape[0]} tokens,"
-                f" then {ids.shape[0]}. Open a new record for each forward; for what `generate`"
-                " made, record one forward over the whole sequence."
+                f"layer {self.router.layer_id} ran twice in one record: {self.ids.shape[0]} "
+                f"tokens, then {ids.shape[0]}. Open a new record for each forward. For a "
+                "generated sequence, record one forward over the whole sequence."
             )
         # Kept on the device, because reading it here would wait for the device.
         changed = (ids != self.ids).any()

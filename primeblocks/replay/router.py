@@ -66,7 +66,7 @@ def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:
             " replay.adapters.transformers.routers(model), or your own (docs/replay.md)"
         )
     if not isinstance(routers, Iterable) or not all(hasattr(r, "layer_id") for r in routers):
-        raise UsageError(f"pass the routers of the model, a list of them; got {shown(routers)}")
+        raise UsageError(f"pass a list of the model's routers; got {shown(routers)}")
     ordered = tuple(sorted(routers, key=lambda router: router.layer_id))
     if not ordered:
         raise UsageError("the list of routers is empty, so there are no choices to replay")

@@ -178,8 +178,8 @@ class Routes:
         """
         if sum(lengths) != self.tokens or any(length < 0 for length in lengths):
             raise ShapeError(
-                f"lengths add up to {sum(lengths)}, routes hold {self.tokens} tokens."
-                " Pad the routes first, or correct the lengths."
+                f"lengths add up to {sum(lengths)}, but the routes have {self.tokens} tokens. Pad "
+                "the routes first, or correct the lengths."
             )
         ends = np.cumsum(lengths, dtype=np.int64).tolist()
         return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]

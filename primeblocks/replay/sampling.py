@@ -147,7 +147,10 @@ class KeptTokens:
         """
         parts = list(parts)
         if len({part.vocab_size for part in parts}) != 1:
-            raise ShapeError(f"{len(parts)} parts do not share one vocabulary; pass at least one")
+            raise ShapeError(
+                f"{len(parts)} parts do not share one vocabulary. Pass at least one part, all of "
+                "one vocabulary."
+            )
         counts = np.concatenate([part.counts for part in parts])
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         return KeptTokens(
@@ -209,8 +212,8 @@ def kept_logprobs(
     tokens, vocab = _check(logits, temperature)
     if targets.shape != (tokens,) or kept.tokens != tokens or kept.vocab_size != vocab:
         raise ShapeError(
-            f"logits {list(logits.shape)} need as many targets and kept rows of that vocabulary;"
-            f" got targets {list(targets.shape)} and {kept}"
+            f"logits {list(logits.shape)} need one target and one kept row per token, of the same "
+            f"vocabulary; got targets {list(targets.shape)} and {kept}"
         )
     dtype = torch.promote_types(logits.dtype, torch.float32)
     chosen = logits.gather(1, targets[:, None])[:, 0].to(dtype) / temperature
@@ -251,7 +254,9 @@ def kept_tokens(
     """
     tokens, vocab = _check(logits, temperature)
     if top_k < 0 or not 0 < top_p <= 1:
-        raise UsageError(f"needs top_k >= 0 and 0 < top_p <= 1; got {top_k} and {top_p}")
+        raise UsageError(
+            f"kept_tokens needs top_k >= 0 and 0 < top_p <= 1; got {top_k} and {top_p}"
+        )
     scores, order = (logits.detach().float() / temperature).sort(dim=-1)
     keep = torch.ones_like(scores, dtype=torch.bool)
     if 0 < top_k < vocab:
@@ -284,8 +289,8 @@ def _check_targets(hits: torch.Tensor, lengths: torch.Tensor, at: torch.Tensor) 
     if not found.all():
         lost = at[~found]
         raise UsageError(
-            f"{len(lost)} targets are not among the ids kept for them, the first at token"
-            f" {int(lost[0])}. Do targets and kept rows belong to the same tokens?"
+            f"{len(lost)} targets are not among the ids kept for them, the first at token "
+            f"{int(lost[0])}. Check that targets and kept rows belong to the same tokens."
         )
 
 

@@ -142,9 +142,9 @@ class PrefixAndLoad:
 
     def __post_init__(self) -> None:
         if not isinstance(self.beta, Real) or not 0 <= self.beta < inf:
-            raise UsageError(f"needs beta >= 0, and finite; got {shown(self.beta)}.")
+            raise UsageError(f"PrefixAndLoad needs a finite beta >= 0; got {shown(self.beta)}.")
         if not isinstance(self.saturated, Real) or not self.saturated > 0:
-            raise UsageError(f"needs saturated > 0; got {shown(self.saturated)}.")
+            raise UsageError(f"PrefixAndLoad needs saturated > 0; got {shown(self.saturated)}.")
 
     def __call__(self, request: Request, engines: Sequence[EngineState]) -> int:
         # At least 1: with few requests, one more or less means little.
@@ -176,7 +176,7 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
     Source: llm-d #2187, vLLM #49238 and #50047.
     """
     if any(isinstance(held, str) for held in agents.values()):
-        raise UsageError(f"agents needs a collection of names per engine; got {agents!r:.200}.")
+        raise UsageError(f"agents must have a collection of names per engine; got {agents!r:.200}.")
     found = [restarted]
     for gone in found:  # Grows meanwhile: each engine that restarts leaves an agent behind too.
         found += [name for name, held in agents.items() if gone in held and name not in found]
@@ -222,10 +222,10 @@ class Fleet:
     ) -> None:
         check_counts(least=0, cache_pages=cache_pages)
         if not isinstance(engines, Mapping) or not engines:
-            raise UsageError(f"needs at least one engine, by name; got {shown(engines)}")
+            raise UsageError(f"Fleet needs at least one engine, by name; got {shown(engines)}")
         if not callable(route) or not (describe is None or callable(describe)):
             raise UsageError(
-                f"route and describe need to be functions; got {shown(route)} and {shown(describe)}"
+                f"route and describe must be functions; got {shown(route)} and {shown(describe)}"
             )
         self._route, self._describe, self._cache_pages = route, describe, cache_pages
         self._max_in_flight, self._routed = max_in_flight, 0
@@ -248,7 +248,7 @@ class Fleet:
         try:
             return await engine.generate(*args, **kwargs)
         except EngineError as error:
-            error.add_note(f"It is engine {name!r} of the fleet.")
+            error.add_note(f"This error is from engine {name!r} of the fleet.")
             if self._engines.get(name) is engine:
                 self.drain(name)
             raise
@@ -264,10 +264,15 @@ class Fleet:
                 returned no `Request`.
         """
         if not isinstance(request, Request):
-            raise UsageError(f"needs a Request, as describe makes it; got {shown(request)}")
+            raise UsageError(
+                f"choose() needs a Request, as describe makes it; got {shown(request)}"
+            )
         states = self.states(request)
         if not states:
-            raise EngineError(f"all {len(self._engines)} engines of the fleet are closed or gone")
+            raise EngineError(
+                f"all {len(self._engines)} engines of the fleet are closed. Add an engine with "
+                "add()."
+            )
         place = self._route(replace(request, ordinal=self._routed), states)
         if not isinstance(place, Integral) or not 0 <= place < len(states):
             raise UsageError(f"the route chose engine {shown(place)} of {len(states)}")
@@ -291,7 +296,9 @@ class Fleet:
             UsageError: no engine has that name.
         """
         if name not in self._engines:
-            raise UsageError(f"no engine {name!r} in the fleet: {list(self._engines)}")
+            raise UsageError(
+                f"the fleet has no engine {name!r}; its engines are {list(self._engines)}"
+            )
         engine = self._engines[name]
         engine.is_open = False
         self._forget(engine)

@@ -78,7 +78,7 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         """Move the clock, and wake sleepers whose time has come, earliest first. Local."""
         if seconds < 0:
-            raise UsageError(f"time does not go back: advance({seconds})")
+            raise UsageError(f"time cannot go back; got advance({seconds})")
         self._now_s += seconds
         due = [sleeper for sleeper in self._sleepers if sleeper[0] <= self._now_s]
         self._sleepers = [sleeper for sleeper in self._sleepers if sleeper[0] > self._now_s]
@@ -91,7 +91,9 @@ def flip_byte(path: str | Path, offset: int) -> None:
     """Invert one byte of a file, or raise UsageError. A negative offset counts from the end."""
     content = bytearray(Path(path).read_bytes())
     if not -len(content) <= offset < len(content):
-        raise UsageError(f"{path} has {len(content)} bytes; offset {offset} is past its end")
+        raise UsageError(
+            f"{path} has {len(content)} bytes, so offset {offset} is outside of the file"
+        )
     content[offset] ^= 0xFF
     Path(path).write_bytes(content)
 
@@ -100,5 +102,5 @@ def truncate(path: str | Path, *, size_bytes: int) -> None:
     """Cut a file short, as a crash in the middle of a write does, or raise UsageError."""
     content = Path(path).read_bytes()
     if not 0 <= size_bytes < len(content):
-        raise UsageError(f"{path} has {len(content)} bytes; cannot cut it to {size_bytes}")
+        raise UsageError(f"{path} has {len(content)} bytes, so it cannot be cut to {size_bytes}")
     Path(path).write_bytes(content[:size_bytes])

@@ -164,8 +164,10 @@ class StepCounter(TorchDispatchMode):
     def _count_collective(self, space: str, name: str, args: Sequence[Any], out: Any) -> None:
         received = _RECEIVED[space].get(name)
         if received is None:
-            raise UnsupportedError(f"how many bytes does {space}.{name} bring? StepCounter knows "
-                                   f"{sorted(_RECEIVED[space])}.")  # fmt: skip
+            raise UnsupportedError(
+                f"StepCounter does not know how many bytes {space}.{name} receives. It knows "
+                f"{sorted(_RECEIVED[space])}."
+            )
         self.collectives[name] += 1
         self.received_bytes[name] += received(out, *args)
 

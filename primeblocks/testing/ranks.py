@@ -98,7 +98,7 @@ def gang(
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise UsageError(
             f"{body!r} and its arguments must be picklable: {error}. Move the body to the top "
-            "level of a module, and build inside it what cannot travel."
+            "level of a module, and build unpicklable values inside the body."
         ) from error
     return Gang(task, world_size=world_size, timeout_s=timeout_s)
 
@@ -158,7 +158,7 @@ class Gang:
         if member.told:
             return member.told.popleft()
         self._settle_all()
-        raise RankError(f"rank {rank} ended and had told nothing more")
+        raise RankError(f"rank {rank} ended and sent no further value")
 
     def wait(self) -> list[Any]:
         """Wait for all ranks and return their results by rank, None for a killed one.
@@ -229,7 +229,7 @@ class Gang:
 
     def _raise_failures(self) -> None:
         hung = {m.rank: m.outcome.stack for m in self._members if isinstance(m.outcome, _Hung)}
-        hung |= {m.rank: "(it could not say where)" for m in self._members if not m.settled}
+        hung |= {m.rank: "(no stack)" for m in self._members if not m.settled}
         size = len(self._members)
         if failures := self._failures():
             # Deaths are reported first, because they cause the errors of the other ranks.
@@ -237,7 +237,7 @@ class Gang:
             raised = {rank: failure.text for rank, failure in failures.items() if rank not in died}
             parts = [f"{_names(died)} of {size} died"] if died else []
             parts += [f"{_names(raised)} of {size} raised"] if raised else []
-            parts += [f"ended {_names(hung)}, still running"] if hung else []
+            parts += [f"ended {_names(hung)}, which still ran"] if hung else []
             raise RankError("\n".join(["; ".join(parts), *_sections(died | raised)]))
         if hung:
             headline = f"{_names(hung)} of {size} still ran after {self._timeout_s:g} s"
@@ -295,7 +295,7 @@ class _Member:
         """Settle a rank that hung up without a result: it is dead."""
         exitcode = _ended(self.process, _GRACE_S)
         stack = self.stack_file.read_text() if self.stack_file.exists() else ""
-        how = "closed its pipe and went on" if exitcode is None else how_it_ended(exitcode)
+        how = "closed its pipe and still runs" if exitcode is None else how_it_ended(exitcode)
         death = _Failed(f"it {how}", died=True)
         self.settle(_Hung(stack) if stack else death)
 
@@ -323,7 +323,7 @@ def _started() -> ForkServerContext:
     if first.exitcode:
         raise RankError(
             f"the first process {how_it_ended(first.exitcode)}. If this is a script, start ranks "
-            'under `if __name__ == "__main__":`, for every rank imports the script.'
+            'under `if __name__ == "__main__":`, because every rank imports the script.'
         )
     return context
 

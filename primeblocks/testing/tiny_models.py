@@ -49,8 +49,9 @@ def config(
         raise UsageError(f"family must be one of {', '.join(known)}; got {family!r}")
     if hidden % 32 or top_k > num_experts or vocab <= len(_SPECIAL):
         raise UsageError(
-            f"needs hidden divisible by 32, top_k <= num_experts and vocab > {len(_SPECIAL)}; "
-            f"got hidden={hidden}, top_k={top_k}, num_experts={num_experts}, vocab={vocab}"
+            "a tiny model needs hidden divisible by 32, top_k <= num_experts and vocab > "
+            f"{len(_SPECIAL)}; got hidden={hidden}, top_k={top_k}, num_experts={num_experts}, "
+            f"vocab={vocab}"
         )
     sizes: dict[str, Any] = {
         "vocab_size": vocab,

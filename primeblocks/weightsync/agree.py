@@ -37,12 +37,12 @@ class Messenger:
         self.rank = dist.get_rank(group) if joined else 0
         if self.size != world_size:
             raise UsageError(
-                f"the plan is for {world_size} ranks, the group has {self.size}. "
-                "Make a plan from the manifest of each rank of this group."
+                f"the plan is for {world_size} ranks, but the group has {self.size} ranks. Make a "
+                "plan from the manifest of each rank of this group."
             )
         if self.size > 1 and "gloo" not in str(dist.get_backend_config(group)):
             raise UnsupportedError(
-                f"the group has the backend {dist.get_backend_config(group)}; waits with a "
+                f"the group has the backend {dist.get_backend_config(group)}, but waits with a "
                 "deadline need gloo. Pass group=torch.distributed.new_group(backend='gloo')."
             )
 
@@ -76,7 +76,7 @@ class Messenger:
             self._broken = str(error).splitlines()[0][:200]
             raise TransferError(
                 f"rank {self.rank} of {self.size} lost its peers, or the deadline passed: "
-                f"{self._broken}. The committed version did not change; make a new group and a "
+                f"{self._broken}. The committed version did not change. Make a new group and a "
                 "new Publisher."
             ) from error
         return theirs

@@ -81,8 +81,8 @@ def check_plan(plan: Plan, marker: Marker) -> None:
     """
     if marker.plan != plan.fingerprint():
         raise PlanError(
-            f"version {marker.version} was written by plan {marker.plan}; this reader has plan "
-            f"{plan.fingerprint()}. Build both from the same manifests."
+            f"version {marker.version} was written by plan {marker.plan}, but this reader has "
+            f"plan {plan.fingerprint()}. Build both from the same manifests."
         )
     sizes, whole = marker.sizes, tuple(bucket.bytes for bucket in plan.buckets)
     fits = len(sizes) == len(whole) and all(map(operator.le, sizes, whole))
@@ -137,7 +137,8 @@ def bring(
     def bring_bucket(index: int) -> None:
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"checked {len(checked)} of {len(mine)} buckets in time. Pass a longer timeout_s."
+                f"the reader checked {len(checked)} of {len(mine)} buckets in time. Pass a longer "
+                "timeout_s."
             )
         if isinstance(held, Boxes) and deltas:
             pieces = held.views(index)
@@ -154,8 +155,8 @@ def bring(
             _for_each(plan, mine, start, bring_bucket, threads=threads, counted=counted)
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"checked all {len(mine)} buckets, but after the deadline. Pass a longer "
-                    "timeout_s."
+                    f"the reader checked all {len(mine)} buckets, but after the deadline. Pass a "
+                    "longer timeout_s."
                 )
         is_kept = not deltas
     finally:

@@ -233,7 +233,9 @@ class BlobFile:
             try:
                 count = os.preadv(self._hold.fd, [room[done:]], at + done)
             except OSError as error:
-                raise TransferError(f"a file of weights cannot be read: {error}") from error
+                raise TransferError(
+                    f"a file of weights cannot be read: {error}. Check the disk, and publish again."
+                ) from error
             if count == 0:
                 raise CorruptionError(
                     f"a file of weights ends at {at + done} bytes; it must have at least "
@@ -277,7 +279,8 @@ class Boxes:
             if held.intersect(box) == box:
                 return tensor[box.within(held).slices]
         raise PlanError(
-            f"reader wants no box of {name!r} that contains {box}. Plan with the wiring in use."
+            f"the reader does not want a box of {name!r} that contains {box}. Plan with the "
+            "wiring in use."
         )
 
     def drop(self, name: str) -> None:
@@ -342,12 +345,13 @@ def copied(plan: Plan, reader: int, held: Lent, *, stays: bool, deadline: float)
     for done, index in enumerate(mine):
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"copied {done} of {len(mine)} buckets in time. Pass a longer timeout_s."
+                f"the reader copied {done} of {len(mine)} buckets in time. Pass a longer timeout_s."
             )
         copy_bucket(plan, index, held, boxes.views(index))
     if time.monotonic() > deadline:
         raise DeadlineError(
-            f"copied all {len(mine)} buckets, but after the deadline. Pass a longer timeout_s."
+            f"the reader copied all {len(mine)} buckets, but after the deadline. Pass a longer "
+            "timeout_s."
         )
     return boxes
 

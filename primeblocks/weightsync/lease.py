@@ -60,7 +60,7 @@ class Hold:
             self._drop()
             raise UnsupportedError(
                 f"the file system refuses flock: {error}. Mount it with locks (Lustre: -o flock), "
-                "or use a directory elsewhere."
+                "or use a directory on another file system."
             ) from error
 
     def close(self) -> None:

@@ -39,8 +39,9 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
     missing, more = held.keys() - sent.keys(), sent.keys() - held.keys()
     if missing or more:
         raise PlanError(
-            f"{len(missing)} tensors are not in the plan{_first(missing)}, and {len(more)} of it "
-            f"are not here{_first(more)}. Pass the planned tensors by name, or plan with convert=."
+            f"{len(missing)} tensors are not in the plan{_first(missing)}, and {len(more)} "
+            f"planned tensors are not in the target{_first(more)}. Pass the planned tensors by "
+            "name, or plan with convert=."
         )
     for name, spec in sent.items():
         if held[name].layout != spec.layout or not _takes(held[name].dtype, spec.dtype):
@@ -78,9 +79,7 @@ class InPlace:
         places = self._local()
         for name, tensor in tensors:
             if name not in places or places[name].shape != tensor.shape:  # copy_ would broadcast.
-                raise PlanError(
-                    f"{name!r} is not as it was at load_into(). Call load_into() again."
-                )
+                raise PlanError(f"{name!r} changed since load_into(). Call load_into() again.")
             places[name].copy_(tensor)
 
     def _local(self) -> dict[str, Tensor]:

@@ -151,8 +151,8 @@ def box_of(offsets: Sequence[int], sizes: Sequence[int]) -> Shard:
     """Return a box that another process has written, or raise PlanError."""
     if not all(map(is_count, (*offsets, *sizes))):
         raise PlanError(
-            f"no box has offsets {str(offsets)[:99]} and sizes {str(sizes)[:99]}. "
-            "Pass on what to_json() returned."
+            f"a box cannot have offsets {str(offsets)[:99]} and sizes {str(sizes)[:99]}. Pass on "
+            "what to_json() returned."
         )
     return Shard(tuple(offsets), tuple(sizes))
 
@@ -172,12 +172,12 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
         tensors = dict(pairs)
     except (TypeError, ValueError) as error:
         raise PlanError(
-            f"Give a module or a dict of tensors by name, not {shown(source)}."
+            f"expected a module or a dict of tensors by name; got {shown(source)}."
         ) from error
     if len(tensors) != len(pairs):
         raise PlanError(
-            f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors. "
-            "Give each tensor a name of its own."
+            f"{len(pairs) - len(tensors)} names occur twice among {len(pairs)} tensors. Give each "
+            "tensor its own name."
         )
     for name, tensor in tensors.items():
         if is_lazy(tensor):
@@ -188,7 +188,7 @@ def named_tensors(source: NamedTensors) -> dict[str, torch.Tensor]:
             or tensor.layout != torch.strided
         ):
             kind = getattr(tensor, "layout", type(tensor).__name__)
-            raise PlanError(f"{name!r} is {kind}; give dense tensors by name instead.")
+            raise PlanError(f"{name!r} is {kind}. Pass dense tensors by name.")
         if tensor.is_neg() or tensor.is_conj():
             raise PlanError(
                 f"{name!r} is a negated or conjugated view, and torch does not store its bits. "

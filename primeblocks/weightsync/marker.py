@@ -125,4 +125,6 @@ def as_corruption(what: str) -> Iterator[None]:
     except PrimeblocksError:
         raise
     except UNREADABLE as error:
-        raise CorruptionError(f"{what} cannot be read: {str(error)[:200]}") from error
+        raise CorruptionError(
+            f"{what} cannot be read: {str(error)[:200]}. Publish again."
+        ) from error

@@ -114,8 +114,8 @@ class Observed:
             ):
                 return
         raise PlanError(
-            f"reader {self.reader} was observed by plan {self.plan}, in {len(self.forms)} copies; "
-            f"this is plan {plan.fingerprint()}, whose copies differ. Attach the engine again "
+            f"reader {self.reader} was observed with plan {self.plan}, in {len(self.forms)} "
+            f"copies. This plan, {plan.fingerprint()}, has other copies. Attach the engine again "
             "with this plan."
         )
 
@@ -203,8 +203,8 @@ def kept(given: Digests, held: NamedTensors) -> Digests:
     if lost := [name for name in given if seen.get(name) != given[name]]:
         some = ", ".join(map(repr, lost[:3]))
         raise TransferError(
-            f"{len(lost)} of {len(given)} tensors, such as {some}, are not in the "
-            "engine as load was given them. Check load= and observe=."
+            f"{len(lost)} of {len(given)} tensors, such as {some}, are missing in the engine or "
+            "differ from the tensors that load got. Check load= and observe=."
         )
     return seen
 

@@ -253,5 +253,6 @@ class Shipment:
         if time.monotonic() > self._deadline:
             done, whole = len(self.digests), len(self.plan.of_rank(self.rank))
             raise DeadlineError(
-                f"took {done} of {whole} buckets before the deadline. Pass a longer timeout_s."
+                f"the rank read {done} of {whole} buckets before the deadline. Pass a longer "
+                "timeout_s."
             )

@@ -121,13 +121,13 @@ class Parts:
         local = made[source.piece.source]
         if tuple(local.shape) != source.held.shard.sizes:
             raise PlanError(
-                f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank} and was "
+                f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank}, but was "
                 f"described as {source.held.shard.sizes}. Describe the tensors and plan again."
             )
         if not converts(local.dtype, source.dtype):
             raise PlanError(
-                f"{source.piece.source!r} is {local.dtype} on rank {self._rank} and travels as "
-                f"{source.dtype}, to which it does not convert. Describe the tensors and plan "
+                f"{source.piece.source!r} is {local.dtype} on rank {self._rank}, but is sent as "
+                f"{source.dtype}. This conversion is not supported. Describe the tensors and plan "
                 "again."
             )
         return local
@@ -149,8 +149,8 @@ class Parts:
         shapes = {key: tuple(value.shape) for key, value in encoded.items()}
         if not isinstance(self._encode, Encoder) and shapes != {name: tuple(local.shape)}:
             raise UnsupportedError(
-                f"encode made {shapes} of {name!r} with shape {tuple(local.shape)}; it has to keep "
-                "the name and the shape. For codes and scales pass fp8.encode_weights()."
+                f"encode made {shapes} of {name!r} with shape {tuple(local.shape)}. It must keep "
+                "the name and the shape. For codes and scales, pass fp8.encode_weights()."
             )
         return encoded
 
@@ -190,7 +190,7 @@ class Parts:
             raise PlanError(
                 f"the plan was made without {len(new)} tensors of rank {self._rank}, such as "
                 f"{new[0]!r}: they are new, or were untied. Describe all tensors and plan again, "
-                "or pass only those of the plan."
+                "or pass only the tensors of the plan."
             )
         for name, spec in held.items():
             # An Encoder may give a parameter's name to a tensor of another shape.
@@ -201,7 +201,7 @@ class Parts:
                 here = spec.shape if live is None else tuple(live.shape)
                 planned = spec.shape if want is None else want.shape
                 raise PlanError(
-                    f"{name!r} is {here} on rank {self._rank} and was planned as {planned}. "
+                    f"{name!r} is {here} on rank {self._rank}, but was planned as {planned}. "
                     "Describe the tensors and plan again."
                 )
 

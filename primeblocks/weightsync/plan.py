@@ -227,8 +227,8 @@ class Plan:
         """Raise PlanError if the plan has no such reader."""
         if not 0 <= reader < len(self.wants):
             raise PlanError(
-                f"the plan has readers 0 to {len(self.wants) - 1}; got reader {reader}. "
-                "Pass the number of a reader of the plan."
+                f"reader {reader} is not in the plan, which has readers 0 to "
+                f"{len(self.wants) - 1}. Pass the number of a reader of the plan."
             )
 
     def _largest(self, indices: Iterable[int]) -> int:

@@ -47,8 +47,8 @@ def plan_sync(
     """
     if bucket_bytes < _SMALLEST_BUCKET_BYTES:
         raise PlanError(
-            f"bucket_bytes is {bucket_bytes}; give at least {_SMALLEST_BUCKET_BYTES}. "
-            f"The default is {BUCKET_BYTES}."
+            f"bucket_bytes is {bucket_bytes}, but must be at least {_SMALLEST_BUCKET_BYTES}. The "
+            f"default is {BUCKET_BYTES}."
         )
     readers = [targets] if isinstance(targets, _Target) else list(targets)
     held = [_held(source, convert) for source in sources]
@@ -104,7 +104,7 @@ def _target(readers: Sequence[_Target], wants: Sequence[Boxes]) -> Manifest:
             if specs.setdefault(name, whole) != whole:
                 raise PlanError(
                     f"readers disagree about {name!r}: {specs[name].dtype} {specs[name].shape} "
-                    f"and {whole.dtype} {whole.shape}. Make a plan for each."
+                    f"and {whole.dtype} {whole.shape}. Make a plan for each reader."
                 )
     recipes = {manifest.recipe for manifest in manifests}
     if len(recipes) > 1:
@@ -138,8 +138,8 @@ def _check(
     recipes = sorted({source.recipe for source in sources})
     if recipes != [target.recipe]:
         raise PlanError(
-            f"the trainer encodes with recipe {' and '.join(map(repr, recipes))}, readers expect "
-            f"{target.recipe!r}. Give both the same recipe."
+            f"the trainer encodes with recipe {' and '.join(map(repr, recipes))}, but readers "
+            f"expect {target.recipe!r}. Give both the same recipe."
         )
     missing = [name for name in target if name not in kinds]
     if missing:
@@ -162,7 +162,7 @@ def _check_pair(name: str, rank: int, have: TensorSpec, want: TensorSpec) -> Non
         )
     if not converts(have.dtype, want.dtype):
         raise PlanError(
-            f"{name!r} is {have.dtype} on rank {rank} and {want.dtype} in the target; only "
+            f"{name!r} is {have.dtype} on rank {rank} and {want.dtype} in the target. Only "
             f"{', '.join(str(d) for d in FLOATS)} are converted. Use the same dtype on both sides."
         )
 

@@ -126,7 +126,7 @@ class Publisher:
             ClosedError: the publisher was closed.
         """
         if self._closed:
-            raise ClosedError("this Publisher was closed")
+            raise ClosedError("this Publisher was closed. Make a new Publisher.")
         try:
             with alone(self._publishing, f"publish({shown(version)})"):
                 return self._publish(version, timeout_s, progress)
@@ -199,7 +199,7 @@ class Publisher:
         last = self._transport.markers()[-1:]
         if last and version < last[0].version:
             raise UsageError(
-                f"publish() got version {version} after {last[0].version}; versions strictly "
+                f"publish() got version {version} after version {last[0].version}. Versions must "
                 "increase. Pass a larger version."
             )
         if last and version == last[0].version:
@@ -296,5 +296,6 @@ def _expect_equal(replies: list[dict[str, Any]]) -> None:
         said = [reply[key] for reply in replies]
         if len(set(said)) > 1:
             raise UsageError(
-                f"ranks disagree about the {key}: {said}, by rank. Pass the same on every rank."
+                f"ranks disagree about the {key}: {said}, by rank. Pass the same {key} on every "
+                "rank."
             )

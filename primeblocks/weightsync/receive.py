@@ -226,7 +226,7 @@ class Subscriber:
 
     def _get_next(self, version: int | None, deadline: float, *, loads: bool) -> Fetched:
         if self._closed:
-            raise ClosedError("this Subscriber was closed")
+            raise ClosedError("this Subscriber was closed. Make a new Subscriber.")
         version = None if version is None else check_version(version)
         ready = self._next
         if ready is None or ready.held is None or version not in (None, ready.marker.version):
@@ -341,7 +341,7 @@ class Subscriber:
         kept = self._kept
         if served is None or (kept is None and served not in self._transport.markers()):
             raise EngineError(
-                f"{text}. There is no version to go back to; restart the engine."
+                f"{text}. There is no version to go back to. Restart the engine."
             ) from error
         try:
             # If the failed load used up the caller's time, a wait is better than a torn model.
@@ -382,7 +382,9 @@ class Subscriber:
         with feeding(plan, reader, fetched, self._convert, threads=threads) as feed:
             self._load(tensors(feed))
         if taken < len(feed.names):
-            raise TransferError(f"load took {taken} of {len(feed.names)} tensors")
+            raise TransferError(
+                f"load took {taken} of {len(feed.names)} tensors. Take every tensor in load=."
+            )
         return None if self._observe is None else kept(given, self._observe())
 
     def _places(self) -> Mapping[str, Tensor]:

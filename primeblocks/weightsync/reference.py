@@ -31,7 +31,9 @@ def gather_whole(
                 tensor[box] = local[name].to(spec.dtype)
                 seen[box] = True
         if not seen.all():
-            raise PlanError(f"{int((~seen).sum())} of {seen.numel()} elements of {name!r} missing")
+            raise PlanError(
+                f"{int((~seen).sum())} of {seen.numel()} elements of {name!r} are missing"
+            )
         whole[name] = tensor
     return whole
 

@@ -94,8 +94,8 @@ def _await_announced(commits: Commits, deadline: float) -> str:
     while (text := commits.look(ANNOUNCED, deadline=deadline)) is None:
         if time.monotonic() >= deadline:
             raise DeadlineError(
-                "no trainer announced a plan there in time. Check that the trainer runs and uses "
-                f"that name.{commits.hint()}"
+                "no trainer announced a plan in time. Check that the trainer runs and uses this "
+                f"name.{commits.hint()}"
             )
         never.wait(commits.look_s)
     return text

@@ -91,8 +91,8 @@ class Verified:
                 for kind, (name, where) in firsts.items()
             )
             raise TransferError(
-                f"the engine is not shown to hold these weights: {said}; {self.tensors} compared. "
-                "Publish again, or restart the engine."
+                f"the engine may not have these weights: {said}. {self.tensors} tensors were "
+                "compared. Publish again, or restart the engine."
             )
 
 
@@ -225,7 +225,7 @@ def prove_round_trip(
         found = verify()
         if found.wrong:
             raise TransferError(
-                f"{len(found.wrong)} tensors, such as {found.wrong[0]!r}, are others in the engine "
+                f"{len(found.wrong)} tensors, such as {found.wrong[0]!r}, differ in the engine "
                 f"after the push of version {version}:\n{found.table()}"
             )
         return found
@@ -250,7 +250,7 @@ def _shared(
     told = agreement.exchange({"seen": [one.to_json() for one in seen]}, deadline=deadline)
     seen = [Observed.from_json(raw) for row in told for raw in row["seen"]]
     if not seen:
-        raise UsageError("no rank gave an engine. Pass what it holds on rank 0.")
+        raise UsageError("verify_engine() got no engine. Pass engine= on rank 0.")
     for one in seen:
         one.check(plan)
     return seen
@@ -277,7 +277,7 @@ def _by_name(parameters: Any, engine: NamedTensors, counted: Counted) -> Verifie
         counted.add(theirs.nbytes)
     if not both and not are_digests(parameters):
         first = f"{list(names)[:2]} and {list(every)[:2]}"
-        raise UsageError(f"trainer and engine have no name in common: {first}. Pass into=.")
+        raise UsageError(f"trainer and engine do not have a name in common: {first}. Pass into=.")
     missing, unexpected = only_in(parameters, every), only_in(engine, names)
     return Verified(len(both) - len(hidden), differing, missing, unexpected, hidden)
 

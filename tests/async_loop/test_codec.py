@@ -122,7 +122,7 @@ HUGE = 10**5000  # More digits than Python writes.
         ({"a": np.array([object()])}, "ndarray of object"),
         ({"a": np.array(["text"])}, "ndarray of <U4"),
         ({1: 2}, "^x has the key 1"),
-        (LOOP, "holds itself"),
+        (LOOP, "contains itself"),
         ([HUGE], "JSON"),
     ],
 )

@@ -138,7 +138,7 @@ def test_another_schema_is_refused_with_what_to_do(path):
     with sqlite3.connect(path) as file:
         file.execute("PRAGMA user_version = 9")
     file.close()
-    with pytest.raises(UnsupportedError, match="schema 9.*has 2.*the version that began it"):
+    with pytest.raises(UnsupportedError, match="schema 9.*has 2.*the version that began the run"):
         Journal(path)
 
 
@@ -147,7 +147,7 @@ def test_a_file_of_something_else_is_left_alone(path):
         file.execute("CREATE TABLE recipes (name)")
     file.close()
     before = path.read_bytes()
-    with pytest.raises(UsageError, match="something else"):
+    with pytest.raises(UsageError, match="another application"):
         Journal(path)
     assert path.read_bytes() == before
     path.write_bytes(b"a text, and a long one at that: " * 99)
@@ -195,7 +195,7 @@ def test_what_cannot_be_kept_changes_nothing(journal):
 
 @pytest.mark.parametrize("ordinal", [-1, (1 << 63) - 1, 1 << 70])
 def test_an_ordinal_that_is_none_is_refused(journal, ordinal):
-    with pytest.raises(UsageError, match="must have a number from 0 on"):
+    with pytest.raises(UsageError, match="the number of a prompt or a sample"):
         journal.drawn(ordinal, "x")
 
 

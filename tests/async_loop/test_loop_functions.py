@@ -228,7 +228,7 @@ def test_fewer_steps_than_were_asked_for_have_a_reason():
     _, loop = run(body, prompts=range(6), bound=0, **options)
     assert loop.ended == (
         "2 of 5 steps were trained, because the prompts are used up: 4 were trained on, 1 failed, "
-        "0 were filtered, and 1 are left, which do not fill a batch of 2"
+        "0 were filtered, and 1 are left. A batch needs 2."
     )
     ((prompt, reason),) = loop.lost
     assert (prompt, reason) == (4, "failed: EngineError('gone')")

@@ -93,15 +93,15 @@ def spans(*each: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("answer", "error", "match"),
     [
-        ("<html>", EngineError, "no answer of this protocol"),
-        ({"choices": [token_choice(1)]}, EngineError, r"choices \[1\] where 1"),
+        ("<html>", EngineError, "a malformed answer"),
+        ({"choices": [token_choice(1)]}, EngineError, r"for 1 choices, but got the indices \[1\]"),
         ({"choices": [token_choice(token_ids=None)]}, EngineError, "are not token ids"),
         ({"choices": [token_choice(token_ids=[20])]}, EngineError, "1 tokens"),
         ({"choices": [token_choice(token_ids=[21, 20])]}, EngineError, "log-probabilities of"),
         ({"choices": [token_choice(logprobs=None)]}, UnsupportedError, "no log-probabilities"),
-        ({"choices": [token_choice(logprobs={"content": [1]})]}, EngineError, "no choice of this"),
+        ({"choices": [token_choice(logprobs={"content": [1]})]}, EngineError, "a malformed choice"),
         ({"choices": [token_choice(weight_versions=None)]}, UnsupportedError, "weight_versions"),
-        ({"choices": [token_choice(weight_versions=[7])]}, EngineError, "no choice of this"),
+        ({"choices": [token_choice(weight_versions=[7])]}, EngineError, "a malformed choice"),
         ({"choices": [token_choice(finish_reason=None)]}, EngineError, "None as its finish_reason"),
         ({"choices": [token_choice(routed_experts=1)]}, EngineError, "1 as its routed_experts"),
         (
@@ -114,10 +114,14 @@ def spans(*each: Any) -> dict[str, Any]:
         (
             {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]},
             PrimeblocksError,
-            "aborted before its first token: send the request again",
+            "aborted before its first token. Send the request again",
         ),
         ({"choices": [spans((4, 0, 2))]}, EngineError, "label 4"),
-        ({"choices": [spans(("4", 0, 1))]}, EngineError, "do not fit: .* end at 1 of 2"),
+        (
+            {"choices": [spans(("4", 0, 1))]},
+            EngineError,
+            "do not fit the tokens: .* end at token 1",
+        ),
         ({"choices": [spans(("4", 0, None))]}, EngineError, "of tokens 0 to None"),
         ((503, {"message": "no worker"}), EngineError, "status 503.*no worker"),
         ((403, {"message": "--enable-scale-out"}), UsageError, "status 403"),
@@ -206,7 +210,7 @@ def test_a_prefill_that_sends_nothing_is_told_how_to_start(told):
 def test_a_prefill_that_is_aborted_is_asked_again():
     answer = {"choices": [token_choice(finish_reason="abort", token_ids=[], logprobs=None)]}
     with pytest.raises(
-        PrimeblocksError, match="a prompt of 3 tokens .* send the request again"
+        PrimeblocksError, match="a prompt of 3 tokens .* Send the request again"
     ) as caught:
         split(lambda *_: answer)
     assert type(caught.value) is PrimeblocksError
@@ -236,7 +240,7 @@ def test_a_prompt_of_other_weights_than_its_answer_is_asked_again():
             return {"choices": [choice], "kv_transfer_params": {"remote_port": 1}}
         return {"choices": [token_choice()]}
 
-    with pytest.raises(PrimeblocksError, match="version 3 .* version 4 went on. Send") as caught:
+    with pytest.raises(PrimeblocksError, match="version 3 .* version 4 continued. Send") as caught:
         split(reply)
     assert type(caught.value) is PrimeblocksError
 

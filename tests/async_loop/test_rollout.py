@@ -105,7 +105,7 @@ def test_a_policy_that_makes_no_sense_is_refused():
 
 @pytest.mark.parametrize(("bound", "on_stale"), [(1, "pace"), (4, "mask"), (0, "continue")])
 def test_a_lag_without_a_named_correction_is_refused(bound, on_stale):
-    with pytest.raises(UsageError, match="Name what the loss does"):
+    with pytest.raises(UsageError, match="Pass the name of the loss correction"):
         StalenessPolicy(bound, on_stale)
     assert StalenessPolicy(0).max_off_policy_steps == 0
 
@@ -167,5 +167,5 @@ def test_arrays_are_copied_unless_nobody_can_write_to_them(make_rollout):
 
 def test_a_number_too_long_to_show_is_refused_too():
     for wrong in (10**5000, -(10**5000)):
-        with pytest.raises(UsageError, match="got one of 16610 bits"):
+        with pytest.raises(UsageError, match="got an int of 16610 bits"):
             cache_salt(wrong)

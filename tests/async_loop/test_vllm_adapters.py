@@ -166,8 +166,8 @@ def test_pages_belong_to_one_version_of_one_adapter(saw):
 
 def test_what_would_be_labelled_wrong_is_refused(saw):
     for name, message in {
-        "no_version": "go together",
-        "no_adapter": "go together",
+        "no_version": "must be passed together",
+        "no_adapter": "must be passed together",
         "negative": "a policy version must be an integer",
         "in_place": "load_inplace",
         "removed": "does not hold 'policy@1'",

@@ -122,6 +122,6 @@ def test_lists_of_many_groups_are_read_on_both_sides():
                 payload = packed.pack_whole_group(make_group(3, size=100))
                 await worker.send_multipart([b"group", json.dumps(head).encode(), payload])
                 (answer,) = await worker.recv_multipart()
-                assert "exceed 1,000" in json.loads(answer)["refused"]["3"]
+                assert "above max_group_bytes=1,000" in json.loads(answer)["refused"]["3"]
 
     run(body())

@@ -90,6 +90,6 @@ def test_what_a_template_cannot_say_is_refused():
         template().render([{"role": "user", "content": "a"}, {"role": "system", "content": ""}], [])
     bare = tokenizer()
     told = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    with pytest.raises(UnsupportedError, match="no token of its own"):
+    with pytest.raises(UnsupportedError, match="does not begin with an added token"):
         ChatTemplate(bare, chat_template=told)
     assert [*template().stop_token_ids[:1]] == template().encode(END)

@@ -192,7 +192,7 @@ def test_an_image_comes_once_and_is_never_cut():
     ]
     assert len(cut(rollout, 7).attachments["images"]) == 1
     assert cut(rollout, 7).finish_reason == "length"
-    with pytest.raises(ShapeError, match="nothing that was sampled"):
+    with pytest.raises(ShapeError, match="no sampled token after the prompt"):
         cut(rollout, 4)
 
 

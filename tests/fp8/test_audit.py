@@ -155,7 +155,7 @@ def test_an_accidental_substring_is_named():
     ((name, reason),) = findings(engine).items()
     assert name == GATE_UP
     assert "not quantized by the engine" in reason
-    assert "the name of 'layers.0.mlp.gate', which stays as it is, is found in this one" in reason
+    assert "the name of 'layers.0.mlp.gate', which is not quantized, is found in this one" in reason
     reason = findings(engine, excluded=["lm_head", "mlp.gate"])[GATE_UP]
     assert "'mlp.gate' of its list is found in the name by accident" in reason
 
@@ -164,11 +164,11 @@ def test_a_drifted_list_is_named_on_both_sides():
     engine = served(weights(), only=r"(self_attn\.q_proj|mlp\.gate_up_proj|lm_head)")
     found = findings(engine, exclude="lm_head", excluded=["layers.1.mlp.experts"])
     assert set(found) == {EXPERTS, HEAD}
-    assert "has drifted, 'layers.1.mlp.experts' names it" in found[EXPERTS]
+    assert "is outdated: 'layers.1.mlp.experts' names it" in found[EXPERTS]
     assert "quantized by the engine, though exclude='lm_head' names it" in found[HEAD]
-    assert "has drifted, no entry names it" in found[HEAD]
+    assert "is outdated, and no entry names it" in found[HEAD]
     found = findings(engine, excluded=[r"re:.*experts.*", "lm_head"])
-    assert "has drifted, 're:.*experts.*' names it" in found[EXPERTS]
+    assert "is outdated: 're:.*experts.*' names it" in found[EXPERTS]
     assert "does not name it; 'lm_head' of its list of excluded modules was not" in found[HEAD]
     assert "no entry of its list is found" in findings(engine, excluded=[])[EXPERTS]
 
@@ -319,8 +319,8 @@ def test_missing_and_extra_tensors_are_named():
         GATE_UP: f"codes without scales: the engine has no {GATE_UP}_scale_inv",
         EXPERTS: "scales without codes: the engine holds the weight in torch.float32",
         "norm.weight": "missing in the engine",
-        f"{Q}_scale_inv": f"scales of {Q}, which the engine has not",
-        "layers.0.extra.weight": "in the engine alone",
+        f"{Q}_scale_inv": f"scales of {Q}, which the engine lacks",
+        "layers.0.extra.weight": "only in the engine",
     }
 
 

@@ -88,9 +88,13 @@ def test_scales_of_one_byte_are_read():
 
 SCALES = f"{NAME}_scale_inv"
 FAULTS = {
-    "no scales": ({SCALES: None}, PlanError, f"{NAME} holds codes and {SCALES} is missing"),
-    "no codes": ({NAME: None}, PlanError, f"{SCALES} holds scales and {NAME} is missing"),
-    "plain weight": ({NAME: matrix(40, 70)}, ShapeError, f"{NAME} has scales and is torch.float32"),
+    "no scales": ({SCALES: None}, PlanError, f"{NAME} contains codes, but {SCALES} is missing"),
+    "no codes": ({NAME: None}, PlanError, f"{SCALES} contains scales, but {NAME} is missing"),
+    "plain weight": (
+        {NAME: matrix(40, 70)},
+        ShapeError,
+        f"{NAME} has scales, so it must be a float8_e4m3fn matrix; got torch.float32",
+    ),
     "too few scales": ({SCALES: matrix(2, 3)}, ShapeError, f"{SCALES} is torch.float32 [2, 3]; "),
     "one scale": ({SCALES: matrix()}, ShapeError, "needs float32 [3, 3]"),
     "half scales": ({SCALES: matrix(3, 3).bfloat16()}, ShapeError, f"{SCALES} is torch.bfloat16"),
@@ -102,7 +106,7 @@ FAULTS = {
     "other codes": (
         {NAME: matrix(40, 70).to(torch.float8_e5m2)},
         ShapeError,
-        f"{NAME} has scales and is torch.float8_e5m2",
+        f"{NAME} has scales, so it must be a float8_e4m3fn matrix; got torch.float8_e5m2",
     ),
 }
 
@@ -122,7 +126,7 @@ def test_scales_of_another_kind_are_refused():
 
 def test_only_what_was_quantized_is_packed():
     made = RECIPE.quantize_weight(matrix(40, 70))
-    with pytest.raises(UsageError, match="is a name of scales"):
+    with pytest.raises(UsageError, match="is the name of scales"):
         pack_weight(SCALES, made)
     with pytest.raises(ShapeError, match="needs float32"):
         pack_weight(NAME, Quantized(made.codes, made.scales, Tile(16, 16)))
@@ -151,9 +155,9 @@ def test_the_configuration_names_what_stays():
 
 def test_a_configuration_that_readers_would_not_share_is_refused():
     state = pack_weight("ab.weight", SQUARE.quantize_weight(matrix(32, 32)))
-    with pytest.raises(PlanError, match="a is not quantized and ab is"):
+    with pytest.raises(PlanError, match="a is not quantized, but ab is"):
         config(SQUARE, state | {"a.weight": matrix(32, 32)})
-    with pytest.raises(PlanError, match=r"layers\.0\.mlp\.experts is not quantized and"):
+    with pytest.raises(PlanError, match=r"layers\.0\.mlp\.experts is not quantized, but"):
         config(SQUARE, packed(SQUARE, **{"layers.0.mlp.experts.down_proj": matrix(3, 4, 5)}))
     with pytest.raises(PlanError, match="none of 1 tensors is quantized"):
         config(SQUARE, {"a.weight": matrix(32, 32)})
@@ -302,7 +306,7 @@ def test_shards_cut_through_a_tile_are_refused(shape, offsets, sizes, fits, form
 def test_layouts_must_be_those_of_the_tensors():
     layouts = {"a": Layout.whole((16, 32))}
     encode = encode_weights(RECIPE, only="a", layouts=layouts)
-    with pytest.raises(PlanError, match=r"a: got \[8, 32\]"):
+    with pytest.raises(PlanError, match=r"a is \[8, 32\]"):
         encode("a", matrix(8, 32))
     with pytest.raises(PlanError, match="layouts have None"):
         encode("a.b", matrix(16, 32))
@@ -331,7 +335,7 @@ def sharded_on_this_rank():
             encode("weight", weight.detach())
     with pytest.raises(PlanError, match="cuts through"):
         encode_weights(Recipe(), only="weight", layouts=layouts)
-    with pytest.raises(UnsupportedError, match="weight is a DTensor; pass whole tensors"):
+    with pytest.raises(UnsupportedError, match="weight is a DTensor. Pass whole tensors"):
         audit(net, {"weight": matrix(64, 64), "bias": matrix(64)}, RECIPE, only="weight")
     return parts
 

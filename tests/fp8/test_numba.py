@@ -73,7 +73,7 @@ def test_a_recipe_takes_it():
     recipe = Recipe(quantizer=NumbaQuantizer())
     for made, expected in zip(recipe.quantize_both(x, Tile(1, 128)), (x, x.mT), strict=True):
         assert same(made, quantize(expected, Tile(1, 128)))
-    with pytest.raises(UnsupportedError, match="is for a CPU; x is on meta"):
+    with pytest.raises(UnsupportedError, match="needs x on the CPU; got x on meta"):
         NumbaQuantizer()(torch.empty(2, 2, device="meta"), Tile(1, 1))
 
 

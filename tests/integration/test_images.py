@@ -161,7 +161,7 @@ def test_images_come_back_in_their_places(batch):
         assert (packed.tokens[each.start - 1], packed.tokens[each.stop]) == (START, END)
         for name, values in wanted.items():
             np.testing.assert_array_equal(each.value[name], values)
-    with pytest.raises(UsageError, match="'routes' belongs to no tokens"):
+    with pytest.raises(UsageError, match="'routes' does not belong to tokens"):
         packed.aligned("routes")
 
 

@@ -257,7 +257,7 @@ KEPT = X < 0
             ),
             "max_low",
         ),
-        (lambda: losses.kl_loss(X, X, mask=KEPT, estimator="abs"), "estimates no KL"),
+        (lambda: losses.kl_loss(X, X, mask=KEPT, estimator="abs"), "does not estimate a KL"),
         (lambda: losses.gspo_loss(X[0], X[0], X[0], mask=KEPT[0]), "Pass sequence_ids"),
         (lambda: normalisation.length_weights(KEPT[0]), "Pass sequence_ids"),
         (normalisation.divide, "list of losses is empty"),

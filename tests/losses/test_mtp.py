@@ -189,7 +189,7 @@ def test_refusals_say_what_to_pass():
         (UsageError, "depth 1", lambda: mtp_labels(labels, depth=0, sequence_ids=ids)),
         (ShapeError, "integer per token", lambda: mtp_labels(labels, depth=1)),
         (ShapeError, "integer per token", lambda: mtp_labels(labels[None], depth=1)),
-        (ShapeError, "nothing is broadcast", lambda: unchecked(hidden[:-1], weight, labels)),
+        (ShapeError, "shapes are not broadcast", lambda: unchecked(hidden[:-1], weight, labels)),
         (ShapeError, "must be floating", lambda: unchecked(hidden, weight, labels, weights=ids)),
     ):
         with pytest.raises(error, match=words):

@@ -149,7 +149,7 @@ def test_refusals_say_what_to_do():
         ("rollout 0 has 0 tokens", lambda: plan([0, 3], **sizes)),
         ("ranks=0", lambda: plan([3], ranks=0, budget_tokens=8)),
         ('"ranks" or "steps"', lambda: plan([3], **sizes, balance="rank")),
-        ("0 or more", lambda: plan([3], **sizes, cost=lambda n: -1.0 * n)),
+        ("number >= 0", lambda: plan([3], **sizes, cost=lambda n: -1.0 * n)),
     ):
         with pytest.raises(PlanError, match=words):
             call()
@@ -165,13 +165,13 @@ def test_refusals_say_what_to_do():
         )
         for routes in kinds
     ]
-    with pytest.raises(ShapeError, match="differs between rollouts"):
+    with pytest.raises(ShapeError, match="must have one type, dtype and row shape"):
         pack(batch, [0, 1], per_token=["routes"])
     with pytest.raises(ShapeError, match=r"2 rows; got \[4, 2\]"):
         pack(batch, [0], per_completion=["routes"])
     with pytest.raises(UsageError, match="no attachment 'masks'"):
         pack(batch, [0], per_token=["masks"])
-    with pytest.raises(UsageError, match="named twice"):
+    with pytest.raises(UsageError, match="name an attachment twice"):
         pack(batch, [0], per_token=["routes"], per_completion=["routes"])
     with pytest.raises(ShapeError, match="4 rows"):
         pack(batch, [0, 1]).split(np.zeros(3))

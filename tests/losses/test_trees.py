@@ -290,10 +290,14 @@ def test_refusals_say_what_to_do():
     two = [rollout([1, 2, 3]), rollout([1, 2, 4])]
     for words, error, call in (
         ("exact, first, own", UsageError, lambda: plan_trees(two, routes="last")),
-        ("for 1 rollouts of 2", ShapeError, lambda: plan_trees(two, imposed=[None])),
+        (
+            "1 entries in imposed= for 2 rollouts",
+            ShapeError,
+            lambda: plan_trees(two, imposed=[None]),
+        ),
         ("no attachment 'gates'", UsageError, lambda: plan_trees(two, per_token=["gates"])),
         (
-            r"are bytes.*tensor\(\)",
+            r"has bytes.*tensor\(\)",
             UsageError,
             lambda: plan_trees([rollout([1, 2], routes=b"packed")]),
         ),
@@ -303,7 +307,7 @@ def test_refusals_say_what_to_do():
             lambda: plan_trees(two, imposed=[np.zeros((1, 1)), None]),
         ),
         (
-            "differs between rollouts",
+            "must have one type, dtype and row shape",
             ShapeError,
             lambda: plan_trees(two, imposed=[np.zeros((3, 1)), np.zeros((3, 2))]),
         ),
@@ -313,7 +317,7 @@ def test_refusals_say_what_to_do():
             lambda: plan_tree_packing(plan_trees(two, padding=2), ranks=1, budget_tokens=9),
         ),
         (
-            "rollout 0 has 3 tokens; a micro-batch has room for 2",
+            "rollout 0 has 3 tokens, but a micro-batch has room for 2",
             PlanError,
             lambda: plan_tree_packing(plan_trees(two), ranks=1, budget_tokens=2),
         ),

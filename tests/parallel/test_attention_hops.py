@@ -148,7 +148,7 @@ def _batched():
         for *_, of_sinks in grads:  # Each rank has those of its tokens, or of its heads.
             dist.all_reduce(of_sinks)
         found.append(([out.detach(), *grads[0]], [rows.detach(), *grads[1]]))
-        with pytest.raises(ShapeError, match="one batch"):
+        with pytest.raises(ShapeError, match="equal batch dims"):
             attention(qkv[0], *(x[:2] for x in qkv[1:]), **rules)
     return found
 

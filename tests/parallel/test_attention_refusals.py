@@ -52,14 +52,14 @@ CHANGES = {
     ),
     "no key heads": (
         lambda k, v, **_: {"k": k[:, :0], "v": v[:, :0]},
-        "ShapeError: needs at least one head",
+        "ShapeError: q, k and v need at least one head",
     ),
     "odd heads": (lambda q, **_: {"q": q[:, :3]}, "ShapeError: q and k need equal head_dim"),
     "odd value heads": (lambda v, **_: {"v": v[:, :1]}, "ShapeError: q and k need equal head_dim"),
     "narrow keys": (lambda k, **_: {"k": k[..., :3]}, "ShapeError: q and k need equal head_dim"),
     "flat": (
         lambda q, **_: {"q": q.flatten(1)},
-        r"ShapeError: needs \[local_tokens, heads, head_dim\]",
+        r"ShapeError: q, k and v must be \[local_tokens, heads, head_dim\]",
     ),
     "gradients of keys": (
         lambda k, **_: {"k": k.requires_grad_()},
@@ -85,7 +85,7 @@ CHANGES = {
     ),
     "bad sinks": (
         lambda **_: {"sinks": torch.zeros(3, dtype=torch.float64)},
-        r"ShapeError: needs one sink per head, \[4\]; got \(3,\)",
+        r"ShapeError: sinks must have one number per head, \[4\]; got \(3,\)",
     ),
 }
 

@@ -144,7 +144,7 @@ def _forgotten():
     x = _inputs(8)[0][:, PLAN.indices(dist.get_rank())].requires_grad_()
     with ContextParallel(PLAN, group=dist.group.WORLD):
         out = _Model(recompute={"use_reentrant": False})(x)
-        with pytest.raises(UnsupportedError, match="recompute this without its plan"):
+        with pytest.raises(UnsupportedError, match="recompute attention without its plan"):
             _Model(recompute={"use_reentrant": True})(x)
         with torch.no_grad():  # No gradients, no recomputation.
             again = _Model()(x)
@@ -172,8 +172,11 @@ CHANGES = {
         lambda q, k, v: _call(q, k, v, dropout_p=0.1, is_causal=True),
         "PlanError: .* not support dropout; got 0.1",
     ),
-    "not causal": (_call, "PlanError: got is_causal=False, Con"),
-    "no batch": (lambda q, k, v: _call(q[0], k[0], v[0], is_causal=True), "ShapeError: needs .bat"),
+    "not causal": (_call, "PlanError: got is_causal=False, but"),
+    "no batch": (
+        lambda q, k, v: _call(q[0], k[0], v[0], is_causal=True),
+        "ShapeError: q, k and v must be .bat",
+    ),
     "grouped": (
         lambda q, k, v: _call(q, k[:, :2], v[:, :2], is_causal=True),
         "ShapeError: fewer key heads",

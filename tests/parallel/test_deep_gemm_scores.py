@@ -115,8 +115,8 @@ def test_a_value_that_is_no_number_makes_its_scores_so(fake, bad):
 def test_what_it_does_not_take_is_refused_before_anything_is_launched(fake, monkeypatch):
     q, k, weights = indexer(3, 9)
     refused = [
-        (ShapeError, "needs q", (q[0], k, weights)),
-        (ShapeError, "needs q", (q, k[:, :32], weights)),
+        (ShapeError, "q must be", (q[0], k, weights)),
+        (ShapeError, "q must be", (q, k[:, :32], weights)),
         (UnsupportedError, r"\(32, 64\) heads.*TritonIndexScores", indexer(3, 9, 16)),
         (UnsupportedError, "columns", indexer(3, 9, 32, 48)),
     ]

@@ -316,12 +316,12 @@ def _refusals():
     good = {"q": part["q"], "kv": part["kv"], "indices": torch.zeros(5, 1, 2, dtype=torch.int32)}
     rules = {"sequence": plan, "group": group, "rows": ROWS}
     for said, wrong in [
-        (r"needs q \[local_tokens", {"q": part["q"][0]}),
+        (r"q must be \[local_tokens", {"q": part["q"][0]}),
         ("this rank 5 tokens", {"q": part["q"][:4]}),
         ("this rank 5 rows", {"kv": part["kv"][:4]}),
         ("needs q of 8 columns and kv of 8", {"kv": part["kv"][:, :7]}),
         ("one floating dtype", {"kv": part["kv"].float()}),
-        (r"one sink per head, \[3\]", {"sinks": torch.zeros(2)}),
+        (r"one number per head, \[3\]", {"sinks": torch.zeros(2)}),
         (r"\[5, 1, k\] of torch.int32", {"indices": torch.zeros(5, 1, 2, dtype=torch.int64)}),
         ("at least one id", {"indices": torch.zeros(5, 1, 0, dtype=torch.int32)}),
     ]:

@@ -157,7 +157,7 @@ def test_an_expert_without_rows_gets_a_zero_gradient(dtype):
 
 def test_counts_must_add_up():
     gate_up, down = _weights()
-    with pytest.raises(ShapeError, match="add up to 4; tokens has 3 rows"):
+    with pytest.raises(ShapeError, match="add up to 4, but tokens has 3 rows"):
         grouped_swiglu(_rows([3]), torch.ones(EXPERTS, dtype=torch.int64), gate_up, down)
 
 

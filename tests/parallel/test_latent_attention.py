@@ -177,7 +177,7 @@ def _refusals():
         where = {"sequence": plan, "group": group}
         for error, said, operands, more in [
             (ShapeError, "gives this rank 8 tokens", (q[1:], latents[1:], up), {}),
-            (ShapeError, "needs q .local_tokens", (q, latents[:, None], up), {}),
+            (ShapeError, "q must be .local_tokens", (q, latents[:, None], up), {}),
             (ShapeError, "equal numbers of heads", (q[:, :2], latents, up), {}),
             (ShapeError, "latent_dim [+] rope_dim columns", (q, latents[:, :3], up), {}),
             (ShapeError, "rows that up has per head", (q, latents, up[:, :5]), {}),

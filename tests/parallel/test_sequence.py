@@ -209,17 +209,17 @@ def test_join_undoes_split(world_size):
 def _refusals():
     group = dist.group.WORLD
     plan = plan_sequence([4, 3], ranks=2, order="contiguous")
-    with pytest.raises(ShapeError, match=r"whole sequence, 7 tokens along dim 0; got \(6,\)"):
+    with pytest.raises(ShapeError, match=r"whole sequence, with 7 tokens along dim 0; got \(6,\)"):
         plan.split(torch.zeros(6), group=group)
     with pytest.raises(ShapeError, match=r"along dim 1; got \(7,\)"):
         plan.split(torch.zeros(7), group=group, dim=1)
-    with pytest.raises(ShapeError, match=r"part of rank \d, \d tokens .* \[3, 4\] by rank"):
+    with pytest.raises(ShapeError, match=r"part of rank \d, with \d tokens .* \[3, 4\] per rank"):
         plan.join(torch.zeros(7), group=group)
     with pytest.raises(ShapeError, match="whole sequence"):
         plan.labels(torch.zeros(6))
     three = plan_sequence([4, 3], ranks=3)
     for refused in (three.split, three.join):
-        with pytest.raises(PlanError, match="planned for 3 ranks; the group has 2"):
+        with pytest.raises(PlanError, match="planned for 3 ranks, but the group has 2"):
             refused(torch.zeros(7), group=group)
     alone = dist.new_group([0])
     if group.rank() == 1:

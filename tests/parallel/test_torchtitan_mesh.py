@@ -84,7 +84,9 @@ def _refusals():
     degrees = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1}
     for name in ("tp", "pp"):
         dims = ParallelDims(**{**degrees, name: 2}, world_size=2)
-        with pytest.raises(UnsupportedError, match=rf"{name}=2: .* Use {name}=1 and raise ep, cp"):
+        with pytest.raises(
+            UnsupportedError, match=rf"{name}=2, but .* Use {name}=1 and raise ep, cp"
+        ):
             meshes_from(dims)
     dims = ParallelDims(**{**degrees, "dp_shard": 2, "ep": 3}, world_size=2)
     with pytest.raises(PlanError, match="expert=3 does not divide"):

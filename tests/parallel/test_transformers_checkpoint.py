@@ -273,7 +273,7 @@ def _sizes(path):
     for wrong in (None, True, 0, -5, 10**5000, 1.5, "", "5", "-5GB", "infGB", "9" * 5000):
         for who in (0, 1):
             error, size = (PlanError, wrong) if rank == who else (RankError, "50GB")
-            with pytest.raises(error, match='is bytes, or text like "5GB": '):
+            with pytest.raises(error, match='must be a number of bytes, or text like "5GB"; '):
                 save_pretrained(model, path / "none", max_shard_size=size)
     assert not (path / "none").exists()
     save_pretrained(model, path / "well", max_shard_size="0.1 mb")

@@ -185,10 +185,10 @@ def test_codes_of_any_width_are_read_on_every_rank(case, tmp_path):
 
 REFUSED = {
     "no scales": (lambda t: t.pop(NAME + "_scale_inv"), "scale_inv is missing"),
-    "no codes": (lambda t: t.pop(NAME), "holds scales, and .* is missing"),
+    "no codes": (lambda t: t.pop(NAME), "contains scales, but .* is missing"),
     "fewer scales": (
         lambda t: t.update({NAME + "_scale_inv": t[NAME + "_scale_inv"][:-1].contiguous()}),
-        r"is \(160, 64\) with scales \(1, 1\); blocks of 128 x 128 have scales \(2, 1\)",
+        r"is \(160, 64\) with scales \(1, 1\), but blocks of 128 x 128 need scales \(2, 1\)",
     ),
     "bytes": (lambda t: t.update({NAME: t[NAME].view(torch.int8)}), "torch.int8 with scales in"),
     "exponents": (
@@ -199,12 +199,12 @@ REFUSED = {
 NAME = "model.layers.0.self_attn.o_proj.weight"
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 METHODS = {
-    "another block": (FP8 | {"weight_block_size": [64, 64]}, "blocks of 64 x 64 have scales"),
-    "one scale a matrix": (FP8 | {"weight_block_size": None}, r"have scales \(1, 1\)"),
+    "another block": (FP8 | {"weight_block_size": [64, 64]}, "blocks of 64 x 64 need scales"),
+    "one scale a matrix": (FP8 | {"weight_block_size": None}, r"need scales \(1, 1\)"),
     "no sizes": (FP8 | {"weight_block_size": [0, 128]}, r"weight_block_size is \[0, 128\]"),
     "text": (FP8 | {"weight_block_size": "128"}, "weight_block_size is '128'"),
-    "no method": ({}, r"have scales \(1, 1\)"),
-    "unknown": ({"quant_method": "ours"}, "quantized by 'ours', and load_pretrained reads"),
+    "no method": ({}, r"need scales \(1, 1\)"),
+    "unknown": ({"quant_method": "ours"}, "quantized by 'ours', but load_pretrained reads"),
 }
 
 

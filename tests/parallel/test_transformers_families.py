@@ -229,12 +229,12 @@ def _refusals():
     plan = plan_sequence(DOCUMENTS, ranks=2, order="zigzag")
     inputs = local_inputs(_tokens(0), sequence=plan, group=group)
     ids = inputs["input_ids"]
-    with pytest.raises(PlanError, match=r"a token on every rank; the plan deals \[29, 0\]"):
+    with pytest.raises(PlanError, match=r"a token on every rank, but the plan assigns \[29, 0\]"):
         local_inputs(_tokens(0), sequence=plan_sequence(DOCUMENTS, ranks=2), group=group)
     for error, said, wrong in [
         (PlanError, r"needs their plan: call model\(\*\*local_inputs", {"input_ids": ids}),
         (ShapeError, "into one row; got a batch of 2", inputs | {"input_ids": ids.repeat(2, 1)}),
-        (PlanError, "documents and no masks", inputs | {"attention_mask": torch.ones_like(ids)}),
+        (PlanError, "does not take masks", inputs | {"attention_mask": torch.ones_like(ids)}),
     ]:
         model = _model("llama")
         parallelize(model, world)

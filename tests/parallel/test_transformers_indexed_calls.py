@@ -185,9 +185,9 @@ def _refusals():
     for error, said, wrong in [
         (PlanError, "needs their plan", {"input_ids": ids}),
         (ShapeError, "into one row; got a batch of 2", inputs | {"input_ids": ids.repeat(2, 1)}),
-        (PlanError, "documents and no masks", inputs | {"attention_mask": mask}),
-        (PlanError, "and no masks", inputs | {"attention_mask": mask[None, None].bool()}),
-        (PlanError, "has no cache. Pass use_cache=False", inputs | {"use_cache": True}),
+        (PlanError, "does not take masks", inputs | {"attention_mask": mask}),
+        (PlanError, "not take masks", inputs | {"attention_mask": mask[None, None].bool()}),
+        (PlanError, "does not support a cache. Pass use_cache=False", inputs | {"use_cache": True}),
         (PlanError, "plan must be equal on all ranks", _other_inputs(group)),
     ]:
         with pytest.raises(error, match=said):
@@ -201,11 +201,11 @@ def _refusals():
     with torch.no_grad():
         for kind in ("register_forward_hook", "register_full_backward_hook"):
             handle = getattr(attention.kv_b_proj, kind)(lambda *_: None)
-            with pytest.raises(UnsupportedError, match="is a Linear with hooks; attention"):
+            with pytest.raises(UnsupportedError, match="is a Linear with hooks. Attention"):
                 model(**inputs)
             handle.remove()
         attention.kv_b_proj.__class__ = type("Fp8Linear", (nn.Linear,), {})
-        with pytest.raises(UnsupportedError, match=r"is a Fp8Linear; .*out of fp8's rules"):
+        with pytest.raises(UnsupportedError, match=r"is a Fp8Linear. .* from fp8's rules"):
             model(**inputs)
         attention.kv_b_proj.__class__ = nn.Linear
         assert model(**inputs).logits.isfinite().all()
@@ -247,7 +247,7 @@ def _other_indexers():
         ("calls relu", lambda q, keys: torch.relu(keys)),
         ("calls matmul", lambda q, keys: torch.matmul(q, torch.matmul(q, keys))),
         ("multiplies scores by -1", lambda q, keys: torch.matmul(q, keys) * -1),
-        ("chooses before it has scores", lambda q, keys: torch.matmul(q, keys).topk(2)),
+        ("selects before it has scores", lambda q, keys: torch.matmul(q, keys).topk(2)),
     ]:
         indexer = _Other(deed)
         indexer.register_forward_pre_hook(partial(_lend_keys, attention), with_kwargs=True)

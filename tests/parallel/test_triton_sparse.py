@@ -114,7 +114,7 @@ def test_operands_that_do_not_fit_are_refused():
     ids = torch.zeros(3, 2, 6, dtype=torch.int32, device=DEVICE)
     wide, heads = dsa.Rows.latent(512, 65), dsa.Rows.heads(4, 8)
     refused = [
-        (ShapeError, "needs q", (q[0], kv, ids, rows)),
+        (ShapeError, "q must be", (q[0], kv, ids, rows)),
         (ShapeError, "do not fit", (q[..., :8], kv, ids, rows)),
         (ShapeError, "do not fit", (q, kv[..., :8], ids, rows)),
         (ShapeError, "do not fit", (q, kv, ids[:2], rows)),
@@ -127,8 +127,12 @@ def test_operands_that_do_not_fit_are_refused():
             "up to 576 columns.*577",
             (q.new_zeros(3, 4, 577), kv.new_zeros(5, 2, 577), ids, wide),
         ),
-        (UnsupportedError, "first columns are the value", (q, kv, ids, dsa.Rows((0, 12), (4, 8)))),
-        (UnsupportedError, "first columns are the value", (q[..., :4], kv, ids, heads)),
+        (
+            UnsupportedError,
+            "the value in their first columns",
+            (q, kv, ids, dsa.Rows((0, 12), (4, 8))),
+        ),
+        (UnsupportedError, "the value in their first columns", (q[..., :4], kv, ids, heads)),
     ]
     for error, match, (*operands, read) in refused:
         with pytest.raises(error, match=match):
@@ -196,9 +200,9 @@ def test_scores_take_any_rows_and_pass_a_nan_on(monkeypatch):
 def test_scores_that_the_kernel_does_not_have_are_refused():
     q, k, weights = (x.to(DEVICE) for x in indexer(2, 3, 4, 16))
     refused = [
-        (ShapeError, "needs q", (q[0], k, weights)),
-        (ShapeError, "needs q", (q, k[:, :8], weights)),
-        (ShapeError, "needs q", (q, k, weights[:1])),
+        (ShapeError, "q must be", (q[0], k, weights)),
+        (ShapeError, "q must be", (q, k[:, :8], weights)),
+        (ShapeError, "q must be", (q, k, weights[:1])),
         (ShapeError, "one dtype", (q, k.bfloat16(), weights)),
         (ShapeError, "int32", (q, k, weights.int())),
         (UnsupportedError, "index_scores", (q.double(), k.double(), weights)),

@@ -183,10 +183,15 @@ def test_one_call_a_hop(order, rank):
 HALF = torch.bfloat16
 # The order and the rules; of the tensors head_dim, value_dim, dtype and device; and what is said.
 REFUSED = [
-    ("zigzag", {"softcap": 2.0}, (8, 8, HALF, "cpu"), r"no softcap; got 2\. Use kernel=FlexKernel"),
+    (
+        "zigzag",
+        {"softcap": 2.0},
+        (8, 8, HALF, "cpu"),
+        r"does not support softcap; got 2\. Use kernel=FlexKernel",
+    ),
     ("zigzag", {}, (8, 16, HALF, "cpu"), "as wide as keys; got 16 and 8"),
     ("zigzag", {}, (8, 8, torch.float32, "cpu"), r"bfloat16 and float16; got torch\.float32"),
-    ("zigzag", {}, (264, 264, HALF, "cpu"), "256 at the most; got 264"),
+    ("zigzag", {}, (264, 264, HALF, "cpu"), "at most 256; got 264"),
     ("zigzag", {}, (12, 12, HALF, "cpu"), "multiple of 8.* got 12"),
     ("zigzag", {}, (8, 8, HALF, "cpu"), "needs CUDA; got a tensor on cpu"),
     ("balanced", {}, (8, 8, HALF, "meta"), "order='balanced' with window=None"),

@@ -176,7 +176,7 @@ def test_memory_of_both_sides_on_the_same_gpus_costs_micro_batches():
 
 
 def test_what_does_not_fit_is_refused_with_numbers():
-    with pytest.raises(PlanError, match=r"trainer needs 3e\+10 bytes on each of 4 GPUs"):
+    with pytest.raises(PlanError, match=r"trainer needs at least 3e\+10 bytes on each of 4 GPUs"):
         planning.plan_split(*tables(weights=120 * GB), gpus=8, batch_size=8, memory_bytes=20 * GB)
 
 

@@ -83,7 +83,7 @@ def test_masked_tokens_do_not_count():
 def test_bad_input_is_refused():
     evaluate, rollout = offsets({"a": 0.5})
     for causes in ([], ["a", "a"]):
-        with pytest.raises(UsageError, match="each named once"):
+        with pytest.raises(UsageError, match="distinct and not empty"):
             attribute(evaluate, rollout, causes=causes)
     with pytest.raises(UsageError, match="8192 evaluations"):
         attribute(evaluate, rollout, causes=[str(i) for i in range(13)])

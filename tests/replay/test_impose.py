@@ -282,7 +282,7 @@ def test_gates_of_another_dtype_or_shape_are_refused(inputs, foreign, gates, fou
 def test_other_numbers_of_tokens_are_refused(toy, inputs, foreign):
     model = toy()
     with (
-        pytest.raises(ShapeError, match=r"8 tokens, the routes hold 7.*pad"),
+        pytest.raises(ShapeError, match=r"8 tokens, but the routes have 7.*pad"),
         impose(model.routers, foreign()[:7]),
     ):
         model(inputs)

@@ -162,9 +162,9 @@ def test_a_target_outside_its_set_is_refused():
 def test_shapes_and_settings_are_checked():
     kept = KeptTokens.from_lists([[]] * 3, vocab_size=11)
     logits = draw_logits(tokens=3)
-    with pytest.raises(ShapeError, match="as many targets"):
+    with pytest.raises(ShapeError, match="one target and one kept row"):
         kept_logprobs(logits, torch.tensor([1, 2]), kept)
-    with pytest.raises(ShapeError, match="as many targets"):
+    with pytest.raises(ShapeError, match="one target and one kept row"):
         kept_logprobs(logits[:, :-1], torch.tensor([1, 2, 3]), kept)
     with pytest.raises(UsageError, match="positive; got 0"):
         kept_logprobs(logits, torch.tensor([1, 2, 3]), kept, temperature=0)

@@ -78,7 +78,7 @@ def test_masked_tokens_may_hold_anything_and_others_must_be_finite():
         )
     with pytest.raises(ShapeError, match=r"\[3\] and rollout \[2\]"):
         measure_mismatch(trainer_logprobs=trainer, rollout_logprobs=rollout[:2])
-    with pytest.raises(ShapeError, match=r"mask \[2\]"):
+    with pytest.raises(ShapeError, match=r"mask has shape \[2\]"):
         measure_mismatch(
             trainer_logprobs=trainer, rollout_logprobs=rollout, mask=torch.ones(2, dtype=torch.bool)
         )
@@ -136,7 +136,7 @@ def test_exact_kl_leaves_out_what_the_engine_excludes():
         )
     with pytest.raises(ShapeError, match="both be"):
         exact_kl(trainer_logprobs=trainer[:, :2], rollout_logprobs=rollout)
-    with pytest.raises(ShapeError, match=r"mask \[2\]"):
+    with pytest.raises(ShapeError, match=r"mask has shape \[2\]"):
         exact_kl(
             trainer_logprobs=trainer, rollout_logprobs=rollout, mask=torch.ones(2, dtype=torch.bool)
         )
@@ -225,7 +225,7 @@ def test_masked_tokens_are_not_compared():
     assert found.by_layer == {2: 0.5, 5: 0.5}
     assert found.first_difference == {2: 0.5, 5: 0.0}
     assert found.tokens == 2
-    with pytest.raises(ShapeError, match=r"mask \[2\] for 3"):
+    with pytest.raises(ShapeError, match=r"mask has shape \[2\], expected \[3\]"):
         compare(a, b, mask=np.ones(2, bool))
 
 
@@ -235,5 +235,5 @@ def test_recordings_that_cannot_be_compared_are_refused():
         compare(routes, routes.select_layers([5]))
     with pytest.raises(ShapeError, match="not recordings of the same"):
         compare(routes, routes.select_layers([5, 2]))
-    with pytest.raises(ShapeError, match="no token that counts"):
+    with pytest.raises(ShapeError, match="do not share a known token"):
         compare(routes, make([[[0, 1], [2, 3]]], [True]))

@@ -63,7 +63,7 @@ def test_ids_out_of_range_are_refused_with_their_place(value):
 def test_a_row_that_names_an_expert_twice_is_refused_unless_missing():
     array = np.tile(np.arange(2), (3, 2, 1))
     array[1, 1] = 0
-    with pytest.raises(UsageError, match=r"1 rows .* first token 1 of layer position 1: \[0, 0\]"):
+    with pytest.raises(UsageError, match=r"1 rows .* is token 1 of layer position 1: \[0, 0\]"):
         Routes.from_array(array, num_experts=8, layer_ids=[0, 1])
     missing = np.array([False, True, False])
     Routes.from_array(array, num_experts=8, layer_ids=[0, 1], missing=missing)
@@ -143,7 +143,7 @@ def test_join_undoes_split(lengths):
 
 
 def test_split_that_does_not_add_up_is_refused():
-    with pytest.raises(ShapeError, match="add up to 9, routes hold 10"):
+    with pytest.raises(ShapeError, match="add up to 9, but the routes have 10"):
         random_routes().split([4, 5])
     with pytest.raises(ShapeError):
         random_routes().split([-1, 11])

@@ -295,7 +295,7 @@ def test_other_routers_are_refused():
     model.layers["1"].moe.router.__class__ = OtherRouter
     with pytest.raises(UnsupportedError, match=r"'layers\.1\.moe\.router', a OtherRouter, is not"):
         routers(model)
-    with pytest.raises(UnsupportedError, match="in no numbered layer"):
+    with pytest.raises(UnsupportedError, match="not in a numbered layer"):
         routers(model.layers["2"])
 
 

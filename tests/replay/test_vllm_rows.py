@@ -87,7 +87,7 @@ def test_rows_of_another_shape_or_dtype_are_refused_with_both(wrong):
 def test_a_routing_layer_that_was_called_dense_is_named():
     array = rows(9)
     array[4, 0, 1] = 3
-    with pytest.raises(UsageError, match=r"layers \[0\] route, but moe_layers is \(1, 2\)"):
+    with pytest.raises(UsageError, match=r"layers \[0\] have experts, but moe_layers is \(1, 2\)"):
         routes_from_output(output(array, 4), SHAPE, prompt_tokens=6)
 
 
@@ -259,7 +259,9 @@ def test_rows_of_two_engines_are_joined_or_the_gap_is_named(case):
             expected.append(None)
             gaps += [token] * (start <= token < decode.tokens - 1)
     if gaps:
-        with pytest.raises(ShapeError, match=f"^{len(gaps)} of .* first that of token {gaps[0]}"):
+        with pytest.raises(
+            ShapeError, match=f"^{len(gaps)} of .* first is that of token {gaps[0]}"
+        ):
             join_prefill(prefill, decode, **asked)
         return
     joined = join_prefill(prefill, decode, **asked)
@@ -279,7 +281,7 @@ def test_halves_that_are_no_halves_are_refused():
     ):
         join_prefill(prefill, decode, **asked | {"versions": (3, 4)})
     for wrong in (0, 4, 7):
-        with pytest.raises(ShapeError, match=f"a prompt of {wrong} tokens .* got 6 and 9"):
+        with pytest.raises(ShapeError, match=f"a prompt of {wrong} tokens, .* got 6 and 9"):
             join_prefill(prefill, decode, **asked | {"prompt_tokens": wrong})
     for wrong in (-1, 6):
         with pytest.raises(ShapeError, match=f"prompt_start {wrong}"):

@@ -91,7 +91,7 @@ def test_a_model_without_experts_is_refused():
         ({"moe_layer_freq": {"a": 1}}, "moe_layer_freq in the configuration is {'a': 1}"),
         ({"mlp_only_layers": 3}, "mlp_only_layers in the configuration is 3"),
         ({"moe_layers": "1,2"}, "moe_layers in the configuration is '1,2'"),
-        ({"text_config": "qwen3"}, "text_config must be transformers' or a dict; got 'qwen3'"),
+        ({"text_config": "qwen3"}, "text_config must be of transformers, or a dict; got 'qwen3'"),
     ],
 )
 def test_forms_that_are_not_read_are_refused_by_name(odd, named):
@@ -101,5 +101,5 @@ def test_forms_that_are_not_read_are_refused_by_name(odd, named):
 
 @pytest.mark.parametrize("odd", [None, "Qwen/Qwen3-30B-A3B", 3, [SIZES]])
 def test_what_is_no_configuration_is_refused(odd):
-    with pytest.raises(UsageError, match="a configuration must be transformers' or a dict"):
+    with pytest.raises(UsageError, match="a configuration must be of transformers, or a dict"):
         RouterShape.from_config(odd)

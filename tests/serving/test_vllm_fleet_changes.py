@@ -49,7 +49,7 @@ def test_a_version_below_the_fleets_is_refused():
             await asyncio.sleep(0)
         gate.set()
         await newer
-        with pytest.raises(UsageError, match="version 2 after 3.*a higher number"):
+        with pytest.raises(UsageError, match="version 2 after version 3.*a higher version"):
             await older
         await fleet.update(published(3), timeout_s=TIMEOUT_S)  # Once more is fine.
         assert await fleet.generate("x") == ("a", serving(3), "policy-3")

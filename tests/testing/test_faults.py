@@ -100,5 +100,5 @@ def test_a_file_is_cut(tmp_path):
     file.write_bytes(b"abcdef")
     truncate(file, size_bytes=2)
     assert file.read_bytes() == b"ab"
-    with pytest.raises(UsageError, match="cannot cut it to 2"):
+    with pytest.raises(UsageError, match="cannot be cut to 2"):
         truncate(file, size_bytes=2)

@@ -134,7 +134,7 @@ def test_a_gang_can_be_heard_and_killed():
 
 def test_hearing_nothing_more_is_an_error():
     members = ranks.gang(_sum_of_ranks, torch.zeros(1))
-    with members, pytest.raises(RankError, match="rank 0 ended and had told nothing more"):
+    with members, pytest.raises(RankError, match="rank 0 ended and sent no further value"):
         members.hear(0)
 
 

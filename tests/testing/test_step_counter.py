@@ -134,7 +134,7 @@ def test_bytes_by_collective():
 
 
 def _unknown():
-    with StepCounter(), pytest.raises(UnsupportedError, match="how many bytes does c10d.reduce_"):
+    with StepCounter(), pytest.raises(UnsupportedError, match="how many bytes c10d.reduce_"):
         dist.reduce(torch.ones(3), 0)
 
 

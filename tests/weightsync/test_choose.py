@@ -36,7 +36,9 @@ def test_the_newest_is_taken_or_the_one_asked_for(markers, version, served, chos
 
 
 def test_what_was_retired_is_refused():
-    with pytest.raises(TransferError, match=r"version 3 was retired; the transport holds \[4, 5\]"):
+    with pytest.raises(
+        TransferError, match=r"version 3 was retired. The transport has the versions \[4, 5\]"
+    ):
         choose((FOUR, FIVE), 3, served=None)
 
 

@@ -49,7 +49,7 @@ def test_the_engine_serves_what_was_published_and_training_goes_on(site):
         turn = site.colocated.to_engine(version, timeout_s=TIMEOUT_S)
         assert turn.version == version
         assert_serves(site, weights)
-        with pytest.raises(UsageError, match="which HostMemory holds"):
+        with pytest.raises(UsageError, match="which HostMemory stores"):
             site.step()
         site.colocated.to_trainer(timeout_s=TIMEOUT_S)
         assert site.engine.weights == {}

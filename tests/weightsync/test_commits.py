@@ -147,7 +147,7 @@ def test_a_version_of_an_owner_before_is_not_held(make):
 
 def test_each_rank_has_one_note(make):
     reader = make()
-    with pytest.raises(TransferError, match="no owner has begun"):
+    with pytest.raises(TransferError, match="does not have an owner yet"):
         reader.post("rank-0", "lost", deadline=soon())
     owner = make(owner=True)
     marker = committed(owner, 1)

@@ -268,9 +268,9 @@ def test_what_is_more_than_a_move_is_refused(convert, why):
 
 def test_other_tensors_than_those_recorded_are_refused():
     wiring = record_wiring(lambda t: {"b": t["a"]}, describe({"a": torch.zeros(2, 2)}))
-    with pytest.raises(PlanError, match=r"'a' is \(3,\); bound was \(2, 2\)"):
+    with pytest.raises(PlanError, match=r"'a' is \(3,\), but the wiring was recorded for \(2, 2\)"):
         wiring.map(describe({"a": torch.zeros(3)}))
-    with pytest.raises(PlanError, match=r"'z' is \(3,\); bound was not there"):
+    with pytest.raises(PlanError, match=r"'z' is \(3,\), .* recorded for no such tensor"):
         wiring.map(describe({"z": torch.zeros(3)}))
     other = describe({"a": torch.zeros(2, 2, dtype=torch.bfloat16)})
     with pytest.raises(PlanError, match="'a' is torch.bfloat16 .* on one rank and torch.float32"):

@@ -134,7 +134,7 @@ def converted(transform, monkeypatch):
         (
             lambda of: of.WeightRenaming("q_proj", "k_proj"),
             UnsupportedError,
-            "has .* elements of .*record_wiring",
+            "has .* elements, but .*record_wiring",
         ),
     ],
 )

@@ -153,5 +153,5 @@ def test_another_recipe_is_refused_before_a_byte_is_sent():
     trainer, engine = encoder_of(RECIPE).describe(held), encoder_of(other).describe(held)
     with pytest.raises(PlanError, match="recipe .* readers expect .* Give both the same recipe"):
         plan_sync([trainer], engine.whole(), bucket_bytes=1 << 14)
-    with pytest.raises(PlanError, match="encodes with recipe '', readers expect"):
+    with pytest.raises(PlanError, match="encodes with recipe '', but readers expect"):
         plan_sync([held], trainer.whole(), bucket_bytes=1 << 14)

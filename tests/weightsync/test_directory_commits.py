@@ -128,13 +128,13 @@ def test_sizes_may_change_between_versions(make):
 def test_a_blob_of_another_size_is_refused(make):
     owner = make(owner=True)
     owner.allocate(1, size_bytes=SIZE)
-    with pytest.raises(TransferError, match=f"{SIZE} bytes, the plan 7"):
+    with pytest.raises(TransferError, match=f"{SIZE} bytes, but the plan needs 7"):
         owner.writable(1, size_bytes=7)
-    with pytest.raises(TransferError, match="None bytes, the plan"):
+    with pytest.raises(TransferError, match="None bytes, but the plan"):
         owner.writable(2, size_bytes=SIZE)
     owner.abort(1)
     marker = put(owner, 1, 0)
-    with pytest.raises(CorruptionError, match="1000 bytes; 999 were sent"):
+    with pytest.raises(CorruptionError, match="1000 bytes, but 999 bytes were sent"):
         owner.open(marker, size_bytes=SIZE - 1)
 
 

@@ -128,7 +128,7 @@ def test_an_engine_whose_pages_are_read_pauses_before_its_readers():
         assert fleet.weights == [[2]] * 3
         assert fleet.mixed == []
         for beyond in ([3], [-1]):
-            with pytest.raises(UsageError, match=r"among 3 engines; got"):
+            with pytest.raises(UsageError, match=r"of the 3 engines, counted from 0; got"):
                 await update_all(fleet.engines, receipt, prefill=beyond, timeout_s=TIMEOUT_S)
         logs = [list(engine.log) for engine in fleet.engines]
         recompute = {"in_flight": "recompute", "timeout_s": TIMEOUT_S}

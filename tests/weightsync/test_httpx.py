@@ -88,7 +88,7 @@ def _endless_head(connection, stop):
 @pytest.mark.parametrize("answer", [_silent, _dribbling, _endless_head])
 def test_the_deadline_is_for_all_of_it(serve, answer):
     server, start = serve(answer), time.monotonic()
-    with pytest.raises(DeadlineError, match=r"GET /y at http://.*: no answer within 0\.\d+ s"):
+    with pytest.raises(DeadlineError, match=r"GET /y at http://.* got no answer within 0\.\d+ s"):
         server.exchange_blocking("GET", "/y", deadline=start + 0.2)
 
 

@@ -220,7 +220,9 @@ def test_tensors_that_no_reader_wants_may_be_there_and_no_others(tmp_path):
     assert "unsent" not in whole.to_json()
     with SharedMemoryTransport("policy", owner=True, root=str(tmp_path)) as transport:
         Publisher(plan, model, transport).publish(1, timeout_s=HANG_S)
-        with pytest.raises(UsageError, match="without 2 tensors .*'unused.weight'.*only those"):
+        with pytest.raises(
+            UsageError, match="without 2 tensors .*'unused.weight'.*only the tensors of the plan"
+        ):
             Publisher(whole, model, transport).publish(2, timeout_s=HANG_S)
         with pytest.raises(UsageError, match="without 2 tensors .*'unused.weight'"):
             Publisher(whole, model, transport, source=wanted).publish(2, timeout_s=HANG_S)
@@ -239,7 +241,7 @@ def test_floats_may_change_and_what_encode_makes_may_not():
         assert verify_engine({"w": weights["w"].to(dtype)}, held, plan=plan).is_proved
     for dtype in (torch.int8, torch.float8_e4m3fn):
         codes = lambda name, tensor, dtype=dtype: {name: tensor.to(dtype)}  # noqa: E731
-        with pytest.raises(PlanError, match=f"'w' is {dtype} on rank 0 and travels as torch.bfloa"):
+        with pytest.raises(PlanError, match=f"'w' is {dtype} on rank 0, but is sent as torch.b"):
             verify_engine(weights, held, plan=plan, encode=codes)
 
 
@@ -274,4 +276,4 @@ def test_rows_that_only_the_last_rank_got_are_noticed(tmp_path):
     for both in ranks.run(grown_body, str(tmp_path), world_size=4):
         for said in both:
             for rank in range(4):
-                assert f"'w' is (10, 2) on rank {rank} and was planned as (9, 2)" in said
+                assert f"'w' is (10, 2) on rank {rank}, but was planned as (9, 2)" in said

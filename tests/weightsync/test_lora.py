@@ -63,12 +63,12 @@ def test_modules_reads_back_what_was_adapted_and_misses_nothing(modules, rank, d
 
 @pytest.mark.parametrize("name", ["", "a@1", "a/b", "a b", ".a", "a\n"])
 def test_names_that_a_version_could_not_follow(name):
-    with pytest.raises(UsageError, match="an adapter's name has"):
+    with pytest.raises(UsageError, match="an adapter's name may have only"):
         AdapterSpec(name, rank=1, alpha=1.0)
 
 
 def test_a_rank_is_positive():
-    with pytest.raises(UsageError, match="rank of 'a' has to be positive; got 0"):
+    with pytest.raises(UsageError, match="rank of 'a' must be positive; got 0"):
         AdapterSpec("a", rank=0, alpha=1.0)
 
 

@@ -95,7 +95,7 @@ def test_a_deadline_in_the_past_reads_nothing(ends):
     trainer, engine = ends
     note, target = trainer.share(buffer_of(1)), buffer_of(0)
     engine.share(target)
-    with pytest.raises(DeadlineError, match="read 0 of 1 buckets"):
+    with pytest.raises(DeadlineError, match="0 of 1 buckets were read"):
         engine.read([Read(note, 0, target)], deadline=soon(-1))
     assert target.eq(0).all()
 

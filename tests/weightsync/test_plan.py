@@ -302,5 +302,5 @@ def test_readers_that_disagree_are_refused():
     other = Manifest(a.tensors, recipe="e4m3")
     with pytest.raises(PlanError, match="readers expect different recipes"):
         plan_sync([a], [a, other], bucket_bytes=64)
-    with pytest.raises(PlanError, match="encodes with recipe '', readers expect 'e4m3'"):
+    with pytest.raises(PlanError, match="encodes with recipe '', but readers expect 'e4m3'"):
         plan_sync([a], other, bucket_bytes=64)

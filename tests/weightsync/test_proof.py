@@ -183,7 +183,7 @@ def ranks_body(lost):
 def test_all_ranks_hear_what_one_saw():
     assert ranks.run(ranks_body, None, world_size=2) == ["", ""]
     for text in ranks.run(ranks_body, 1, world_size=2):
-        assert "1 tensors, such as 'w', are others" in text
+        assert "1 tensors, such as 'w', differ in the engine" in text
 
 
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
@@ -289,7 +289,7 @@ def test_a_load_that_keeps_nothing_gets_no_receipt(tmp_path, check):
     assert subscriber.receive(timeout_s=HANG_S).version == 1
     served.model[0].weight.data.add_(1)
     served.publisher.publish(2, timeout_s=HANG_S)
-    with pytest.raises(TransferError, match=r"1 of 5 tensors, such as '0.weight', are not in the"):
+    with pytest.raises(TransferError, match=r"1 of 5 tensors, such as '0.weight', are missing"):
         subscriber.receive(timeout_s=HANG_S)
     assert subscriber.version == 1
     keeps[:] = [True]
@@ -301,6 +301,6 @@ def test_a_first_load_that_keeps_nothing_gets_no_receipt(tmp_path):
     served.publisher.publish(1, timeout_s=HANG_S)
     load = lambda ts: [None for _ in ts]  # noqa: E731
     subscriber = Subscriber(served.subscriber.plan, load, served.transport, observe=served.observe)
-    with pytest.raises(EngineError, match="5 of 5 tensors, such as .* are not in the engine"):
+    with pytest.raises(EngineError, match="5 of 5 tensors, such as .* are missing in the engine"):
         subscriber.receive(timeout_s=HANG_S)
     assert subscriber.version is None

@@ -148,7 +148,7 @@ def test_versions_strictly_increase(alone):
     weights, plan, transport = alone
     with Publisher(plan, weights, transport) as publisher:
         first = publisher.publish(5, timeout_s=TIMEOUT_S)
-        with pytest.raises(UsageError, match="version 4 after 5"):
+        with pytest.raises(UsageError, match="version 4 after version 5"):
             publisher.publish(4, timeout_s=TIMEOUT_S)
         with pytest.raises(UsageError, match="from 0 to"):
             publisher.publish(-1, timeout_s=TIMEOUT_S)
@@ -210,7 +210,7 @@ def test_encode_sees_each_tensor_once_and_changes_what_is_sent(alone):
 def test_encode_must_keep_names_and_shapes(alone, encode):
     weights, plan, transport = alone
     publisher = Publisher(plan, weights, transport, encode=encode)
-    with pytest.raises(UsageError, match="it has to keep the name and the shape"):
+    with pytest.raises(UsageError, match="It must keep the name and the shape"):
         publisher.publish(0, timeout_s=TIMEOUT_S)
     assert transport.markers() == ()
 
@@ -218,7 +218,7 @@ def test_encode_must_keep_names_and_shapes(alone, encode):
 def test_the_group_must_fit_the_plan(alone):
     weights, _, transport = alone
     two = plan_sync([describe(weights)] * 2, describe(weights), bucket_bytes=64)
-    with pytest.raises(UsageError, match="plan is for 2 ranks, the group has 1"):
+    with pytest.raises(UsageError, match="plan is for 2 ranks, but the group has 1"):
         Publisher(two, weights, transport)
 
 
@@ -272,7 +272,7 @@ def _one_rank_dies(path, victim):
     plan, transport, publisher = join("shared_memory", path, parameters)
     publisher.publish(1, timeout_s=TIMEOUT_S)
     ranks.kill(victim)
-    with pytest.raises(TransferError, match="make a new group"):
+    with pytest.raises(TransferError, match="Make a new group"):
         publisher.publish(2, timeout_s=3600)  # It is not waited for: the gang would be ended.
     with pytest.raises(TransferError, match="failed earlier"):
         publisher.publish(2, timeout_s=TIMEOUT_S)

@@ -49,7 +49,7 @@ def test_waiting_ends_at_the_deadline(setup):
     setup.publish(1)
     setup.receive()
     with pytest.raises(
-        DeadlineError, match=r"not committed in time; this engine holds 1, .* \[1\]"
+        DeadlineError, match=r"not committed in time. This engine has version 1, .* \[1\]"
     ):
         setup.receive(timeout_s=0.01)
     with pytest.raises(DeadlineError, match="version 3 was not committed"):
@@ -74,7 +74,7 @@ def test_the_version_before_can_be_asked_for(setup):
     assert setup.receive(1).version == 1
     assert setup.served() == 1
     setup.publish(3)
-    with pytest.raises(TransferError, match=r"version 1 was retired; .* \[2, 3\]"):
+    with pytest.raises(TransferError, match=r"version 1 was retired. .* \[2, 3\]"):
         Subscriber(setup.plan, setup.engine.load, setup.transport).receive(1, timeout_s=TIMEOUT_S)
 
 
@@ -100,7 +100,7 @@ def test_a_truncated_blob_is_refused(setup):
             truncate(setup.blob(1), size_bytes=size - 1)
         return
     truncate(setup.blob(1), size_bytes=size - 1)
-    with pytest.raises(CorruptionError, match=f"{size - 1} bytes; {size} were sent"):
+    with pytest.raises(CorruptionError, match=f"{size - 1} bytes, but {size} bytes were sent"):
         setup.receive()
     assert setup.engine.loads == 0
 
@@ -123,7 +123,7 @@ def test_a_failed_load_goes_back_to_the_version_before(setup, taken):
 def test_a_failed_first_load_is_not_called_a_roll_back(setup):
     setup.publish(1)
     setup.engine.fail_at[1] = 1
-    with pytest.raises(EngineError, match="no version to go back to; restart"):
+    with pytest.raises(EngineError, match="no version to go back to. Restart"):
         setup.receive()
     assert setup.subscriber.version is None
 
@@ -152,7 +152,7 @@ def test_a_load_that_leaves_tensors_is_undone(setup):
             whole(tensors)
 
     setup.subscriber._load = lazy
-    with pytest.raises(TransferError, match="load took 1 of 2 tensors. Version 1 was loaded again"):
+    with pytest.raises(TransferError, match="load took 1 of 2 tensors.*Version 1 was loaded again"):
         setup.receive()
     assert setup.served() == 1
 

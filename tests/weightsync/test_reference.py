@@ -21,5 +21,5 @@ def test_gather_and_slice_are_inverse():
 
 
 def test_what_nobody_holds_is_not_made_up():
-    with pytest.raises(PlanError, match="2 of 4 elements of 'a' missing"):
+    with pytest.raises(PlanError, match="2 of 4 elements of 'a' are missing"):
         gather_whole([half(0)], [{"a": torch.zeros(2)}], half(0).whole())

@@ -84,7 +84,9 @@ def test_workers_that_cannot_be_brought_back_are_an_error():
     with pytest.raises(EngineError, match="torn"):
         engine.update(2)
     engine = Blocking([None, None], {(1, 2): bad})
-    with pytest.raises(EngineError, match="out of memory Its workers held .None, None. and cannot"):
+    with pytest.raises(
+        EngineError, match="out of memory The workers had the versions .None, None., and cannot"
+    ):
         engine.update(2)
 
 

@@ -100,7 +100,7 @@ def test_what_others_could_have_written_is_not_read(kind, name, what, tmp_path):
         os.link(path, kept, follow_symlinks=False)
         plant(what, path, elsewhere)
         look = weightsync.find if name == "announced.json" else partial(received, plan)
-        with in_time(), pytest.raises(UsageError, match=f"{name} (is not opened|belongs to user)"):
+        with in_time(), pytest.raises(UsageError, match=f"{name} (was refused|belongs to user)"):
             look(make(root), timeout_s=HANG_S)
         unplant(path, kept)
         assert received(plan, make(root)) == 2.0
@@ -118,7 +118,7 @@ def test_an_owner_takes_no_place_that_others_prepared(name, what, tmp_path):
     if what == "dangling link":
         elsewhere.write_text("precious")
     before = sorted(root.iterdir())
-    with in_time(), pytest.raises(UsageError, match=f"{name} (is not opened|belongs to user)"):
+    with in_time(), pytest.raises(UsageError, match=f"{name} (was refused|belongs to user)"):
         FileTransport(root, owner=True)
     assert sorted(root.iterdir()) == before
     assert not elsewhere.exists() or elsewhere.read_text() == "precious"

@@ -135,7 +135,7 @@ def stranger():
 
 def test_one_that_answers_nothing_costs_until_the_deadline(ends, stranger):
     note = stranger(lambda link: None)
-    with pytest.raises(DeadlineError, match="0 of 1 reads in time"):
+    with pytest.raises(DeadlineError, match="0 of 1 reads ended in time"):
         ends[1].read([Read(note, 0, buffer_of(0))], deadline=soon(0.2))
 
 
@@ -175,7 +175,7 @@ def test_a_wire_that_is_left_or_forgotten_listens_no_more():
 
 def test_one_that_stops_in_the_middle_costs_until_the_deadline(ends, stranger):
     note = stranger(lambda link: link.sendall(b"\x01" + b"x" * 1000))
-    with pytest.raises(DeadlineError, match="0 of 1 reads in time"):
+    with pytest.raises(DeadlineError, match="0 of 1 reads ended in time"):
         ends[1].read([Read(note, 0, buffer_of(0))], deadline=soon(0.5))
 
 
@@ -221,7 +221,7 @@ def test_a_close_ends_the_reads_that_are_under_way(ends):
     "host", ["", "0.0.0.0", "::", "203.0.113.7", "no such host", "a..b", "a\0b"]
 )
 def test_an_address_that_is_not_this_machines_is_refused(host):
-    with pytest.raises(UsageError, match="Give an address of this machine"):
+    with pytest.raises(UsageError, match="Pass an address of this machine"):
         TcpWire(host)
 
 

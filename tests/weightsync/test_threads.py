@@ -117,5 +117,7 @@ def test_threads_commit_one_after_the_other(tmp_path, durable, monkeypatch):
         assert ended == [1, 2]
         assert commits.markers() == tuple(commits.committed) == (marker_of(1), marker_of(2))
         commits.open(0)
-        with pytest.raises(UsageError, match="commit of version 0 after version 2"):
+        with pytest.raises(
+            UsageError, match="got version 0, but another publisher has committed version 2"
+        ):
             commit(0)

@@ -15,11 +15,11 @@ from primeblocks.weightsync.observed import Observed, digest_form, digest_tensor
 from tests.weightsync.test_verify import PLAN, SHAPES, WIRINGS, Engine, Tied, weights
 
 ODD = {
-    "a number": (5, "not 5"),
-    "a text": ("weights", "not 'weights'"),
-    "numbers": ([5], "not (5|\\[5)"),
-    "nothing in a list": ([None], "not (None|\\[None)"),
-    "two in a tuple": (({}, {}), "not .{}, {}"),
+    "a number": (5, "got 5"),
+    "a text": ("weights", "got 'weights'"),
+    "numbers": ([5], "got (5|\\[5)"),
+    "nothing in a list": ([None], "got (None|\\[None)"),
+    "two in a tuple": (({}, {}), "got .{}, {}"),
     "numbers for names": ({1: torch.ones(2)}, "1 is "),
     "numbers for tensors": ({"a": 1, "b": 2}, "'a' is int"),
     "nothing for digests": ({"a": [], "b": ["x"]}, "'a' is list"),
@@ -148,21 +148,21 @@ def test_observations_that_do_not_fit_the_plan_are_refused():
         return {"forms": [[[*row[:at], value, *row[at + 1 :]] for row in one] for one in rows]}
 
     for change, said in (
-        ({"reader": 7}, "got reader 7"),
-        ({"reader": -1}, "got reader -1"),
+        ({"reader": 7}, "reader 7 is not in the plan"),
+        ({"reader": -1}, "reader -1 is not in the plan"),
         ({"forms": []}, "in 0 copies"),
-        ({"forms": [], "plan": "another"}, "by plan another, in 0 copies"),
+        ({"forms": [], "plan": "another"}, "with plan another, in 0 copies"),
         ({"forms": rows + rows}, "in 4 copies"),
         (changed(3, "nn"), "does not describe an observation: TypeError"),
         (changed(3, "float33"), "does not describe an observation: AttributeError"),
         (
             {"forms": [[[[9, 9], [1, 1], *r[2:]] for r in one] for one in rows]},
-            "whose copies differ",
+            "has other copies",
         ),
-        ({"forms": [[[[0], [1], *r[2:]] for r in one] for one in rows]}, "whose copies differ"),
+        ({"forms": [[[[0], [1], *r[2:]] for r in one] for one in rows]}, "has other copies"),
         (
             {"forms": [[[r[0], [9] * len(r[1]), *r[2:]] for r in one] for one in rows]},
-            "not lie",
+            "not inside",
         ),
     ):
         with pytest.raises(PlanError, match=said):

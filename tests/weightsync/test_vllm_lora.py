@@ -306,16 +306,16 @@ def test_a_flipped_byte_registers_nothing(saw):
 @pytest.mark.parametrize(
     ("case", "kind", "message"),
     [
-        ("unattached", "TransferError", "call attach_lora() first"),
+        ("unattached", "TransferError", "Call attach_lora() first"),
         ("group", "UnsupportedError", "Pass another transport"),
-        ("rank", "UnsupportedError", "has rank 9, this engine takes 8"),
+        ("rank", "UnsupportedError", "has rank 9, but this engine takes at most 8"),
         ("module", "PlanError", "cannot adapt the module 'lm_head'"),
-        ("shape", "ShapeError", "takes 64 inputs to 64 outputs; the adapter 63 to 64"),
+        ("shape", "ShapeError", "has 64 inputs and 64 outputs, but the adapter has 63 and 64"),
         ("digest", "TransferError", "Use the receipt of the last publish"),
         ("never_committed", "DeadlineError", "version 9 was not committed"),
         ("name_taken", "UsageError", "'policy@2' is already loaded with other bytes"),
         ("id_taken", "UsageError", "which another adapter has"),
-        ("full", "CapacityError", "3 versions of 'policy' are held and keep=3"),
+        ("full", "CapacityError", "3 versions of 'policy' are loaded, and keep=3"),
         ("stock", "EngineError", "not a WorkerExtension"),
         ("without", "UnsupportedError", "built without enable_lora"),
     ],
@@ -328,7 +328,8 @@ def test_refusals(saw, case, kind, message):
 def test_a_removed_version_is_gone(saw):
     (kind, message), registered = saw["removed"]
     assert kind == "UsageError"
-    assert message.startswith("no such version is held: ['critic@1', 'policy@2', 'policy@3']")
+    loaded = "The loaded versions are ['critic@1', 'policy@2', 'policy@3']."
+    assert message.startswith(f"this version is not loaded. {loaded}")
     assert registered == 1  # Two of the three left were evicted: vLLM keeps two.
     assert "does not hold 'policy@1'" in saw["refused"]
 

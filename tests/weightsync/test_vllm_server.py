@@ -184,13 +184,13 @@ def test_attach_sends_plan_and_transport_and_refuses_replicas(serve, tmp_path):
         assert server.engine.log[:2] == ["primeblocks_state", "init"]
         sent = {"transport": transport.spec(), "plan": plan.to_json(), "first_reader": 0}
         assert server.engine.init_info == sent
-        with pytest.raises(UnsupportedError, match="one engine with 3 replicas"):
+        with pytest.raises(UnsupportedError, match="an engine with 3 replicas"):
             asyncio.run(attach(replicated.client, plan, transport, timeout_s=TIMEOUT_S))
     assert replicated.engine.log == []
 
 
 def test_a_server_without_the_endpoints_is_told_how_to_start(serve):
-    with pytest.raises(EngineError, match="has no /is_paused: start .* VLLM_SERVER_DEV_MODE=1"):
+    with pytest.raises(EngineError, match="has no /is_paused. Start .* VLLM_SERVER_DEV_MODE=1"):
         update_one(serve(dev_mode=False))
 
 

@@ -239,4 +239,4 @@ def test_each_worker_is_seen_to_hold_its_shard(saw):
 def test_a_plan_for_other_workers_is_refused(saw):
     assert "worker 0 reads elements of " in saw["swapped"]
     assert "that reader 0 of 2 does not want" in saw["swapped"]
-    assert "the plan has readers 0 to 1; got reader 2" in saw["behind"]
+    assert "reader 2 is not in the plan, which has readers 0 to 1" in saw["behind"]

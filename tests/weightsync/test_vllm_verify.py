@@ -110,7 +110,7 @@ def test_an_engine_that_runs_what_was_sent_is_proved(saw):
     assert saw["start"].is_proved, saw["start"].table()
     assert saw["updated"].is_proved, saw["updated"].table()
     assert saw["healed"].is_proved, saw["healed"].table()
-    assert saw["unattached"] == ("EngineError", "this worker is not attached; call attach() first")
+    assert saw["unattached"] == ("EngineError", "this worker is not attached. Call attach() first.")
     assert saw["proof"].is_proved
 
 
@@ -256,5 +256,5 @@ def test_the_notebook_names_what_it_breaks(tmp_path):
     said = fork_job(tmp_path / "cells.py")
     assert "0 not proved" in said
     assert "the parameter that is left: (0,)" in said
-    assert "are others in the engine after the push" in said
+    assert "differ in the engine after the push" in said
     assert said.count("0 not proved") >= 2

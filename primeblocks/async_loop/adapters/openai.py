@@ -107,8 +107,8 @@ async def generate(
     before, text, after = await _typed(exchange(), what, timeout_s, clock)
     if before != after:
         raise PrimeblocksError(
-            f"the weights went from version {before} to {after} during {what}, and the server does "
-            "not say at which token. Ask for fewer tokens, or hold requests during updates."
+            f"the weights went from version {before} to {after} during {what}, and the server "
+            "does not say at which token. Ask for fewer tokens, or pause requests during updates."
         )
     choices = _choices_of(text, what, n)
     return tuple(_rollout(choice, tokens, before, what, prompt_id) for choice in choices)
@@ -163,7 +163,7 @@ def _rollout(
             "server that returns them with return_token_ids, such as vLLM."
         )
     if run != prompt:
-        raise EngineError(f"{what} got another prompt back from the server: {run!r:.200}")
+        raise EngineError(f"{what} got back a prompt other than the one it sent: {run!r:.200}")
     versions = np.full(len(ids), version)
     return _rollout_of(choice, prompt, ids, values, versions, what=what, prompt_id=prompt_id)
 
@@ -251,7 +251,7 @@ async def generate_split(
     transfer = json.loads(text).get(_TRANSFER)
     if not isinstance(transfer, dict):
         raise UnsupportedError(
-            f"{what} came without {_TRANSFER}: start both servers with --kv-transfer-config, such "
+            f"{what} came without {_TRANSFER}. Start both servers with --kv-transfer-config, such "
             'as \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'.'
         )
     computed = _labelled_rollout(choice, tokens, what, options.get("prompt_id"))
@@ -267,11 +267,11 @@ async def generate_split(
             **options,
         )
     except EngineError as error:
-        error.add_note(f"It was to read the prompt's pages from {prefill.base_url}.")
+        error.add_note(f"This server had to read the prompt's pages from {prefill.base_url}.")
         raise
     if (before := computed.versions[0]) != (after := completion.versions[0]):
         raise PrimeblocksError(
-            f"{what}: version {before} began it, version {after} went on. Send the request again."
+            f"{what}: version {before} computed it, and version {after} continued. Send it again."
         )
     return computed, completion
 
@@ -304,13 +304,13 @@ def _labelled_rollout(
     if not told:
         raise UnsupportedError(f"{what} got no log-probabilities, though it asked for them.")
     if not spans:
-        raise UnsupportedError(f"{what} got no weight_versions: needs vLLM 0.32 or later.")
+        raise UnsupportedError(f"{what} got no weight_versions. Use vLLM 0.32 or later.")
     try:
         content = told["content"]
         named, logprobs = ([each[key] for each in content] for key in ("token_id", "logprob"))
         labels = [(each["version"], each["start"], each["end"]) for each in spans]
     except _OTHER as error:
-        raise EngineError(f"{what} got no choice of this protocol: {choice!r:.200}") from error
+        raise EngineError(f"{what} got a malformed choice: {choice!r:.200}") from error
     _check_sampled(ids, logprobs, what)
     if named != ids:
         raise EngineError(f"{what} got log-probabilities of {named!r:.200} for {ids!r:.200}")
@@ -322,12 +322,12 @@ def _labelled_rollout(
                 "Update the weights of a server before you send requests."
             )
         if type(start) is not int or type(end) is not int:
-            raise EngineError(f"{what} got versions of tokens {start!r} to {end!r}")
+            raise EngineError(f"{what} got a version of tokens {start!r} to {end!r}")
         found.append((version, start, end))
     try:
         versions = versions_from_spans(found, length=len(ids))
     except ShapeError as error:
-        raise EngineError(f"{what} got versions that do not fit: {error}") from error
+        raise EngineError(f"{what} got versions that do not fit the tokens: {error}") from error
     return _rollout_of(choice, prompt, ids, logprobs, versions, what=what, prompt_id=prompt_id)
 
 
@@ -356,11 +356,11 @@ def _choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
         found = [choice["index"] for choice in choices]
         aborted = any(c.get("finish_reason") == "abort" and not c.get("token_ids") for c in choices)
     except _OTHER as error:
-        raise EngineError(f"{what} got no answer of this protocol: {text[:200]!r}") from error
+        raise EngineError(f"{what} got a malformed answer: {text[:200]!r}") from error
     if found != list(range(n)):
-        raise EngineError(f"{what} got choices {found} where {n} were asked for")
+        raise EngineError(f"{what} asked for {n} choices, but got the indices {found}")
     if aborted:
-        raise PrimeblocksError(f"{what} was aborted before its first token: send the request again")
+        raise PrimeblocksError(f"{what} was aborted before its first token. Send the request again")
     return choices
 
 
@@ -386,9 +386,9 @@ def _rollout_of(
 ) -> Rollout:
     reason, routes = choice.get("finish_reason"), choice.get("routed_experts")
     if not isinstance(reason, str):
-        raise EngineError(f"{what} got {reason!r:.200} as its finish_reason")
+        raise EngineError(f"{what} got {reason!r:.200} as its finish_reason; expected text")
     if routes is not None and not isinstance(routes, str):
-        raise EngineError(f"{what} got {routes!r:.200} as its routed_experts")
+        raise EngineError(f"{what} got {routes!r:.200} as its routed_experts; expected base64 text")
     return Rollout(
         tokens=np.array(prompt + ids),
         prompt_length=len(prompt),

@@ -89,8 +89,8 @@ class EventThread:
                 return future.result()  # This may be a deadline of the coroutine itself.
             future.cancel()
             raise DeadlineError(
-                f"the event loop gave no answer within {timeout_s:g} s. A call that blocks it, "
-                "in generate for instance, belongs into a thread."
+                f"the event loop gave no answer within {timeout_s:g} s. Run blocking calls, for "
+                "example in generate, in a thread."
             ) from error
 
     def close(self) -> None:
@@ -159,13 +159,15 @@ class TrlWorker:
     ) -> None:
         if not trl.__version__.startswith("1.16."):
             raise UnsupportedError(
-                f"tested with TRL 1.16.*; found {trl.__version__}. Run: pip install 'trl==1.16.*'"
+                f"TrlWorker was tested with TRL 1.16.*; found {trl.__version__}. Run: pip install "
+                "'trl==1.16.*'"
             )
         policy = buffer.staleness
         if policy.max_off_policy_steps < 1 and policy.on_stale != "continue":
             raise UsageError(
-                "TRL takes a micro-batch of the next step before it ends one, so max_off_policy_"
-                f"steps must be at least 1; the buffer's is {policy.max_off_policy_steps}."
+                "max_off_policy_steps of the buffer must be at least 1; got "
+                f"{policy.max_off_policy_steps}. TRL takes a micro-batch of the next step before "
+                "it ends a step."
             )
         self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue()
         self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
@@ -199,8 +201,9 @@ class TrlWorker:
         rows, parts = self._batch_size * self._group_size, world_size * accumulate
         if rows % parts:
             raise UsageError(
-                f"a batch of {self._batch_size} groups of {self._group_size} is {rows} rows, which "
-                f"{world_size} ranks x {accumulate} micro-batches do not divide"
+                f"a batch of {self._batch_size} groups of {self._group_size} is {rows} rows, "
+                f"which {world_size} ranks x {accumulate} micro-batches cannot share equally. "
+                "Change batch_size or accumulate."
             )
         return {
             "num_generations": self._group_size,
@@ -248,7 +251,7 @@ class TrlWorker:
             self._thread.call(asyncio.sleep(0), timeout_s=stale_after_s)
             return
         if self._running.cancelled():
-            raise ClosedError("the worker was stopped")
+            raise ClosedError("the worker was stopped. Create another TrlWorker.")
         self._running.result()
         raise UsageError(
             f"the prompts are used up at version {self.version}, and TRL asks for more. Pass an "
@@ -321,7 +324,7 @@ def _sample_of(
 def _reward_of(rollout: Rollout) -> float:
     if rollout.reward is None:
         raise UsageError(
-            f"the rollout of {rollout.prompt_id!r} has no reward; generate must give it one: "
+            f"the rollout of {rollout.prompt_id!r} has no reward. Let generate set one: "
             "dataclasses.replace(rollout, reward=...)"
         )
     return rollout.reward

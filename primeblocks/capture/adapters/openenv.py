@@ -93,7 +93,9 @@ async def play_episode(
     told = [reward for reward in rewards if reward is not None]
     rollouts = conversation.rollouts(prompt_id=prompt_id, reward=sum(told) if told else None)
     if not rollouts:
-        raise UsageError(f"no turn was played, with max_turns={max_turns} and {done=} after reset")
+        raise UsageError(
+            f"no turn was played: {max_turns=}, and the environment returned {done=} after reset"
+        )
     more = {"step_rewards": rewards, "done": done}
     return tuple(replace(each, attachments={**each.attachments, **more}) for each in rollouts)
 

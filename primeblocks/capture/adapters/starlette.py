@@ -183,7 +183,7 @@ async def _watch(receive: Receive, gone: asyncio.Future[BaseException]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     if not gone.done():
-        gone.set_result(CancelledError("the agent left before its answer"))
+        gone.set_result(CancelledError("the agent closed the connection before it got its answer"))
 
 
 def _json(value: Any) -> Response:
@@ -192,7 +192,8 @@ def _json(value: Any) -> Response:
 
 def _unknown() -> Response:
     error = UsageError(
-        "no such session, or not its key. Use the base_url and key of an open session."
+        "the session does not exist, or the key is not its key. Use the base_url and key of an "
+        "open session."
     )
     return Response(
         error_body(error, "authentication_error"),
@@ -204,7 +205,8 @@ def _unknown() -> Response:
 
 def _too_long(most: int) -> Response:
     error = CapacityError(
-        f"the body is longer than {most} bytes. Send less, or raise CaptureBounds(body_bytes=)."
+        f"the body is longer than {most} bytes. Send a shorter body, or raise "
+        "CaptureBounds(body_bytes=)."
     )
     return Response(error_body(error, "invalid_request_error"), 413, media_type="application/json")
 

@@ -58,8 +58,8 @@ class ChatTemplate:
         ids = self.encode(self._end)
         if not ids or ids[0] not in tokenizer.get_added_vocab().values():
             raise UnsupportedError(
-                f"the template ends an answer with {self._end!r}, which begins with no token of "
-                "its own. Give such a model a renderer that knows its format."
+                f"the template ends an answer with {self._end!r}, which does not begin with an "
+                "added token. For this model, pass a renderer that knows its format."
             )
         self._end_id = ids[0]
         self.stop_token_ids = tuple(dict.fromkeys([self._end_id, *stop_token_ids]))

@@ -68,8 +68,8 @@ class CaptureServer:
     ) -> None:
         if url is None and not _is_loopback(host):
             raise UsageError(
-                f"host={host!r} is open to other machines. Say by which url= agents reach it, or "
-                "leave it at 127.0.0.1."
+                f"host={host!r} is open to other machines. Pass the url= by which agents reach "
+                "this server, or leave host at 127.0.0.1."
             )
         self.recorder = Recorder(generate, renderer, **options)
         self._address, self._url = (host, port), url
@@ -123,7 +123,9 @@ class CaptureServer:
             UsageError: as for `Recorder.session`.
         """
         if self._server is None:
-            raise ClosedError("the capture server does not run. Use it as a context.")
+            raise ClosedError(
+                "the capture server is not running. Use it in an async with statement."
+            )
         return self.recorder.session(**options)
 
     async def close(self) -> None:

@@ -39,7 +39,7 @@ def check_device(device: torch.device) -> None:
     built = torch.version.cuda or "none"
     if built == "none" or tuple(map(int, built.split(".")[:2])) < (12, 9):
         raise UnsupportedError(
-            f"CublasGemm needs torch built for CUDA 12.9 or later; this one is for {built}. "
+            f"CublasGemm needs torch built for CUDA 12.9 or later; this build is for {built}. "
             "Install a newer build, or use primeblocks.fp8.adapters.triton.TritonGemm()."
         )
 
@@ -109,8 +109,8 @@ class CublasGemm:
     def _of_experts(self, what: str) -> Gemm:
         if self.experts is None:
             raise UnsupportedError(
-                f"cuBLAS has no block-scaled product over {what}. Pass an engine that has, such as "
-                "CublasGemm(experts=primeblocks.fp8.adapters.triton.TritonGemm())."
+                f"cuBLAS has no block-scaled product over {what}. Pass a kernel that has one, "
+                "such as CublasGemm(experts=primeblocks.fp8.adapters.triton.TritonGemm())."
             )
         return self.experts
 
@@ -121,9 +121,9 @@ def _check(a: Quantized, b: Quantized) -> None:
     check_operands(a, b, _ENGINE)
     if a.shape[0] % 4 or b.shape[0] % 16:
         raise UnsupportedError(
-            f"CublasGemm needs rows in multiples of 4, and outputs in multiples of 16; got "
-            f"{a.shape[0]} and {b.shape[0]}. Pad the tokens, or exclude the layer; "
-            "primeblocks.fp8.adapters.triton.TritonGemm() takes any number."
+            "CublasGemm needs rows in multiples of 4, and outputs in multiples of 16; got "
+            f"{a.shape[0]} and {b.shape[0]}. Pad the tokens, exclude the layer, or use "
+            "primeblocks.fp8.adapters.triton.TritonGemm(), which takes any number."
         )
     check_device(a.codes.device)
 

@@ -95,8 +95,8 @@ class DeepGemm:
             return out
         if rows < _ROWS:
             raise UnsupportedError(
-                f"DeepGemm needs {_ROWS} rows where both sides have tiles of 1 x {SIDE}; got "
-                f"{rows}. Use primeblocks.fp8.adapters.triton.TritonGemm()."
+                f"DeepGemm needs at least {_ROWS} rows if both sides have tiles of 1 x {SIDE}; "
+                f"got {rows}. Use primeblocks.fp8.adapters.triton.TritonGemm()."
             )
         # The library's kernel of 1 x 128 by 1 x 128 always adds to its output.
         out = a.scales.new_zeros(rows, columns)
@@ -145,9 +145,10 @@ class DeepGemm:
         """
         if self.k_groups is None:
             raise UnsupportedError(
-                "DeepGEMM's product over experts' tokens needs their numbers on the host, which "
-                'would wait for the GPU. Use wgrad="bfloat16", or pass an engine that does '
-                "without: DeepGemm(k_groups=primeblocks.fp8.adapters.triton.TritonGemm())."
+                "DeepGEMM's product over experts' tokens needs the number of tokens per expert on "
+                'the host, which would wait for the GPU. Use wgrad="bfloat16", or pass a kernel '
+                "that does not need these numbers: "
+                "DeepGemm(k_groups=primeblocks.fp8.adapters.triton.TritonGemm())."
             )
         return self.k_groups.k_grouped(a, b, offsets)
 
@@ -171,7 +172,7 @@ def _layout(offsets: Tensor, rows: int) -> Tensor:
     """Return each row's expert, int32, computed on the device. It is -1 after the last offset."""
     # The kernel reads the expert of a tile's first row and uses it for all 128 rows.
     aligned = (offsets % SIDE).any().logical_not()
-    torch._assert_async(aligned, f"every offset must be a multiple of {SIDE}; pad the groups")
+    torch._assert_async(aligned, f"every offset must be a multiple of {SIDE}. Pad the groups")
     positions = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
     expert = torch.searchsorted(offsets, positions, right=True, out_int32=True)
     return expert.masked_fill_(expert == len(offsets), -1)
@@ -196,6 +197,6 @@ def _library() -> Any:
         passed_over.append(f"{name}: has no {' and no '.join(lacking)}")
     raise MissingPackageError(
         "DeepGEMM",
-        remedy="pip install sgl-deep-gemm, or vLLM for CUDA brings it; deep_gemm 1.0.0 on PyPI is "
-        f"another interface. Passed over: {'; '.join(passed_over)}.",
+        remedy="Run: pip install sgl-deep-gemm, or install vLLM for CUDA, which includes it. "
+        f"deep_gemm 1.0.0 on PyPI has another interface. Tried: {'; '.join(passed_over)}.",
     )

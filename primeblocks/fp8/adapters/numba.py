@@ -62,7 +62,7 @@ class NumbaQuantizer:
         check_operands(x, tile, scale, quotient, nonfinite)
         if x.device.type != "cpu":
             raise UnsupportedError(
-                f"NumbaQuantizer is for a CPU; x is on {x.device}. Use "
+                f"NumbaQuantizer needs x on the CPU; got x on {x.device}. Use "
                 "primeblocks.fp8.adapters.triton.TritonQuantizer()."
             )
         rows, columns = x.shape[-2:]

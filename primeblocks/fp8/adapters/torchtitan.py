@@ -22,8 +22,8 @@ except ImportError as error:
 _TESTED = "0.3.0"
 if _RELEASE != _TESTED:
     raise UnsupportedError(
-        f"torchtitan {_RELEASE}: this adapter was written for {_TESTED}, whose experts' forward it "
-        f"replaces. Run: pip install torchtitan=={_TESTED}"
+        f"this adapter was written for torchtitan {_TESTED}, because it replaces the forward of "
+        f"experts; found {_RELEASE}. Run: pip install torchtitan=={_TESTED}"
     )
 
 try:

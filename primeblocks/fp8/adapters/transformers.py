@@ -51,7 +51,7 @@ def convert(
         if met := {name for name in named if not (without and without.names(name))}:
             raise UnsupportedError(
                 f"{len(met)} modules of experts, such as {min(met)}, store weights as [experts, "
-                f"in, out], and tiles of {recipe.weights} would run along another dim in training "
+                f"in, out]. Tiles of {recipe.weights} would run along another dim in training "
                 "than in the tensors that are sent. Use square tiles, or exclude the experts."
             )
     stock = [module for module in experts.values() if not hasattr(module, "grouped_mm")]

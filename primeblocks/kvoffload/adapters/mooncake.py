@@ -59,7 +59,7 @@ _ERRORS: dict[int, tuple[type[PrimeblocksError] | type[OSError], str]] = {
         (-800, -900, -1601), (ConnectionError, "Mooncake lost its connection")
     ),
     **dict.fromkeys(  # RPC_TIMEOUT, DFS_NETWORK_TIMEOUT
-        (-901, -1600), (DeadlineError, "Mooncake was not answered in time")
+        (-901, -1600), (DeadlineError, "Mooncake did not get an answer in time")
     ),
     # LEASE_EXPIRED, CHECKSUM_MISMATCH
     -707: (DeadlineError, "Mooncake's lease ended before the page was read"),
@@ -318,12 +318,14 @@ class MooncakeTier:
         if code in _MISS:
             return None
         if code == _INVALID_PARAMS:
-            return CorruptionError(f"Mooncake holds a larger value than a page: error {code}")
+            return CorruptionError(f"Mooncake has a value that is larger than a page: error {code}")
         if error := self._error(code):
             return error
         magic, named, digest, length = _HEADER.unpack(header.tobytes())
         if magic != _MAGIC or named != name:
-            return CorruptionError(f"Mooncake holds something else under the name {name.hex()}")
+            return CorruptionError(
+                f"Mooncake has a value of another kind under the name {name.hex()}"
+            )
         return Found(length, digest)
 
     def _named(self, key: PageKey) -> bytes:
@@ -365,7 +367,9 @@ class MooncakeTier:
         return self._clock() < self._rests_until
 
     def _at_rest(self) -> ConnectionError:
-        return ConnectionError(f"{self.name} rests for {self._rest_s} s after a lost connection")
+        return ConnectionError(
+            f"{self.name} is not used for {self._rest_s} s after a lost connection"
+        )
 
 
 def _batches(keys: Sequence[PageKey]) -> Iterator[slice]:

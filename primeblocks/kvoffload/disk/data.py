@@ -59,7 +59,9 @@ class System:
         lock = folder / "lock"
         foreign = [name for name in ("index", "pages") if (folder / name).exists()]
         if foreign and not lock.exists():
-            raise FileExistsError(f"{folder} holds {' and '.join(foreign)} of something else")
+            raise FileExistsError(
+                f"{folder} contains {' and '.join(foreign)} of another application"
+            )
         descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,7 +155,7 @@ class DataFile:
 
     def __init__(self, path: Path, *, stride: int, io: str, system: System) -> None:
         if io not in ("auto", "direct", "buffered"):
-            raise PlanError(f'io is "auto", "direct" or "buffered"; got {io!r}.')
+            raise PlanError(f'io must be "auto", "direct" or "buffered"; got {io!r}.')
         self._path = path
         self._stride = stride
         self._system = system
@@ -161,7 +163,8 @@ class DataFile:
         descriptor = None if io == "buffered" else self._open_direct()
         if descriptor is None and io == "direct":
             raise UnsupportedError(
-                f'the file system of {path} has no direct I/O. Use io="auto" or "buffered".'
+                f'the file system of {path} does not support direct I/O. Use io="auto" or '
+                '"buffered".'
             )
         self.direct = descriptor is not None
         self.descriptor = system.open(path) if descriptor is None else descriptor

@@ -207,7 +207,7 @@ class Index:
                     f"{self._path} is not an index of pages that this version can read. Delete its "
                     "folder, or give the tier another folder."
                 ) from error
-            logger.warning("%s. Its pages are dropped, and it is begun anew.", error)
+            logger.warning("%s. Its pages are dropped, and a new index is begun.", error)
 
     def _adopt(self) -> None:
         """Read the frame of every page."""
@@ -217,7 +217,7 @@ class Index:
         if not tables and not application:
             return
         if application != _APPLICATION or tables != [each.encode() for each in _TABLES]:
-            raise self._damaged("its tables are not those of this version")
+            raise self._damaged("its tables differ from those of this version")
         self._set_up()
         execute("BEGIN IMMEDIATE")
         execute("UPDATE sizes SET page_bytes = page_bytes")  # a damaged header may forbid it
@@ -233,8 +233,9 @@ class Index:
         if sizes != self._sizes:
             logger.log(
                 logging.WARNING if rows else logging.DEBUG,
-                "%s held pages of %s bytes with %s of attachments, and now takes %d with %d: "
-                "what it held is dropped. Give each size its own folder to keep both.",
+                "%s had pages of %s bytes with %s bytes of attachments, but now has pages of %d "
+                "bytes with %d. Its old pages are dropped. Give each size its own folder to keep "
+                "both.",
                 self._path.parent,
                 *(sizes or (None, None)),
                 *self._sizes,

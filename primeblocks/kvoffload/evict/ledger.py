@@ -320,7 +320,9 @@ class PageLedger:
             if self._pages.get(choice.page.key) != choice.page.last_used:
                 raise UsageError(f"{choice} is not one of the pages of the snapshot")
         except Exception:  # a caller's code must not end the store's threads
-            logger.exception("%r failed; the least recently used page leaves", self._evict)
+            logger.exception(
+                "%r failed. The least recently used page is evicted instead.", self._evict
+            )
             choice = lru(snapshot)
         return choice.page.key, choice.demote
 

@@ -91,8 +91,8 @@ class Pack:
         rows = len(self.logprobs)
         if len(values) != rows:
             raise ShapeError(
-                f"needs {rows} rows, one per sampled token; got {list(np.shape(values))}. "
-                "For a batch [1, tokens], pass values[0]."
+                f"values must have {rows} rows, one per completion token; got "
+                f"{list(np.shape(values))}. For a batch [1, tokens], pass values[0]."
             )
 
     def aligned(self, name: str) -> list[Aligned]:
@@ -110,7 +110,7 @@ class Pack:
             for each in parts(other["attachments"].get(name, ())):
                 if name in {*self.per_token, *self.per_completion} or not isinstance(each, Aligned):
                     raise UsageError(
-                        f"{name!r} belongs to no tokens of the pack. Read it from per_token, "
+                        f"{name!r} does not belong to tokens of the pack. Read it from per_token, "
                         "per_completion or others, or attach it as Aligned(value, start, stop)."
                     )
                 found.append(replace(each, start=each.start + start, stop=each.stop + start))
@@ -158,7 +158,10 @@ def pack(
     if multiple_of < 1:
         raise UsageError(f"multiple_of must be at least 1; got {multiple_of}.")
     if len({*per_token, *per_completion}) < len(per_token) + len(per_completion):
-        raise UsageError(f"these attachments are named twice: {[*per_token, *per_completion]}")
+        raise UsageError(
+            "per_token and per_completion name an attachment twice: "
+            f"{[*per_token, *per_completion]}"
+        )
     chosen = [rollouts[i] for i in indices]
     lengths = [len(rollout.tokens) for rollout in chosen]
     total = max(-(-sum(lengths) // multiple_of), 1) * multiple_of
@@ -230,7 +233,7 @@ def _rows(value: Any, count: int, name: str) -> Any:
         return value
     if value.start or value.stop < count - 1:
         raise ShapeError(
-            f"{name!r} must have rows for {count} tokens, or all but the last; it has those of "
+            f"{name!r} must have rows for {count} tokens, or all but the last; got rows of tokens "
             f"[{value.start}, {value.stop})."
         )
     rows, missing = value.value, count - value.stop
@@ -268,13 +271,16 @@ def _attached(
                 raise ShapeError(f"{name!r} must be an array or a tensor; got {type(part)}.")
             if len(part) != count:
                 raise ShapeError(
-                    f"{name!r} must have {count} rows; got {list(part.shape)}. Rows are tokens "
-                    "(per_token) or sampled tokens (per_completion); leave others unnamed."
+                    f"{name!r} must have {count} rows; got {list(part.shape)}. per_token needs "
+                    "one row per token, and per_completion one row per completion token. Do not "
+                    "name other attachments."
                 )
             parts.append(part)
         kinds = {(type(part), part.dtype, tuple(part.shape[1:])) for part in parts}
         if len(kinds) > 1:
-            raise ShapeError(f"{name!r} differs between rollouts: {sorted(map(str, kinds))}.")
+            raise ShapeError(
+                f"{name!r} must have one type, dtype and row shape; got {sorted(map(str, kinds))}."
+            )
         shape = (padding, *parts[0].shape[1:])
         if isinstance(parts[0], torch.Tensor):
             found[name] = torch.cat([*parts, parts[0].new_zeros(shape)])

@@ -122,7 +122,7 @@ def plan_packing(
     whole = [*lengths, ranks, budget_tokens]
     if not all(isinstance(n, Integral) for n in whole) or ranks < 1:
         raise PlanError(
-            f"needs lengths, ranks >= 1 and budget_tokens, all whole numbers; got "
+            "plan_packing needs lengths, ranks >= 1 and budget_tokens, all whole numbers; got "
             f"ranks={ranks!r}, budget_tokens={budget_tokens!r}, lengths={lengths!r:.80}."
         )
     if balance not in ("ranks", "steps"):
@@ -131,14 +131,14 @@ def plan_packing(
     if len(sizes) and not (sizes.min() > 0 and sizes.max() <= budget_tokens):
         at = int(sizes.argmax()) if sizes.max() > budget_tokens else int(sizes.argmin())
         raise PlanError(
-            f"rollout {at} has {sizes[at]} tokens; a micro-batch has room for 1 to "
+            f"rollout {at} has {sizes[at]} tokens, but a micro-batch has room for 1 to "
             f"{budget_tokens}. Raise budget_tokens, or leave the rollout out."
         )
     weights = np.asarray((cost or sequence_flops())(sizes), dtype=np.float64)
     if weights.shape != sizes.shape or not np.isfinite(weights).all() or (weights < 0).any():
         raise PlanError(
-            f"cost must give a number, 0 or more, for each of {len(sizes)} lengths; got "
-            f"{weights.shape} of which {int(np.isfinite(weights).sum())} are finite."
+            f"cost must return one finite number >= 0 for each of {len(sizes)} lengths; got "
+            f"{weights.shape}, of which {int(np.isfinite(weights).sum())} are finite."
         )
     dealt = (
         _by_steps(sizes, weights, ranks, budget_tokens)

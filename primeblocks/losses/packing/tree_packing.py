@@ -59,8 +59,8 @@ def plan_tree_packing(
     longest = max(trees.lengths, default=0)
     if longest > budget_tokens:
         raise PlanError(
-            f"rollout {trees.lengths.index(longest)} has {longest} tokens; a micro-batch has room "
-            f"for {budget_tokens}. Raise budget_tokens, or leave the rollout out."
+            f"rollout {trees.lengths.index(longest)} has {longest} tokens, but a micro-batch has "
+            f"room for {budget_tokens}. Raise budget_tokens, or leave the rollout out."
         )
     leaves = _Leaves(trees, cost or sequence_flops())
     mean = leaves.cost(0, len(leaves.order)) / max(ranks, 1) if len(leaves.order) else 0.0

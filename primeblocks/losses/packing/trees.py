@@ -175,8 +175,8 @@ def plan_trees(
         raise UsageError(f"plan_trees got routes={routes!r}; it takes {', '.join(RULES)}.")
     if imposed is not None and len(imposed) != len(rollouts):
         raise ShapeError(
-            f"plan_trees got imposed= for {len(imposed)} rollouts of {len(rollouts)}. Give one "
-            "array, or None, for each rollout."
+            f"plan_trees got {len(imposed)} entries in imposed= for {len(rollouts)} rollouts. "
+            "Pass one array, or None, for each rollout."
         )
     given = [rollout.attachments.get("routes") for rollout in rollouts]
     chosen = _same_kind(given if imposed is None else imposed, rollouts, "routes")
@@ -375,8 +375,8 @@ def _same_kind(
     for i, value in enumerate(values):
         if isinstance(value, bytes | memoryview | bytearray):
             raise UsageError(
-                f"plan_trees compares {name!r} row by row, but those of rollout {i} are bytes. "
-                "Pass imposed=[Routes.unpack(each).tensor()[0] for each in ...]."
+                f"plan_trees compares {name!r} row by row, but rollout {i} has bytes. Pass "
+                "imposed=[Routes.unpack(each).tensor()[0] for each in ...]."
             )
         start = value.start if isinstance(value, Aligned) else 0
         given = value.value if isinstance(value, Aligned) else value
@@ -390,5 +390,7 @@ def _same_kind(
         found.append(rows)
     kinds = {(rows.dtype, rows.shape[1:]) for rows in found if rows is not None}
     if len(kinds) > 1:
-        raise ShapeError(f"{name!r} differs between rollouts: {sorted(map(str, kinds))}.")
+        raise ShapeError(
+            f"{name!r} must have one type, dtype and row shape; got {sorted(map(str, kinds))}."
+        )
     return found

@@ -119,7 +119,7 @@ def _check(q: Tensor, k: Tensor, weights: Tensor) -> None:
         and q.shape[2] == k.shape[1]
     ):
         raise ShapeError(
-            "needs q [queries, index_heads, index_dim], k [candidates, index_dim] and weights "
+            "q must be [queries, index_heads, index_dim], k [candidates, index_dim] and weights "
             f"[queries, index_heads]; got {shapes}."
         )
     heads = _HEADS[_capability(q.device)]
@@ -148,6 +148,6 @@ def _library() -> Any:
         passed_over.append(f"{name}: has no {_SYMBOL}")
     raise MissingPackageError(
         "DeepGEMM",
-        remedy="pip install sgl-deep-gemm, or vLLM for CUDA brings it; deep_gemm 1.0.0 on PyPI is "
-        f"another interface. Passed over: {'; '.join(passed_over)}.",
+        remedy="Run: pip install sgl-deep-gemm, or install vLLM for CUDA, which includes it. "
+        f"deep_gemm 1.0.0 on PyPI has another interface. Tried: {'; '.join(passed_over)}.",
     )

@@ -38,8 +38,8 @@ except ImportError as error:
 _TESTED = "0.3.0"
 if _RELEASE != _TESTED:
     raise UnsupportedError(
-        f"torchtitan {_RELEASE}: this adapter was written for {_TESTED}, and dispatchers and meshes"
-        f" change often. Run: pip install torchtitan=={_TESTED}"
+        f"this adapter was written for torchtitan {_TESTED}, and dispatchers and meshes change "
+        f"often; found {_RELEASE}. Run: pip install torchtitan=={_TESTED}"
     )
 
 try:
@@ -169,8 +169,8 @@ class FromTorchtitan:
             expected = (self.theirs.num_experts, self.theirs.top_k)
             if (num_experts, expert_ids.shape[1]) != expected or num_experts % ranks:
                 raise PlanError(
-                    f"{num_experts} experts, {expert_ids.shape[1]} per token, over {ranks} ranks; "
-                    f"torchtitan's dispatcher was configured for {expected[0]} experts and "
+                    f"got {num_experts} experts, {expert_ids.shape[1]} per token, over {ranks} "
+                    f"ranks. torchtitan's dispatcher was configured for {expected[0]} experts and "
                     f"{expected[1]} per token, and all ranks need equal shares. Configure the "
                     "dispatcher for this layer."
                 )
@@ -208,8 +208,8 @@ def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
         )
     if not found:
         raise UnsupportedError(
-            f"{type(target).__qualname__} holds no RoutedExperts of torchtitan {_TESTED}. Pass a "
-            "torchtitan model with experts, or its config."
+            f"{type(target).__qualname__} does not contain RoutedExperts of torchtitan {_TESTED}. "
+            "Pass a torchtitan model with experts, or its config."
         )
     for _, owner in found:
         _check_kind(owner.token_dispatcher, tested)
@@ -241,8 +241,8 @@ def meshes_from(parallel_dims: ParallelDims) -> Meshes:
     for name, degree in (("tp", dims.tp), ("pp", dims.pp)):
         if degree > 1:
             raise UnsupportedError(
-                f"{name}={degree}: these meshes shard parameters, experts and sequences only."
-                f" Use {name}=1 and raise ep, cp or dp_shard."
+                f"got {name}={degree}, but these meshes shard only parameters, experts and "
+                f"sequences. Use {name}=1 and raise ep, cp or dp_shard."
             )
     plan = plan_mesh(
         world_size=dims.world_size, replicate=dims.dp_replicate, context=dims.cp, expert=dims.ep

@@ -118,23 +118,28 @@ class ContextParallel(TorchFunctionMode):
     ) -> None:
         shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
         if not q.ndim == k.ndim == v.ndim == 4:
-            raise ShapeError(f"needs [batch, heads, local_tokens, head_dim]; got {shapes}.")
+            raise ShapeError(
+                f"q, k and v must be [batch, heads, local_tokens, head_dim]; got {shapes}."
+            )
         if q.shape[1] != k.shape[1] and not gqa:
             raise ShapeError(f"fewer key heads than heads need enable_gqa=True; got {shapes}.")
         if mask is not None:
-            raise PlanError("the plan already masks attention; got an attn_mask. Pass None.")
+            raise PlanError(
+                "the plan already masks attention; got an attn_mask. Pass attn_mask=None."
+            )
         if dropout:
             raise PlanError(
                 f"attention over split sequences does not support dropout; got {dropout}. Use 0."
             )
         if bool(causal) != self._causal:
             raise PlanError(
-                f"got is_causal={causal}, ContextParallel causal={self._causal}. Pass equal values."
+                f"got is_causal={causal}, but ContextParallel has causal={self._causal}. Pass "
+                "equal values."
             )
         if not torch.is_grad_enabled() and _is_in_reentrant_checkpoint():
             raise UnsupportedError(
-                "a checkpoint with use_reentrant=True would recompute this without its plan. Use "
-                "use_reentrant=False, context_fn=ContextParallel.checkpoint_contexts."
+                "a checkpoint with use_reentrant=True would recompute attention without its plan. "
+                "Use use_reentrant=False, context_fn=ContextParallel.checkpoint_contexts."
             )
 
     def _refuse(self, problem: UsageError, *operands: Any) -> None:
@@ -143,7 +148,10 @@ class ContextParallel(TorchFunctionMode):
             raise problem
 
 
-_MULTI_HEAD = "nn.MultiheadAttention would stay local: call F.scaled_dot_product_attention instead."
+_MULTI_HEAD = (
+    "nn.MultiheadAttention would attend only to this rank's tokens. Call "
+    "F.scaled_dot_product_attention."
+)
 
 
 def _is_in_reentrant_checkpoint() -> bool:

@@ -125,7 +125,7 @@ class FlexKernel:
             return False
         if q.dtype == torch.float64 and q.device.type not in _DENSE:
             raise UnsupportedError(
-                "FlexAttention's kernels have no float64. Use kernel=RectangleKernel()."
+                "FlexAttention's kernels do not support float64. Use kernel=RectangleKernel()."
             )
         return True
 

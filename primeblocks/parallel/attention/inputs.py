@@ -67,7 +67,7 @@ def checked(
         check_tensors(q=q, k=k, v=v, **({} if sinks is None else {"sinks": sinks}))
         if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
             raise ShapeError(
-                f"q, k and v need one batch; got {tuple(q.shape)}, {tuple(k.shape)}, "
+                f"q, k and v need equal batch dims; got {tuple(q.shape)}, {tuple(k.shape)}, "
                 f"{tuple(v.shape)}."
             )
         batch = q.shape[0] if q.ndim == 4 else None
@@ -140,10 +140,13 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 3:
         raise ShapeError(
-            f"needs [local_tokens, heads, head_dim], or a batch of these; got {shapes}."
+            "q, k and v must be [local_tokens, heads, head_dim], or a batch of these; got "
+            f"{shapes}."
         )
     if 0 in (q.shape[1], k.shape[1], q.shape[2]):
-        raise ShapeError(f"needs at least one head, and one number in it; got {shapes}.")
+        raise ShapeError(
+            f"q, k and v need at least one head with at least one column; got {shapes}."
+        )
     if q.shape[2] != k.shape[2] or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
         raise ShapeError(
             "q and k need equal head_dim. k and v need equal numbers of heads, which must divide "
@@ -155,7 +158,8 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is not None and (sinks.shape != q.shape[1:2] or not sinks.is_floating_point()):
         raise ShapeError(
-            f"needs one sink per head, [{q.shape[1]}]; got {tuple(sinks.shape)} of {sinks.dtype}."
+            f"sinks must have one number per head, [{q.shape[1]}]; got {tuple(sinks.shape)} of "
+            f"{sinks.dtype}."
         )
 
 

@@ -193,8 +193,8 @@ def _check_shapes(q: Tensor, latents: Tensor, up: Tensor) -> None:
     shapes = f"q {tuple(q.shape)}, latents {tuple(latents.shape)}, up {tuple(up.shape)}"
     if (q.ndim, latents.ndim, up.ndim) != (3, 2, 3):
         raise ShapeError(
-            "needs q [local_tokens, heads, head_dim], latents [local_tokens, latent_dim + rope_dim]"
-            f" and up [heads, nope_dim + value_dim, latent_dim]; got {shapes}."
+            "q must be [local_tokens, heads, head_dim], latents [local_tokens, latent_dim + "
+            f"rope_dim] and up [heads, nope_dim + value_dim, latent_dim]; got {shapes}."
         )
     rope = latents.shape[1] - up.shape[2]
     nope = q.shape[2] - rope

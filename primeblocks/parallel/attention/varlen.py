@@ -70,7 +70,7 @@ class VarlenKernel:
             )
         if spec.softcap is not None:
             raise UnsupportedError(
-                f"torch's flash attention has no softcap; got {spec.softcap:g}. Use "
+                f"torch's flash attention does not support softcap; got {spec.softcap:g}. Use "
                 "kernel=FlexKernel()."
             )
         if value_dim != q.shape[2]:
@@ -137,8 +137,9 @@ def _check_operators(q: Tensor) -> None:
         )
     if width > _WIDEST or width % 8:
         raise UnsupportedError(
-            f"torch's flash attention needs a head_dim that is a multiple of 8, {_WIDEST} at the "
-            f"most; got {width}. Pad with zeros and pass scale, or use kernel=RectangleKernel()."
+            "torch's flash attention needs a head_dim that is a multiple of 8, and at most "
+            f"{_WIDEST}; got {width}. Pad with zeros and pass scale, or use "
+            "kernel=RectangleKernel()."
         )
     # On ROCm torch 2.11 returns the lse in another layout.
     if q.device.type not in _DEVICES or torch.version.hip is not None:
@@ -356,8 +357,8 @@ def _refusal(spec: AttentionSpec, query_rank: int, key_rank: int) -> str:
     plan = spec.plan
     return (
         f"flash attention cannot take {plan.counts[query_rank]} queries of rank {query_rank} and "
-        f"{plan.counts[key_rank]} keys of rank {key_rank} in one launch: in order={plan.order!r} "
-        f"with window={spec.window} the queries cannot be cut into segments that each have their "
-        "own keys. Use "
-        "kernel=FlexKernel(), or order='contiguous', which always allows such segments."
+        f"{plan.counts[key_rank]} keys of rank {key_rank} in one launch. In order={plan.order!r} "
+        f"with window={spec.window}, the queries cannot be cut into segments that each have their "
+        "own keys. Use kernel=FlexKernel(), or order='contiguous', which always allows such "
+        "segments."
     )

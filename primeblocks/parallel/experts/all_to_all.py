@@ -141,8 +141,8 @@ class AllToAllDispatcher:
         if self.capacity_rows is None or most <= self.capacity_rows:
             return None
         return PlanError(
-            f"{most} rows go to one rank; capacity_rows is {self.capacity_rows}. Raise "
-            "capacity_rows, or leave it out, and the host reads the counts."
+            f"{most} rows go to one rank, but capacity_rows is {self.capacity_rows}. Raise "
+            "capacity_rows, or leave it out so that the host reads the counts."
         )
 
 

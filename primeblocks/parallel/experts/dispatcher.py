@@ -187,8 +187,8 @@ def check_slots(
     check_counts(num_experts=num_experts)
     if x.ndim != 2 or expert_ids.ndim != 2 or expert_ids.shape[0] != x.shape[0]:
         raise ShapeError(
-            f"needs x [tokens, hidden] and expert_ids [tokens, top_k]; "
-            f"got {tuple(x.shape)} and {tuple(expert_ids.shape)}."
+            "dispatch needs x [tokens, hidden] and expert_ids [tokens, top_k]; got "
+            f"{tuple(x.shape)} and {tuple(expert_ids.shape)}."
         )
     if scores.shape != expert_ids.shape:
         raise ShapeError(
@@ -220,11 +220,12 @@ def judge_slots(told: list[int], num_experts: int, entries: int) -> UsageError |
     low, high, bad = told[:3]
     if low < 0 or high >= num_experts:
         return ShapeError(
-            f"expert_ids lie in [{low}, {high}]; the layer has experts 0 to {num_experts - 1}."
+            f"expert_ids are between {low} and {high}, but the layer has experts 0 to "
+            f"{num_experts - 1}."
         )
     if bad:
         return ShapeError(
-            f"{bad} of {entries} scores are NaN or infinite. Look at the router's input."
+            f"{bad} of {entries} scores are NaN or infinite. Check the router's input."
         )
     return None
 

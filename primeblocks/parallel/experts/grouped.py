@@ -55,8 +55,8 @@ def grouped_linear(
     check_tensors(tokens=tokens, counts=counts, weight=weight)
     if counts.ndim != 1 or weight.ndim != 3 or tokens.shape[1:] != weight.shape[2:]:
         raise ShapeError(
-            "needs tokens [slots, in], counts [experts] and weight [experts, out, in]; got "
-            f"{tuple(tokens.shape)}, {tuple(counts.shape)}, {tuple(weight.shape)}."
+            "grouped_linear needs tokens [slots, in], counts [experts] and weight [experts, out, "
+            f"in]; got {tuple(tokens.shape)}, {tuple(counts.shape)}, {tuple(weight.shape)}."
         )
     if len(counts) != len(weight):
         raise ShapeError(
@@ -70,7 +70,7 @@ def grouped_linear(
     rows = [] if kernel and counts.device.type != "cpu" else counts.tolist()
     if sum(rows) > len(tokens):
         raise ShapeError(
-            f"counts add up to {sum(rows)}; tokens has {len(tokens)} rows. Pass the counts of "
+            f"counts add up to {sum(rows)}, but tokens has {len(tokens)} rows. Pass the counts of "
             "these tokens."
         )
     if kernel:

@@ -133,8 +133,8 @@ def _add_factors(module: nn.Module, name: str, rank: int, dtype: torch.dtype | N
 def _check_bare(module: nn.Module, name: str, path: str) -> None:
     if isinstance(module.get_parameter(name), DTensor):
         raise UnsupportedError(
-            f"{path} is sharded already, and FSDP2 takes no parameters afterwards. "
-            "Add adapters before parallelize or fully_shard_moe."
+            f"{path} is sharded already, and FSDP2 does not accept new parameters afterwards. Add "
+            "adapters before parallelize or fully_shard_moe."
         )
     if hasattr(module, "lora_scaling"):
         raise PlanError(f"{path} has an adapter already.")
@@ -144,7 +144,7 @@ def _refuse_unless_applied(module: nn.Module, args: object) -> None:
     """Refuse a forward that would silently leave out the adapters."""
     if not hasattr(module, "dispatcher"):
         raise UnsupportedError(
-            f"{type(module).__name__} has no dispatcher yet, and its own forward knows no "
+            f"{type(module).__name__} has no dispatcher yet, and its own forward does not apply "
             "adapters. Call parallelize first. A mesh of one rank is enough."
         )
 

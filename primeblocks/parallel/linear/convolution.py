@@ -58,11 +58,13 @@ def causal_conv1d(
         call.facts |= checked_facts(sequence, group, x=x, weight=weight, **optional)
         if x.ndim != 2 or weight.ndim != 2 or weight.shape[0] != x.shape[1] or not weight.shape[1]:
             raise ShapeError(
-                "needs x [tokens, channels] and weight [channels, kernel]; got "
-                f"{shapes(x, weight)}. Of an nn.Conv1d, pass weight.squeeze(1)."
+                "causal_conv1d needs x [tokens, channels] and weight [channels, kernel]; got "
+                f"{shapes(x, weight)}. For an nn.Conv1d, pass weight.squeeze(1)."
             )
         if bias is not None and bias.shape != x.shape[1:]:
-            raise ShapeError(f"needs one bias per channel, [{x.shape[1]}]; got {shapes(bias)}.")
+            raise ShapeError(
+                f"bias must have one number per channel, [{x.shape[1]}]; got {shapes(bias)}."
+            )
         sequence.check_tokens(group, x=x)
     rank = group.rank()
     table = _table(sequence, rank, weight.shape[1] - 1, x.device)

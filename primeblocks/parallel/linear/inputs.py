@@ -28,7 +28,7 @@ def checked_facts(
     check_tensors(**operands)
     odd = {name: x.dtype for name, x in operands.items() if not x.is_floating_point()}
     if odd:
-        raise ShapeError(f"needs floating-point numbers; got {odd}.")
+        raise ShapeError(f"all operands must be floating-point; got {odd}.")
     found: dict[str, object] = {"plan": sequence.fingerprint, "operands": " ".join(operands)}
     for name, x in operands.items():
         found |= facts_of(name, x)

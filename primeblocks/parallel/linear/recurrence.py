@@ -80,9 +80,9 @@ def gated_delta_rule(
         fits = q.ndim == k.ndim == v.ndim == 3 and q.shape == k.shape
         if not fits or not k.shape[:2] == v.shape[:2] == g.shape == beta.shape:
             raise ShapeError(
-                "needs q, k [tokens, heads, key_dim], v [tokens, heads, value_dim] and g, beta "
-                f"[tokens, heads]; got {shapes(q, k, v, g, beta)}. Repeat grouped heads first, and "
-                "leave out the batch."
+                "gated_delta_rule needs q, k [tokens, heads, key_dim], v [tokens, heads, "
+                f"value_dim] and g, beta [tokens, heads]; got {shapes(q, k, v, g, beta)}. Repeat "
+                "grouped heads first, and leave out the batch."
             )
         sequence.check_tokens(group, v=v)
     batches = run_batches(sequence, group.rank())
@@ -157,9 +157,9 @@ def state_space(
             or not all(t is None or t.shape == x.shape[1:2] for t in (A, D))
         ):
             raise ShapeError(
-                "needs x [tokens, heads, head_dim], dt [tokens, heads], A [heads], B, C [tokens, "
-                "groups, state_dim] with groups that divide heads, and D [heads]; got "
-                f"{shapes(x, dt, A, B, C, *optional.values())}. Leave out the batch."
+                "state_space needs x [tokens, heads, head_dim], dt [tokens, heads], A [heads], "
+                "B, C [tokens, groups, state_dim] with groups that divide heads, and D [heads]; "
+                f"got {shapes(x, dt, A, B, C, *optional.values())}. Leave out the batch."
             )
         sequence.check_tokens(group, x=x)
     batches = run_batches(sequence, group.rank())

@@ -118,7 +118,7 @@ class HostMemory:
             )
         first = next(model.parameters(), None)
         if first is None:
-            raise UsageError("the model has 0 parameters: there is nothing to move.")
+            raise UsageError("the model does not have parameters. Pass a model with parameters.")
         check_counts(chunk_bytes=chunk_bytes)
         self._model, self._optimizer = model, optimizer
         self._device = first.device
@@ -217,7 +217,7 @@ class HostMemory:
         wanted = list(kinds) or possible
         if not wanted or any(kind not in possible for kind in wanted):
             raise UsageError(
-                f"cannot {verb} {', '.join(kinds) or 'anything'}: on the host are "
+                f"cannot {verb} {', '.join(kinds) or 'anything'}. The host stores "
                 f"{', '.join(self._away) or 'none'} of {', '.join(KINDS)}."
             )
         return [kind for kind in KINDS if kind in wanted]
@@ -278,7 +278,7 @@ class HostMemory:
             if written := [storage.nbytes() for storage, _, _ in places if storage.nbytes()]:
                 raise ShapeError(
                     f"{len(written)} released {kind} were allocated again ({sum(written)} bytes). "
-                    "Free them, because restore() brings the released ones back."
+                    "Free them, because restore() allocates the released ones."
                 )
 
     def _wait(self) -> None:
@@ -341,7 +341,8 @@ def _allocate(places: list[_Place]) -> None:
             storage.resize_(0)
         total = sum(place.size for place in places)
         raise CapacityError(
-            f"the device has no room for {total} bytes: {error}. Free some and restore again."
+            f"the device has no room for {total} bytes: {error}. Free device memory, and restore "
+            "again."
         ) from error
 
 
@@ -356,8 +357,8 @@ def _guard(
             skip = "gradients" if what == "forward" and not torch.is_grad_enabled() else None
             if out := [kind for kind in kinds if kind in away and kind != skip]:
                 raise UsageError(
-                    f"{what} needs {', '.join(out)}, which HostMemory holds on the host. "
-                    f"Call restore({', '.join(map(repr, out))}) first."
+                    f"{what} needs {', '.join(out)}, which HostMemory stores on the host. Call "
+                    f"restore({', '.join(map(repr, out))}) first."
                 )
 
         return hook

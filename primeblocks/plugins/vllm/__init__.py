@@ -56,11 +56,11 @@ def refusals(*, release: str, is_cpu: bool, off: str) -> dict[str, str]:
     refused = {}
     for patch in PATCHES:
         if not _is(TESTED, release) and not (patch.compared and _is(COMPARED, release)):
-            refused[patch.name] = f"vLLM {release} was not tested; install {patch.tested}"
+            refused[patch.name] = f"vLLM {release} was not tested. Install {patch.tested}"
         elif patch.cpu_only and not is_cpu:
-            refused[patch.name] = "it is for vLLM's CPU platform; other platforms need no patch"
+            refused[patch.name] = "it is for vLLM's CPU platform. Other platforms do not need it"
         elif patch.name in switched_off:
-            refused[patch.name] = f"{OFF} names it; take it out of that variable"
+            refused[patch.name] = f"{OFF} contains its name. Remove the name from that variable"
     for patch in PATCHES:
         if lost := [name for name in patch.needs if name in refused]:
             refused.setdefault(patch.name, f"it needs {lost[0]}: {refused[lost[0]]}")
@@ -166,17 +166,19 @@ def register() -> None:
     names = [patch.name for patch in PATCHES]
     if _is(COMPARED, here["release"]):
         _warn_once(
-            f"primeblocks was run with vLLM {TESTED}.*; of {COMPARED} signatures were compared and "
-            "parts run without an engine, and no engine ever was."
+            f"primeblocks was run with vLLM {TESTED}.*. For vLLM {COMPARED}, signatures were "
+            f"compared and parts were run without an engine. Engines of {COMPARED} were never run."
         )
     elif not _is(TESTED, here["release"]):
         _warn_once(
-            f"primeblocks does nothing in vLLM {here['release']}: it was tested with {TESTED}.*. "
-            f"Left out: {', '.join(names)} and the weight-transfer engines."
+            f"primeblocks does nothing in vLLM {here['release']}, because it was tested with "
+            f"{TESTED}.*. It leaves out {', '.join(names)} and the weight-transfer engines."
         )
         return
     if unknown := {name.strip() for name in here["off"].split(",")} - {"", *names}:
-        _warn_once(f"{OFF} names no patch: {sorted(unknown)}. There are: {', '.join(names)}.")
+        _warn_once(
+            f"{OFF} contains unknown names: {sorted(unknown)}. The patches are: {', '.join(names)}."
+        )
     looking: dict[str, Callable[[Any], Any]] = {
         _CONFIG: _looking_config,
         _FRONT: _looking_front,
@@ -214,7 +216,7 @@ def require(name: str) -> None:
     """
     patches = {patch.name: patch for patch in PATCHES}
     if name not in patches:
-        raise UsageError(f"no patch is named {name!r}; the patches are: {', '.join(patches)}.")
+        raise UsageError(f"no patch is named {name!r}. The patches are: {', '.join(patches)}.")
     if (refusal := refusals(**_here()).get(name)) is not None:
         raise UnsupportedError(f"{name} is not applied: {refusal}.")
     _apply(patches[name])

@@ -25,11 +25,11 @@ def _init_device(stock_init: Callable[[Any], None]) -> Callable[[Any], None]:
         # Granted to the whole process, including its later threads. Asking again is harmless.
         if _needs_amx(worker) and not torch.cpu._init_amx():
             raise UnsupportedError(
-                "vLLM's kernels for bfloat16 use AMX, which this processor has and the kernel did "
-                "not grant (arch_prctl, ARCH_REQ_XCOMP_PERM): the first token would end the "
-                'process by SIGILL. Pass dtype="float32" or "float16", or let the process have '
-                "AMX: Linux 5.16 or later, no sandbox that filters arch_prctl, alternate signal "
-                "stacks of 11 KiB or more."
+                "vLLM's kernels for bfloat16 use AMX. This processor has AMX, but Linux did not "
+                "grant it (arch_prctl, ARCH_REQ_XCOMP_PERM), so the first token would end the "
+                'process by SIGILL. Pass dtype="float32" or "float16", or let the process use '
+                "AMX. AMX needs Linux 5.16 or later, no sandbox that filters arch_prctl, and "
+                "alternate signal stacks of 11 KiB or more."
             )
         stock_init(worker)
 
@@ -67,7 +67,7 @@ def _is_in_training(config: Any) -> bool:
 AMX = Patch(
     name="amx_on_cpu",
     reason="On processors with AMX the kernels for bfloat16 use it without asking the kernel for "
-    "it, so the first token ends the process by SIGILL unless somebody else has asked before.",
+    "it, so the first token ends the process by SIGILL unless other code has requested AMX.",
     tested="vllm==0.32.*",
     replacements={_INIT: _init_device},
     asked=_needs_amx,

@@ -57,9 +57,9 @@ def check_capture(config: Any) -> None:
     mode = config.compilation_config.mode
     if mode != CompilationMode.NONE:
         raise UnsupportedError(
-            "routed experts cannot be captured under torch.compile on CPU: the router is traced "
-            "before the capture hook is bound, and every captured expert would be 0 "
-            f"(compilation mode {mode.name}). Pass enforce_eager=True."
+            "routed experts cannot be captured under torch.compile on CPU. The router is traced "
+            "before the capture hook is bound, so every captured expert would be 0 (compilation "
+            f"mode {mode.name}). Pass enforce_eager=True."
         )
 
 
@@ -140,8 +140,8 @@ PATCH = Patch(
 )
 OVER_NIXL = Patch(
     name="routes_over_nixl",
-    reason="Capture is refused beside NIXL: an engine has no rows of pages that another computed, "
-    "and would end. With `routes_with_pages` such rows come back missing.",
+    reason="Capture is refused with NIXL, because an engine has no rows of pages that another "
+    "engine computed, and would end. With `routes_with_pages` such rows come back missing.",
     tested="vllm==0.32.*",
     replacements={_VERIFY: _verify_over_nixl},
     asked=lambda config: config.aux_output_config.enabled and _is_over_nixl(config),

@@ -48,14 +48,15 @@ class TorchtitanRouter:
         """
         if isinstance(output, tuple) and any(isinstance(part, DTensor) for part in output):
             raise UnsupportedError(
-                f"the router of layer {self.layer_id} returns DTensors: with tensor parallelism a"
-                " rank holds a part of the rows. Use degree 1; FSDP, expert parallelism are fine."
+                f"the router of layer {self.layer_id} returns DTensors, because with tensor "
+                "parallelism a rank has only a part of the rows. Use tensor-parallel degree 1. "
+                "FSDP and expert parallelism are supported."
             )
         if not isinstance(output, tuple) or [part.ndim for part in output] != [3, 3, 3]:
             raise UnsupportedError(
-                f"layer {self.layer_id}: the router of torchtitan {_RELEASE} does not return"
-                " (gates, ids, scores) of [batch, sequence, ...];"
-                f" this adapter was tested with {_TESTED}"
+                f"layer {self.layer_id}: the router of torchtitan {_RELEASE} does not return "
+                "(gates, ids, scores) of [batch, sequence, ...]. This adapter was tested with "
+                f"{_TESTED}."
             )
         return output[1].flatten(0, 1)
 
@@ -83,8 +84,8 @@ def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
     """
     if _RELEASE != _TESTED:
         raise UnsupportedError(
-            f"torchtitan {_RELEASE}: this adapter was written for {_TESTED}, and the router changes"
-            f" often. Run: pip install torchtitan=={_TESTED}"
+            f"this adapter was written for torchtitan {_TESTED}, and the router changes often; "
+            f"found {_RELEASE}. Run: pip install torchtitan=={_TESTED}"
         )
     found = []
     for name, module in model.named_modules():
@@ -94,7 +95,7 @@ def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
             continue
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
         if layer is None:
-            raise UnsupportedError(f"router {name!r} is in no numbered layer")
+            raise UnsupportedError(f"router {name!r} is not in a numbered layer")
         sizes: Any = module
         found.append(TorchtitanRouter(module, int(layer[1]), sizes.num_experts, sizes.top_k))
     if not found:
@@ -113,6 +114,6 @@ def _is_router(module: nn.Module) -> bool:
 
 def _unsupported(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{what} a {'.'.join(_ROUTER)} of torchtitan {_TESTED}."
-        " Write a replay.Router for this model, see docs/replay.md."
+        f"{what} a {'.'.join(_ROUTER)} of torchtitan {_TESTED}. Write a replay.Router for this "
+        "model (docs/replay.md)."
     )

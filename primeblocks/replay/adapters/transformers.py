@@ -95,8 +95,8 @@ class TransformersRouter:
         """
         if not isinstance(output, tuple) or len(output) != 3:
             raise UnsupportedError(
-                f"{type(self.module).__name__} of transformers {_RELEASE} does not return"
-                " (logits, weights, indices); this adapter was tested with 5.17 to 5.19"
+                f"{type(self.module).__name__} of transformers {_RELEASE} does not return "
+                "(logits, weights, indices). This adapter was tested with 5.17 to 5.19."
             )
         return output[2]
 
@@ -123,8 +123,8 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
     release = tuple(int(part) for part in _RELEASE.split(".")[:2])
     if not (5, 17) <= release < (6, 0):
         raise UnsupportedError(
-            f"transformers {_RELEASE}: this adapter was tested with 5.17 to 5.19."
-            " Run in your clone of primeblocks: pip install '.[transformers]'"
+            f"this adapter was tested with transformers 5.17 to 5.19; found {_RELEASE}. Run in "
+            "your clone of primeblocks: pip install '.[transformers]'"
         )
     found: dict[int, TransformersRouter] = {}
     names: dict[int, str] = {}
@@ -135,14 +135,14 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
         if gates is not None:
             layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
             if layer is None:
-                raise UnsupportedError(f"router {name!r} is in no numbered layer")
+                raise UnsupportedError(f"router {name!r} is not in a numbered layer")
             sizes: Any = module
             layer_id = int(layer[1])
             if layer_id in found:
                 raise UnsupportedError(
-                    f"layer {layer_id} has two routers, {names[layer_id]!r} and {name!r}. Where"
-                    " PEFT copies what is around the router, name the router itself:"
-                    ' modules_to_save=["gate"].'
+                    f"layer {layer_id} has two routers, {names[layer_id]!r} and {name!r}. If PEFT "
+                    "copies the module around the router, name the router itself: "
+                    'modules_to_save=["gate"].'
                 )
             names[layer_id] = name
             found[layer_id] = TransformersRouter(
@@ -196,6 +196,7 @@ _BLOCKS = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}  # By kind: width
 def _unsupported(what: str) -> UnsupportedError:
     known = ", ".join(name for name, _ in _FORWARDS.values())
     return UnsupportedError(
-        f"{what} a router that this adapter was tested with: its forward is that of none of {known}"
-        f" in transformers 5.17 to 5.19. Write a replay.Router for this model, see docs/replay.md."
+        f"{what} a router that this adapter was tested with: its forward differs from those of "
+        f"{known} in transformers 5.17 to 5.19. Write a replay.Router for this model "
+        "(docs/replay.md)."
     )

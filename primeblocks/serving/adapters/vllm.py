@@ -115,7 +115,7 @@ class VllmFleet:
             EngineError: raised by the engine, or no engine is open, or no version was loaded yet.
         """
         if self.version is None:
-            raise EngineError("no engine of the fleet has a version yet: call update first")
+            raise EngineError("no engine of the fleet has a version yet. Call update() first.")
         salt = cache_salt(self.version)
         if not self._is_settled:
             salt = f"{salt}-unsettled-{next(self._unsettled)}"
@@ -201,12 +201,15 @@ class VllmFleet:
     async def _update_open(self, published: Published, end: float) -> FleetUpdate:
         names, failed = list(self.open), dict[str, PrimeblocksError]()
         if not names:
-            raise EngineError(f"all {len(self._members)} engines of the fleet are drained")
+            raise EngineError(
+                f"all {len(self._members)} engines of the fleet are drained. Add an engine with "
+                "join()."
+            )
         if self.version is not None and published.version < self.version:
             raise UsageError(
-                f"version {published.version} after {self.version}: requests would reuse the "
-                "salts of earlier versions, and so read pages of other weights. Publish it under "
-                "a higher number."
+                f"update() got version {published.version} after version {self.version}. Requests "
+                "would reuse the salts of earlier versions, and so read pages of other weights. "
+                "Publish these weights under a higher version."
             )
         self._is_settled = False
         while True:
@@ -223,7 +226,8 @@ class VllmFleet:
         for name, met in failed.items():
             self._fleet.drain(name)
             logging.getLogger(__name__).warning(
-                "engine %r is drained: it did not load version %d, which %s now hold. %s: %s",
+                "engine %r is drained, because it did not load version %d. The engines %s now "
+                "have this version. %s: %s",
                 name,
                 published.version,
                 names,
@@ -238,8 +242,8 @@ class VllmFleet:
             label = await self._call(member, "get_weight_version", end)
             if label != str(self.version):
                 raise EngineError(
-                    f"engine {name!r} says that its weights are {label!r} after an update to "
-                    f"version {self.version}, so it is not opened. Join it again."
+                    f"engine {name!r} reports version {label!r} after an update to version "
+                    f"{self.version}, so it is not opened. Join it again."
                 )
         self._fleet.add(name, member.generate)
         self._members[name] = member

@@ -71,8 +71,8 @@ class JsonServer:
                 response = await client.request(method, path, json=body, headers=self._headers)
         except TimeoutError as error:
             raise DeadlineError(
-                f"{what}: no answer within {left_s:.3g} s. Pass a longer timeout_s, or look at the "
-                "server."
+                f"{what} got no answer within {left_s:.3g} s. Pass a longer timeout_s, or check "
+                "the server."
             ) from error
         except httpx.TransportError as error:
             said = f"{type(error).__name__}: {error}".rstrip(":. ")

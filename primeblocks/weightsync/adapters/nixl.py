@@ -97,7 +97,8 @@ class NixlWire:
             for done, read in enumerate(reads):
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
-                        f"read {done} of {len(reads)} buckets in time. Pass a longer timeout_s."
+                        f"only {done} of {len(reads)} buckets were read in time. Pass a longer "
+                        "timeout_s."
                     )
                 if len(running) == _IN_FLIGHT:
                     self._finish(*running[0], deadline)

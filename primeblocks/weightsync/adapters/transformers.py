@@ -44,8 +44,9 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
     every = sum(spec.layout.shard.numel for spec in wiring.sources.values())
     if moved != every:
         raise UnsupportedError(
-            f"a checkpoint of {type(model).__name__} has {moved:,} elements of {every:,}. "
-            "Publish under the module's names, or record_wiring() a conversion of your own."
+            f"a checkpoint of {type(model).__name__} has {moved:,} elements, but the model has "
+            f"{every:,}. Publish under the module's names, or record_wiring() a conversion of "
+            "your own."
         )
     return wiring
 

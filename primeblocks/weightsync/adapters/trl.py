@@ -80,7 +80,7 @@ class TrlTransfer:
             ClosedError: `destroy` was called.
         """
         if self._closed:
-            raise ClosedError("this TrlTransfer was destroyed")
+            raise ClosedError("this TrlTransfer was destroyed. Make a new TrlTransfer.")
         publisher = self._publisher
         if publisher is None:
             self._held = {name: self._empty(tensor).copy_(tensor) for name, tensor in iterator}
@@ -113,15 +113,15 @@ class TrlTransfer:
             if held is None or held.shape != tensor.shape:
                 shape = "absent" if held is None else tuple(held.shape)
                 raise UsageError(
-                    f"TRL sends {name!r} of shape {tuple(tensor.shape)}, which was {shape} in the "
-                    "first transfer. Freeze no parameters after training has begun."
+                    f"TRL sends {name!r} with shape {tuple(tensor.shape)}, but in the first "
+                    f"transfer it was {shape}. Do not freeze parameters after training has begun."
                 )
             held.copy_(tensor)
             seen += 1
         if seen != len(self._held):
             raise UsageError(
-                f"TRL sent {seen} weights where the first transfer had {len(self._held)}. "
-                "Freeze no parameters after training has begun."
+                f"TRL sent {seen} weights, but the first transfer had {len(self._held)}. Do not "
+                "freeze parameters after training has begun."
             )
 
     def _empty(self, tensor: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ def record_wiring(
         made = dict(convert({name: follower.source(name, sources[name]) for name in sources}))
     if follower.joined:
         raise PlanError(
-            "the conversion joins values other than 0 to a tensor, and a plan does not carry them. "
+            "the conversion joins values other than 0 to a tensor, but a plan does not send them. "
             "Pad with zeros, or send the values as a tensor."
         )
     pieces = [piece for name, one in made.items() for piece in merge(follower.pieces(name, one))]
@@ -247,14 +247,15 @@ def union(manifests: Sequence[Manifest]) -> Manifest:
 def _check_same(held: Manifest, bound: Manifest) -> None:
     for name, spec in held.items():
         if name not in bound or bound[name].shape != spec.shape:
-            wanted = bound[name].shape if name in bound else "not there"
+            wanted = bound[name].shape if name in bound else "no such tensor"
             raise PlanError(
-                f"{name!r} is {spec.shape}; bound was {wanted}. Record the wiring of these tensors."
+                f"{name!r} is {spec.shape}, but the wiring was recorded for {wanted}. Record the "
+                "wiring of these tensors."
             )
         if not converts(spec.dtype, bound[name].dtype):
             raise PlanError(
-                f"{name!r} is {spec.dtype}; bound was {bound[name].dtype}. Record the wiring of "
-                "these tensors."
+                f"{name!r} is {spec.dtype}, but the wiring was recorded for {bound[name].dtype}. "
+                "Record the wiring of these tensors."
             )
 
 

@@ -74,7 +74,9 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
             f" {old.dtype} {list(old.shape)}. Send the tensor in full if its shape changed."
         )
     if new.device != old.device:
-        raise UsageError(f"new is on {new.device}, old on {old.device}. Keep both on one device.")
+        raise UsageError(
+            f"new is on {new.device}, but old is on {old.device}. Keep both on one device."
+        )
     one, other = _bits_of(new), _bits_of(old)
 
     def chunks(span: slice) -> Iterator[tuple[Bits, Bits]]:
@@ -101,8 +103,8 @@ def apply_delta(target: Tensor, delta: Bytes) -> None:
     opened = open_delta(delta)
     if target.itemsize != opened.itemsize or target.numel() != opened.numel:
         raise ShapeError(
-            f"the delta is for {opened.numel} elements of {opened.itemsize} bytes; the target has"
-            f" {target.numel()} of {target.itemsize}. Fetch the tensor in full."
+            f"the delta is for {opened.numel} elements of {opened.itemsize} bytes, but the target "
+            f"has {target.numel()} of {target.itemsize}. Fetch the tensor in full."
         )
     bits = _bits_of(target)
     for span, entries in zip(segments(opened.numel), read_segments(opened), strict=True):
@@ -221,14 +223,14 @@ def _open(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarr
             parts.append(opened := open_delta(body))
             if (opened.itemsize, opened.numel) != (width, numel):
                 raise CorruptionError(
-                    f"a delta is not of bucket {index}: it has {opened.numel} elements of "
-                    f"{opened.itemsize} bytes, where the bucket has {numel} of {width}. "
+                    f"a delta does not belong to bucket {index}. The delta has {opened.numel} "
+                    f"elements of {opened.itemsize} bytes, but the bucket has {numel} of {width}. "
                     "Publish again."
                 )
         else:
             raise CorruptionError(
-                f"the delta of bucket {index} has {len(body)} bytes of kind {kind}, where {size} "
-                "of a known kind belong. Publish again."
+                f"the delta of bucket {index} has {len(body)} bytes of kind {kind}; expected "
+                f"{size} bytes of a known kind. Publish again."
             )
     if at != len(payload):
         raise CorruptionError(

@@ -215,23 +215,27 @@ def open_delta(delta: Bytes) -> Opened:
         )
     kind, found, itemsize, _, numel = _HEADER.unpack_from(body)
     if kind != _KIND:
-        raise CorruptionError(f"these bytes are {kind!r}, not a delta. Pass one of encode_delta().")
+        raise CorruptionError(f"these bytes are {kind!r}. Pass a result of encode_delta().")
     if found != _FORMAT:
         raise UnsupportedError(
-            f"the delta has format version {found}; this primeblocks reads version {_FORMAT}."
-            " Encode and apply with the same release."
+            f"the delta has format version {found}, but this primeblocks reads version {_FORMAT}. "
+            "Encode and apply with the same release."
         )
     layers = _LAYERS.get(itemsize, ())
     start = _HEADER.size + -(-numel // _SEGMENT) * len(layers) * 4
     if not layers or start > len(body):
         raise CorruptionError(
-            f"{len(view)} bytes are not a delta of {numel} elements of {itemsize} bytes"
+            f"{len(view)} bytes are not a delta of {numel} elements of {itemsize} bytes. Publish "
+            "again."
         )
     counts = np.frombuffer(body[_HEADER.size : start], dtype="<u4").reshape(-1, len(layers))
     opened = Opened(itemsize, numel, counts, body[start:])
     expected = sum(sum(lengths) for _, lengths in _lengths(opened))
     if expected != len(opened.streams):
-        raise CorruptionError(f"streams of {len(opened.streams)} bytes where {expected} belong")
+        raise CorruptionError(
+            f"the delta has {len(opened.streams)} bytes of streams; expected {expected}. Publish "
+            "again."
+        )
     return opened
 
 
@@ -371,16 +375,18 @@ def unpack_positions(buffer: memoryview, count: int, universe: int) -> np.ndarra
     )
     positions = bits.view(np.bool_).nonzero()[0]
     if len(positions) != count:
-        raise CorruptionError(f"{len(positions)} positions where {count} were announced")
+        raise CorruptionError(f"got {len(positions)} positions, not {count}. Publish again.")
     if low:
         positions -= np.arange(count)
         positions <<= low
         positions |= unpack_bits(buffer[head:], count, low, np.int64)
         # The high parts ascend by construction. Low bits of one high part may not.
         if (positions[1:] <= positions[:-1]).any():
-            raise CorruptionError(f"{count} positions do not ascend")
+            raise CorruptionError(f"{count} positions do not ascend. Publish again.")
     if positions[-1] >= universe:
-        raise CorruptionError(f"position {positions[-1]} beyond the end at {universe}")
+        raise CorruptionError(
+            f"position {positions[-1]} is beyond the end, {universe}. Publish again."
+        )
     return positions
 
 

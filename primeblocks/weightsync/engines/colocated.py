@@ -168,7 +168,10 @@ class Colocated:
 
     def _expect(self, turn: str) -> None:
         if self._turn != turn:
-            raise UsageError(f"it is not the {turn}'s turn: the turn is {self._turn!r}.")
+            raise UsageError(
+                f"it is not the {turn}'s turn: the turn is {self._turn!r}. Call to_trainer() or "
+                "to_engine() first."
+            )
 
     # A step that was already done does nothing, so that each method also undoes the other.
 
@@ -238,8 +241,8 @@ class Colocated:
             if others:
                 self._turn = "torn"
                 raise EngineError(
-                    f"{_text(error)} Going back failed too: {others} Trainer and "
-                    "engine may both be away: restart the engine process."
+                    f"{_text(error)} Going back failed too: {others} Both trainer and engine may "
+                    "have released their memory. Restart the engine process."
                 ) from error
 
     def _together(self, do: _Do, left_s: float, deadline: float, *, last: bool = False) -> str:

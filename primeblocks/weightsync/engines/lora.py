@@ -65,12 +65,12 @@ class AdapterSpec:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise UsageError(
-                'an adapter\'s name has letters, digits, ".", "_" and "-" alone; got '
+                'an adapter\'s name may have only letters, digits, ".", "_" and "-"; got '
                 f"{self.name!r}. Rename the adapter."
             )
         if self.rank < 1:
             raise UsageError(
-                f"the rank of {self.name!r} has to be positive; got {self.rank}. Pass PEFT's r."
+                f"the rank of {self.name!r} must be positive; got {self.rank}. Pass PEFT's r."
             )
 
     @classmethod
@@ -169,6 +169,6 @@ def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[st
     if not found:
         raise PlanError(
             f"the model has no LoRA parameters of an adapter named {adapter!r}. Pass adapter=, "
-            "PEFT's name of it."
+            "the adapter's name in PEFT."
         )
     return found

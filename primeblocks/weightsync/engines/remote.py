@@ -129,8 +129,9 @@ class Update:
         _raise_first(states)
         if any(state.version != self.version for state in states):
             raise TransferError(
-                f"workers hold versions {[state.version for state in states]} after a call to "
-                f"load {self.version}: another update came in between. Call update again."
+                f"workers have the versions {[state.version for state in states]} after a call to "
+                f"load version {self.version}, because another update came in between. Call "
+                "update again."
             )
 
     def commit(self) -> Steps:
@@ -221,7 +222,7 @@ async def call(engine: Any, answer: Awaitable[Any], what: str, deadline: float) 
             if not task.done() and engine.errored:
                 raise EngineError(f"the engine died before it could {what}. Restart the engine.")
             if not task.done() and left <= 0:
-                raise DeadlineError(f"the engine did not {what} in time.")
+                raise DeadlineError(f"the engine did not {what} in time. Pass a longer timeout_s.")
     finally:
         task.cancel()
     error = task.exception()

@@ -69,14 +69,15 @@ def open_of(pid: int, fd: int, name: str, flags: int) -> int:
     """Open memory of another process, given its descriptor in that process and its name."""
     path = f"/proc/{pid}/fd/{fd}"
     gone = TransferError(
-        f"memory of process {pid} is gone: it has ended, or let go of it. A trainer in another "
-        "container is seen only in the same PID namespace (docker run --pid=container:...)."
+        f"the memory of process {pid} is not available. The process has ended, or has freed the "
+        "memory. A trainer in another container is visible only in the same PID namespace "
+        "(docker run --pid=container:...)."
     )
     try:
         opened = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     except PermissionError as error:
         raise UnsupportedError(
-            f"{path} may not be opened: {error}. Run trainer and engine as one user."
+            f"{path} cannot be opened: {error}. Run trainer and engine as one user."
         ) from error
     except OSError as error:
         raise gone from error
@@ -128,7 +129,7 @@ class DiskBlobs:
         if size != size_bytes:
             hold.close()
             raise CorruptionError(
-                f"{path} has {size} bytes; {size_bytes} were sent. Publish again."
+                f"{path} has {size} bytes, but {size_bytes} bytes were sent. Publish again."
             )
         return BlobFile(plan, hold, start=start)
 
@@ -238,7 +239,8 @@ class MemoryBlobs:
             found = os.fstat(hold.fd)
             if found.st_size != size_bytes:
                 raise CorruptionError(
-                    f"{path} has {found.st_size} bytes; {size_bytes} were sent. Publish again."
+                    f"{path} has {found.st_size} bytes, but {size_bytes} bytes were sent. Publish "
+                    "again."
                 )
             if not _is_sealed(hold.fd):
                 raise CorruptionError(f"{path} may still be written to. Publish again.")
@@ -260,8 +262,8 @@ class MemoryBlobs:
 def check_size(path: Path, found: int | None, size_bytes: int) -> None:
     if found != size_bytes:
         raise TransferError(
-            f"{path} has {found} bytes, the plan {size_bytes}. "
-            "Trainer ranks must share the directory and the plan."
+            f"{path} has {found} bytes, but the plan needs {size_bytes}. Trainer ranks must share "
+            "the directory and the plan."
         )
 
 
@@ -298,7 +300,7 @@ def _target(path: Path) -> tuple[int, int]:
     link = _LINK.fullmatch(os.readlink(path)) if stat.S_ISLNK(found.st_mode) else None
     if link is None or found.st_uid != os.geteuid():
         raise UsageError(
-            f"{path} is not opened: it belongs to user {found.st_uid}, or is not a link to memory "
+            f"{path} was refused: it belongs to user {found.st_uid}, or is not a link to memory "
             "of its owner. Remove this path."
         )
     return int(link[1]), int(link[2])

@@ -87,7 +87,7 @@ class Board:
 
     def call(self, work: Callable[[], T], *, deadline: float) -> T:
         """Run `work`, which may wait in the store, in a thread."""
-        late = TransferError("the store does not answer in time. Is its host alive?")
+        late = TransferError("the store does not answer in time. Check that its host is alive.")
         if self._hanging is not None:
             self._hanging.join(max(0.0, deadline - time.monotonic()))
             if self._hanging.is_alive():
@@ -158,7 +158,8 @@ class Transaction:
         found = self._first_of("go", f"join/{reader}", deadline=deadline)
         if found is None:
             raise TransferError(
-                f"reader {reader} did not ask in time. It must call receive() during a publish."
+                f"reader {reader} did not ask in time. The reader must call receive() during a "
+                "publish."
             )
         if found[0] == "go":
             raise TransferError(_go(found[1]).error)

@@ -130,7 +130,7 @@ class HandleCarrier:
             )
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise UnsupportedError(
-                f"got device={str(device)!r}, and torch sees no GPU. Pass device='cpu'."
+                f"got device={str(device)!r}, but torch sees no GPU. Pass device='cpu'."
             )
         self._ends: dict[str, weakref.finalize[..., HandleCarrier]] = {}
         self._opened: dict[str, UInt8[Tensor, " bytes"]] = {}
@@ -154,8 +154,9 @@ class HandleCarrier:
         except (OSError, torch.OutOfMemoryError) as error:
             self._end(token)
             raise CapacityError(
-                f"no {size_bytes:,} bytes on {self._device} for packed weights: {error}. Free "
-                "memory: a trainer rank needs twice the bytes that it sends."
+                f"cannot allocate {size_bytes:,} bytes on {self._device} for packed weights: "
+                f"{error}. Free memory, because a trainer rank needs twice the bytes that it "
+                "sends."
             ) from error
 
     def drop(self, shared: Shared) -> None:
@@ -315,7 +316,7 @@ def _open_cuda(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
     seen = [_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     if note["uuid"] not in seen:
         raise UnsupportedError(
-            f"the weights are on GPU {note['uuid']}, this process sees {seen}. Make that GPU "
+            f"the weights are on GPU {note['uuid']}, but this process sees {seen}. Make that GPU "
             "visible, or use SharedMemoryTransport."
         )
     handle = [bytes.fromhex(arg) if isinstance(arg, str) else arg for arg in note["cuda"]]

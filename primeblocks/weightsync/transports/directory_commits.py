@@ -106,13 +106,14 @@ class DirectoryCommits:
         with self._writing:
             if marker.version not in self._begun:
                 raise UsageError(
-                    f"commit of version {marker.version}, which was not begun. Call begin() first."
+                    f"commit() got version {marker.version}, which was not begun. Call begin() "
+                    "first."
                 )
             last = self.committed[-1].version if self.committed else -1
             if marker.version <= last:
                 raise UsageError(
-                    f"commit of version {marker.version} after version {last}, which another "
-                    "publisher committed meanwhile. Use one Publisher per transport."
+                    f"commit() got version {marker.version}, but another publisher has committed "
+                    f"version {last}. Use one Publisher per transport."
                 )
             self._write_commits([*self.committed, marker])
             self._begun.discard(marker.version)
@@ -166,7 +167,9 @@ class DirectoryCommits:
             with self._writing:
                 write_over(self.directory / name, parts, durable=self._durable)
         except FileNotFoundError as error:
-            raise TransferError("no owner has begun. Pass owner=True on rank 0.") from error
+            raise TransferError(
+                "the transport does not have an owner yet. Pass owner=True on rank 0."
+            ) from error
         except OSError as error:
             raise self.no_room(error, sum(map(len, parts))) from error
 
@@ -196,8 +199,8 @@ class DirectoryCommits:
         if error.errno == errno.ENOMEM:
             room = error.strerror
         return CapacityError(
-            f"{self.directory} has {room}; one more version needs {size_bytes:,}. "
-            "Make room for two versions, or for three while a reader lags."
+            f"{self.directory} has {room}, but one more version needs {size_bytes:,} bytes. Make "
+            "room for two versions, or for three while a reader lags."
         )
 
     def _lock_path(self, version: int) -> Path:
@@ -214,8 +217,8 @@ class DirectoryCommits:
             except BlockingIOError as error:
                 if time.monotonic() >= deadline:
                     raise CapacityError(
-                        f"version {marker.version} is still being read by an engine, and the "
-                        "next one needs its buffers. Publish again, with more time."
+                        f"version {marker.version} is still being read by an engine, and the next "
+                        "version needs its buffers. Publish again with a longer timeout_s."
                     ) from error
             never.wait(self.look_s)
 
@@ -255,8 +258,8 @@ def _leave(place: Place, owned: Owned, committed: list[Marker], pid: int, durabl
             place.leave(owned)
     except OSError as error:
         raise TransferError(
-            f"cannot remove files: {error}. The next owner removes {owned.directory}. Move it if "
-            "you need its files."
+            f"cannot remove files: {error}. The next owner removes {owned.directory}. Move this "
+            "directory if you need its files."
         ) from error
 
 

@@ -206,7 +206,8 @@ class GroupTransport:
         reader = self._rank - self._trainers
         if request.reader != reader:
             raise UsageError(
-                f"rank {self._rank} is reader {reader}, not {request.reader}. Receive as {reader}."
+                f"rank {self._rank} is reader {reader}, not reader {request.reader}. Receive as "
+                f"reader {reader}."
             )
         note = self._begun(deadline)
         go = self._asked(request, note, deadline)
@@ -298,12 +299,15 @@ class GroupTransport:
             self._open = False
             met = f"rank {self._rank} met {type(error).__name__}: {error}"
             reason = met.splitlines()[0][:_REASON_CHARS]
-            kept = "Every rank keeps the version before"
+            kept = "Every rank keeps the previous version"
             try:
                 reason = self._now.abort(reason, deadline=deadline)
             except TransferError as lost:
                 reason = f"{lost}"
-                kept = "This rank keeps the previous version; other ranks may have committed"
+                kept = (
+                    "This rank keeps the previous version. Other ranks may have committed the "
+                    "new version"
+                )
             self._broken = reason
             if isinstance(error, RuntimeError | TransferError | DeadlineError):
                 raise TransferError(
@@ -320,12 +324,12 @@ class GroupTransport:
         if (plan.world_size, len(plan.wants)) != (self._trainers, self._readers):
             raise UsageError(
                 f"the plan is for {plan.world_size} trainer ranks and {len(plan.wants)} readers, "
-                f"the group has {self._trainers} and {self._readers}."
+                f"but the group has {self._trainers} and {self._readers}."
             )
         if trainer is not (self._rank < self._trainers):
             raise UsageError(
-                f"rank {self._rank} is a {'reader' if trainer else 'trainer rank'}: "
-                f"of {self._trainers + self._readers} ranks the first {self._trainers} publish."
+                f"rank {self._rank} is a {'reader' if trainer else 'trainer rank'}. Of "
+                f"{self._trainers + self._readers} ranks, the first {self._trainers} publish."
             )
 
     def _follow(self, deadline: float) -> None:

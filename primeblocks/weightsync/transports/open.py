@@ -126,7 +126,8 @@ def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Tr
     made = open_spec(spec, wires=wires)
     if not isinstance(made, Transport):
         raise UnsupportedError(
-            f"no transport for {dict(spec)}, which is a part of one. Pass transport.spec()."
+            f"open_transport() got the spec of a part of a transport: {dict(spec)}. Pass "
+            "transport.spec()."
         )
     return made
 
@@ -146,7 +147,7 @@ def open_spec(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Any:
         make = None
     if make is None or told.keys() & _OWNERS:
         raise UnsupportedError(
-            f"no transport for {dict(spec)}; known: {', '.join(kinds)}. Pass transport.spec() of "
-            "the same release, and wires= for other wires."
+            f"no transport has the spec {dict(spec)}. Known kinds are {', '.join(kinds)}. Pass "
+            "transport.spec() of the same release, and wires= for other wires."
         )
     return make(**told)

@@ -201,7 +201,9 @@ class Packed:
                 made[common.within(box).slices].copy_(view[common.within(have).slices])
                 found += common.numel
         if found != box.numel:
-            raise PlanError(f"{found} of the {box.numel} elements of {box} of {name!r} are wanted")
+            raise PlanError(
+                f"the reader wants only {found} of the {box.numel} elements of {box} of {name!r}"
+            )
         if made is None:
             dtype = self._plan.target[name].dtype
             made = torch.empty(box.sizes, dtype=dtype, device=self.device)
@@ -295,7 +297,7 @@ class _Incoming:
                 }
             if time.monotonic() > lease.until:
                 raise DeadlineError(
-                    "the lease was over before a delta was read. Raise the owner's lease_s."
+                    "the lease ended before a delta was read. Raise the owner's lease_s."
                 )
         return payloads
 
@@ -312,15 +314,16 @@ class _Incoming:
         for done, rank in enumerate(ranks):
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"found the buffers of {done} of {len(ranks)} ranks in time. Pass a longer "
-                    "timeout_s."
+                    f"the reader found the buffers of {done} of {len(ranks)} ranks in time. Pass "
+                    "a longer timeout_s."
                 )
             said = self._commits.look(_note(rank), run=marker.run, deadline=deadline)
             size, note = _noted(said, rank, marker.version)
             starts, size_bytes = starts_of_version(plan, marker, rank)
             if size < size_bytes:
                 raise CorruptionError(
-                    f"rank {rank} has {size:,} bytes; the plan needs {size_bytes:,}"
+                    f"rank {rank} has {size:,} bytes, but the plan needs {size_bytes:,}. Publish "
+                    "again."
                 )
             for index in sorted(mine & starts.keys()):
                 yield index, Span(note, starts[index], marker.sizes[index])

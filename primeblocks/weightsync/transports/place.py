@@ -80,7 +80,7 @@ class PrivatePlace:
                 f"{root} is not a directory. Mount a tmpfs, or use FileTransport."
             )
         if not name or Path(name).name != name or "\0" in name:
-            raise UsageError(f"name={name!r} is not one path component; try 'policy'")
+            raise UsageError(f"name must be one path component, such as 'policy'; got {name!r}")
         mode = os.stat(root).st_mode
         if mode & 0o022 and not mode & stat.S_ISVTX:
             raise UsageError(
@@ -137,8 +137,9 @@ class PrivatePlace:
         mode = self._found.lstat().st_mode & 0o777
         if mode & 0o077:
             raise UsageError(
-                f"{self._found} has mode {mode:o}; it has to be of user {os.geteuid()} with mode "
-                "700. Others may have written to it: end its owner and start it again."
+                f"{self._found} has mode {mode:o}; it must belong to user {os.geteuid()} with "
+                "mode 700. Others may have written to this directory. End its owner and start it "
+                "again."
             )
         return self._found
 
@@ -230,7 +231,7 @@ class DiskPlace:
             owned.lock.close()
 
     def hint(self) -> str:
-        return f" Trainer and engine have to share {self._path}."
+        return f" Trainer and engine must share {self._path}."
 
     def _note(self) -> dict[str, object] | None:
         path = self._path / _RUN
@@ -238,11 +239,11 @@ class DiskPlace:
             text = read_own(path, user=self.user)
         except FileNotFoundError:
             return None
-        with as_corruption(f"{path} (remove it, and start anew)"):
+        with as_corruption(f"{path} (remove this file)"):
             note = json.loads(text)
             if re.fullmatch(_TOKEN, note["run"]):
                 return {"run": note["run"], "closed": bool(note["closed"])}
-            raise ValueError(f"{note['run']!r} names no run")
+            raise ValueError(f"{note['run']!r} is not the name of a run")
 
     def _write_note(self, run: str, *, closed: bool) -> None:
         text = json.dumps({"run": run, "closed": closed}).encode()
@@ -286,15 +287,15 @@ def open_own(path: Path, flags: int, *, user: int | None = None) -> int:
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-        raise UsageError(f"{path} is not opened: {error.strerror}. Remove that path.") from error
+        raise UsageError(f"{path} was refused: {error.strerror}. Remove this path.") from error
     found = os.fstat(fd)
     wanted = os.geteuid() if user is None else user
     open_to_others = user is None and found.st_mode & 0o022
     if not stat.S_ISREG(found.st_mode) or found.st_uid != wanted or open_to_others:
         os.close(fd)
         raise UsageError(
-            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it has "
-            f"to be a file of user {wanted} that others cannot write to. The file was not read. "
+            f"{path} belongs to user {found.st_uid} with mode {found.st_mode & 0o777:o}; it must "
+            f"be a file of user {wanted} that others cannot write to. The file was not read. "
             "Remove the file."
         )
     return fd

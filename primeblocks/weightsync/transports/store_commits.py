@@ -92,7 +92,8 @@ class StoreCommits:
             mine = self._owned(deadline)
             if marker.version not in self._begun:
                 raise UsageError(
-                    f"commit of version {marker.version}, which was not begun. Call begin() first."
+                    f"commit() got version {marker.version}, which was not begun. Call begin() "
+                    "first."
                 )
             self._replace(mine, (*mine.markers, marker), deadline)
             self._begun.discard(marker.version)
@@ -133,7 +134,9 @@ class StoreCommits:
     def post(self, name: str, text: str, *, deadline: float) -> None:
         record = self._read(deadline)
         if record is None:
-            raise TransferError("no owner has begun. Pass owner=True on rank 0.")
+            raise TransferError(
+                "the transport does not have an owner yet. Pass owner=True on rank 0."
+            )
         self._board.post(f"{record.run}/{name}", text, deadline=deadline)
 
     def look(self, name: str, *, run: str | None = None, deadline: float) -> str | None:
@@ -145,7 +148,7 @@ class StoreCommits:
         return self._board.look(f"{run}/{name}", deadline=deadline)
 
     def hint(self) -> str:
-        return f" All have to share the store, and the name {self._name!r} in it."
+        return f" All processes must use the same store, and the name {self._name!r} in it."
 
     def close(self) -> None:
         """Hide the owner's versions, unless another owner took over. Best effort. Idempotent."""
@@ -175,8 +178,9 @@ class StoreCommits:
             if time.monotonic() >= deadline:
                 left_s = over - time.monotonic()
                 raise CapacityError(
-                    f"version {version} is still being read, and the next one needs its buffers; "
-                    f"its readers' leases end in {left_s:.1f} s. Publish again, with more time."
+                    f"version {version} is still being read, and the next version needs its "
+                    f"buffers. Its readers' leases end in {left_s:.1f} s. Publish again with a "
+                    "longer timeout_s."
                 )
             never.wait(_LOOK_S)
 
@@ -214,5 +218,5 @@ def _text(record: _Record) -> str:
 
 def _deposed() -> TransferError:
     return TransferError(
-        "another owner took over. Only one trainer may publish under a name; choose another name."
+        "another owner took over. Only one trainer may publish under a name. Choose another name."
     )

@@ -93,13 +93,13 @@ class TcpWire:
                     _read(links[at], read, deadline)
                 except TimeoutError as error:
                     raise DeadlineError(
-                        f"only {done} of {len(reads)} reads in time. Pass a longer timeout_s."
+                        f"only {done} of {len(reads)} reads ended in time. Pass a longer timeout_s."
                     ) from error
                 except OSError as error:
                     where = f"{at[0]}:{at[1]}"
                     raise TransferError(
-                        f"a read from {where} failed: {error}. Is the trainer alive, and the port "
-                        "open?"
+                        f"a read from {where} failed: {error}. Check that the trainer is alive "
+                        "and its port is open."
                     ) from error
 
     def close(self) -> None:
@@ -176,8 +176,8 @@ def _serve(host: str, port: int, shared: Mapping[bytes, Tensor]) -> _Server:
     except (OSError, OverflowError, ValueError) as error:
         why = error
     raise UsageError(
-        f"cannot listen on {host!r}, port {port}: {why}. Give an address of this machine that "
-        "readers reach."
+        f"cannot listen on {host!r}, port {port}: {why}. Pass an address of this machine that "
+        "readers can reach."
     )
 
 

@@ -241,7 +241,7 @@ class Commits(Protocol):
 def check_call(*, closed: bool, may: bool = True) -> None:
     """Refuse a call after `close`, or a call that only the owner may make."""
     if closed:
-        raise ClosedError("the transport was closed. Construct a new one.")
+        raise ClosedError("the transport was closed. Construct a new transport.")
     if not may:
         raise UsageError(
             "only the owner begins and commits. "
@@ -252,7 +252,7 @@ def check_call(*, closed: bool, may: bool = True) -> None:
 def retired(version: int) -> TransferError:
     """Return the error of a reader that came too late."""
     return TransferError(
-        f"version {version} was retired while it was being opened. Receive the newest."
+        f"version {version} was retired while it was being opened. Receive the newest version."
     )
 
 
@@ -281,8 +281,8 @@ def choose(
             return marker
     if newest is not None and newest.version > version:
         raise TransferError(
-            f"version {version} was retired; the transport holds "
-            f"{[marker.version for marker in markers]}. Receive the newest."
+            f"version {version} was retired. The transport has the versions "
+            f"{[marker.version for marker in markers]}. Receive the newest version."
         )
     return None
 
@@ -300,7 +300,7 @@ def chain_to(
         if base is None:
             raise TransferError(
                 f"version {wanted.version} is a delta to version {chain[-1].base}, which was "
-                "retired. Receive the newest."
+                "retired. Receive the newest version."
             )
         chain.append(base)
     return tuple(reversed(chain))
@@ -325,8 +325,8 @@ def await_versions(commits: Commits, request: ReceiveRequest) -> tuple[Marker, .
             if request.version is None:
                 wanted = "a newer version"
             raise DeadlineError(
-                f"{wanted} was not committed in time; this engine holds "
-                f"{request.served and request.served.version}, the transport "
+                f"{wanted} was not committed in time. This engine has version "
+                f"{request.served and request.served.version}, and the transport has "
                 f"{[marker.version for marker in markers]}.{commits.hint()}"
             )
         never.wait(min(commits.look_s, max(0.0, deadline - time.monotonic())))

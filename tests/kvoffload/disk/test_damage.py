@@ -333,7 +333,7 @@ def test_nothing_is_acknowledged_into_files_that_are_gone(tmp_path, name, harm, 
             with pytest.raises(CorruptionError, match="Close the tier"):
                 tier.drop([key_of(0)])
     if (name, harm) == ("lock", removed):
-        with pytest.raises(UsageError, match="something else"):
+        with pytest.raises(UsageError, match="another application"):
             open_tier(path)
     else:
         assert_normal(path)

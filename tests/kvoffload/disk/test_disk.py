@@ -130,7 +130,10 @@ def test_pages_of_another_size_are_dropped_once_there_are_others(tmp_path, sizes
     page, extra = sizes
     how = {"capacity_bytes": 2 * FRAME, "page_bytes": page, "attachment_bytes": extra}
     with closing(DiskTier(tmp_path, **how)) as tier:
-        assert f"48 bytes with 64 of attachments, and now takes {page} with {extra}" in caplog.text
+        assert (
+            f"48 bytes with 64 bytes of attachments, but now has pages of {page} bytes with {extra}"
+            in caplog.text
+        )
         assert len(tier) == 0
     with closing(open_tier(tmp_path)) as tier:  # a mistake that wrote nothing costs nothing
         assert state(tier) == before

@@ -25,7 +25,7 @@ from tests.kvoffload.disk.small import (
 @pytest.mark.parametrize("name", ["index", "pages"])
 def test_files_of_something_else_are_left_alone(tmp_path, name):
     (tmp_path / name).write_text("somebody's, and longer than any header of an index is")
-    with pytest.raises(UsageError, match="something else"):
+    with pytest.raises(UsageError, match="another application"):
         open_tier(tmp_path)
     (tmp_path / "lock").touch()
     if name == "index":

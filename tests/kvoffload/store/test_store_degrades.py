@@ -59,7 +59,7 @@ def test_flush_says_how_many_pages_find_no_room(host, disk):
     with TieredStore([host(8), disk(4)]) as store:
         for number in range(8):
             save(store, number)
-        with pytest.raises(CapacityError, match=r"4 of 8 pages .* no room in disk"):
+        with pytest.raises(CapacityError, match=r"4 of 8 pages .* do not fit into disk"):
             store.flush().wait(timeout_s=SOON)
 
 
@@ -161,7 +161,7 @@ def test_a_hung_tier_costs_a_batch_of_frames_and_no_save(host, memory, clock):
         assert store.statistics()["memory"].skipped > 0
         flushed = store.flush()
         assert save(store, 90).stored
-        with pytest.raises(DeadlineError, match="answers nothing"):
+        with pytest.raises(DeadlineError, match="does not answer"):
             release.set() or flushed.wait(timeout_s=SOON)
         store.flush().wait(timeout_s=SOON)
         clock.advance(60.0)

@@ -209,7 +209,7 @@ def test_chunks_of_several_blocks_are_not_copied_on_a_cpu(adapter):
 
 
 def test_a_pool_without_a_page_is_refused(adapter):
-    with pytest.raises(PlanError, match="hold no page: one takes 8192"):
+    with pytest.raises(PlanError, match="too small for one page of 8192"):
         make_spec(adapter, pool_pages=1, routes=8)
 
 

@@ -358,7 +358,7 @@ def test_one_request_cannot_make_every_page_stale(pool, monkeypatch, caplog, lea
     for version in (leap, 5, leap, 6, 6 + (1 << 20)):
         pool.request(version=version)
     assert versions == [5, 6, 6 + (1 << 20)]
-    assert f"version {leap} after 5" in caplog.text
+    assert f"version {leap} after version 5" in caplog.text
 
 
 def test_rollouts_between_turns_wait_for_a_tool(pool, monkeypatch):

@@ -224,13 +224,13 @@ def test_refusals_carry_numbers():
         plan_capacity([FULL], [kind], gpu=room(need - 1), weights=NONE)
     with pytest.raises(CapacityError, match="weights need 76 bytes more on each of 2 GPUs"):
         plan_capacity([FULL], [kind], gpu=room(24), weights=Weights(100), gpus=2)
-    with pytest.raises(PlanError, match="leave nothing"):
+    with pytest.raises(PlanError, match="leave no bytes"):
         Gpu(1 << 30)
     with pytest.raises(PlanError, match="expert_bytes needs experts"):
         Weights(1, expert_bytes=1)
     with pytest.raises(PlanError, match="at least 1"):
         Rollouts(prompts=0, prompt_tokens=1, completion_tokens=1)
-    with pytest.raises(PlanError, match="keeps nothing"):
+    with pytest.raises(PlanError, match="stores no bytes"):
         KvGroup("a", 1, 0)
 
 

@@ -164,7 +164,7 @@ def test_kimi_linear_is_what_transformers_keeps():
     ("config", "kv_dtype", "error", "message"),
     [
         (LLAMA_3_70B, "int3", UnsupportedError, "got 'int3'"),
-        (LLAMA_3_70B, "fp8_ds_mla", UnsupportedError, "this model has none"),
+        (LLAMA_3_70B, "fp8_ds_mla", UnsupportedError, "this model does not have latents"),
         ({"num_hidden_layers": 2}, "fp8", PlanError, "num_attention_heads of at least 1; got None"),
         (GPT_OSS_120B | {"layer_types": ["odd"] * 36}, "fp8", UnsupportedError, "odd"),
         (GPT_OSS_120B | {"num_hidden_layers": 3}, "fp8", UnsupportedError, "36 layer_types for 3"),

@@ -127,8 +127,8 @@ class VllmEngine:
         """
         if not vllm.__version__.startswith("0.32."):
             raise UnsupportedError(
-                f"tested with vLLM 0.32.*; found {vllm.__version__}. "
-                "Run: pip install 'vllm==0.32.*'"
+                f"VllmEngine was tested with vLLM 0.32.*; found {vllm.__version__}. Run: pip "
+                "install 'vllm==0.32.*'"
             )
         version = check_version(version)
         model = str(engine_kwargs["model"])
@@ -268,7 +268,7 @@ class VllmEngine:
         self._closed = True
         for process in self._processes:
             asyncio.get_running_loop().remove_reader(process.sentinel)
-        self._end(ClosedError("the vLLM engine is closed"))
+        self._end(ClosedError("the vLLM engine is closed. Start another engine."))
         handler = self.llm.output_handler
         if handler is not None:
             # Otherwise the handler takes the shutdown for a crash and logs a traceback.
@@ -313,8 +313,8 @@ class VllmEngine:
 def _check_adapter(lora: LoRARequest | None, version: int | None) -> int | None:
     if (lora is None) != (version is None):
         raise UsageError(
-            f"lora_request and adapter_version go together; got {lora!r} and {version!r}: vLLM "
-            "labels tokens with the version of the base weights alone."
+            f"lora_request and adapter_version must be passed together; got {lora!r} and "
+            f"{version!r}. vLLM labels tokens only with the version of the base weights."
         )
     if lora is not None and lora.load_inplace:
         raise UsageError(
@@ -362,8 +362,8 @@ def _check_image(image: Aligned) -> None:
     patches = int(np.prod(value["image_grid_thw"]))
     if grid != (1, 3) or len(pixels) != 2 or pixels[0] != patches or patches % tokens:
         raise UsageError(
-            f"needs image_grid_thw [1, 3], pixel_values with a row for each of its patches, and as "
-            f"many patches for each token; got {list(grid)}, {list(pixels)} and {tokens} tokens"
+            "an image needs image_grid_thw [1, 3], one row of pixel_values per patch, and "
+            f"equally many patches per token; got {list(grid)}, {list(pixels)} and {tokens} tokens"
         )
 
 

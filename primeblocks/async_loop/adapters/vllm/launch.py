@@ -67,7 +67,7 @@ class Launch:
             arguments = AsyncEngineArgs(**self._arguments)
             config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
             if self._abandoned.is_set():
-                raise EngineError("abandoned before its process was started")
+                raise EngineError("the start was abandoned before the engine's process began")
             llm = AsyncLLM.from_vllm_config(
                 config,
                 enable_log_requests=arguments.enable_log_requests,

@@ -53,8 +53,9 @@ async def generate_in_parts(
     so_far = draft.partials.get(sample)
     if so_far is not None and so_far.tokens[: so_far.prompt_length].tolist() != list(prompt):
         raise UsageError(
-            f"the trajectory of prompt {draft.ordinal}, sample {sample}, begins with another prompt"
-            f" of {so_far.prompt_length} tokens; this one has {len(prompt)}"
+            f"the trajectory of prompt {draft.ordinal}, sample {sample}, begins with another "
+            f"prompt of {so_far.prompt_length} tokens; got a prompt of {len(prompt)}. Pass the "
+            "prompt of the draft."
         )
     while True:
         done = 0 if so_far is None else len(so_far.completion)

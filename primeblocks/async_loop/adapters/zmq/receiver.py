@@ -118,7 +118,7 @@ class RolloutReceiver:
             # A stranger's bytes may raise any error. The receiver goes on.
             except Exception as error:
                 self.refused += 1
-                _log.warning("refused a message: %s: %s", type(error).__name__, error)
+                _log.warning("the receiver refused a message: %s: %s", type(error).__name__, error)
             self._answer(route, refused)
 
     def _read(self, route: bytes, message: list[bytes]) -> dict[int, str] | None:
@@ -137,7 +137,10 @@ class RolloutReceiver:
             return None
         try:
             if len(payload) > self._max_group_bytes:
-                raise CapacityError(f"{len(payload):,} bytes exceed {self._max_group_bytes:,}")
+                raise CapacityError(
+                    f"the group has {len(payload):,} bytes, above "
+                    f"max_group_bytes={self._max_group_bytes:,}. Raise max_group_bytes."
+                )
             group = unpack_whole_group(payload, ordinal)
         except Exception as error:  # Forged bytes may raise any error.
             self.refused += 1

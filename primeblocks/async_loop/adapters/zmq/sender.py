@@ -56,7 +56,7 @@ class RolloutSender:
     ) -> None:
         check_counts(capacity_bytes=capacity_bytes)
         if not retry_s > 0:
-            raise UsageError(f"retry_s is how often to ask, above 0 s; got {retry_s!r}")
+            raise UsageError(f"retry_s must be above 0 s; got {retry_s!r}")
         self._address, self._capacity_bytes, self._retry_s = address, capacity_bytes, retry_s
         self._clock = MonotonicClock() if clock is None else clock
         self._name, self._number = uuid.uuid4().hex, 0
@@ -135,7 +135,9 @@ class RolloutSender:
 
         await self._until(is_room)
         if ordinal in self._kept:
-            raise UsageError(f"a group of ordinal {ordinal} is not settled yet. Give each its own.")
+            raise UsageError(
+                f"a group of ordinal {ordinal} is not settled yet. Give each group its own ordinal."
+            )
         kept = _Kept(payload, asyncio.get_running_loop().create_future())
         self._kept[ordinal] = kept
         self._wake.set()

@@ -65,7 +65,9 @@ class ServedSocket:
             call(address)
         except (zmq.ZMQError, TypeError) as error:
             self._context.destroy(linger=0)
-            raise UsageError(f"{address!r} cannot be opened: {error}. Choose another.") from error
+            raise UsageError(
+                f"the address {address!r} cannot be opened: {error}. Choose another address."
+            ) from error
 
     def run(self, *bodies: Coroutine[Any, Any, None]) -> None:
         self._tasks = [asyncio.ensure_future(each) for each in bodies]
@@ -87,15 +89,20 @@ class ServedSocket:
             raise ClosedError(str(self.ended.result())) from self.ended.result()
 
     def close(self) -> None:
-        self._end(ClosedError("it has been closed"))
+        self._end(ClosedError("this sender or receiver was closed. Create another one."))
         for task in self._tasks:
             task.cancel()
         self._context.destroy(linger=0)
 
     def _is_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a connection failed", exc_info=error)
-            self._end(ClosedError(f"its connection failed: {type(error).__name__}: {error}"))
+            _log.error("the connection of a sender or receiver failed", exc_info=error)
+            self._end(
+                ClosedError(
+                    f"the connection of this sender or receiver failed: {type(error).__name__}: "
+                    f"{error}. Create another one."
+                )
+            )
 
     def _end(self, error: ClosedError) -> None:
         if not self.ended.done():

@@ -359,7 +359,7 @@ def _check_gated(gate_up: Tensor, scores: Tensor | None) -> None:
     fits = scores is None or (scores.shape, scores.device) == (gate_up.shape[:1], gate_up.device)
     if gate_up.ndim != 2 or gate_up.shape[1] % 2 or not fits:
         raise ShapeError(
-            "needs gate_up [tokens, 2 * inner] and scores [tokens] on the same device; got "
+            "gate_up must be [tokens, 2 * inner], and scores [tokens] on the same device; got "
             f"{list(gate_up.shape)} and {None if scores is None else list(scores.shape)}."
         )
 

@@ -19,14 +19,14 @@ except ImportError as error:
 
 if not vllm.__version__.startswith(("0.32.", "0.33.")):
     raise UnsupportedError(
-        "primeblocks.kvoffload was run with vLLM 0.32, and compared with 0.33 without an engine; "
-        f"this is {vllm.__version__}. Its offloading interface changes between releases: install "
-        "vllm==0.32.*."
+        "primeblocks.kvoffload was tested with vLLM 0.32, and compared with vLLM 0.33 without an "
+        f"engine; found {vllm.__version__}. vLLM's offloading interface changes between releases. "
+        "Install vllm==0.32.*."
     )
 if vllm.__version__.startswith("0.33."):
     logging.getLogger(__name__).warning(
-        "primeblocks.kvoffload was compared with vLLM 0.33, but no engine of it was ever run; "
-        "vllm==0.32.* was."
+        "primeblocks.kvoffload was compared with vLLM 0.33, but engines of 0.33 were never run. "
+        "Engines of vllm==0.32.* were tested."
     )
 
 from .engine import EngineStatistics, command_line, engine_args, engine_statistics, server_args

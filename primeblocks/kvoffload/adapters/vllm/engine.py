@@ -72,14 +72,14 @@ def engine_args(
     """
     if host_bytes <= 0:
         raise UnsupportedError(
-            f"host_bytes={host_bytes}: a disk needs host memory. Raise host_bytes to the size of "
-            "at least one page."
+            f"host_bytes={host_bytes} is too small, because a disk needs host memory. Raise "
+            "host_bytes to the size of at least one page."
         )
     if primary_bytes <= 0:
         raise PlanError(f"primary_bytes must be positive; got {primary_bytes}")
     if (disk_path is None) != (disk_bytes == 0) or disk_bytes < 0:
         raise PlanError(
-            f"disk_path={disk_path!r} with disk_bytes={disk_bytes}: pass both or neither."
+            f"got disk_path={disk_path!r} with disk_bytes={disk_bytes}. Pass both or neither."
         )
     if routes_bytes_per_token < 0:
         raise PlanError(
@@ -88,7 +88,7 @@ def engine_args(
     if evict not in tier.EVICT:
         raise PlanError(f"evict must be one of {[*tier.EVICT]}; got {evict!r}")
     if persist is not None and disk_path is None:
-        raise PlanError(f"persist={persist!r} needs a disk: give disk_path and disk_bytes")
+        raise PlanError(f"persist={persist!r} needs a disk. Pass disk_path and disk_bytes.")
     ours = {
         "type": "StoreTier",
         "module_path": tier.__name__,

@@ -213,7 +213,7 @@ class RoutesWorker(OffloadingWorker):
         if connector is not None and connector.page_nbytes() != self._tail.rows_bytes:
             raise PlanError(
                 f"the routes of a page take {connector.page_nbytes()} bytes in this engine, not "
-                f"{self._tail.rows_bytes}. Pass as routes_bytes_per_token layers x top_k x item "
+                f"{self._tail.rows_bytes}. Pass routes_bytes_per_token= layers x top_k x item "
                 "size, which is RouterShape.bytes_per_token of primeblocks.replay.adapters.vllm."
             )
         if connector is not None:

@@ -60,8 +60,9 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
     ) -> None:
         if vllm.__version__.startswith("0.33.") and vllm_config.scheduler_config.async_scheduling:
             raise UnsupportedError(
-                "vLLM 0.33 stores the last pages of a request after its end. With async_scheduling "
-                "their blocks may belong to another request by then: pass async_scheduling=False."
+                "vLLM 0.33 stores the last pages of a request after its end. With "
+                "async_scheduling their blocks may belong to another request by then. Pass "
+                "async_scheduling=False."
             )
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_scheduler is not None:
@@ -118,16 +119,16 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
             self._make_room_for_routes(self.extra_config[ROUTES])
         if self.num_chunks < 1:
             raise PlanError(
-                f"primary_bytes={self.extra_config['cpu_bytes_to_use']} hold no page: one takes "
-                f"{self.kv_bytes_per_chunk} bytes. Raise primary_bytes."
+                f"primary_bytes={self.extra_config['cpu_bytes_to_use']} is too small for one page "
+                f"of {self.kv_bytes_per_chunk} bytes. Raise primary_bytes."
             )
 
     def _make_room_for_routes(self, bytes_per_token: int) -> None:
         tokens = {*self.tokens_per_block, self.tokens_per_hash * self.blocks_per_chunk}
         if tokens != {self.tokens_per_hash}:
             raise UnsupportedError(
-                f"routes travel with pages of {self.tokens_per_hash} tokens, as vLLM hashes them, "
-                f"but this engine's pages have {sorted(tokens)}. Use one block size for all "
+                f"routes are stored with pages of {self.tokens_per_hash} tokens, as vLLM hashes "
+                f"them, but this engine's pages have {sorted(tokens)}. Use one block size for all "
                 "groups of layers and blocks_per_chunk=1, or leave out routes_bytes_per_token."
             )
         if self.extra_config.get("sync_load_budget_bytes"):

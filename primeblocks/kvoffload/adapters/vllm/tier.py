@@ -302,8 +302,9 @@ class StoreTier(SecondaryTierManager):
     def _advance(self, version: int) -> None:
         if version - self._version > _LEAP:
             logger.warning(
-                "version %d after %d is taken for a mistake of one request: pages of the versions "
-                "between would be stale. Count updates of the policy from 0.",
+                "version %d after version %d is ignored as a mistake of one request, because "
+                "pages of the versions between would become stale. Count updates of the policy "
+                "from 0.",
                 version,
                 self._version,
             )

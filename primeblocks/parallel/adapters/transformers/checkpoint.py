@@ -108,8 +108,8 @@ def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred]:
         method = told.get("quantization_config") or {}
         if method and method.get("quant_method") != "fp8":
             raise UnsupportedError(
-                f"its weights are quantized by {method.get('quant_method')!r}, and load_pretrained "
-                'reads "fp8" alone. Save them dequantized first.'
+                f"its weights are quantized by {method.get('quant_method')!r}, but "
+                'load_pretrained reads only "fp8". Save them dequantized first.'
             )
         # transformers' own default if a configuration leaves it out.
         block = method.get("weight_block_size", [128, 128]) if method else None
@@ -120,7 +120,7 @@ def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred]:
         if info.conversion_errors:
             name, said = next(iter(info.conversion_errors.items()))
             raise UnsupportedError(
-                f"{name} cannot be read by the box: {said.strip().splitlines()[-2:]}"
+                f"{name} cannot be read box by box: {said.strip().splitlines()[-2:]}"
             )
     except _UNREADABLE as error:
         said = f"{type(error).__name__}: {error}"
@@ -174,7 +174,7 @@ def _warn_of_others(model: PreTrainedModel, names: set[str]) -> None:
     others = sorted(x for x in names if not any(re.search(pattern, x) for pattern in known))
     if others and dist.get_rank() == 0:
         shown = ", ".join(others[:3])
-        warnings.warn(f"{len(others)} weights of the checkpoint have no place: {shown} ...",
+        warnings.warn(f"{len(others)} weights of the checkpoint match no parameter: {shown} ...",
                       stacklevel=4)  # fmt: skip
 
 
@@ -204,8 +204,8 @@ def _fill(
                     here.copy_(piece.arrange(read))
                 elif not torch.equal(here, piece.arrange(read).to(here)):
                     raise PlanError(
-                        f"{path} holds {name} and {source}, which this model ties, and they "
-                        "differ. Build the model with tie_word_embeddings=False in its "
+                        f"{path} has different tensors for {name} and {source}, which this model "
+                        "ties. Build the model with tie_word_embeddings=False in its "
                         "configuration."
                     )
             if progress is not None:

@@ -131,8 +131,8 @@ def with_numbers(
         if name.endswith(_SUFFIX):
             if name.removesuffix(_SUFFIX) not in stored:
                 raise PlanError(
-                    f"{name} holds scales, and {name.removesuffix(_SUFFIX)} is missing. Get all "
-                    "files of the checkpoint."
+                    f"{name} contains scales, but {name.removesuffix(_SUFFIX)} is missing. Get "
+                    "all files of the checkpoint."
                 )
             continue
         scales = stored.get(name + _SUFFIX)
@@ -144,7 +144,7 @@ def with_numbers(
 def _numbers(name: str, codes: Deferred, scales: Deferred | None, sizes: Sequence[int]) -> Numbers:
     if scales is None:
         raise PlanError(
-            f"{name} holds codes in {codes.dtype}, and {name}{_SUFFIX} is missing. Convert the "
+            f"{name} contains codes in {codes.dtype}, but {name}{_SUFFIX} is missing. Convert the "
             "checkpoint to bfloat16 with the tool that wrote it."
         )
     if codes.dtype not in _CODES or codes.ndim < 2 or scales.dtype not in _SCALES:
@@ -159,9 +159,9 @@ def _numbers(name: str, codes: Deferred, scales: Deferred | None, sizes: Sequenc
     one = scales.ndim < 2 and scales.numel() == 1
     if tuple(scales.shape) != grid and not one:
         raise PlanError(
-            f"{name} is {tuple(codes.shape)} with scales {tuple(scales.shape)}; blocks of "
-            f"{height} x {width} have scales {grid}. Correct weight_block_size in the checkpoint's "
-            "config.json."
+            f"{name} is {tuple(codes.shape)} with scales {tuple(scales.shape)}, but blocks of "
+            f"{height} x {width} need scales {grid}. Correct weight_block_size in the "
+            "checkpoint's config.json."
         )
     code, scale = (x.pieces[0].source for x in (codes, scales))
     return Numbers(code, scale, (height, width))
@@ -188,7 +188,9 @@ def open_checkpoint(path: str | Path) -> dict[str, Deferred]:
                 continue  # The index names another file for this tensor.
             part = file.get_slice(name)
             if part.get_dtype() not in by_dtype:
-                raise UnsupportedError(f"{name} is stored as {part.get_dtype()}.")
+                raise UnsupportedError(
+                    f"{name} is stored as {part.get_dtype()}, which cannot be read."
+                )
             dtype = by_dtype[part.get_dtype()]
             tensors[name] = Deferred.of(Stored(file, name, tuple(part.get_shape()), dtype))
     return tensors

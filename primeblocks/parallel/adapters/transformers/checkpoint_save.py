@@ -92,7 +92,9 @@ def _split(tensors: dict[str, Any], size: int | str) -> Any:
     text = isinstance(size, str) and _SIZE.fullmatch(size)
     number = isinstance(size, int) and not isinstance(size, bool) and 0 < size < 1 << 63
     if not text and not number:
-        raise PlanError(f'max_shard_size is bytes, or text like "5GB": got {shown(size)}.')
+        raise PlanError(
+            f'max_shard_size must be a number of bytes, or text like "5GB"; got {shown(size)}.'
+        )
     return split_torch_state_dict_into_shards(whole, filename_pattern=name, max_shard_size=size)
 
 

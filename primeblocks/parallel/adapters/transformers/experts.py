@@ -22,9 +22,9 @@ def experts_of(model: nn.Module) -> list[Any]:
     for name, module in model.named_modules():
         if hasattr(getattr(module, "base_layer", None), "_apply_gate"):
             raise UnsupportedError(
-                f"PEFT adapts {name} by target_parameters, which needs all experts on one rank "
-                "(gate_proj, up_proj and down_proj become those, too). Leave them out of its "
-                "configuration and call add_expert_lora."
+                f"PEFT adapts {name} by target_parameters, which needs all experts on one rank. "
+                "PEFT also maps gate_proj, up_proj and down_proj to target_parameters. Leave "
+                "these names out of PEFT's configuration, and call add_expert_lora."
             )
     return [module for module in model.modules() if hasattr(module, "_apply_gate")]
 

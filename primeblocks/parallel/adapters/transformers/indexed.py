@@ -118,7 +118,9 @@ def _begin(
     hidden: Tensor = args[0] if args else arguments["hidden_states"]
     sequence = sequence_of(module, arguments, hidden.shape[0])
     if arguments.get("past_key_values") is not None:
-        raise PlanError("attention over split sequences has no cache. Pass use_cache=False.")
+        raise PlanError(
+            "attention over split sequences does not support a cache. Pass use_cache=False."
+        )
     module.indexed_call = _Call(engines, group, sequence)
 
 
@@ -217,7 +219,7 @@ class _Scores:
     def topk(self, k: int, dim: int = -1) -> _Chosen:
         """Select the tokens. Collective: see `_choose`."""
         if len(self._operands) < len(_STEPS):
-            raise _unknown("chooses before it has scores")
+            raise _unknown("selects before it has scores")
         q, _, weights = self._operands
         # The indexer widened queries for the product, but `select` needs the dtype of the keys.
         q = q[0].to(self._keys.dtype)
@@ -235,7 +237,7 @@ def _choose(call: _Call, indexer: IndexerInputs, k: int) -> Tensor:
         tokens = sequence.counts[group.rank()]
         if latents.shape[0] != tokens:
             raise ShapeError(
-                f"the plan gives this rank {tokens} tokens; the model was called with "
+                f"the plan gives this rank {tokens} tokens, but the model was called with "
                 f"{latents.shape[0]}. Pass local_inputs(tokens, sequence=plan, group=...)."
             )
         agreement.facts |= {
@@ -258,8 +260,8 @@ def _choose(call: _Call, indexer: IndexerInputs, k: int) -> Tensor:
 
 def _unknown(deed: str) -> UnsupportedError:
     return UnsupportedError(
-        f"the indexer {deed}, which is not how DeepSeek-V3.2 scores: weighted sums over heads of "
-        "relu(q . k). This adapter was tested with transformers 5.19."
+        f"the indexer {deed}, but DeepSeek-V3.2 scores by weighted sums over heads of relu(q . "
+        "k). This adapter was tested with transformers 5.19."
     )
 
 
@@ -314,9 +316,9 @@ def _matrix(layer: nn.Module) -> Tensor:
     hooks = has_hooks(layer)
     if type(layer) is not nn.Linear or "forward" in vars(layer) or hooks:
         raise UnsupportedError(
-            f"kv_b_proj is a {type(layer).__name__}{' with hooks' if hooks else ''}; attention "
-            "over split sequences takes its weight apart, for keys and for values, and never calls "
-            "it. Leave it a plain nn.Linear: out of LoRA's target_modules, out of fp8's rules "
-            "(exclude='kv_b_proj'), without hooks."
+            f"kv_b_proj is a {type(layer).__name__}{' with hooks' if hooks else ''}. Attention "
+            "over split sequences splits its weight, for keys and for values, and never calls "
+            "it. Leave kv_b_proj a plain nn.Linear without hooks. Exclude it from LoRA's "
+            "target_modules, and from fp8's rules (exclude='kv_b_proj')."
         )
     return layer.weight

@@ -175,7 +175,7 @@ def local_inputs(
     """
     if not all(sequence.counts):
         raise PlanError(
-            "models of transformers need a token on every rank; the plan deals "
+            "models of transformers need a token on every rank, but the plan assigns "
             f"{list(sequence.counts)}. Plan with a smaller chunk_tokens, or order='contiguous'."
         )
     return {
@@ -190,8 +190,8 @@ def _check_attention(kind: str, indexed: bool, attention: object) -> None:
     """Refuse an attention that cannot compute the attention of the family."""
     if attention is not None and not isinstance(attention, IndexedAttention | Callable):
         raise PlanError(
-            f"attention= takes a function, such as primeblocks.parallel.attention.ring_attention; "
-            f"got {attention!r:.80}."
+            "attention= must be a function, such as "
+            f"primeblocks.parallel.attention.ring_attention; got {attention!r:.80}."
         )
     if attention is None or isinstance(attention, IndexedAttention) == indexed:
         return
@@ -199,11 +199,11 @@ def _check_attention(kind: str, indexed: bool, attention: object) -> None:
         raise UnsupportedError(
             f"in {kind} an indexer chooses tokens from the whole sequence, which "
             f"{getattr(attention, '__name__', 'attention=')} does not gather. Pass "
-            "attention=IndexedAttention(kernel=..., scores=...), or nothing."
+            "attention=IndexedAttention(kernel=..., scores=...), or leave attention= out."
         )
     raise UnsupportedError(
-        f"{kind} has no indexer that could use IndexedAttention. Pass attention=ring_attention, "
-        "ulysses_attention, or nothing."
+        f"{kind} has no indexer that could use IndexedAttention. Pass attention=ring_attention or "
+        "ulysses_attention, or leave attention= out."
     )
 
 
@@ -245,8 +245,8 @@ def _admit_sequence(
         )
     if arguments.get("attention_mask") is not None:
         raise PlanError(
-            "attention over split sequences takes documents and no masks. Leave padding out of "
-            "the plan, and do not pass attention_mask."
+            "attention over split sequences does not take masks, but documents. Leave padding out "
+            "of the plan, and do not pass attention_mask."
         )
     if arguments.get("labels") is not None and arguments.get("shift_labels") is None:
         raise PlanError(

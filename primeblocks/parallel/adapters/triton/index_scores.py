@@ -123,13 +123,13 @@ def _check(q: Tensor, k: Tensor, weights: Tensor) -> None:
         and q.shape[2] == k.shape[1]
     ):
         raise ShapeError(
-            "needs q [queries, index_heads, index_dim], k [candidates, index_dim] and weights "
+            "q must be [queries, index_heads, index_dim], k [candidates, index_dim] and weights "
             f"[queries, index_heads]; got {shapes}."
         )
     if q.dtype != k.dtype or not weights.is_floating_point():
         raise ShapeError(
-            f"q and k need one dtype, and weights are numbers; got {q.dtype}, {k.dtype} and "
-            f"{weights.dtype}."
+            f"q and k need one dtype, and weights must be floating-point; got {q.dtype}, "
+            f"{k.dtype} and {weights.dtype}."
         )
     if q.dtype not in _DTYPES or weights.dtype == torch.float64 or max(q.shape[1:]) > _MOST:
         raise UnsupportedError(

@@ -47,8 +47,8 @@ def columns_of(rows: Rows) -> dict[str, int]:
     width, value = rows.key_dim, rows.value_dim
     if rows.key[0] or rows.value[0] or value > width or width > WIDEST:
         raise UnsupportedError(
-            f"the kernel reads keys of up to {WIDEST} columns from the first on, whose first "
-            f"columns are the value, such as Rows.latent(512, 64); got {rows}. Use "
+            f"the kernel needs keys of up to {WIDEST} columns that start at column 0, with the "
+            f"value in their first columns, such as Rows.latent(512, 64); got {rows}. Use "
             "ReferenceKernel()."
         )
     part = max(16, 1 << (width.bit_length() - 1))

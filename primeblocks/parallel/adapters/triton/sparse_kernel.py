@@ -198,7 +198,7 @@ def _check(q: Tensor, kv: Tensor, indices: Tensor, rows: Rows) -> dict[str, int]
     shapes = f"q {tuple(q.shape)}, kv {tuple(kv.shape)}, indices {tuple(indices.shape)}"
     if not q.ndim == kv.ndim == indices.ndim == 3:
         raise ShapeError(
-            "needs q [queries, heads, key_dim], kv [entries, groups, width] and indices "
+            "q must be [queries, heads, key_dim], kv [entries, groups, width] and indices "
             f"[queries, groups, k]; got {shapes}."
         )
     if (

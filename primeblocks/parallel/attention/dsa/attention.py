@@ -248,7 +248,7 @@ def _checked_groups(q: Tensor, kv: Tensor, rows: Rows) -> int:
     shapes = f"q {tuple(q.shape)}, kv {tuple(kv.shape)}"
     if q.ndim != 3 or kv.ndim not in (2, 3) or 0 in (*q.shape[1:], *kv.shape[1:]):
         raise ShapeError(
-            "needs q [local_tokens, heads, key_dim] and kv [local_tokens, width] or "
+            "q must be [local_tokens, heads, key_dim], and kv [local_tokens, width] or "
             f"[local_tokens, groups, width]; got {shapes}."
         )
     groups = kv.shape[1] if kv.ndim == 3 else 1
@@ -263,11 +263,11 @@ def _checked_groups(q: Tensor, kv: Tensor, rows: Rows) -> int:
 def _check_indices(indices: Tensor, q: Tensor, groups: int) -> None:
     if indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (len(q), groups):
         raise ShapeError(
-            f"needs indices [{len(q)}, {groups}, k] of torch.int32; got {tuple(indices.shape)} of "
-            f"{indices.dtype}."
+            f"indices must be [{len(q)}, {groups}, k] of torch.int32; got {tuple(indices.shape)} "
+            f"of {indices.dtype}."
         )
     if not indices.shape[2] or indices.device != q.device:
         raise ShapeError(
-            f"needs at least one id per query, on {q.device}; got {tuple(indices.shape)} on "
-            f"{indices.device}."
+            f"indices need at least one id per query, on {q.device}; got {tuple(indices.shape)} "
+            f"on {indices.device}."
         )

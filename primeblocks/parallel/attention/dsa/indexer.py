@@ -100,7 +100,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.chunk_bytes < 1:
-            raise PlanError(f"needs k >= 1 and chunk_bytes >= 1; got {self}.")
+            raise PlanError(f"TopK needs k >= 1 and chunk_bytes >= 1; got {self}.")
 
     def select(
         self,

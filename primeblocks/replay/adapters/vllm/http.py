@@ -79,7 +79,9 @@ def read_answer(body: Bytes) -> Answer:
     lengths = np.frombuffer(inner[:head], dtype="<u8").tolist()
     lengths = [lengths[0], *lengths[2:]]
     if head + sum(lengths) != len(inner):
-        raise CorruptionError(f"an answer of {len(inner)} bytes does not hold {sum(lengths)}")
+        raise CorruptionError(
+            f"an answer of {len(inner)} bytes does not contain {sum(lengths)} bytes of arrays"
+        )
     parts, begin = [], head
     for length in lengths:
         parts.append(inner[begin : begin + length])
@@ -89,7 +91,7 @@ def read_answer(body: Bytes) -> Answer:
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"the JSON of an answer cannot be read: {error}") from error
     if not isinstance(answer, dict):
-        raise CorruptionError(f"the JSON of an answer is a {type(answer).__name__}, no object")
+        raise CorruptionError(f"the JSON of an answer is a {type(answer).__name__}, not an object")
     return Answer(answer, tuple(read_npy(part) if len(part) else None for part in parts[1:]))
 
 

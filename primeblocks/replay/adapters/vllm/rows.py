@@ -123,18 +123,19 @@ def join_prefill(
     inside = 0 <= prompt_start <= prompt_tokens and 1 <= prompt_tokens <= decode.tokens
     if not inside or not one_more:
         raise ShapeError(
-            f"a prompt of {prompt_tokens} tokens needs routes of it, or of one token more, and of "
-            f"it and a completion; got {prefill.tokens} and {decode.tokens} tokens, prompt_start "
-            f"{prompt_start}"
+            f"for a prompt of {prompt_tokens} tokens, prefill must have {prompt_tokens} or "
+            f"{prompt_tokens + 1} tokens, decode at least {prompt_tokens}, and prompt_start at "
+            f"most {prompt_tokens}; got {prefill.tokens} and {decode.tokens} tokens, and "
+            f"prompt_start {prompt_start}"
         )
     sent = prefill[:prompt_tokens].with_missing(after=decode.tokens - prompt_tokens)
     joined = decode.fill(sent)
     gap = prompt_start + np.flatnonzero(joined.missing[prompt_start:-1])
     if gap.size:
         raise ShapeError(
-            f"{gap.size} of {joined.tokens - 1 - prompt_start} rows are known to neither engine, "
-            f"first that of token {gap[0]}. Were both started with engine_args(...), with room for "
-            "their pages? `decode.fill` joins what is known."
+            f"{gap.size} of {joined.tokens - 1 - prompt_start} rows are known to neither engine. "
+            f"The first is that of token {gap[0]}. Start both engines with engine_args(...), with "
+            "room for their pages. `decode.fill` joins the known rows."
         )
     return joined
 
@@ -149,7 +150,7 @@ def read_npy(file: Bytes) -> np.ndarray:
     found = _NPY.match(head)
     try:
         if found is None or found.end() != 10 + int.from_bytes(head[8:10], "little"):
-            raise ValueError("the header is not that of integers in C order")
+            raise ValueError("the header does not describe integers in C order")
         dims = [int(size) for size in found[2].split(b",") if size]
         data = np.frombuffer(file, np.uint8, offset=found.end())
         return data.view(np.dtype(found[1].decode())).reshape(dims)
@@ -173,15 +174,15 @@ def routes_from_rows(
     if rows.shape != expected or rows.dtype != shape.dtype:
         raise ShapeError(
             f"{tokens} tokens from {prompt_start} on need routed experts {shape.dtype} "
-            f"{list(expected)}; got {rows.dtype} {list(rows.shape)}. Is the RouterShape this "
-            "model's, and prompt_start the request's?"
+            f"{list(expected)}; got {rows.dtype} {list(rows.shape)}. Check that the RouterShape "
+            "is this model's, and prompt_start the request's."
         )
     forgotten = missing_rows(rows)
     dense = np.delete(rows, shape.moe_layers, axis=1)[~forgotten]
     if dense.any():
         layers = sorted(set(range(shape.num_layers)) - set(shape.moe_layers))
         routed = [layer for i, layer in enumerate(layers) if dense[:, i].any()]
-        raise UsageError(f"layers {routed} route, but moe_layers is {shape.moe_layers}.")
+        raise UsageError(f"layers {routed} have experts, but moe_layers is {shape.moe_layers}.")
     if len(shape.moe_layers) < shape.num_layers:
         rows = rows[:, shape.moe_layers]
     rows = np.pad(rows, ((prompt_start, 1), (0, 0), (0, 0)))

@@ -112,8 +112,8 @@ def plan_capture_bytes(
     """
     if page_tokens < 1 or device_pages < 1 or offloaded_pages < 0 or not slack >= 1:
         raise UsageError(
-            "needs page_tokens >= 1, device_pages >= 1, offloaded_pages >= 0 and slack >= 1; got "
-            f"{page_tokens}, {device_pages}, {offloaded_pages} and {slack}."
+            "plan_capture_bytes needs page_tokens >= 1, device_pages >= 1, offloaded_pages >= 0 "
+            f"and slack >= 1; got {page_tokens}, {device_pages}, {offloaded_pages} and {slack}."
         )
     pages = device_pages + math.ceil(offloaded_pages * slack)
     return pages * page_tokens * shape.bytes_per_token
@@ -168,7 +168,7 @@ def _text_values(config: Any) -> Mapping[str, Any]:
         values = values if inner is None else values.get(inner) or values
         if not isinstance(values, Mapping):
             what = "a configuration" if inner is None else inner
-            raise UsageError(f"{what} must be transformers' or a dict; got {shown(values)}.")
+            raise UsageError(f"{what} must be of transformers, or a dict; got {shown(values)}.")
     return values
 
 
@@ -225,6 +225,6 @@ def _layers(values: Mapping[str, Any], name: str) -> Sequence[int]:
 
 def _unread(name: str, found: Any) -> UnsupportedError:
     return UnsupportedError(
-        f"{name} in the configuration is {shown(found)}, which is not read here."
-        " Pass RouterShape(num_layers=, moe_layers=, num_experts=, top_k=) yourself."
+        f"{name} in the configuration is {shown(found)}, which this adapter cannot read. Pass "
+        "RouterShape(num_layers=, moe_layers=, num_experts=, top_k=) yourself."
     )

@@ -243,8 +243,8 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     except PrimeblocksError as error:
         if not drive_sync(llm, made.go_back(before, deadline)):
             raise EngineError(
-                f"{error} Its workers held {before} and cannot go back to a version. Restart the "
-                "engine."
+                f"{error} The workers had the versions {before}, and cannot go back to a version. "
+                "Restart the engine."
             ) from error
         raise
     llm.llm_engine.reset_encoder_cache()
@@ -299,12 +299,13 @@ def _check(in_flight: str, prefill: Collection[int], engines: int) -> None:
         raise UsageError(f"in_flight must be one of {list(_PAUSE)}; got {in_flight!r}.")
     if beyond := sorted(set(prefill) - set(range(engines))):
         raise UsageError(
-            f"prefill names positions among {engines} engines; got {beyond}. Count from 0."
+            f"prefill must contain positions of the {engines} engines, counted from 0; got "
+            f"{beyond}."
         )
     if in_flight == "recompute" and 0 < len(set(prefill)) < engines:
         raise UnsupportedError(
-            'in_flight="recompute" beside prefill engines is refused: a vLLM engine that waits for '
-            "pages of another engine cannot clear its cache, and refuses to pause. "
+            'in_flight="recompute" together with prefill engines is not supported. A vLLM engine '
+            "that waits for pages of another engine cannot clear its cache, and refuses to pause. "
             'Use "continue" or "abort".'
         )
 
@@ -343,7 +344,7 @@ def _raise_first(members: Sequence[_Member]) -> None:
 def refuse_replicas(replicas: int) -> None:
     if replicas > 1:
         raise UnsupportedError(
-            f"one engine with {replicas} replicas reports only on the first replica. Start one "
+            f"an engine with {replicas} replicas reports only about the first replica. Start one "
             "engine for each replica, and pass all of them to update_all()."
         )
 

@@ -36,7 +36,7 @@ def observe_worker(
 ) -> Observed:
     """Worker: digest the weights of this reader's part of the plan. `attach` recorded `reads`."""
     if subscriber is None or reads is None or reads.into is None:
-        raise EngineError("this worker is not attached; call attach() first")
+        raise EngineError("this worker is not attached. Call attach() first.")
     places, into = _places(model), reads.into
     seen = observe(
         subscriber.plan, look_into(model), reader=subscriber.reader, convert=into, lost=reads.lost

@@ -115,8 +115,9 @@ def with_drafts(
         if len(reads.lost) == len(rows):
             raise UnsupportedError(
                 f"{type(drafter).__name__}, which drafts tokens, cannot be updated: "
-                f"{next(iter(reads.lost.values()))}. Leave out of the target manifest what "
-                f"only this loader reads: {len(drafts)} tensors, such as {next(iter(drafts))!r}."
+                f"{next(iter(reads.lost.values()))}. Leave out of the target manifest the tensors "
+                f"that only this loader reads: {len(drafts)} tensors, such as "
+                f"{next(iter(drafts))!r}."
             )
         shared = {id(one) for one in target.parameters()}
         into = {n: one for n, one in drafter.named_parameters() if id(one) not in shared}

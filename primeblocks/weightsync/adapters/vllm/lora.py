@@ -194,8 +194,8 @@ def remove_lora_llm(llm: Any, request: LoRARequest) -> None:
 def _attach_steps(spec: AdapterSpec, plan: Plan, transport: Transport, keep: int) -> Steps:
     if (end := transport.spec())["kind"] == "group":
         raise UnsupportedError(
-            "an adapter is loaded by the receipt of its publish, but a publish over a process "
-            "group ends only after its readers have loaded. Pass another transport."
+            "an adapter is received after publish returns, but over a process group publish waits "
+            "until the readers receive. Pass another transport."
         )
     return ask(_LORA, "attach", asdict(spec), plan.to_json(), end, keep)
 

@@ -111,7 +111,7 @@ class Adapters:
     def load(self, name: str, version: int, digest: str, timeout_s: float) -> None:
         """Receive a version and pass it to vLLM."""
         if name not in self._sources:
-            raise TransferError(f"{name!r} is not attached; call attach_lora() first")
+            raise TransferError(f"{name!r} is not attached. Call attach_lora() first.")
         source, request = self._sources[name], versioned_request(name, version, digest)
         if request.lora_int_id in self._held:
             return
@@ -134,7 +134,8 @@ class Adapters:
         """Remove a version."""
         if lora_id not in self._held:
             raise UsageError(
-                f"no such version is held: {self._names()}. Pass a request of update_lora()."
+                f"this version is not loaded. The loaded versions are {self._names()}. Pass a "
+                "request that update_lora() returned."
             )
         del self._held[lora_id]
         self._manager.remove_adapter(lora_id)
@@ -153,8 +154,8 @@ class Adapters:
         held = [each for each in self._held.values() if each.spec.name == source.spec.name]
         if len(held) >= source.keep:
             raise CapacityError(
-                f"{len(held)} versions of {source.spec.name!r} are held and keep={source.keep}: "
-                f"{self._names()}. Remove one with remove_lora()."
+                f"{len(held)} versions of {source.spec.name!r} are loaded, and "
+                f"keep={source.keep}: {self._names()}. Remove one with remove_lora()."
             )
 
     def _names(self) -> list[str]:
@@ -165,7 +166,9 @@ class Adapters:
         if held is not None:
             return _build(self._manager, held)
         if is_versioned(request):
-            raise UsageError(f"{request.lora_name!r} is not held; these are: {self._names()}.")
+            raise UsageError(
+                f"{request.lora_name!r} is not loaded. The loaded versions are {self._names()}."
+            )
         return self._from_path(request)
 
 
@@ -193,8 +196,8 @@ def _check_fits(manager: Any, spec: AdapterSpec, plan: Plan) -> None:
     most = manager.lora_config.max_lora_rank
     if spec.rank > most:
         raise UnsupportedError(
-            f"adapter {spec.name!r} has rank {spec.rank}, this engine takes {most}. "
-            "Start it with a larger max_lora_rank."
+            f"adapter {spec.name!r} has rank {spec.rank}, but this engine takes at most {most}. "
+            "Start the engine with a larger max_lora_rank."
         )
     adapted = _adapted(manager)
     for module, sizes in spec.modules(plan.target).items():
@@ -203,13 +206,15 @@ def _check_fits(manager: Any, spec: AdapterSpec, plan: Plan) -> None:
             continue  # Another pipeline stage has it.
         if name not in adapted:
             raise PlanError(
-                f"this engine cannot adapt the module {name!r}. It has {len(adapted)}, such as "
-                f"{min(adapted, default=None)!r}: see target_modules and lora_target_modules."
+                f"this engine cannot adapt the module {name!r}. The engine can adapt "
+                f"{len(adapted)} modules, such as {min(adapted, default=None)!r}. See "
+                "target_modules and lora_target_modules."
             )
         if sizes != adapted[name]:
             raise ShapeError(
-                f"{module!r} takes {adapted[name][0]} inputs to {adapted[name][1]} outputs; "
-                f"the adapter {sizes[0]} to {sizes[1]}. Train it on the engine's model."
+                f"{module!r} has {adapted[name][0]} inputs and {adapted[name][1]} outputs, but "
+                f"the adapter has {sizes[0]} and {sizes[1]}. Train the adapter on the engine's "
+                "model."
             )
 
 

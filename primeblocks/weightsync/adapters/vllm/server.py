@@ -35,8 +35,8 @@ def register() -> None:
         raise MissingPackageError("vllm", "vllm") from error
     if not vllm.__version__.startswith(("0.32.", "0.33.")):
         raise UnsupportedError(
-            "primeblocks.weightsync was run with vLLM 0.32, and its signatures were compared with "
-            f"0.33; this is {vllm.__version__}. Install vllm==0.32.*."
+            "primeblocks.weightsync was tested with vLLM 0.32, and its signatures were compared "
+            f"with vLLM 0.33; found {vllm.__version__}. Install vllm==0.32.*."
         )
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, _WORKER, "PrimeblocksEngine")
@@ -153,7 +153,7 @@ class _Calls:
             raise
         if status == 404:
             raise EngineError(
-                f"{self._server.url} has no {path}: start the server with VLLM_SERVER_DEV_MODE=1 "
+                f"{self._server.url} has no {path}. Start the server with VLLM_SERVER_DEV_MODE=1 "
                 "and server_args()."
             )
         if status != 200:

@@ -79,7 +79,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False  # `receive_weights` loads the drafter with the target.
     drafter: nn.Module | None = None
-    _NEVER = WorkerState(error="TransferError", message="not attached; call attach() first")
+    _NEVER = WorkerState(error="TransferError", message="not attached. Call attach() first.")
     _state, _transaction = _NEVER, ""
     _subscriber: Subscriber | None = None
     _checking: Future[None] | None = None
@@ -148,8 +148,8 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise PlanError(
                 f"worker {rank} reads elements of {len(lacking)} tensors, such as {lacking[0]!r}, "
                 f"that reader {reader} of {len(plan.wants)} does not want. Plan for the targets "
-                "that describe() returns for this engine, and pass the first one's number as "
-                "first_reader=."
+                "that describe() returns for this engine, and pass the number of the first "
+                "target as first_reader=."
             )
         is_whole = all(
             boxes == (Layout.whole(plan.target[name].shape).shard,) for name, boxes in wants.items()
@@ -177,7 +177,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         subscriber, version = self._subscriber, update_info.version
         if update_info.transaction != self._transaction:
             logging.getLogger(__name__).warning(
-                "version %d not loaded: the update that asked for it was given up", version
+                "version %d was not loaded, because its update was given up", version
             )
         elif subscriber is not None:
             self._wait()
@@ -291,7 +291,9 @@ def _told(act: Callable[[], object]) -> WorkerState:
     except Exception as met:
         state, cause = WorkerState(error="EngineError", message=f"{type(met).__name__}: {met}"), met
     # Logged with its traceback, because only the text reaches the front end.
-    logging.getLogger(__name__).warning("weights not updated: %s", state.message, exc_info=cause)
+    logging.getLogger(__name__).warning(
+        "the weights were not updated: %s", state.message, exc_info=cause
+    )
     return state
 
 
