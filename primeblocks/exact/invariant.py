@@ -3,7 +3,8 @@
 Two modes of torch see the calls of a model. One replaces attention before torch takes it apart. The
 other sees each operation of `aten`, and does one of four things:
 
-- It computes in one order: products, sums, means, softmax and norms (`ORDERED`, in `rows`).
+- It computes in one order: products, sums, means, softmax and norms (`ORDERED`, in `rows`), and
+  top-k.
 - It computes in whole vectors: rounded functions of single elements, such as `silu`.
 - It leaves the operation alone. IEEE 754 defines the results of operations in `DEFINED` to the bit.
   Operations in `MOVED` move or compare elements, or add them in the order of an index. Operations
@@ -47,7 +48,7 @@ alias amax amin argmax argmin arange bincount cat chunk clone constant_pad_nd co
 detach embedding empty empty_like empty_strided eye flip full full_like gather histc index index_add
 index_copy index_put index_select lift_fresh _local_scalar_dense masked_select max min new_empty
 new_empty_strided new_full new_ones new_zeros ones ones_like repeat _reshape_copy roll
-scalar_tensor scatter scatter_add select_scatter slice_scatter sort split stack topk tril triu
+scalar_tensor scatter scatter_add select_scatter slice_scatter sort split stack tril triu
 unbind _unsafe_view zeros zeros_like
 """)
 # Collectives between processes: a gather moves elements, and a sum has the order of ranks.
@@ -59,7 +60,8 @@ def batch_invariant() -> Iterator[None]:
     """Give a row of any operation the same bits whatever else is in the batch, in a `with` block.
 
     Local. Applies to this thread, on a CPU, and to forward passes. You may call backward inside or
-    outside. Models must meet three conditions:
+    outside. `topk` returns equal elements in the order of their indices. Models must meet three
+    conditions:
 
     - Attention calls torch's `scaled_dot_product_attention`. In transformers set
       `attn_implementation="sdpa"`.
@@ -88,6 +90,8 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         if _is_backward() or _is_exact(func, args, kwargs):
             return func(*args, **kwargs)
+        if func == aten.topk.default:
+            return _topk(*args, **kwargs)
         if func in ORDERED:
             _check_device(func, args)
             return ORDERED[func](*args, **kwargs)
@@ -248,6 +252,15 @@ def _log_softmax(values: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 def _logsumexp(values: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
     return rows.logsumexp(values, dims, keepdim).to(values.dtype)
+
+
+def _topk(
+    values: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Take the first of all sorted elements. Of equal elements, the lowest index comes first."""
+    both = torch.sort(torch.atleast_1d(values), dim=dim, descending=largest, stable=True)
+    found, at = (each.narrow(dim, 0, k).contiguous() for each in both)
+    return (found, at) if values.dim() else (found[0], at[0])
 
 
 def _layer_norm(

@@ -145,6 +145,52 @@ def test_softmax_by_row(name, dtype):
     assert off(whole[finite], exact[finite]) <= 4 * torch.finfo(DTYPES[dtype]).eps
 
 
+@given(
+    st.integers(1, 70),
+    st.integers(0, 70),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    st.data(),
+)
+def test_of_equal_elements_the_lowest_index_is_chosen(count, more, largest, dtype, data):
+    """In any batch, at any size of a row, and at any dim."""
+    values = torch.tensor(
+        data.draw(st.lists(st.lists(st.integers(0, 3), min_size=count, max_size=count), min_size=1))
+    ).to(dtype)
+    k = data.draw(st.integers(0, count))
+    with batch_invariant():
+        found, at = values.topk(k, -1, largest=largest)
+        turned = values.T.topk(k, 0, largest=largest)
+        alone = values[-1].topk(k, largest=largest)
+        worst = torch.nn.functional.pad(values, (0, more), value=-1 if largest else 9)
+        padded = worst.topk(k, largest=largest)
+    order = [
+        sorted(range(count), key=lambda i: -row[i] if largest else row[i])
+        for row in values.tolist()
+    ]
+    assert at.tolist() == [each[:k] for each in order]
+    assert torch.equal(found, values.gather(-1, at))
+    assert found.is_contiguous()
+    for other in (turned[0].T, padded[0]):
+        assert torch.equal(other, found)
+    for other in (turned[1].T, padded[1]):
+        assert torch.equal(other, at)
+    assert torch.equal(alone[0], found[-1])
+    assert torch.equal(alone[1], at[-1])
+
+
+def test_the_first_elements_have_gradients_nans_first_and_refusals_of_torchs():
+    values = torch.tensor([1.0, torch.nan, 1.0, 2.0], requires_grad=True)
+    with batch_invariant():
+        found, at = values.topk(3)
+        assert [each.item() for each in torch.tensor(3.0).topk(1)] == [3, 0]
+        with pytest.raises(RuntimeError):
+            values.topk(5)
+    assert at.tolist() == [1, 3, 0]
+    found[1:].sum().backward()
+    assert values.grad.tolist() == [1, 0, 0, 1]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_norms_by_row(norm, dtype):
