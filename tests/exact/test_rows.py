@@ -74,9 +74,9 @@ def test_narrow_products_have_rows_of_their_own(transposed):
 def test_zeros_at_the_end_of_a_sum_change_nothing(size, more, dtype, seed):
     values = drawn(3, size, seed=seed, dtype=DTYPES[dtype])
     padded = torch.nn.functional.pad(values, (0, more))
-    found = rows.total(values, (1,))
-    assert torch.equal(rows.total(padded, (1,)), found)
-    assert torch.equal(rows.total(values[1:2], (1,)), found[1:2])
+    found = rows.total(values, dtype=torch.float32)
+    assert torch.equal(rows.total(padded, dtype=torch.float32), found)
+    assert torch.equal(rows.total(values[1:2], dtype=torch.float32), found[1:2])
     most = size * torch.finfo().eps * values.double().abs().sum(1)
     assert ((found - values.double().sum(1)).abs() <= most).all()
 
@@ -143,6 +143,17 @@ def test_softmax_by_row(name, dtype):
     finite = exact.isfinite()
     assert torch.equal(whole.isfinite(), finite)
     assert off(whole[finite], exact[finite]) <= 4 * torch.finfo(DTYPES[dtype]).eps
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_softmax_over_any_dim_has_the_shape_of_torchs(name, dim):
+    values = drawn(3, 4, 5, seed=1).double()
+    plain = getattr(torch, name)(values, dim)
+    with batch_invariant():
+        found = getattr(torch, name)(values, dim)
+        assert torch.softmax(values[0, 0, 0], -1).tolist() == 1
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12, check_stride=True)
 
 
 @given(
