@@ -1,24 +1,14 @@
-"""A whole model with the Triton kernels of `exact`, in Triton's interpreter."""
+"""A whole model with the Triton kernels of `exact`."""
 
 import pytest
 import torch
 
 from primeblocks.exact import batch_invariant
 from primeblocks.testing import tiny_models
-from tests.exact.interpreted import multiply_tiles_in_order
+from tests.exact.triton_cases import DEVICE, MARKS, kernels, multiply_tiles_in_order
 
-triton = pytest.importorskip("triton", reason="triton is not installed; scripts/peers does")
 pytest.importorskip("transformers")
-INTERPRETED = triton.knobs.runtime.interpret
-if not INTERPRETED:
-    pytest.skip("needs TRITON_INTERPRET=1", allow_module_level=True)
-
-from primeblocks.exact.adapters import triton as kernels  # noqa: E402
-
-# Of NumPy, about the loops of the interpreter of Triton 3.6.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Conversion of an array with ndim:DeprecationWarning"
-)
+pytestmark = MARKS
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +25,8 @@ def logits(model, ids, **more):
 def test_a_sequence_alone_in_a_batch_cut_and_padded(dtype):
     model = tiny_models.build("qwen3_moe", num_layers=2, dtype=dtype, hidden=64, init_std=0.2)
     ids = torch.randint(4, 512, (3, 12), generator=torch.Generator().manual_seed(1))
-    whole = logits(model.eval(), ids)
+    model, ids = model.eval().to(DEVICE), ids.to(DEVICE)
+    whole = logits(model, ids)
     assert torch.equal(logits(model, ids[1:2]), whole[1:2])
     assert torch.equal(logits(model, ids[2:, :7]), whole[2:, :7])
     padded = torch.nn.functional.pad(ids[:2, :7], (5, 0))
