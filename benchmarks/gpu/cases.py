@@ -8,7 +8,7 @@ from importlib.util import find_spec
 __all__ = ["CASES", "PARTS", "Case"]
 
 # What `--only` names, beside single cases: a block's tests and figures.
-PARTS = ("fp8", "parallel", "dsa", "replay", "kvoffload", "weightsync", "losses")
+PARTS = ("fp8", "parallel", "dsa", "replay", "kvoffload", "weightsync", "losses", "exact")
 # Without the packages that check annotations, which such a machine lacks; and with whatever its
 # other packages warn of: torchao does when it is compiled.
 _PYTEST = (
@@ -88,6 +88,13 @@ CASES = (
     ),
     _kernels("dsa", "dsa_triton", "tests/parallel/test_triton_sparse.py"),
     _kernels("dsa", "dsa_kernels", "tests/parallel/test_dsa_kernels.py"),
+    _kernels(
+        "exact",
+        "exact_triton",
+        "tests/exact/test_triton_rows.py",
+        "tests/exact/test_triton_attention.py",
+        "tests/exact/test_triton_models.py",
+    ),
     _tests("fp8", "fp8_engines", "tests/fp8/test_engines.py", "tests/fp8/test_quantize.py"),
     _tests("fp8", "fp8_devices", "tests/fp8/test_devices.py"),
     _tests("parallel", "parallel_devices", "tests/parallel/test_devices.py"),
@@ -99,6 +106,7 @@ CASES = (
     _tests("losses", "logprobs_devices", "tests/losses/test_logprobs_devices.py"),
     _compiled("fp8", "fp8_compiled", "tests/fp8/test_triton_compile.py"),
     _compiled("dsa", "dsa_compiled", "tests/parallel/test_triton_sparse_compile.py"),
+    _compiled("exact", "exact_compiled", "tests/exact/test_triton_rows_compile.py"),
     _pretended("fp8", "tests/fp8/test_devices.py"),
     _pretended("parallel", "tests/parallel/test_devices.py"),
     _pretended("dsa", "tests/parallel/test_devices_sparse.py"),
@@ -117,5 +125,6 @@ CASES = (
     _figures("weightsync", "colocated", "weightsync_parts.gpu_colocated", deadline_s=45.0),
     _figures("weightsync", "deltas", "weightsync_parts.gpu_deltas", deadline_s=60.0),
     _figures("weightsync", "weights", "weightsync_parts.gpu", deadline_s=75.0),
+    _figures("exact", "exact_kernels", "exact_gpu", deadline_s=45.0),
     _figures("parallel", "offload", "parallel_parts.gpu_memory", deadline_s=30.0),
 )

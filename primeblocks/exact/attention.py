@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import ShapeError
+from ..errors import ShapeError, UnsupportedError
 from .rows import ROWS, matmul, pointwise, total, wide
 
 __all__ = ["PAGE", "attend"]
@@ -44,8 +44,12 @@ def attend(
 
     Raises:
         ShapeError: groups do not divide the heads, or a position has no key.
-        UnsupportedError: this processor's products depend on the batch.
+        UnsupportedError: tensors are not on a CPU, or products depend on the batch here.
     """
+    if query.device.type != "cpu":
+        raise UnsupportedError(
+            f"attend computes on a CPU, not on {query.device}. Pass kernels to batch_invariant."
+        )
     heads, groups, keys = query.shape[1], key.shape[1], len(key)
     if heads % groups or key.shape[:2] != value.shape[:2]:
         raise ShapeError(
@@ -85,6 +89,6 @@ def _walk(query: Tensor, key: Tensor, value: Tensor, positions: Tensor, scale: f
             reduce(torch.add, map(matmul, each.split(PAGE, -1), pages))
             for each, pages in zip(shares, value, strict=True)
         ]
-        found = torch.stack(products) / total(shares, (-1,), keepdim=True)
+        found = torch.stack(products) / total(shares)[..., None]
         out[chosen] = found.view(*rows.shape[:3], -1).transpose(0, 1).flatten(1, 2).to(out.dtype)
     return out

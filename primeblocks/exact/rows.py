@@ -1,10 +1,12 @@
 """Operations in which every row has one order of additions. Local. On a CPU.
 
-Sums and softmax are computed in float32 or wider, and return that dtype.
+Sums and softmax are over the last dim, and are computed in float32 or wider. They return the dtype
+of `values`, or `dtype`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,7 +15,16 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 
-__all__ = ["ROWS", "log_softmax", "logsumexp", "matmul", "pointwise", "softmax", "total", "wide"]
+__all__ = [
+    "ROWS",
+    "grouped_matmul",
+    "log_softmax",
+    "matmul",
+    "pointwise",
+    "softmax",
+    "total",
+    "wide",
+]
 
 ROWS = 32  # of every product: a kernel chooses its order by the shape of its operands
 COLUMNS = 16  # at least: below 12, MKL on an AMD EPYC chooses an order by a row's place
@@ -23,7 +34,7 @@ PIECE = 32768  # elements, too few for torch to split among threads
 _proved: set[tuple[Any, ...]] = set()
 
 
-def matmul(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def matmul(rows: Tensor, weight: Tensor) -> Tensor:
     """Multiply `[rows, in]` by `[in, out]`, 32 rows at a time, padded with rows of zeros.
 
     A weight of fewer than 16 columns is padded with columns of zeros. The first product of a shape
@@ -41,8 +52,17 @@ def matmul(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         parts = (rows.new_zeros(0, rows.shape[1]),)
     else:
         _prove(weight)
-    out = torch.cat([torch.mm(part, weight) for part in parts])[:count, :columns].contiguous()
-    return out if bias is None else out + bias
+    return torch.cat([torch.mm(part, weight) for part in parts])[:count, :columns].contiguous()
+
+
+def grouped_matmul(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """Multiply each group of rows by its weight. Rows after the last end are zero."""
+    bounds = [0, *ends.tolist()]
+    found = [
+        matmul(rows[start:end], weight)
+        for (start, end), weight in zip(pairwise(bounds), weights, strict=True)
+    ]
+    return torch.cat([*found, rows.new_zeros(len(rows) - bounds[-1], weights.shape[-1])])
 
 
 def _prove(weight: Tensor) -> None:
@@ -72,20 +92,14 @@ def _prove(weight: Tensor) -> None:
     _proved.add(shape)
 
 
-def total(values: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
+def total(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """Add neighbours, then neighbouring sums, and so on. Zeros at the end keep the order."""
-    dims = sorted(dim % values.dim() for dim in dims)
-    kept = [dim for dim in range(values.dim()) if dim not in dims]
-    work = wide(values).permute(*kept, *dims).flatten(len(kept))
-    if not dims:  # A scalar, which `flatten` has given a dim of size 1.
-        work = work.unsqueeze(-1) if work.dim() == values.dim() else work
+    work = wide(values)
     while (size := work.shape[-1]) > 1:
         work = F.pad(work, (0, size % 2))
         work = work[..., 0::2] + work[..., 1::2]
     work = work.squeeze(-1) if work.shape[-1] else work.new_zeros(work.shape[:-1])
-    for dim in dims if keepdim else ():
-        work = work.unsqueeze(dim)
-    return work
+    return work.to(dtype or values.dtype)
 
 
 def wide(values: Tensor) -> Tensor:
@@ -94,14 +108,16 @@ def wide(values: Tensor) -> Tensor:
 
 
 def pointwise(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Apply a function of single elements to whole vectors only.
+    """Apply a function of single elements, on a CPU to whole vectors only.
 
-    For elements that do not fill a vector, torch uses other code, in which the last bits of `silu`,
-    `pow` and other functions differ. A thread's share, and so a part of a vector, may end anywhere.
+    For elements that do not fill a vector, torch uses other code on a CPU. The last bits of `silu`,
+    `pow` and other functions then differ. A thread's share, and so a part of a vector, may end
+    anywhere.
     """
     shape = torch.broadcast_shapes(*(arg.shape for arg in args if _is_many(arg)))
     count = shape.numel()
-    if not count or not any(map(_is_many, args)):
+    on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, Tensor))
+    if not count or not on_cpu or not any(map(_is_many, args)):
         return function(*args, **kwargs)
     flat = [
         F.pad(arg.expand(shape).reshape(-1), (0, -count % VECTOR)) if _is_many(arg) else arg
@@ -118,25 +134,19 @@ def _is_many(arg: Any) -> bool:
     return isinstance(arg, Tensor) and arg.dim() > 0
 
 
-def _exponentials(values: Tensor, dims: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the maximum, the values minus the maximum, and their exponentials."""
+def _exponentials(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values minus their maximum, and the exponentials of these differences."""
     work = wide(values)
-    greatest = work.amax(tuple(dims), keepdim=True)
+    greatest = work.amax(-1, keepdim=True)
     left = work - torch.where(greatest == -torch.inf, 0.0, greatest)
-    return greatest, left, pointwise(torch.exp, left)
+    return left, pointwise(torch.exp, left)
 
 
-def softmax(values: Tensor, dim: int) -> Tensor:
-    _, _, each = _exponentials(values, (dim,))
-    return each / total(each, (dim,), keepdim=True)
+def softmax(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    _, each = _exponentials(values)
+    return (each / total(each)[..., None]).to(dtype or values.dtype)
 
 
-def log_softmax(values: Tensor, dim: int) -> Tensor:
-    _, left, each = _exponentials(values, (dim,))
-    return left - pointwise(torch.log, total(each, (dim,), keepdim=True))
-
-
-def logsumexp(values: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
-    greatest, _, each = _exponentials(values, dims)
-    found = greatest + pointwise(torch.log, total(each, dims, keepdim=True))
-    return found if keepdim else found.squeeze(tuple(dims))
+def log_softmax(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    left, each = _exponentials(values)
+    return (left - pointwise(torch.log, total(each)[..., None])).to(dtype or values.dtype)

@@ -1,5 +1,6 @@
 """torch's `scaled_dot_product_attention`, computed by pages of the keys that each query sees."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,7 +9,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import UnsupportedError
-from .attention import attend
 
 __all__ = ["scaled_dot_product_attention"]
 
@@ -22,11 +22,13 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    attend: Callable[..., Tensor],
 ) -> Tensor:
     """Compute torch's function, for masks in which each query sees a contiguous range of keys.
 
     Pages begin at the first key that a query sees. A sequence in a packed row therefore has the
-    bits that it has alone. Differentiable, with torch's backward.
+    bits that it has alone. `attend` computes the pages. Differentiable, with torch's backward.
 
     Raises:
         UnsupportedError: dropout, a bias, another shape, a mask with gaps, or a mask that differs
@@ -42,7 +44,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None and is_causal:
         raise UnsupportedError("attention got a mask and is_causal=True. Pass only one of them.")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return _Paged.apply(query, key, value, attn_mask, is_causal, scale)
+    return _Paged.apply(query, key, value, attn_mask, is_causal, scale, attend)
 
 
 class _Paged(torch.autograd.Function):
@@ -55,10 +57,11 @@ class _Paged(torch.autograd.Function):
         mask: Tensor | None,
         is_causal: bool,
         scale: float,
+        attend: Callable[..., Tensor],
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, mask)
         ctx.call = is_causal, scale
-        return _by_pages(query, key, value, mask, is_causal, scale)
+        return _by_pages(query, key, value, mask, is_causal, scale, attend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -71,11 +74,17 @@ class _Paged(torch.autograd.Function):
                 q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=shares
             )
             found = torch.autograd.grad(out, (q, k, v), grads[0])
-        return *found, None, None, None
+        return *found, None, None, None, None
 
 
 def _by_pages(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    attend: Callable[..., Tensor],
 ) -> Tensor:
     with _disable_current_modes():
         first, last = _runs(query, key, mask, is_causal)
@@ -104,8 +113,8 @@ def _runs(
     """
     batch, queries, keys = len(query), query.shape[-2], key.shape[-2]
     if mask is None:
-        last = torch.arange(queries).clamp(max=keys - 1) if is_causal else torch.tensor([keys - 1])
-        last = last.expand(batch, queries)
+        last = torch.arange(queries, device=query.device).clamp(max=keys - 1)
+        last = (last if is_causal else torch.full_like(last, keys - 1)).expand(batch, queries)
         return torch.zeros_like(last), last
     seen = mask if mask.dtype == torch.bool else mask == 0
     if mask.dtype != torch.bool and not bool(((mask < -1e4) | seen).all()):
@@ -117,7 +126,7 @@ def _runs(
     count = seen.sum(-1)
     first = seen.int().argmax(-1)
     last = torch.where(count > 0, first + count - 1, -1)
-    at = torch.arange(keys)
+    at = torch.arange(keys, device=seen.device)
     if not torch.equal(seen, (at >= first[..., None]) & (at <= last[..., None])):
         raise UnsupportedError(
             "a query sees keys with a gap between them. Use a mask in which each query sees a "

@@ -74,9 +74,9 @@ def test_narrow_products_have_rows_of_their_own(transposed):
 def test_zeros_at_the_end_of_a_sum_change_nothing(size, more, dtype, seed):
     values = drawn(3, size, seed=seed, dtype=DTYPES[dtype])
     padded = torch.nn.functional.pad(values, (0, more))
-    found = rows.total(values, (1,))
-    assert torch.equal(rows.total(padded, (1,)), found)
-    assert torch.equal(rows.total(values[1:2], (1,)), found[1:2])
+    found = rows.total(values, dtype=torch.float32)
+    assert torch.equal(rows.total(padded, dtype=torch.float32), found)
+    assert torch.equal(rows.total(values[1:2], dtype=torch.float32), found[1:2])
     most = size * torch.finfo().eps * values.double().abs().sum(1)
     assert ((found - values.double().sum(1)).abs() <= most).all()
 
@@ -143,6 +143,63 @@ def test_softmax_by_row(name, dtype):
     finite = exact.isfinite()
     assert torch.equal(whole.isfinite(), finite)
     assert off(whole[finite], exact[finite]) <= 4 * torch.finfo(DTYPES[dtype]).eps
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_softmax_over_any_dim_has_the_shape_of_torchs(name, dim):
+    values = drawn(3, 4, 5, seed=1).double()
+    plain = getattr(torch, name)(values, dim)
+    with batch_invariant():
+        found = getattr(torch, name)(values, dim)
+        assert torch.softmax(values[0, 0, 0], -1).tolist() == 1
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12, check_stride=True)
+
+
+@given(
+    st.integers(1, 70),
+    st.integers(0, 70),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64]),
+    st.data(),
+)
+def test_of_equal_elements_the_lowest_index_is_chosen(count, more, largest, dtype, data):
+    """In any batch, at any size of a row, and at any dim."""
+    values = torch.tensor(
+        data.draw(st.lists(st.lists(st.integers(0, 3), min_size=count, max_size=count), min_size=1))
+    ).to(dtype)
+    k = data.draw(st.integers(0, count))
+    with batch_invariant():
+        found, at = values.topk(k, -1, largest=largest)
+        turned = values.T.topk(k, 0, largest=largest)
+        alone = values[-1].topk(k, largest=largest)
+        worst = torch.nn.functional.pad(values, (0, more), value=-1 if largest else 9)
+        padded = worst.topk(k, largest=largest)
+    order = [
+        sorted(range(count), key=lambda i: -row[i] if largest else row[i])
+        for row in values.tolist()
+    ]
+    assert at.tolist() == [each[:k] for each in order]
+    assert torch.equal(found, values.gather(-1, at))
+    assert found.is_contiguous()
+    for other in (turned[0].T, padded[0]):
+        assert torch.equal(other, found)
+    for other in (turned[1].T, padded[1]):
+        assert torch.equal(other, at)
+    assert torch.equal(alone[0], found[-1])
+    assert torch.equal(alone[1], at[-1])
+
+
+def test_the_first_elements_have_gradients_nans_first_and_refusals_of_torchs():
+    values = torch.tensor([1.0, torch.nan, 1.0, 2.0], requires_grad=True)
+    with batch_invariant():
+        found, at = values.topk(3)
+        assert [each.item() for each in torch.tensor(3.0).topk(1)] == [3, 0]
+        with pytest.raises(RuntimeError):
+            values.topk(5)
+    assert at.tolist() == [1, 3, 0]
+    found[1:].sum().backward()
+    assert values.grad.tolist() == [1, 0, 0, 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

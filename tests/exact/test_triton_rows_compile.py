@@ -1,6 +1,7 @@
 """Kernels of `exact` compiled for GPUs that are not here, and the adapter without one."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from primeblocks.errors import UnsupportedError
 from tests.triton_compiler import compiled, spilled_bytes
 
 SMALLEST = 99 << 10  # Shared memory of a program on the smallest GPUs since Ampere.
+SHARED = 227 << 10  # The same on Hopper and Blackwell.
 KINDS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 TARGETS = (90, 100)  # Hopper and Blackwell
 LAYOUTS = {"rows": {"right_column": 1}, "columns": {"right_row": 1}}
@@ -19,9 +21,9 @@ def kernels():
     triton = pytest.importorskip("triton", reason="triton is not installed; scripts/peers does")
     if triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1 leaves nothing to compile")
-    from primeblocks.exact.adapters import triton as kernels
+    from primeblocks.exact.adapters.triton import attention, products, rows
 
-    return kernels
+    return SimpleNamespace(**{**vars(attention), **vars(products), **vars(rows)})
 
 
 def build(kernel, launch, kinds, *, target, aligned=True):
@@ -33,10 +35,9 @@ def build(kernel, launch, kinds, *, target, aligned=True):
 
 
 def build_row(kernels, kind, size, dtype, *, target, aligned=True, **constants):
-    kinds = dict.fromkeys(("values", "weight", "out"), KINDS[dtype])
-    kinds |= {"divisor": "fp32", "eps": "fp32"}
+    kinds = dict.fromkeys(("values", "out"), KINDS[dtype])
     launch = kernels._launch_of_rows(kind, size) | constants
-    return build(kernels._compute_row, launch, kinds, target=target, aligned=aligned)
+    return build(kernels._compute_rows, launch, kinds, target=target, aligned=aligned)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -71,23 +72,22 @@ def test_products_add_alike_at_any_address(kernels, dtype, layout, target, tmp_p
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("width", [128, 151936])
-@pytest.mark.parametrize("kind", ["total", "softmax", "log_softmax", "rms_norm"])
+@pytest.mark.parametrize("kind", ["total", "softmax", "log_softmax"])
 def test_rows_are_rounded_as_written_and_spill_nothing(kernels, kind, width, target, tmp_path):
     for dtype in (torch.float32, torch.bfloat16):
         binary = build_row(kernels, kind, width, dtype, target=target)
         assert spilled_bytes(binary, tmp_path) == 0
         ptx = binary.asm["ptx"]
-        assert "div.rn.f32" in ptx
-        assert ("sqrt.rn.f32" in ptx) == (kind == "rms_norm")
-        for other in ("div.full", "rcp.", "sqrt.approx", "rsqrt"):
+        assert ("div.rn.f32" in ptx) == (kind == "softmax")
+        for other in ("div.full", "rcp."):
             assert other not in ptx
-        if kind in ("total", "rms_norm"):
+        if kind == "total":
             assert "fma.rn.f32" not in ptx
             assert ".ftz" not in ptx
 
 
 def test_rows_of_odd_widths_spill_nothing_on_a_hopper(kernels, tmp_path):
-    for kind in ("total", "softmax", "rms_norm"):
+    for kind in ("total", "softmax"):
         binary = build_row(kernels, kind, 4097, torch.bfloat16, target=90, aligned=False)
         assert spilled_bytes(binary, tmp_path) == 0
 
@@ -98,8 +98,32 @@ def test_sizes_of_one_compile(kernels):
     ones = dict.fromkeys(("inner", "columns", "right_group", "right_row", "right_column"), 1)
     launch = kernels._launch_of_products(torch.bfloat16) | ones
     assert build(kernels._multiply_tiles, launch, kinds, target=90).asm["cubin"]
-    for kind in ("total", "log_softmax", "rms_norm"):
+    for kind in ("total", "log_softmax"):
         assert build_row(kernels, kind, 1, torch.bfloat16, target=90, width=1).asm["cubin"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("sizes", [(32, 32), (64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_attention_adds_alike_at_any_address(kernels, dtype, sizes, target, tmp_path):
+    """In the same steps, and without spilled registers if the width is a multiple of 16."""
+    kinds = dict.fromkeys(("query", "key", "value", "out"), KINDS[dtype])
+    kinds |= {"positions": "*i64", "scale": "fp32"}
+    launch = kernels._launch_of_attention(dtype, *sizes)
+    steps = []
+    for aligned in (True, False):
+        binary = build(kernels._attend_tile, launch, kinds, target=target, aligned=aligned)
+        if aligned:
+            assert spilled_bytes(binary, tmp_path) == 0
+        assert binary.metadata.shared <= SHARED
+        ptx = binary.asm["ptx"]
+        assert not re.search(r"\b(atom|red)\.global", ptx)
+        assert "div.rn.f32" in ptx
+        steps.append(re.findall(r"(?:wgmma\.mma_async|tcgen05\.mma|\bmma)\.[\w.:]+", ptx))
+    if target == 100:  # Loads of aligned rows overlap with products, which repeats instructions.
+        steps = [set(each) for each in steps]
+    assert steps[0] == steps[1]
+    assert bool(steps[0]) == (dtype != torch.float32)
 
 
 def test_a_cpu_is_refused_outside_the_interpreter(kernels):
@@ -107,3 +131,5 @@ def test_a_cpu_is_refused_outside_the_interpreter(kernels):
         kernels.total(torch.ones(2))
     with pytest.raises(UnsupportedError, match="TRITON_INTERPRET=1"):
         kernels.matmul(torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(UnsupportedError, match="got one on cpu"):
+        kernels.attend(*torch.ones(3, 2, 2, 2), positions=torch.arange(2), scale=1.0)

@@ -1,0 +1,28 @@
+"""Never run on a GPU: the `Kernels` of `exact` in Triton, for `batch_invariant(kernels=)`.
+
+They run in Triton's interpreter, and compile for sm_90 and sm_100. They compute in float32, round
+once, and have no gradients. The host does not wait for them. The order of additions depends only on
+the dtype, on the width of heads, and on the number of added elements:
+
+- Products have tiles of one size, without split-K and without tuning. A program adds the tiles of
+  the inner dim from first to last.
+- Sums over a row add neighbours, then neighbouring sums, and so on, as `batch_invariant()` does on
+  a CPU. The kernel states each addition itself, because the order of Triton's own sums depends on
+  which elements a thread has. It therefore depends on the alignment of a row's address.
+- Attention adds pages of keys in the order of positions. When a page raises the maximum of a
+  query's scores, the sums of this query are rescaled. A key that a query does not see has a weight
+  of zero. A page of such keys multiplies the sums by one and adds zero, so it changes no bit.
+"""
+
+from ....errors import MissingPackageError
+
+try:
+    from .attention import attend
+    from .products import grouped_matmul, matmul
+    from .rows import log_softmax, softmax, total
+except ModuleNotFoundError as error:
+    if error.name != "triton":
+        raise
+    raise MissingPackageError("triton", "triton") from error
+
+__all__ = ["attend", "grouped_matmul", "log_softmax", "matmul", "softmax", "total"]

@@ -1,0 +1,46 @@
+"""The functions in which `batch_invariant()` adds numbers, for a device other than a CPU."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Kernels"]
+
+
+class Kernels(Protocol):
+    """Functions that give a row the same bits in any batch. A module can be a `Kernels`.
+
+    `batch_invariant` calls the functions without gradients, under `torch.no_grad`. A function
+    raises `UnsupportedError` for a dtype or device that it does not support.
+    """
+
+    def matmul(self, left: Tensor, right: Tensor, /) -> Tensor:
+        """Multiply `[rows, in]` by `[in, out]`."""
+
+    def grouped_matmul(self, left: Tensor, right: Tensor, ends: Tensor, /) -> Tensor:
+        """Multiply each group of rows of `[rows, in]` by its matrix of `[groups, in, out]`.
+
+        `ends` is the end of each group. Rows after the last end are zero.
+        """
+
+    def total(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Sum over the last dim. The result has `dtype`, or the dtype of `values`."""
+
+    def softmax(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Compute the softmax over the last dim. The result has the dtype of `total`."""
+
+    def log_softmax(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Compute the logarithm of the softmax over the last dim. Otherwise like `softmax`."""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        /,
+        *,
+        positions: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """Attend from the queries of one sequence to its keys, as `exact.attend` does."""
