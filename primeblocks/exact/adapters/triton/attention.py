@@ -51,7 +51,7 @@ def _attend_tile(
     last = tl.minimum(tl.load(positions + token, real, other=0), keys - 1).to(tl.int32)
     row = (token * groups + group) * shared + row % shared
     inner, outer = tl.arange(0, INNER), tl.arange(0, OUTS)
-    ones = tl.full((PAGE, 16), 1.0, value.dtype.element_ty)
+    ones = tl.full((PAGE, 16), 1.0, tl.float32).to(value.dtype.element_ty)
 
     greatest = tl.full((ROWS,), float("-inf"), tl.float32)
     sums = tl.zeros((ROWS, 16), tl.float32)  # of weights, in equal columns
