@@ -1,8 +1,9 @@
 """Episodes, in which the model speaks and the calculator answers. Only rank 0 runs them.
 
-An episode ends when the model calls no tool. The model's last text is its answer, which the data
-set scores. The template renders the question once, and later only the new messages. So each turn
-continues after exactly the tokens that were sampled, and a whole episode is one rollout.
+An episode ends when the model calls no tool, or at a limit of turns or tokens. The model's last
+text is its answer, which the data set scores. The template renders the question once, and later
+only the new messages. So each turn continues after exactly the tokens that were sampled, and a
+whole episode is one rollout.
 """
 
 import asyncio

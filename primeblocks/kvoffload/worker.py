@@ -54,8 +54,8 @@ class Order:
     """A queue of moves. `Write`, `Drop`, `Clear` and `Until` keep their order.
 
     Reads and questions overtake these moves, but not a `Clear`, because they must not find pages
-    that it will drop. They do not overtake for ever, because frames wait for writes. At most
-    `reads` or `writes` pages go together.
+    that it will drop. They do not overtake for ever, because frames wait for writes.
+    `next` returns at most `reads` reads or questions, or at most `writes` writes.
     """
 
     def __init__(self, *, reads: int, writes: int) -> None:

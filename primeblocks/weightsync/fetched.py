@@ -1,8 +1,9 @@
 """The bytes of a version on their way into a load: fetched, checked, loaded.
 
-A load gets only bytes that were checked. Bytes in memory of this process, or sealed by their
-writers, are checked once, and the load gets them in place. Other processes may still write to lent
-bytes. So the load gets copies, which are checked, even if the bytes were checked before the load.
+A load gets only bytes that were checked. Other processes cannot change bytes in this process's
+memory, or bytes that their writers sealed. These bytes are checked once, and the load uses them in
+place. Other processes may still write to lent bytes. So the load gets copies, which are checked,
+even if the bytes were checked before the load.
 """
 
 from __future__ import annotations

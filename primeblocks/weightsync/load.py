@@ -19,8 +19,8 @@ __all__ = ["InPlace", "load_into"]
 def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -> InPlace:
     """Return a `load` for `Subscriber` that copies each tensor to the target's tensor of that name.
 
-    Local. Compares names, shapes, boxes and dtypes now, before any load. Target and plan must have
-    the same tensors.
+    Local. This call compares names, shapes, boxes and dtypes of target and plan before any load.
+    Target and plan must have the same tensors.
 
     Args:
         target: a module, for its parameters and persistent buffers, or tensors by name. A DTensor

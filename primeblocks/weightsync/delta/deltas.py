@@ -65,7 +65,8 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 
     Raises:
         ShapeError: shapes or dtypes differ, or a tensor is not contiguous.
-        UnsupportedError: elements do not have 1, 2 or 4 bytes, or a tensor's bits are not stored.
+        UnsupportedError: elements do not have 1, 2 or 4 bytes, or a tensor is a meta tensor or a
+            negated or conjugated view.
         UsageError: the tensors are on different devices.
     """
     if new.shape != old.shape or new.dtype != old.dtype:
@@ -98,7 +99,8 @@ def apply_delta(target: Tensor, delta: Bytes) -> None:
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost.
         ShapeError: the target has another number or size of elements, or is not contiguous.
-        UnsupportedError: the delta has another format version, or the target's bits are not stored.
+        UnsupportedError: the delta has another format version, or the target is a meta tensor or a
+            negated or conjugated view.
     """
     opened = open_delta(delta)
     if target.itemsize != opened.itemsize or target.numel() != opened.numel:

@@ -34,8 +34,8 @@ class RolloutSender:
 
     Args:
         address: of the receiver, such as "tcp://10.0.0.1:5555".
-        capacity_bytes: the most payload bytes of unsettled groups. If a group would exceed them,
-            `put` waits.
+        capacity_bytes: the most payload bytes of unsettled groups. `put` waits while its group
+            would exceed this limit.
         retry_s: seconds between two requests to the receiver. A lost group is sent again after
             this time.
         clock: the time of the deadlines.

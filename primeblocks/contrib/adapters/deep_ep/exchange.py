@@ -83,7 +83,7 @@ class DeepEpBuffer(Protocol):
         ...
 
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
-        """Send other rows to the same ranks. They arrive in the order of the first rows."""
+        """Send rows to the ranks of an earlier `send`. They arrive in the same order as there."""
         ...
 
     def sum_back(

@@ -7,8 +7,8 @@ the dtype, on the width of heads, and on the number of added elements:
 - Products have tiles of one size, without split-K and without tuning. A program adds the tiles of
   the inner dim from first to last.
 - Sums over a row add neighbours, then neighbouring sums, and so on, as `batch_invariant()` does on
-  a CPU. The kernel states each addition itself, because the order of Triton's own sums depends on
-  which elements a thread has. It therefore depends on the alignment of a row's address.
+  a CPU. The kernel states each addition itself, because Triton's own sums depend on which
+  elements a thread has. Their order would depend on the alignment of a row's address.
 - Attention adds pages of keys in the order of positions. When a page raises the maximum of a
   query's scores, the sums of this query are rescaled. A key that a query does not see has a weight
   of zero. A page of such keys multiplies the sums by one and adds zero, so it changes no bit.
