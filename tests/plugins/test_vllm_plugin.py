@@ -93,7 +93,7 @@ def test_the_off_switch_names_patches():
 def test_capture_over_nixl_is_off_without_what_it_needs(off):
     refused = plugin.refusals(**CPU | {"off": off})
     assert set(refused) == {off, "routes_over_nixl"}
-    assert f"it needs {off}: {plugin.OFF} names it" in refused["routes_over_nixl"]
+    assert f"it needs {off}: {plugin.OFF} contains its name" in refused["routes_over_nixl"]
 
 
 def config(*, dtype="float32", backend=None, capture=False, transfer=None):

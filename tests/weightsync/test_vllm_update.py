@@ -286,7 +286,7 @@ def _int8(folder):
 
 def test_refusals_have_types(offline):
     assert offline["unattached"][0] == "TransferError"
-    assert "call attach() first" in offline["unattached"][1]
+    assert "Call attach() first" in offline["unattached"][1]
     assert offline["never_committed"][0] == "DeadlineError"
 
 
