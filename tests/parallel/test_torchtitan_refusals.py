@@ -70,7 +70,7 @@ def test_bad_input_is_refused_before_its_dispatcher_sees_it():
         with pytest.raises(ShapeError):
             ours.dispatch(*bad, num_experts=EXPERTS)
     with pytest.raises(
-        PlanError, match="9 experts, 3 per token, over 1 ranks; .* for 8 experts and 3 per"
+        PlanError, match="9 experts, 3 per token, over 1 ranks. .* for 8 experts and 3 per"
     ):
         ours.dispatch(x, scores, ids, num_experts=9)
     with pytest.raises(PlanError, match="8 experts, 2 per token"):
