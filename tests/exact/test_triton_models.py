@@ -8,7 +8,8 @@ from primeblocks.testing import tiny_models
 from tests.exact.triton_cases import DEVICE, MARKS, kernels, multiply_tiles_in_order
 
 pytest.importorskip("transformers")
-pytestmark = MARKS
+# transformers imports torchao, which has such a text.
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:invalid escape sequence")]
 
 
 @pytest.fixture(autouse=True)
