@@ -195,6 +195,9 @@ PADDED = {
     "of them": (lambda t: torch.ones(2, 3, device=t.device) * 2, False),
     "ones like": (lambda t: torch.ones_like(t)[:2], False),
     "new, filled": (lambda t: t.new_full((2, 3), 4.0), False),
+    "zeros, filled": (lambda t: torch.zeros(2, 3, device=t.device).fill_(1), False),
+    "new zeros, filled": (lambda t: t.new_zeros(2, 3).fill_(1), False),
+    "zeros and one": (lambda t: torch.zeros(2, 3, device=t.device) + 1, False),
     "a range": (lambda t: torch.arange(6.0, device=t.device).view(2, 3), False),
 }
 

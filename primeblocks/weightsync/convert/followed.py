@@ -110,6 +110,7 @@ class Follower(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default:
             return self._one(followed[0])
         sources = [t for t in followed if not any(t is each for each in written)]
+        self._note_filled(func, (), () if sources else written)
         for target in written:
             origin = self._origins.get(_storage(target))
             if origin is not None:
@@ -134,9 +135,11 @@ class Follower(TorchDispatchMode):
 
     def _note_filled(self, func: Any, given: Sequence[Tensor], made: Any) -> None:
         """Note tensors without memory that are made of constants."""
+        if func._schema.name.removeprefix("aten::").removeprefix("new_").startswith(_ZEROS):
+            return
         held = [tensor for tensor in given if tensor.is_meta]
-        is_zero = func._schema.name.removeprefix("aten::").removeprefix("new_").startswith(_ZEROS)
-        if any(_storage(one) in self._filled for one in held) if held else not is_zero:
+        is_moved = bool(held) and (func.is_view or func in _MOVES)
+        if not is_moved or any(_storage(one) in self._filled for one in held):
             for tensor in tree_leaves(made):
                 if isinstance(tensor, Tensor) and tensor.is_meta:
                     self._filled[_storage(tensor)] = tensor
