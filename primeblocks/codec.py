@@ -39,7 +39,7 @@ def _digest(name: str, *parts: bytes | memoryview) -> bytes:
 def pack(value: Any, *, name: str) -> bytes:
     """Return a value as bytes with a checksum.
 
-    Supported types are None, bool, int, float, str, bytes, and numpy numbers and arrays. A list, a
+    Supported types are bool, int, float, str, bytes, None, and numpy numbers and arrays. A list, a
     tuple, a dict with str keys or an `Aligned` may contain values of supported types. `unpack`
     returns a bytearray or a memoryview as bytes.
 

@@ -1,4 +1,4 @@
-"""Quantize in tiles, in one pass over the input. Has run on one H100.
+"""Quantize in tiles, in one pass over the input.
 
 Codes and scales equal those of `primeblocks.fp8.quantize` bit for bit. Divisions are rounded
 correctly. A tile's maximum is computed from bits without sign, where a NaN is larger than all
@@ -197,10 +197,10 @@ def _quantize_blocks(
 
 @dataclass(frozen=True)
 class TritonQuantizer:
-    """A `FusedQuantizer` in Triton, with the bits of `fp8.quantize`. One launch per call.
+    """A `FusedQuantizer` in Triton with the bits of `fp8.quantize`. Each call launches one kernel.
 
-    Scales of one-row tiles are stored with the rows contiguous, as products read them. Sides of
-    tiles are powers of two up to 128.
+    Scales of one-row tiles are contiguous along the rows, in the order in which products read
+    scales. The sides of tiles must be powers of two up to 128.
     """
 
     def __call__(
@@ -218,7 +218,7 @@ class TritonQuantizer:
 
         Raises:
             UsageError: a value is not finite.
-            UnsupportedError: Triton cannot use `x`, or the kernel does not have this tile.
+            UnsupportedError: Triton cannot use `x`, or the kernel does not support `tile`.
             ShapeError: `x` is not a matrix of floating-point numbers.
         """
         return _quantize(x, tile, scale, quotient, nonfinite)[0]
@@ -232,9 +232,10 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize x and x.mT, each in `tile`, and read x once. Local. Raises the errors of a call.
+        """Quantize `x` and `x.mT`, both in tiles of size `tile`, and read `x` only once. Local.
 
-        The codes of both are contiguous. In x.mT too, the first tile starts at the first column.
+        The codes of both matrices are contiguous. The tiles of `x.mT` start at the first column of
+        `x.mT`. Raises the errors of `__call__`.
         """
         made, flipped = _quantize(x, tile, scale, quotient, nonfinite, both=True)
         return made, flipped
@@ -249,15 +250,17 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> Quantized:
-        """Quantize the SwiGLU of `gate_up` without storing it. Local.
+        """Quantize the SwiGLU of `gate_up` without storing the activation. Local.
 
-        Moves 5 bytes per bfloat16 value instead of 9. The kernel uses the GPU's exponential. Before
-        an activation is rounded to its dtype, its relative difference from the definition may
-        therefore be (5 + |gate|) * 2**-23. The codes are exactly those of the activation.
+        The kernel moves 5 bytes per bfloat16 activation, and two separate kernels would move 9
+        bytes. The kernel uses the GPU's exponential. Before rounding to the dtype of `gate_up`, an
+        activation may therefore have a relative error of (5 + |gate|) * 2**-23. The codes equal
+        those of `fp8.quantize` for the rounded activation.
 
         Raises:
-            ShapeError: shapes or dtypes do not fit.
-            UnsupportedError, UsageError: as for a call.
+            ShapeError: `gate_up` is not `[tokens, 2 * inner]`, or `scores` is not `[tokens]` on the
+                same device.
+            UnsupportedError, UsageError: as for `__call__`.
         """
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
@@ -273,7 +276,10 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize the SwiGLU and its transpose. Local. Moves 6 bytes per bfloat16, not 10."""
+        """Quantize the SwiGLU of `gate_up` and its transpose. Local.
+
+        The kernel moves 6 bytes per bfloat16 activation, and separate kernels would move 10 bytes.
+        """
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
         made, flipped = _quantize(gate_up, *how, both=True, gated=True, scores=scores)
