@@ -72,7 +72,7 @@ class VllmFleet:
         update: an async function such as weightsync's `update_all`. The call
             `update(engines, published, timeout_s=)` loads a version into all `engines` or into
             none. The attribute `engines` of a raised error lists the positions of failed engines.
-            `update` also gets the positions of prefill engines as `prefill=`, if there are any.
+            If some engines are prefill engines, `update` also gets their positions as `prefill=`.
         through: the `generate` function of a router, to which all requests go instead of
             `members`. The router does not learn which engines are drained.
         clock: the clock for deadlines.
