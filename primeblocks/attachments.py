@@ -1,4 +1,4 @@
-"""Attachments: values that belong to tokens of a rollout, and are cut and joined with them."""
+"""Values that belong to tokens of a rollout, and are cut and joined together with the tokens."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Aligned:
     Args:
         value: any object. If `by_token` is False, the value stays whole, as an image does, and the
             library does not cut a rollout between `start` and `stop`.
-        by_token: whether `value` is a numpy array or a tensor with one row per token, such as
-            routes, and is cut with the tokens.
+        by_token: whether `value` has one row per token, such as routes, and is cut with the tokens.
+            A value with rows must be a numpy array or a tensor.
 
     Raises:
         ShapeError: the range is empty or begins before 0, or `value` does not have one row per
@@ -68,7 +68,7 @@ class Aligned:
     def before(self, stop: int) -> Aligned | None:
         """Return the part of the value for tokens before `stop`. Rows are not copied.
 
-        If the part is empty, or if a value without rows reaches beyond `stop`, return None.
+        If the part is empty, or if a value with `by_token=False` ends after `stop`, return None.
         """
         if self.stop <= stop:
             return self
@@ -78,7 +78,7 @@ class Aligned:
 
 
 def whole(attachments: Mapping[str, Any]) -> Iterable[Aligned]:
-    """Return the `Aligned` values without one row per token, which cannot be cut."""
+    """Return the `Aligned` values with `by_token=False`, which cannot be cut."""
     return (
         each
         for value in attachments.values()
@@ -99,7 +99,7 @@ def check_inside(attachments: Mapping[str, Any], length: int) -> None:
 
 
 def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]:
-    """Return the attachments without values of the tokens from position `stop` on."""
+    """Cut attachments after the first `stop` tokens."""
     kept = {}
     for name, value in attachments.items():
         before = [x.before(stop) if isinstance(x, Aligned) else x for x in parts(value)]
@@ -112,8 +112,8 @@ def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]
 def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> int:
     """Return how many of the first `length` tokens have equal images in `held` and `new`.
 
-    Two images may have the same token ids. Other `Aligned` values without rows are compared like
-    images: first by identity, then by content. Values that only `held` contains are ignored.
+    Two images may have the same token ids. Every `Aligned` value with `by_token=False` is compared
+    like an image: first by identity, then by content. Values that only `held` contains are ignored.
     """
     for name, value in new.items():
         known = {(x.start, x.stop): x for x in parts(held.get(name)) if isinstance(x, Aligned)}
@@ -128,8 +128,8 @@ def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) 
 def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> dict:
     """Join `held`, the attachments of `length` tokens, with the attachments of a continuation.
 
-    `held` and `new` count tokens from the first token of the prompt. `Aligned` values of one name
-    form a tuple, and values of new tokens are appended to the tuple. New rows are copied. A value
+    Token positions in `held` and `new` start at the first token of the prompt. `Aligned` values of
+    one name form a tuple, to which values of new tokens are appended. New rows are copied. A value
     of `new` that is not `Aligned` replaces the value in `held`.
 
     Raises:
@@ -150,7 +150,7 @@ def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: in
 
 
 def join_rows(attachments: Mapping[str, Any]) -> dict[str, Any]:
-    """Concatenate the rows of each attachment that was added in several parts."""
+    """Concatenate the parts of each attachment whose rows consist of several parts."""
     return {
         name: _joined(value)
         if isinstance(value, tuple) and any(getattr(x, "by_token", False) for x in value)

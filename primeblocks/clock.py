@@ -51,7 +51,7 @@ async def within(
     Args:
         what: a name of the awaited operation, for the error message.
         unless: a future whose *result* is an exception. If `unless` is done before `awaitable`,
-            the function raises this exception.
+            the function raises the result of `unless`.
 
     Raises:
         DeadlineError: `timeout_s` passed before `awaitable` or `unless` was done.

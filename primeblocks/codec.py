@@ -1,4 +1,4 @@
-"""Conversion of values to bytes with a checksum. Unlike pickle, reading does not run code."""
+"""Conversion of values to bytes with a checksum. Reading does not run code, unlike with pickle."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class EngineError(PrimeblocksError):
 
 
 class RankError(PrimeblocksError):
-    """A rank of a process group failed. The message includes the rank's traceback or a reason."""
+    """A rank of a process group failed. The message includes the traceback or the reason."""
 
 
 class CancelledError(PrimeblocksError):
@@ -159,8 +159,8 @@ def _count(value: Any) -> int | None:
 def shown(value: Any) -> str:
     """Return the repr of a value for an error message, cut to 80 characters. Local.
 
-    Python does not convert integers of thousands of digits to text. For such an integer, the
-    function returns a text that states the size in bits.
+    Python does not convert integers of thousands of digits to text, so the result states the size
+    of a long integer in bits.
     """
     try:
         text = f"{value!r:.80}"
@@ -174,7 +174,7 @@ def how_it_ended(exitcode: int | None) -> str:
 
     Args:
         exitcode: the exit code from `multiprocessing` or `subprocess`, or None if the child still
-            runs. A negative exit code is the negated number of a signal.
+            runs. An exit code of `-n` means that signal `n` ended the child.
     """
     if exitcode is None:
         return "goes on"

@@ -1,7 +1,7 @@
 """Collectives that behave the same on gloo and NCCL.
 
 On both backends, float8 tensors are sent as bytes, ranks may send different numbers of rows or no
-rows, and gradients flow. Every wait ends at the timeout of the process group.
+rows, and gradients are sent back. Every wait ends at the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ def all_to_all_rows(
     """Send consecutive rows to each rank, and return the received rows, ordered by sender.
 
     `x` may have any dtype and zero rows. Differentiable: backward sends gradients to the ranks that
-    sent the rows. Collective in forward and in backward: if one rank runs backward, all ranks must.
+    sent the rows. Collective, also in backward: either all ranks run backward, or none of them.
 
     Args:
         x: `[rows, ...]`. The trailing dims are equal on all ranks.
-        send_counts: the number of rows for each rank of `group`. The sum is `rows`.
+        send_counts: the number of rows for each rank of `group`. The counts add up to `rows`.
         receive_counts: the number of rows from each rank. The sender passes the same number in
             `send_counts`.
 
     Raises:
-        ShapeError: the counts do not match the number of ranks or the rows of `x`. Raised before
-            rows are sent.
+        ShapeError: the counts do not match the number of ranks or the rows of `x`. The error is
+            raised before rows are sent.
         PlanError: `group` is not a process group, or does not include this rank.
     """
     check_group(group)
@@ -152,7 +152,7 @@ def check_alike(**operands: Tensor) -> None:
 
 
 def facts_of(name: str, x: Tensor) -> dict[str, object]:
-    """Return the facts about `x`, except its number of rows, that `agreed` compares. Local.
+    """Return the facts about `x` for a comparison by `agreed`, without the number of rows. Local.
 
     One fact is whether `x` requires a gradient, because all ranks must run backward together.
     """
@@ -180,9 +180,9 @@ class Call:
         numbers: an int64 tensor `[count]` on the device, with at most 3 + 2 x ranks values. The
             gather of the facts also sends the numbers, so that the host waits only once.
         judge: a function that returns an error if the numbers of one rank are wrong, else None. The
-            function is the same on all ranks, and returns None for zeros.
+            function must be the same on all ranks, and must return None for zeros.
         told: the numbers of each rank, set at the end of the block. Zeros may follow the numbers.
-            The list stays empty if `check` is False.
+            With `check=False`, `told` stays empty.
     """
 
     facts: dict[str, object] = field(default_factory=dict)
@@ -199,15 +199,15 @@ def agreed(
     check: bool = True,
     device: torch.device | str | None = None,
 ) -> Iterator[Call]:
-    """Check arguments in a block. If one rank fails, all ranks raise. Collective if `check`:
+    """Check arguments in a `with` block. If one rank fails, all ranks fail. Collective if `check`:
 
         with agreed("ring_attention", q, group=group, check=check) as call:
             check_tensors(q=q)  # An error that one rank raises here is an error on every rank.
             call.facts |= facts_of("q", q)  # A difference between ranks is an error on every rank.
 
-    Use `agreed` before a larger exchange. If a rank raised an error before an exchange without
-    `agreed`, the other ranks would wait for this rank. The cost is one gather of 40 + 16 x ranks
-    bytes per rank, which the host reads once. A group of one rank does not communicate.
+    Use `agreed` before a larger exchange. Without `agreed`, other ranks would wait in the exchange
+    for a rank that raised an error. The cost is one gather of 40 + 16 x ranks bytes per rank, which
+    the host reads once. A group of one rank does not communicate.
 
     Args:
         name: name of the call. If ranks pass different names, all ranks raise an error.

@@ -1,4 +1,4 @@
-"""Rollouts: tokens that an engine generated, with the policy version that sampled each token."""
+"""Rollouts: tokens that an engine sampled, and the policy version of each token."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -31,7 +31,7 @@ _VERSION_DIGITS = 19  # Of 2**63. int() refuses thousands of digits.
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One prompt and one completion, in read-only arrays. Writable arguments are copied.
+    """One prompt and one completion, in read-only arrays. Writable array arguments are copied.
 
     A completion of several turns also contains the tokens between the answers, such as tool
     results. Set the reward with `dataclasses.replace(rollout, reward=...)`.
@@ -53,8 +53,8 @@ class Rollout:
             mask of all sampled tokens.
 
     Raises:
-        ShapeError: lengths do not match, a policy did not sample any token, or an attachment
-            belongs to a position after the last token.
+        ShapeError: lengths do not match, the completion does not contain a sampled token, or an
+            attachment belongs to a position after the last token.
         UsageError: a token id is below 0, a version is below -1, or a log-probability or reward is
             not finite. Also raised if an unsampled token counts in the loss or has a
             log-probability.
@@ -137,7 +137,7 @@ class Group:
     Args:
         prompt: the caller's object for the prompt, returned to the caller if the group is dropped.
         version: the policy version at the submission of the group. `version` counts for the age of
-            the group, because the cached prompt may be older than all sampled tokens.
+            the group, because the KV cache of the prompt may be older than all sampled tokens.
         generate_s: the duration of generation in seconds.
         ordinal: the position of the prompt among all drawn prompts, counted from 0.
     """
@@ -190,7 +190,7 @@ def cache_salt(version: int) -> str:
 
 
 def version_of(label: Any) -> int | None:
-    """Return the policy version in an engine's weight label, or None without a version. Pure."""
+    """Return an engine's weight label as a policy version, or None for another label. Pure."""
     if not isinstance(label, str) or not label.isdecimal() or len(label) > _VERSION_DIGITS:
         return None
     return version if (version := int(label)) < 1 << 63 else None

@@ -84,21 +84,21 @@ def audit(
     exclude: Expression | None = None,
     excluded: Iterable[str] | None = None,
 ) -> Audit:
-    """Quantize a trainer's weights with a recipe, and compare them with an engine's weights.
+    """Quantize a trainer's weights with a recipe, and compare the bits with an engine's weights.
 
-    `audit` compares bits. For each tensor that differs, `audit` tries known causes, alone and in
-    combination: another `source`, `scale` or `quotient`, and codes that were rounded twice. `audit`
-    reports a cause only if the cause reproduces the engine's bits. If several combinations
-    reproduce the engine's bits, `audit` reports all combinations with the fewest causes. `audit`
-    also counts the codes, scales or plain values that differ.
+    For each tensor that differs, `audit` tries known causes, alone and in combination. The causes
+    are another `source`, `scale` or `quotient` of the recipe, and codes that were rounded twice.
+    `audit` reports a cause only if the cause reproduces the engine's bits. If several combinations
+    of causes reproduce the engine's bits, `audit` reports all combinations with the fewest causes.
+    `audit` also counts the codes, scales or plain values that differ.
 
     `audit` does not check how the engine quantizes activations or the KV cache. Codes that the
     engine makes after you read `engine` are not checked. Local. `audit` compares one tensor at a
     time on the trainer's device, and needs memory for some float32 copies of this tensor.
 
     Args:
-        trainer: a module, or whole tensors by name. Pass float32 master weights if they exist.
-        engine: a module, or tensors by the trainer's names. A weight is stored as codes with
+        trainer: a module, or a dict of whole tensors. Pass float32 master weights if they exist.
+        engine: a module, or a dict of tensors with the trainer's names. Weights are codes with
             scales, or as plain numbers, which `encode_weights(form="simulated")` returns. Scales
             are named `NAME_scale_inv`, in float32 or float8_e8m0fnu. Before the call, split weights
             that the engine fuses.
@@ -106,11 +106,12 @@ def audit(
         only: the names that `convert` returned, or a regular expression. The expression matches
             the weights that the trainer multiplies in float8, or the modules of these weights.
         exclude: a regular expression for weights that the trainer does not multiply in float8.
-        excluded: the list `modules_to_not_convert` of the engine's `quantization_config`. With this
-            list, `audit` can report the entry that excluded a weight from quantization.
+        excluded: the list `modules_to_not_convert` of the engine's `quantization_config`. With
+            `excluded`, `audit` can report the entry that excluded a weight from quantization.
 
     Raises:
-        UsageError: `only` or `exclude` does not match any weight, or matches only a part of a word.
+        UsageError: `only` or `exclude` does not match any weight, or matches only a part of a word
+            in a name.
         UsageError: the recipe has `source="float32"`, and a weight of the trainer has less
             precision than float32.
         UnsupportedError: a tensor is a DTensor.

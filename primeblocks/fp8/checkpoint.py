@@ -105,7 +105,7 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
     Raises:
         PlanError: `state` does not contain a quantized weight.
         PlanError: a quantized module's name begins or ends with the name of an unquantized module.
-            vLLM would quantize this module, and transformers would exclude it.
+            Readers would disagree about the quantized module.
         UnsupportedError: the format of checkpoints does not support the tiles of `recipe`.
     """
     check_recipe(recipe)
@@ -197,7 +197,7 @@ class WeightEncoder:
         Raises:
             PlanError: a shard cuts through a tile.
             UsageError: `only` or `exclude` does not match any weight, or matches only a part of a
-                word.
+                word in a name.
         """
         chosen = self._choose({name: spec.layout for name, spec in held.items()})
         if self._form == "simulated":
@@ -243,7 +243,7 @@ def encode_weights(
     layouts: Mapping[str, Layout] | None,
     form: Form = "float8",
 ) -> WeightEncoder:
-    """Return a function that quantizes weights for a transfer in the same way as training. Local.
+    """Return a function that quantizes weights for a transfer with the training recipe. Local.
 
     Pass the function to `weightsync.Publisher(encode=...)`. The function encodes matrices, and
     parameters `[experts, rows, columns]` of experts. The parameter `form` chooses the result:
@@ -263,9 +263,10 @@ def encode_weights(
         form: see above.
 
     Raises:
-        UsageError: `only` or `exclude` is not a regular expression, does not match any weight of
-            `layouts`, or matches only a part of a word. Without `layouts`, matches are checked in
-            later calls of the function or of `describe`.
+        UsageError: `only` or `exclude` is not a regular expression.
+        UsageError: `only` or `exclude` does not match any weight of `layouts`, or matches only a
+            part of a word in a name. Without `layouts`, matches are checked in later calls of the
+            returned function or of its `describe`.
         PlanError: a shard of a quantized weight cuts through a tile.
         UnsupportedError: `form` is not supported.
     """
@@ -286,7 +287,7 @@ def encode_weights(
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """Return a bool per float32 scale: True for a power of two, 0 or infinity. Local."""
+    """Return, per float32 scale, whether the scale is a power of two, 0 or infinite. Local."""
     return (scales.view(torch.int32) & 0x7FFFFF) == 0
 
 

@@ -58,7 +58,7 @@ def matmul(
         codes: precomputed codes of `weight`, for example from a `WeightCache`.
 
     Returns:
-        `[..., out]` in the dtype of `x`, or under autocast in the dtype of autocast.
+        `[..., out]` in the dtype of `x`. Under autocast, the dtype is the autocast dtype.
 
     Raises:
         ShapeError: the inner dims of `x` and `weight` differ.
@@ -121,9 +121,10 @@ def swiglu_matmul(
 ) -> Tensor:
     """Multiply `swiglu(gate_up, scores)` by `weight`, without storing the activation. Local.
 
-    The result and the gradients equal those of `swiglu` followed by `grouped_matmul`, or without
-    `offsets` by `matmul`. Backward recomputes the activation from `gate_up` and `scores`. If the
-    recipe's `saved` and `wgrad` are `"float8"`, forward also stores the activation's codes.
+    The function has the same result and gradients as `swiglu` followed by `grouped_matmul`, or by
+    `matmul` if you do not pass `offsets`. Backward recomputes the activation from `gate_up` and
+    `scores`. If the recipe's `saved` and `wgrad` are `"float8"`, forward also stores the
+    activation's codes.
 
     Args:
         gate_up: `[tokens, 2 * in]`, with the columns of the gate first.

@@ -80,15 +80,15 @@ def convert(
 
     Args:
         only: a regular expression that matches whole parts of dotted names. A layer is converted if
-            `only` matches the name of the layer, or of a module that contains the layer.
+            `only` matches the name of the layer or of a module that contains the layer.
         exclude: a regular expression for layers that stay unchanged.
 
     Returns:
         The names of the converted layers.
 
     Raises:
-        UsageError: `only` or `exclude` does not match any layer, matches only a part of a word, or
-            is not a regular expression.
+        UsageError: `only` or `exclude` does not match any layer, matches only a part of a word in a
+            name, or is not a regular expression.
         UnsupportedError: a matching module of experts does not have `grouped_mm`, or a matching
             layer does not multiply in its own `forward`.
     """
@@ -154,7 +154,7 @@ class WeightCache:
     address, the cache drops the codes of this weight.
 
     The cache does not notice a write that leaves a tensor's version counter unchanged. Call
-    `advance()` after a write to `weight.data`, with which PEFT merges adapters, and after
+    `advance()` after a write to `weight.data`, such as a merge of adapters by PEFT, and after
     `torch._foreach_*` on a DTensor.
 
     The cache keeps codes of whole weights, also under FSDP2. The codes take one byte per weight

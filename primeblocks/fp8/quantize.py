@@ -50,7 +50,7 @@ Nonfinite = Literal["raise", "nan"]
 
 @dataclass(frozen=True)
 class Tile:
-    """The size of the parts of a matrix that share a scale. The last parts may be smaller.
+    """The number of rows and columns that share a scale. The last tiles of a matrix may be smaller.
 
     Raises:
         UsageError: `rows` or `columns` is not a positive whole number.
@@ -170,9 +170,9 @@ def quantize(
     """Round a matrix to E4M3 with one scale per tile.
 
     A scale maps the largest magnitude of a tile to 448, or to at most 448 with UE8M0 scales. Scales
-    are at least the smallest normal float32. A tile therefore keeps its relative precision if the
-    largest magnitude of the tile is at least 5e-36. A tile of zeros has scale 1. Computations are
-    in float32. Local. With `nonfinite="raise"` the host waits for the device.
+    are at least the smallest normal float32. A tile keeps its relative precision if its largest
+    magnitude is at least 5e-36. A tile of zeros has scale 1. All computations are in float32.
+    Local. With `nonfinite="raise"` the host waits for the device.
 
     Args:
         x: `[..., rows, columns]`. Matrices of a batch do not share tiles.

@@ -87,7 +87,7 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class FusedQuantizer(Protocol):
-    """A `Quantizer` that can include a SwiGLU or a transpose in the pass over the input.
+    """A `Quantizer` that can also compute a SwiGLU or a transpose while it reads the input.
 
     `how` contains the keyword arguments of `Quantizer`.
     """
@@ -115,13 +115,14 @@ class Recipe:
     way, compare `fingerprint`.
 
     Args:
-        activations: tile of activations. The property `gradients` is the tile of gradients.
+        activations: tile of activations. See the property `gradients` for the tile of gradients.
         weights: tile of weights. If a tile has several rows, the gradient of the input uses the
             transposed codes. If a tile has one row, weights are also quantized along the other dim.
         scale: kind of scales. `"ue8m0"` scales are rounded up to powers of two.
         quotient: the formula for scaled values. See `quantize`.
-        source: `"bfloat16"` quantizes weights after rounding to bfloat16, the dtype of FSDP2's
-            gathered weights and of engines. `"float32"` quantizes weights of at least float32.
+        source: `"bfloat16"` quantizes weights after rounding to bfloat16, the dtype in which FSDP2
+            gathers weights and engines load weights. `"float32"` quantizes master weights of at
+            least float32.
         wgrad: dtype of the operands in products for weight gradients. Sums are always float32.
         saved: the data that forward keeps for the weight's gradient: the input, or float8 codes of
             the input, which take one byte per value.
@@ -133,7 +134,7 @@ class Recipe:
     Raises:
         UsageError: `activations` or `weights` is not a `Tile`, or a kernel is not callable.
         PlanError: the tiles of `activations` and `weights` have different numbers of columns.
-        UnsupportedError: the value of another argument is not supported. Also raised for
+        UnsupportedError: a text argument, such as `scale`, has an unknown value. Also raised for
             `wgrad="float8"` if tiles of activations have several rows.
     """
 
@@ -192,7 +193,7 @@ class Recipe:
     def quantize_both(self, x: Tensor, tile: Tile) -> tuple[Quantized, Quantized]:
         """Quantize `x` in tiles of size `tile`, and `x.mT` in tiles of `activations`. Local.
 
-        A `FusedQuantizer` reads `x` only once if both tiles are equal.
+        A `FusedQuantizer` reads `x` only once if `tile` equals `activations`.
         """
         if tile == self.activations and isinstance(self.quantizer, FusedQuantizer):
             return self.quantizer.both(x, tile, **self._how)
@@ -230,8 +231,8 @@ class Recipe:
     def fingerprint(self, layers: Iterable[str] = ()) -> str:
         """Hash the options that determine codes, and names of layers, to 16 hex digits. Pure.
 
-        Kernels, `nonfinite`, and options that only gradients use do not change the hash, because
-        trainer and inference engine may use different values.
+        The hash does not depend on kernels, `nonfinite`, or options that only gradients use. The
+        values of these options may differ between trainer and inference engine.
 
         Args:
             layers: the names that `convert` returned. Pass `layers` if trainer and engine must

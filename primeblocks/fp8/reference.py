@@ -1,4 +1,4 @@
-"""Block-scaled products in torch: a bit-exact reference, a fast simulation, and float64."""
+"""Block-scaled products in torch: a bit-exact reference, a simulation, and products in float64."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class ReferenceGemm:
     """A `Gemm` that defines the result of products bit for bit, on any device.
 
     Within one tile of the inner dim, products of codes are summed exactly in float64 and rounded to
-    float32. Each tile in order then adds its sum: `total = fma(a_scale * b_scale, sum, total)` in
-    float32. The result does not depend on threads, libraries or the order of additions in a tile.
+    float32. The sums of tiles are added in order: `total = fma(a_scale * b_scale, sum, total)`. The
+    result does not depend on threads, libraries or the order of additions inside a tile.
 
     Hopper's tensor cores accumulate with fewer bits than float32, so kernels on tensor cores agree
     with this class only within a tolerance. Local. The host reads `offsets`.
 
     Raises:
-        ShapeError: the operands of a product differ in the inner dim, or in the columns of tiles.
+        ShapeError: the operands have different inner dims, or tiles with different columns.
     """
 
     k_major: ClassVar[bool] = False
@@ -59,7 +59,7 @@ class SimulatedGemm:
     models on a CPU, or on a GPU without float8. Local. The host reads `offsets`.
 
     Raises:
-        ShapeError: the operands of a product differ in the inner dim, or in the columns of tiles.
+        ShapeError: the operands have different inner dims, or tiles with different columns.
     """
 
     k_major: ClassVar[bool] = False
@@ -92,7 +92,7 @@ def runs(offsets: Tensor) -> list[slice]:
 
 
 def exact_product(a: Quantized, b: Quantized) -> Tensor:
-    """Dequantize two matrices and multiply in float64. Kernels approximate this product. Local."""
+    """Dequantize and multiply two matrices in float64. Kernels approximate the result. Local."""
     if not isinstance(a, Quantized) or not isinstance(b, Quantized):
         raise ShapeError(
             f"exact_product needs two quantized matrices; got a {type(a).__name__} and a "

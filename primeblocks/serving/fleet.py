@@ -33,13 +33,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The facts about a request from which a route chooses an engine.
+    """The properties of a request that a route uses to choose an engine.
 
     Args:
         session: a text that identifies the conversation of the request.
         pages: names of the full pages of the prompt, in order. Each name must include the cache
-            salt, so that pages of two policy versions differ. `kvoffload.page_hashes` computes the
-            names.
+            salt, so that pages of two policy versions differ. `kvoffload.page_hashes` computes
+            names of pages.
         ordinal: the number of earlier requests to the fleet.
     """
 
@@ -55,7 +55,8 @@ class EngineState:
     Args:
         name: name of the engine in the fleet.
         in_flight: number of unfinished requests of the engine.
-        max_in_flight: number of requests from which requests wait for each other or for the cache.
+        max_in_flight: number of requests that the engine can process before requests wait for each
+            other or for space in the cache.
         matched: number of the request's leading pages that the engine is assumed to cache.
 
     Raises:
@@ -124,13 +125,13 @@ class PrefixAndLoad:
 
     The score of an engine is the cached fraction of the prompt's pages, minus `beta` times the
     relative load. The relative load is the engine's number of requests in flight, divided by the
-    mean over engines or by 1, whichever is larger. A saturated engine gets a request only if all
-    engines are saturated. If a session moves, the new engine computes the prompt again.
+    mean number over all engines or by 1, whichever is larger. A saturated engine gets a request
+    only if all engines are saturated. If a session moves, the new engine computes the prompt again.
 
     Args:
-        beta: the weight of the relative load in the score. With 0, only the prefix counts. With a
-            larger value, sessions move sooner.
-        saturated: the load from which an engine is saturated.
+        beta: the weight of the relative load in the score. With 0, only cached pages count. With a
+            larger value, sessions move sooner to engines with a lower load.
+        saturated: the smallest load at which an engine counts as saturated.
 
     Raises:
         UsageError: `beta` is negative or not finite, or `saturated` is not above 0.
@@ -164,17 +165,17 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
     """Return the engines that must also restart after an engine restarted. Pure.
 
     An engine that restarts leaves its old transfer agent in every engine that read from it. Drain,
-    restart and add the returned engines, of which direct readers come first. In vLLM, the restarts
-    are needed for NIXL up to 1.3 over RDMA. For any NIXL version, the restarts are needed if the
-    restarted engine has its previous `engine_id`.
+    restart and add the returned engines. Direct readers of the restarted engine come first. In
+    vLLM, the restarts are needed for NIXL up to 1.3 over RDMA. For any NIXL version, the restarts
+    are needed if the restarted engine keeps its `engine_id`.
 
     Args:
-        agents: for each engine, the engines whose transfer agents this engine stores. A decode
-            engine stores the agents of its prefill engines. With transfers in both directions, a
-            prefill engine also stores the agents of its decode engines.
+        agents: for the name of each engine, the names of engines whose transfer agents the engine
+            stores. A decode engine stores the agents of its prefill engines. With transfers in both
+            directions, a prefill engine also stores the agents of its decode engines.
 
     Raises:
-        UsageError: a value of `agents` is a text instead of a collection of names.
+        UsageError: a value of `agents` is a string instead of a collection of names.
 
     Source: llm-d #2187, vLLM #49238 and #50047.
     """
@@ -208,8 +209,9 @@ class Fleet:
         route: a function that chooses one of the open engines.
         describe: a function that returns a `Request` for the arguments of a call. The default
             returns an empty `Request`.
-        max_in_flight: the number of requests from which requests to an engine wait, or a mapping
-            of engine names to numbers. The fleet accepts more requests than `max_in_flight`.
+        max_in_flight: the number of requests that an engine can process before requests wait, or a
+            mapping of engine names to numbers. The fleet accepts more requests than
+            `max_in_flight`.
         cache_pages: the number of pages that one engine can cache. Use 0 if `route` does not use
             pages.
 
@@ -311,7 +313,7 @@ class Fleet:
         self._forget(engine)
 
     def add(self, name: str, generate: Callable[..., Any]) -> None:
-        """Add a new engine, or open a drained engine. Its list of cached pages starts empty.
+        """Add a new engine, or open a drained engine, with an empty list of cached pages.
 
         Before this call, load the current weights into the engine.
 

@@ -1,9 +1,9 @@
 """Comparisons of results with references.
 
-To check an algorithm, compare its float64 results and gradients (`gradients_of`) with a plain
-reference: `assert_close_float64`. To check the precision, allow at most twice the error of the
-naive computation in the same dtype: `assert_as_precise`. To check code that only moves tensors,
-compare bits: `assert_same_bits`. `StepCounter` counts on a CPU the work of a step on a GPU.
+`assert_close_float64` checks an algorithm: float64 results and gradients (`gradients_of`) must
+equal a plain reference. `assert_as_precise` checks precision: the error may be at most twice the
+error of the naive computation in the same dtype. `assert_same_bits` checks code that only moves
+tensors. `StepCounter` counts on a CPU the work of a step on a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,8 +44,8 @@ def gradients_of(
     Args:
         function: a function that returns one tensor.
         inputs: arguments of `function`. Gradients are computed for floating-point inputs.
-        cotangent: the gradient of the output, in the shape of the output. The default is random
-            with a fixed seed, because a constant would hide errors that cancel in a sum.
+        cotangent: the gradient of the output, in the shape of the output. The default is a random
+            tensor of a fixed seed, because a constant would hide errors that cancel in a sum.
 
     Returns:
         The detached output and the gradients, with None for an input without a gradient.
@@ -127,7 +127,7 @@ def assert_as_precise(actual: Tensor, *, naive: Tensor, exact: Tensor, factor: f
         exact: the result of the straightforward computation in float64.
 
     Raises:
-        AssertionError: the error of `actual` is larger.
+        AssertionError: the error of `actual` is larger than `factor` allows.
     """
     assert exact.dtype == torch.float64, f"exact must be float64; got {exact.dtype}"
     ours = _relative_error(actual, exact, of=_root_mean_square)

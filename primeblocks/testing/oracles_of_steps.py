@@ -36,25 +36,27 @@ class StepCounter(TorchDispatchMode):
     """A counter of the work of a step on a device, used as `with StepCounter() as step`. Local.
 
     Each CPU tensor stands for a device tensor, except for results of `cpu()` and tensors that are
-    computed only from results of `cpu()`. Reads of tensors that a script makes on the host
-    therefore also count. Copies to the device do not count.
+    computed only from results of `cpu()`. Reads of tensors that a script makes on the host are also
+    counted. With `device="cpu"`, copies from the host to the device are not counted.
 
     With tensors on the meta device, the counter counts steps of any size, but a read of values
     raises an error. With `FakeTensorMode`, enter the mode before the counter. A read of a fake
     tensor needs a `ShapeEnv`, and `tolist` counts as one read per number. If torch was built
     without CUDA, fake CUDA tensors support few operators and do not support gradients. The counter
-    does not see inside operators of `torch.library`, FlexAttention or compiled kernels.
+    does not count operators inside `torch.library` operators, FlexAttention or compiled kernels.
 
     Args:
         device: the device type of the counted tensors.
 
     Attributes:
         operators: number of calls per operator that is not a view. Allocations count as operators.
-        host_reads: number of calls per operator for which the host would wait. The operator reads
-            values, has a shape that depends on values, or copies without `non_blocking`.
+        host_reads: number of calls per operator for which the host would wait. Such operators read
+            values, have shapes that depend on values, or copy between host and device without
+            `non_blocking`.
         collectives: number of calls per collective.
-        received_bytes: bytes from other ranks, per collective. A sum counts as a ring all-reduce.
-        peak_bytes: the largest total size, at one time, of the storages that the step made.
+        received_bytes: bytes from other ranks, per collective. An all-reduce counts the bytes of
+            the ring algorithm.
+        peak_bytes: the largest total number of bytes at one time in storages that the step made.
     """
 
     supports_higher_order_operators = True
@@ -108,7 +110,7 @@ class StepCounter(TorchDispatchMode):
     def read(self, name: str, x: Tensor) -> bool:
         """Count a read of `x` that is not an operator. Return whether the host would wait.
 
-        On a GPU, a read such as `tolist` calls an operator. On a CPU, the read does not.
+        A read such as `tolist` calls an operator on a GPU, but not on a CPU.
         """
         counted = self._device == "cpu" and not self._is_of_host(x)
         if counted:

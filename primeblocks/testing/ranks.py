@@ -61,18 +61,18 @@ def run(
     """Call `body(*args)` on every rank and return the results in rank order.
 
     Each rank is a process with one torch thread and a default gloo group with the timeout
-    `timeout_s`. Uninitialised tensors are filled with NaN. Arguments and results are pickled. If
-    `kill` ends a rank, its result is None, and other ranks continue.
+    `timeout_s`. Uninitialised tensors are filled with NaN. Arguments and results are pickled.
+    `run` returns None for a rank that `kill` ended, and other ranks continue.
 
     Args:
         body: a function at the top level of an importable module.
         args: the arguments of `body`, equal on all ranks.
 
     Raises:
-        RankError: a rank raised an error or died. The message contains every traceback or signal.
-            The other ranks are ended.
+        RankError: a rank raised an error or died. The message contains every traceback or signal,
+            and ranks that still run are ended.
         DeadlineError: some ranks still ran after `timeout_s`. The message contains the stacks of
-            these ranks.
+            the running ranks.
         UsageError: `body` or `args` cannot be pickled.
     """
     with gang(body, *args, world_size=world_size, timeout_s=timeout_s) as members:
@@ -105,7 +105,7 @@ def gang(
 
 
 def preload(*modules: str) -> None:
-    """Let the server process of ranks import more modules. Call before the first gang."""
+    """Import `modules` in the fork server of ranks. Call `preload` before the first gang."""
     if _started.cache_info().currsize:
         raise UsageError(
             f"the server of ranks is already running. Call preload({modules}) before the first "
@@ -136,7 +136,7 @@ class Gang:
             self._members.append(_Member(rank, process, inbox, seat.stack_file))
 
     def kill(self, rank: int) -> None:
-        """End a rank by SIGKILL. `wait` returns None for this rank. Other ranks continue. Local."""
+        """End a rank by SIGKILL. `wait` returns None for a killed rank. Local."""
         if self._closed:
             raise ClosedError(f"cannot kill rank {rank}: its gang is closed")
         member = self._members[rank]

@@ -1,7 +1,7 @@
 """Strategies of hypothesis for random inputs, with edge cases that often cause errors.
 
-hypothesis draws the seed of a tensor instead of its elements. Shrinking therefore looks for a
-smaller shape, which explains a failure better than smaller elements.
+hypothesis draws the seed of a tensor instead of its elements, so that shrinking looks for a smaller
+shape. A smaller shape explains a failure better than smaller elements.
 """
 
 from collections.abc import Callable

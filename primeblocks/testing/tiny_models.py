@@ -43,7 +43,7 @@ def config(
 
     Raises:
         MissingPackageError: transformers is not installed.
-        UsageError: `family` is unknown, or a size is not possible.
+        UsageError: `family` is unknown, or a size is not allowed.
     """
     known = CONFIGS | OTHERS
     if family not in known:

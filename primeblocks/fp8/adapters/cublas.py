@@ -2,7 +2,7 @@
 
     recipe = fp8.Recipe(gemm=CublasGemm(experts=TritonGemm()))
 
-`CublasGemm` has run on one H100. On a CPU, calls are checked against torch's own shape functions.
+`CublasGemm` has run on one H100. On a CPU, tests check calls against torch's own shape functions.
 `CublasGemm` needs only torch, built for CUDA 12.9 or later, and a GPU of compute capability 9.0. On
 a GPU of another compute capability, cuBLAS does not support tiles of 1 x 128.
 """
@@ -29,7 +29,7 @@ _ALIGNED = 16  # Alignment, in bytes, of the addresses of scales and of the stri
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device without block-scaled products of cuBLAS, without waiting for it. Local.
+    """Refuse a device without block-scaled products of cuBLAS. Local. The host does not wait.
 
     Raises:
         UnsupportedError: the device is not a GPU of compute capability 9.0, or torch is not built

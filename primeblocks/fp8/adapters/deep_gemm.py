@@ -62,8 +62,9 @@ class DeepGemm:
       for `b`.
 
     Each expert's rows must end at a multiple of `alignment`, so let the dispatcher pad groups. Rows
-    of padding belong to the expert before the padding. An assertion on the device checks the ends,
-    so that the host does not wait. A failed assertion ends the CUDA context at a later call.
+    of padding belong to the expert before the padding. An assertion on the device checks the
+    alignment, so that the host does not wait. If the assertion fails, a later CUDA call raises an
+    error and ends the CUDA context.
 
     Args:
         k_groups: the `Gemm` that multiplies over experts' tokens, for `wgrad="float8"`. DeepGEMM's
@@ -110,7 +111,7 @@ class DeepGemm:
         Rows of the result after the last offset are zero.
 
         Raises:
-            ShapeError: shapes, devices or the dtype of `offsets` do not match.
+            ShapeError: shapes or devices do not match, or `offsets` is not int32.
             UnsupportedError, MissingPackageError: as for `a @ b.T`.
         """
         if a.codes.ndim != 2 or b.codes.ndim != 3 or offsets.shape != b.shape[:1]:

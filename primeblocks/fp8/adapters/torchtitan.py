@@ -43,9 +43,9 @@ def convert(
 ) -> tuple[str, ...]:
     """Convert some linear layers and experts of a torchtitan model to float8, in place. Local.
 
-    Arguments, result and errors are those of `primeblocks.fp8.convert`, which does not convert
-    `GroupedExperts`. Before conversion, these experts multiply in bfloat16, whatever the dtype of
-    the weights. Converted experts return the dtype of the input rows.
+    Arguments, result and errors are the same as for `primeblocks.fp8.convert`. This function also
+    converts `GroupedExperts`, which in torchtitan multiply in bfloat16, whatever the dtype of the
+    weights. Converted experts return the dtype of the input rows.
     """
     stock: list[Any] = [m for m in model.modules() if type(m) is moe.GroupedExperts]
     for module in stock:

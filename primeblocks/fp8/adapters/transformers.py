@@ -33,9 +33,9 @@ def convert(
 ) -> tuple[str, ...]:
     """Convert some linear layers and experts of a transformers model to float8, in place. Local.
 
-    Arguments, result and errors are those of `primeblocks.fp8.convert`, and experts are also
-    converted. Converted modules of experts use the experts implementation `primeblocks_fp8`. You
-    may call the `parallelize` of `primeblocks.parallel` before or after this `convert`.
+    Arguments, result and errors are the same as for `primeblocks.fp8.convert`. This function also
+    converts experts, which then use the experts implementation `primeblocks_fp8`. You may call the
+    `parallelize` of `primeblocks.parallel` before or after this function.
 
     Raises:
         UnsupportedError: transformers itself splits the experts over ranks, or the experts are

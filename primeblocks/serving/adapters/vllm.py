@@ -38,10 +38,10 @@ class FleetMember:
     """One engine of a fleet.
 
     Args:
-        generate: an async function that returns a rollout of a prompt. The arguments are
-            `cache_salt` and options of the function.
-        engine: the target of `update` and of control calls: an `AsyncLLM`, or an object whose
-            `until(deadline)` returns control calls over HTTP (weightsync's `VllmServer`).
+        generate: an async function that returns a rollout of a prompt. The function must accept
+            `cache_salt`, and may accept other options.
+        engine: the target of `update` and of control calls: an `AsyncLLM`, or an object such as
+            weightsync's `VllmServer`, whose `until(deadline)` returns control calls over HTTP.
         is_prefill: whether other engines read pages from this engine. A prefill engine is paused
             first, and the pause waits until other engines have read the computed pages.
     """
@@ -74,7 +74,7 @@ class VllmFleet:
             none. The attribute `engines` of a raised error lists the positions of failed engines.
             If some engines are prefill engines, `update` also gets their positions as `prefill=`.
         through: the `generate` function of a router, to which all requests go instead of
-            `members`. The router does not learn which engines are drained.
+            `members`. The router does not know which engines are drained.
         clock: the clock for deadlines.
         options: keyword arguments of `serving.Fleet`.
 

@@ -1,4 +1,4 @@
-"""Triton kernels that quantize and multiply in float8.
+"""Triton kernels that quantize and multiply in float8, for use in a recipe:
 
     recipe = fp8.Recipe(gemm=TritonGemm(), quantizer=TritonQuantizer())
 

@@ -315,9 +315,9 @@ class TritonGemm:
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
         """Compute `a @ b.T` over each expert's tokens. Local. Raises the errors of `__call__`.
 
-        A tile with tokens of two experts is multiplied once per expert, with the other tokens
-        masked. A product with a mask takes longer than a product without a mask. The result of an
-        expert without tokens is zero.
+        A tile with tokens of two experts is multiplied once per expert, and the tokens of the other
+        expert are masked. A product with a mask takes longer than a product without a mask. The
+        result of an expert without tokens is zero.
         """
         _check(a, b, offsets, ndim=2)
         out = a.codes.new_empty(len(offsets), a.shape[0], b.shape[0], dtype=torch.float32)

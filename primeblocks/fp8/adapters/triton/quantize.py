@@ -197,7 +197,7 @@ def _quantize_blocks(
 
 @dataclass(frozen=True)
 class TritonQuantizer:
-    """A `FusedQuantizer` in Triton with the bits of `fp8.quantize`. Each call launches one kernel.
+    """A `FusedQuantizer` in Triton that returns the same bits as `fp8.quantize`, in one launch.
 
     Scales of one-row tiles are contiguous along the rows, in the order in which products read
     scales. The sides of tiles must be powers of two up to 128.
@@ -234,8 +234,8 @@ class TritonQuantizer:
     ) -> tuple[Quantized, Quantized]:
         """Quantize `x` and `x.mT`, both in tiles of size `tile`, and read `x` only once. Local.
 
-        The codes of both matrices are contiguous. The tiles of `x.mT` start at the first column of
-        `x.mT`. Raises the errors of `__call__`.
+        The codes of `x` and of `x.mT` are contiguous. As in `x`, the first tile of `x.mT` starts at
+        the first column. Raises the errors of `__call__`.
         """
         made, flipped = _quantize(x, tile, scale, quotient, nonfinite, both=True)
         return made, flipped
@@ -252,10 +252,10 @@ class TritonQuantizer:
     ) -> Quantized:
         """Quantize the SwiGLU of `gate_up` without storing the activation. Local.
 
-        The kernel moves 5 bytes per bfloat16 activation, and two separate kernels would move 9
-        bytes. The kernel uses the GPU's exponential. Before rounding to the dtype of `gate_up`, an
-        activation may therefore have a relative error of (5 + |gate|) * 2**-23. The codes equal
-        those of `fp8.quantize` for the rounded activation.
+        The kernel moves 5 bytes per bfloat16 activation. Separate kernels for SwiGLU and
+        quantization would move 9 bytes. Because the kernel uses the GPU's exponential, an
+        activation may have a relative error of (5 + |gate|) * 2**-23 before rounding. The codes
+        equal the result of `fp8.quantize` for the rounded activation.
 
         Raises:
             ShapeError: `gate_up` is not `[tokens, 2 * inner]`, or `scores` is not `[tokens]` on the
@@ -278,7 +278,7 @@ class TritonQuantizer:
     ) -> tuple[Quantized, Quantized]:
         """Quantize the SwiGLU of `gate_up` and its transpose. Local.
 
-        The kernel moves 6 bytes per bfloat16 activation, and separate kernels would move 10 bytes.
+        The kernel moves 6 bytes per bfloat16 activation. Separate kernels would move 10 bytes.
         """
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
