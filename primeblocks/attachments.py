@@ -31,7 +31,7 @@ class Aligned:
         value: any object. If `by_token` is False, the value stays whole, as an image does, and the
             library does not cut a rollout between `start` and `stop`.
         by_token: whether `value` has one row per token, such as routes, and is cut with the tokens.
-            A value with rows must be a numpy array or a tensor.
+            With `by_token=True`, `value` must be a numpy array or a tensor.
 
     Raises:
         ShapeError: the range is empty or begins before 0, or `value` does not have one row per
@@ -99,7 +99,7 @@ def check_inside(attachments: Mapping[str, Any], length: int) -> None:
 
 
 def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]:
-    """Cut attachments after the first `stop` tokens."""
+    """Cut attachments after the first `stop` tokens. Values without tokens stay unchanged."""
     kept = {}
     for name, value in attachments.items():
         before = [x.before(stop) if isinstance(x, Aligned) else x for x in parts(value)]
@@ -150,7 +150,7 @@ def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: in
 
 
 def join_rows(attachments: Mapping[str, Any]) -> dict[str, Any]:
-    """Concatenate the parts of each attachment whose rows consist of several parts."""
+    """Concatenate the rows of each attachment that consists of several parts."""
     return {
         name: _joined(value)
         if isinstance(value, tuple) and any(getattr(x, "by_token", False) for x in value)

@@ -62,7 +62,7 @@ def all_to_all_rows(
     """Send consecutive rows to each rank, and return the received rows, ordered by sender.
 
     `x` may have any dtype and zero rows. Differentiable: backward sends gradients to the ranks that
-    sent the rows. Collective, also in backward: either all ranks run backward, or none of them.
+    sent the rows. Collective, also in backward: either all ranks or no ranks run backward.
 
     Args:
         x: `[rows, ...]`. The trailing dims are equal on all ranks.

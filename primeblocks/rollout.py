@@ -190,7 +190,7 @@ def cache_salt(version: int) -> str:
 
 
 def version_of(label: Any) -> int | None:
-    """Return an engine's weight label as a policy version, or None for another label. Pure."""
+    """Return the policy version in a weight label, or None if the label is not a version. Pure."""
     if not isinstance(label, str) or not label.isdecimal() or len(label) > _VERSION_DIGITS:
         return None
     return version if (version := int(label)) < 1 << 63 else None

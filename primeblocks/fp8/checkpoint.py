@@ -105,7 +105,7 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
     Raises:
         PlanError: `state` does not contain a quantized weight.
         PlanError: a quantized module's name begins or ends with the name of an unquantized module.
-            Readers would disagree about the quantized module.
+            Readers of the checkpoint would disagree about the quantized module.
         UnsupportedError: the format of checkpoints does not support the tiles of `recipe`.
     """
     check_recipe(recipe)

@@ -121,8 +121,8 @@ class Recipe:
         scale: kind of scales. `"ue8m0"` scales are rounded up to powers of two.
         quotient: the formula for scaled values. See `quantize`.
         source: `"bfloat16"` quantizes weights after rounding to bfloat16, the dtype in which FSDP2
-            gathers weights and engines load weights. `"float32"` quantizes master weights of at
-            least float32.
+            gathers weights and engines load weights. `"float32"` quantizes master weights with at
+            least float32 precision.
         wgrad: dtype of the operands in products for weight gradients. Sums are always float32.
         saved: the data that forward keeps for the weight's gradient: the input, or float8 codes of
             the input, which take one byte per value.

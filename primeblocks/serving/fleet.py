@@ -55,8 +55,8 @@ class EngineState:
     Args:
         name: name of the engine in the fleet.
         in_flight: number of unfinished requests of the engine.
-        max_in_flight: number of requests that the engine can process before requests wait for each
-            other or for space in the cache.
+        max_in_flight: the largest number of requests that the engine can process at once. More
+            requests wait for each other or for space in the cache.
         matched: number of the request's leading pages that the engine is assumed to cache.
 
     Raises:
@@ -129,8 +129,8 @@ class PrefixAndLoad:
     only if all engines are saturated. If a session moves, the new engine computes the prompt again.
 
     Args:
-        beta: the weight of the relative load in the score. With 0, only cached pages count. With a
-            larger value, sessions move sooner to engines with a lower load.
+        beta: the weight of the relative load in the score. With `beta=0`, only cached pages count.
+            With a larger `beta`, sessions move sooner to engines with a lower load.
         saturated: the smallest load at which an engine counts as saturated.
 
     Raises:
@@ -209,9 +209,8 @@ class Fleet:
         route: a function that chooses one of the open engines.
         describe: a function that returns a `Request` for the arguments of a call. The default
             returns an empty `Request`.
-        max_in_flight: the number of requests that an engine can process before requests wait, or a
-            mapping of engine names to numbers. The fleet accepts more requests than
-            `max_in_flight`.
+        max_in_flight: the largest number of requests that an engine can process at once, or a
+            mapping of engine names to numbers. The fleet accepts more requests than this number.
         cache_pages: the number of pages that one engine can cache. Use 0 if `route` does not use
             pages.
 

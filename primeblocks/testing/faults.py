@@ -14,7 +14,7 @@ Fault = BaseException | Callable[[Call], Any] | None
 
 
 class FaultyTransport:
-    """A wrapper that forwards method calls to an object, and adds the faults in a script.
+    """A wrapper that forwards method calls to an object, but injects the faults of a script.
 
     Use this class for transports, stores, engines, or any other object with methods. For example:
 
@@ -26,8 +26,8 @@ class FaultyTransport:
     Args:
         inner: the wrapped object.
         script: for each method name, a list with one entry per call. None forwards the call. An
-            exception is raised instead of the call. A function replaces the call. It receives the
-            original call as a function without arguments.
+            exception is raised instead of the call. A function is called instead, with one
+            argument: a function that makes the original call.
 
     Raises:
         UsageError: `script` names a method that `inner` does not have.
@@ -77,7 +77,7 @@ class ManualClock:
             await woken
 
     def advance(self, seconds: float) -> None:
-        """Move the clock by `seconds`. Sleepers that are due wake in the order of time. Local."""
+        """Move the clock by `seconds`. Sleepers wake in the order of their wake-up times. Local."""
         if seconds < 0:
             raise UsageError(f"time cannot go back; got advance({seconds})")
         self._now_s += seconds

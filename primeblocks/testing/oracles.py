@@ -45,7 +45,7 @@ def gradients_of(
         function: a function that returns one tensor.
         inputs: arguments of `function`. Gradients are computed for floating-point inputs.
         cotangent: the gradient of the output, in the shape of the output. The default is a random
-            tensor of a fixed seed, because a constant would hide errors that cancel in a sum.
+            tensor with a fixed seed, because a constant would hide errors that cancel in a sum.
 
     Returns:
         The detached output and the gradients, with None for an input without a gradient.

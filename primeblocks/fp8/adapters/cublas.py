@@ -29,7 +29,9 @@ _ALIGNED = 16  # Alignment, in bytes, of the addresses of scales and of the stri
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device without block-scaled products of cuBLAS. Local. The host does not wait.
+    """Refuse a device without block-scaled products of cuBLAS. Local.
+
+    The host does not wait for the device.
 
     Raises:
         UnsupportedError: the device is not a GPU of compute capability 9.0, or torch is not built

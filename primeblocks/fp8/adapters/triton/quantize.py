@@ -197,10 +197,10 @@ def _quantize_blocks(
 
 @dataclass(frozen=True)
 class TritonQuantizer:
-    """A `FusedQuantizer` in Triton that returns the same bits as `fp8.quantize`, in one launch.
+    """A `FusedQuantizer` in Triton that returns the same bits as `fp8.quantize`.
 
-    Scales of one-row tiles are contiguous along the rows, in the order in which products read
-    scales. The sides of tiles must be powers of two up to 128.
+    Each call launches one kernel. Scales of one-row tiles are contiguous along the rows, because
+    products read scales in this order. The sides of tiles must be powers of two up to 128.
     """
 
     def __call__(
@@ -278,7 +278,8 @@ class TritonQuantizer:
     ) -> tuple[Quantized, Quantized]:
         """Quantize the SwiGLU of `gate_up` and its transpose. Local.
 
-        The kernel moves 6 bytes per bfloat16 activation. Separate kernels would move 10 bytes.
+        The kernel moves 6 bytes per bfloat16 activation. Separate kernels for SwiGLU and
+        quantization would move 10 bytes.
         """
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
