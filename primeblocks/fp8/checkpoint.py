@@ -213,7 +213,7 @@ class WeightEncoder:
         return replace(held, tensors=tuple(rows), recipe=self._recipe.fingerprint())
 
     def origins(self, held: Any) -> dict[str, str]:
-        """Return the name of the original parameter for the name of each encoded tensor.
+        """Map the name of each encoded tensor to the name of the original parameter.
 
         Pure. Raises the errors of `describe`.
         """

@@ -47,7 +47,7 @@ def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
 def matmul(
     x: Tensor, weight: Tensor, *, recipe: Recipe, codes: WeightCodes | None = None
 ) -> Tensor:
-    """Compute `x @ weight.T` with operands rounded to float8. Differentiable. Local.
+    """Compute `x @ weight.T` in float8. Differentiable in `x` and `weight`. Local.
 
     The gradient of `x` is also a float8 product, with the codes `WeightCodes.backward` of the
     weight. The operands of the product for the gradient of `weight` have the dtype `recipe.wgrad`.

@@ -166,8 +166,8 @@ class WeightCache:
             converted weights must be frozen.
 
     Raises:
-        UsageError: the model does not have a converted layer. Also raised if an optimizer is
-            missing for a weight that requires gradients.
+        UsageError: the model does not have a converted layer. Also raised if `optimizers` do not
+            update a weight that requires gradients, because the cache would not notice changes.
     """
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:

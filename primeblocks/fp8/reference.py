@@ -19,8 +19,8 @@ class ReferenceGemm:
     """A `Gemm` that defines the result of products bit for bit, on any device.
 
     Within one tile of the inner dim, products of codes are summed exactly in float64 and rounded to
-    float32. The sums of tiles are added in order: `total = fma(a_scale * b_scale, sum, total)`. The
-    result does not depend on threads, libraries or the order of additions inside a tile.
+    float32. In the order of tiles, `total = fma(a_scale * b_scale, sum, total)` adds the sums in
+    float32. The result does not depend on threads, libraries or the order inside a tile.
 
     Hopper's tensor cores accumulate with fewer bits than float32, so kernels on tensor cores agree
     with this class only within a tolerance. Local. The host reads `offsets`.
