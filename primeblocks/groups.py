@@ -175,8 +175,8 @@ class Call:
     """The facts and numbers of one rank for `agreed`, and after the call the numbers of all ranks.
 
     Attributes:
-        facts: values by name that must be equal on all ranks, such as sizes and dtypes. Values are
-            compared and shown as text.
+        facts: a dict of values that must be equal on all ranks, such as sizes and dtypes. Values
+            are compared and shown as text.
         numbers: an int64 tensor `[count]` on the device, with at most 3 + 2 x ranks values. The
             gather of the facts also sends the numbers, so that the host waits only once.
         judge: a function that returns an error if the numbers of one rank are wrong, else None. The

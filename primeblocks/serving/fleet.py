@@ -55,8 +55,8 @@ class EngineState:
     Args:
         name: name of the engine in the fleet.
         in_flight: number of unfinished requests of the engine.
-        max_in_flight: the largest number of requests that the engine can process at once. More
-            requests wait for each other or for space in the cache.
+        max_in_flight: the largest number of requests that the engine can process at once.
+            Additional requests wait for other requests or for space in the cache.
         matched: number of the request's leading pages that the engine is assumed to cache.
 
     Raises:

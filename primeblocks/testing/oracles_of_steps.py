@@ -50,9 +50,9 @@ class StepCounter(TorchDispatchMode):
 
     Attributes:
         operators: number of calls per operator that is not a view. Allocations count as operators.
-        host_reads: number of calls per operator for which the host would wait. Counted operators
-            read values, have shapes that depend on values, or copy between host and device without
-            `non_blocking`.
+        host_reads: number of calls per operator for which the host would wait. An operator counts
+            if it reads values, has a shape that depends on values, or copies between host and
+            device without `non_blocking`.
         collectives: number of calls per collective.
         received_bytes: bytes from other ranks, per collective. An all-reduce counts the bytes of
             the ring algorithm.

@@ -78,7 +78,7 @@ def kill(rank: int) -> None:
     """End `rank` by SIGKILL when this rank calls `kill` in its body. Local.
 
     On other ranks, `kill` does nothing. `run` and `Gang.wait` return None as the result of the
-    killed rank, and do not raise RankError for a planned death.
+    killed rank, and do not raise RankError.
     """
     if dist.get_rank() == rank:
         _send(KILLED, None)
