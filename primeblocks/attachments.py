@@ -99,7 +99,7 @@ def check_inside(attachments: Mapping[str, Any], length: int) -> None:
 
 
 def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]:
-    """Cut attachments after the first `stop` tokens. Values without tokens stay unchanged."""
+    """Return the attachments of the first `stop` tokens. Values without tokens stay unchanged."""
     kept = {}
     for name, value in attachments.items():
         before = [x.before(stop) if isinstance(x, Aligned) else x for x in parts(value)]
@@ -110,7 +110,7 @@ def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]
 
 
 def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> int:
-    """Return how many of the first `length` tokens have equal images in `held` and `new`.
+    """Return the number of leading tokens, at most `length`, before the first unequal image.
 
     Two images may have the same token ids. Every `Aligned` value with `by_token=False` is compared
     like an image: first by identity, then by content. Values that only `held` contains are ignored.

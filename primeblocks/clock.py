@@ -46,7 +46,8 @@ async def within(
     """Wait for `awaitable` until a deadline, or until `unless` is done.
 
     If `awaitable` is not done when the wait ends, it is cancelled and gets one second to clean up.
-    If `awaitable` and `unless` are done at the same time, the result of `awaitable` is returned.
+    If `awaitable` and `unless` are done at the same time, only the result or error of `awaitable`
+    counts.
 
     Args:
         what: a name of the awaited operation, for the error message.

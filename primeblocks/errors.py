@@ -122,7 +122,7 @@ class ClosedError(PrimeblocksError):
 
 
 def check_version(value: Any) -> int:
-    """Return a policy version, an integer from 0 to 2**63 - 1, as an int. Local.
+    """Return a policy version as an int. A version counts updates, from 0 to 2**63 - 1. Local.
 
     Raises:
         UsageError: `value` is a bool, or is not an integer from 0 to 2**63 - 1.

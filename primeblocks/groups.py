@@ -1,7 +1,7 @@
 """Collectives that behave the same on gloo and NCCL.
 
 On both backends, float8 tensors are sent as bytes, ranks may send different numbers of rows or no
-rows, and gradients are sent back. Every wait ends at the timeout of the process group.
+rows, and `all_to_all_rows` is differentiable. The timeout of the process group bounds every wait.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def all_to_all_rows(
             `send_counts`.
 
     Raises:
-        ShapeError: the counts do not match the number of ranks or the rows of `x`. The error is
-            raised before rows are sent.
+        ShapeError: a count is negative, or the counts do not match the number of ranks or the rows
+            of `x`. The error is raised before rows are sent.
         PlanError: `group` is not a process group, or does not include this rank.
     """
     check_group(group)
@@ -154,7 +154,8 @@ def check_alike(**operands: Tensor) -> None:
 def facts_of(name: str, x: Tensor) -> dict[str, object]:
     """Return the facts about `x` for a comparison by `agreed`, without the number of rows. Local.
 
-    One fact is whether `x` requires a gradient, because all ranks must run backward together.
+    One fact is whether `x` needs a gradient, because either all ranks or no ranks must run
+    backward.
     """
     wanted = int(torch.is_grad_enabled() and x.requires_grad)
     sizes = {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}

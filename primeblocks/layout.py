@@ -74,7 +74,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape of a global tensor, and the part of this tensor that one rank stores."""
+    """The shape of a global tensor, and the box of this tensor that one rank stores."""
 
     shape: tuple[int, ...]
     shard: Shard
@@ -96,8 +96,8 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     """Return the layout of the part of `tensor` that this rank stores. Local.
 
     A plain tensor counts as the whole global tensor. A DTensor may be sharded over any mix of mesh
-    axes. Strided shards, with which FSDP2 divides expert-parallel weights, are also supported. A
-    rank outside of the DTensor's mesh stores an empty box. The function does not copy the tensor.
+    axes, including the strided shards that FSDP2 makes of expert-parallel shards. A rank outside of
+    the DTensor's mesh stores an empty box. The function does not copy or send data.
 
     Raises:
         PlanError: the DTensor has partial sums, or the local rows have gaps, for example if the

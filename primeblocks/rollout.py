@@ -219,7 +219,7 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
 
 
 def pickled(item: Any) -> tuple[Callable[[], Any], tuple[()]]:
-    """Return the result of `__reduce__` for a trajectory, so that unpickling repeats its checks."""
+    """Return the result of `__reduce__` for a trajectory. Unpickling repeats all checks."""
     kind: Callable[..., Any] = type(item)
     made_of = {one.name: getattr(item, one.name) for one in fields(item)}
     # pickle refuses read-only views of dictionaries.

@@ -92,15 +92,15 @@ def audit(
     of causes reproduce the engine's bits, `audit` reports all combinations with the fewest causes.
     `audit` also counts the codes, scales or plain values that differ.
 
-    `audit` does not check how the engine quantizes activations or the KV cache, or codes that the
-    engine makes after you read its tensors. Local. `audit` compares one tensor at a time on the
-    trainer's device, and needs memory for some float32 copies of this tensor.
+    `audit` compares only weights. `audit` does not check how the engine quantizes activations or
+    the KV cache, or codes that the engine makes after you read its tensors. Local. One tensor at a
+    time is compared on the trainer's device, with some float32 copies of this tensor.
 
     Args:
         trainer: a module, or a dict of whole tensors. Pass float32 master weights if they exist.
         engine: a module, or a dict of tensors with the trainer's names. Weights are codes with
-            scales, or plain numbers, which `encode_weights(form="simulated")` returns. Scales are
-            named `NAME_scale_inv`, in float32 or float8_e8m0fnu. Before the call, split weights
+            scales, or plain numbers, which may come from `encode_weights(form="simulated")`. Scales
+            are named `NAME_scale_inv`, in float32 or float8_e8m0fnu. Before the call, split weights
             that the engine fuses.
         recipe: the recipe of the trainer.
         only: the names that `convert` returned, or a regular expression. The expression matches

@@ -47,10 +47,11 @@ def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
 def matmul(
     x: Tensor, weight: Tensor, *, recipe: Recipe, codes: WeightCodes | None = None
 ) -> Tensor:
-    """Compute `x @ weight.T` in float8. Differentiable in `x` and `weight`. Local.
+    """Compute `x @ weight.T` with both operands rounded to float8. Local.
 
-    The gradient of `x` is also a float8 product, with the codes `WeightCodes.backward` of the
-    weight. The operands of the product for the gradient of `weight` have the dtype `recipe.wgrad`.
+    Differentiable in `x` and `weight`. The gradient of `x` is also a float8 product, with the codes
+    `WeightCodes.backward` of the weight. The operands of the product for the gradient of `weight`
+    have the dtype `recipe.wgrad`.
 
     Args:
         x: `[..., in]`.
@@ -122,9 +123,9 @@ def swiglu_matmul(
     """Multiply `swiglu(gate_up, scores)` by `weight`, without storing the activation. Local.
 
     The function has the same result and gradients as `swiglu` followed by `grouped_matmul`, or by
-    `matmul` if you do not pass `offsets`. Backward recomputes the activation from `gate_up` and
-    `scores`. If the recipe's `saved` and `wgrad` are `"float8"`, forward also stores the
-    activation's codes.
+    `matmul` if you do not pass `offsets`. Instead of the activation, forward stores `gate_up` and
+    `scores`, from which backward recomputes the activation. If the recipe's `saved` and `wgrad`
+    are `"float8"`, forward also stores the activation's codes.
 
     Args:
         gate_up: `[tokens, 2 * in]`, with the columns of the gate first.

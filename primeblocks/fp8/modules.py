@@ -30,7 +30,7 @@ __all__ = ["Fp8GroupedMm", "Fp8Linear", "WeightCache", "convert", "plain_name"]
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in float8, with the parameters of `torch.nn.Linear`.
+    """A linear layer that multiplies in float8, with parameters and names as in `nn.Linear`.
 
     Without a `WeightCache`, every forward pass quantizes the weight. The weight's codes for the
     backward pass are made together with the codes for forward (see `quantize_both_ways`).
@@ -213,7 +213,7 @@ class WeightCache:
             product.cache = self
 
     def codes(self, module: nn.Module, name: str, weight: Tensor) -> WeightCodes:
-        """Return the codes of a weight, computed again if the weight changed. Local.
+        """Return the codes of a weight, computed again if the cache noticed a change. Local.
 
         Raises:
             UsageError: the weight is not converted, the parameter was replaced after the cache was

@@ -126,8 +126,8 @@ class Recipe:
         wgrad: dtype of the operands in products for weight gradients. Sums are always float32.
         saved: the data that forward keeps for the weight's gradient: the input, or float8 codes of
             the input, which take one byte per value.
-        nonfinite: with `"nan"`, a value that is not finite makes results NaN. With `"raise"`, each
-            operand is checked, and the host waits for the GPU.
+        nonfinite: with `"nan"`, results that depend on a value that is not finite are NaN. With
+            `"raise"`, each operand is checked, and the host waits for the GPU.
         gemm: the kernel that multiplies. Installed packages do not change the default.
         quantizer: the kernel that quantizes. All quantizers return the same bits.
 
@@ -172,7 +172,7 @@ class Recipe:
 
     @classmethod
     def mxfp8(cls, **others: Any) -> Recipe:
-        """Return the recipe of OCP MXFP8, with tiles of 1 x 32 and UE8M0 scales. Pure."""
+        """Return the recipe of OCP MXFP8: 1 x 32 tiles in both operands, and UE8M0 scales. Pure."""
         tile = Tile(1, 32)
         return cls(activations=tile, weights=tile, scale="ue8m0", **others)
 
@@ -229,7 +229,7 @@ class Recipe:
         return self.quantize(weight, self.weights)
 
     def fingerprint(self, layers: Iterable[str] = ()) -> str:
-        """Hash the options that determine codes, and names of layers, to 16 hex digits. Pure.
+        """Hash all options that determine codes, and names of layers, to 16 hex digits. Pure.
 
         The hash does not depend on kernels, `nonfinite`, or options that only gradients use. The
         values of these options may differ between trainer and inference engine.

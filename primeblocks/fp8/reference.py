@@ -26,7 +26,8 @@ class ReferenceGemm:
     with this class only within a tolerance. Local. The host reads `offsets`.
 
     Raises:
-        ShapeError: the inner dims of the operands, or the numbers of columns of tiles, differ.
+        ShapeError: raised by a product if the inner dims of the operands, or the numbers of columns
+            of tiles, differ.
     """
 
     k_major: ClassVar[bool] = False
@@ -59,7 +60,8 @@ class SimulatedGemm:
     models on a CPU, or on a GPU without float8. Local. The host reads `offsets`.
 
     Raises:
-        ShapeError: the inner dims of the operands, or the numbers of columns of tiles, differ.
+        ShapeError: raised by a product if the inner dims of the operands, or the numbers of columns
+            of tiles, differ.
     """
 
     k_major: ClassVar[bool] = False

@@ -129,8 +129,8 @@ class PrefixAndLoad:
     only if all engines are saturated. If a session moves, the new engine computes the prompt again.
 
     Args:
-        beta: the weight of the relative load in the score. With `beta=0`, only cached pages count.
-            With a larger `beta`, sessions move sooner to engines with a lower load.
+        beta: the weight of the relative load in the score. With `beta=0`, the score is the cached
+            fraction. With a larger `beta`, sessions move sooner to engines with a lower load.
         saturated: the smallest load at which an engine counts as saturated.
 
     Raises:
@@ -288,7 +288,7 @@ class Fleet:
         return states[place].name
 
     def states(self, request: Request | None = None) -> Sequence[EngineState]:
-        """Return the state of each open engine, with the number of cached pages of `request`."""
+        """Return the state of each open engine, with `matched` counted for `request`."""
         request = Request() if request is None else request
         matched = self._matched(request.pages)
         return [

@@ -26,8 +26,8 @@ class FaultyTransport:
     Args:
         inner: the wrapped object.
         script: for each method name, a list with one entry per call. None forwards the call. An
-            exception is raised instead of the call. A function is called instead, with one
-            argument: a function that makes the original call.
+            exception is raised instead of the call. A function is called instead, and returns the
+            result. Its argument is a function without parameters that makes the original call.
 
     Raises:
         UsageError: `script` names a method that `inner` does not have.
@@ -77,7 +77,7 @@ class ManualClock:
             await woken
 
     def advance(self, seconds: float) -> None:
-        """Move the clock by `seconds`. Sleepers wake in the order of their wake-up times. Local."""
+        """Move the clock by `seconds`, and wake sleepers that are due, earliest first. Local."""
         if seconds < 0:
             raise UsageError(f"time cannot go back; got advance({seconds})")
         self._now_s += seconds

@@ -62,8 +62,9 @@ def gradients_of(
 def max_relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference, divided by the largest magnitude of `expected`. Local.
 
-    Differences are computed in float64. If only one tensor has a NaN or an infinity at a position,
-    the result is infinity. If `expected` is zero everywhere, the result is the largest difference.
+    Differences are computed in float64. If a NaN or an infinity of one tensor does not occur at the
+    same position in the other tensor, the result is infinity. If `expected` is zero everywhere, the
+    result is the largest difference.
 
     Raises:
         UsageError: the shapes differ.
@@ -120,7 +121,8 @@ def assert_as_precise(actual: Tensor, *, naive: Tensor, exact: Tensor, factor: f
     """Check that the error of `actual` is at most `factor` times the error of `naive`. Local.
 
     Errors are root mean squares, because the largest of many errors depends on the processor and
-    may double by chance. To find an error in a single element, use `assert_close_float64`.
+    may double by chance. To find an error in a single element, use `assert_close_float64`. An error
+    of at most `factor` roundings of the dtype of `actual` always passes.
 
     Args:
         naive: the result of the straightforward computation in the dtype of `actual`.

@@ -36,8 +36,8 @@ class StepCounter(TorchDispatchMode):
     """A counter of the work of a step on a device, used as `with StepCounter() as step`. Local.
 
     Each CPU tensor stands for a device tensor, except for results of `cpu()` and tensors that are
-    computed only from results of `cpu()`. Reads of tensors that a script makes on the host are also
-    counted. With `device="cpu"`, copies from the host to the device are not counted.
+    computed only from results of `cpu()`. A read of a tensor that a script makes on the host
+    therefore counts, too. With `device="cpu"`, copies from the host to the device are not counted.
 
     With tensors on the meta device, the counter counts steps of any size, but a read of values
     raises an error. With `FakeTensorMode`, enter the mode before the counter. A read of a fake

@@ -136,7 +136,7 @@ class Gang:
             self._members.append(_Member(rank, process, inbox, seat.stack_file))
 
     def kill(self, rank: int) -> None:
-        """End a rank by SIGKILL. `wait` returns None for a killed rank. Local."""
+        """End `rank` by SIGKILL. Other ranks go on, and `wait` returns None for `rank`. Local."""
         if self._closed:
             raise ClosedError(f"cannot kill rank {rank}: its gang is closed")
         member = self._members[rank]

@@ -57,9 +57,9 @@ class CublasGemm:
     - The inner dim is a multiple of 128. The number of rows of `b` is also a multiple of 128 if
       `b` has tiles of 128 x 128.
 
-    A call launches one kernel that multiplies, and at most two kernels that copy scales. Scales
-    take at most 1/32 of the codes' bytes. Codes are not copied, and the host does not wait for the
-    device. UE8M0 scales must be stored as float32.
+    A call launches one kernel that multiplies, and at most three kernels that copy or pad scales.
+    Scales take at most 1/32 of the codes' bytes. Codes are not copied, and the host does not wait
+    for the device. UE8M0 scales are supported if they are stored as float32.
 
     Args:
         experts: the `Gemm` for groups, because cuBLAS cannot multiply groups with block scales.

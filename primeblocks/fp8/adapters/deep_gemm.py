@@ -63,8 +63,8 @@ class DeepGemm:
 
     Each expert's rows must end at a multiple of `alignment`, so let the dispatcher pad groups. Rows
     of padding belong to the expert before the padding. An assertion on the device checks the
-    alignment, so that the host does not wait. If the assertion fails, a later CUDA call raises an
-    error and ends the CUDA context.
+    alignment, so that the host does not wait. A failed assertion ends the CUDA context, and a later
+    CUDA call raises the error.
 
     Args:
         k_groups: the `Gemm` that multiplies over experts' tokens, for `wgrad="float8"`. DeepGEMM's

@@ -33,11 +33,12 @@ def convert(
 ) -> tuple[str, ...]:
     """Convert some linear layers and experts of a transformers model to float8, in place. Local.
 
-    Arguments, result and errors are the same as for `primeblocks.fp8.convert`. This function also
-    converts experts, which then use the experts implementation `primeblocks_fp8`. You may call the
+    Arguments and result are the same as for `primeblocks.fp8.convert`. This function also converts
+    experts, which then use the experts implementation `primeblocks_fp8`. You may call the
     `parallelize` of `primeblocks.parallel` before or after this function.
 
     Raises:
+        UsageError, UnsupportedError: as for `primeblocks.fp8.convert`.
         UnsupportedError: transformers itself splits the experts over ranks, or the experts are
             stored transposed and tiles are not square. The model stays unchanged.
     """

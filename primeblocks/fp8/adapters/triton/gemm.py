@@ -315,8 +315,8 @@ class TritonGemm:
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
         """Compute `a @ b.T` over each expert's tokens. Local. Raises the errors of `__call__`.
 
-        A tile with tokens of two experts is multiplied once per expert, and the tokens of the other
-        expert are masked. A product with a mask takes longer than a product without a mask. The
+        A tile with tokens of several experts is multiplied once per expert, and the tokens of other
+        experts are masked. A product with a mask takes longer than a product without a mask. The
         result of an expert without tokens is zero.
         """
         _check(a, b, offsets, ndim=2)

@@ -199,8 +199,9 @@ def _quantize_blocks(
 class TritonQuantizer:
     """A `FusedQuantizer` in Triton that returns the same bits as `fp8.quantize`.
 
-    Each call launches one kernel. Scales of one-row tiles are contiguous along the rows, because
-    products read scales in this order. The sides of tiles must be powers of two up to 128.
+    Each call launches one kernel. If tiles have one row, scales of neighbouring rows are adjacent
+    in memory, because products read scales in this order. The sides of tiles must be powers of two
+    up to 128.
     """
 
     def __call__(
@@ -254,12 +255,12 @@ class TritonQuantizer:
 
         The kernel moves 5 bytes per bfloat16 activation. Separate kernels for SwiGLU and
         quantization would move 9 bytes. Because the kernel uses the GPU's exponential, an
-        activation may have a relative error of (5 + |gate|) * 2**-23 before rounding. The codes
-        equal the result of `fp8.quantize` for the rounded activation.
+        activation may have a relative error of up to (5 + |gate|) * 2**-23 before rounding. The
+        codes equal the result of `fp8.quantize` for the rounded activation.
 
         Raises:
-            ShapeError: `gate_up` is not `[tokens, 2 * inner]`, or `scores` is not `[tokens]` on the
-                same device.
+            ShapeError: `gate_up` is not `[tokens, 2 * inner]` with a floating-point dtype, or
+                `scores` is not `[tokens]` on the same device.
             UnsupportedError, UsageError: as for `__call__`.
         """
         _check_gated(gate_up, scores)
