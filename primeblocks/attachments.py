@@ -1,4 +1,4 @@
-"""Values that travel with the tokens of a rollout, and are cut and joined with these tokens."""
+"""Values that belong to tokens of a rollout, and are cut and joined together with the tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ class Aligned:
     """A value that belongs to tokens `[start, stop)`, counted from the first token of the prompt.
 
     Args:
-        value: any object. Without `by_token` the value stays whole, as an image does: tokens are
-            not cut inside its range.
-        by_token: the value has one row per token, such as routes, and is cut with the tokens. It
-            is a numpy array or a tensor.
+        value: any object. If `by_token` is False, the value stays whole, as an image does, and the
+            library does not cut a rollout between `start` and `stop`.
+        by_token: whether `value` has one row per token, such as routes, and is cut with the tokens.
+            With `by_token=True`, `value` must be a numpy array or a tensor.
 
     Raises:
-        ShapeError: the range is empty or begins before 0, or the rows are not one per token.
+        ShapeError: the range is empty or begins before 0, or `value` does not have one row per
+            token.
     """
 
     value: Any
@@ -56,16 +57,19 @@ class Aligned:
 
     @classmethod
     def rows(cls, value: Any, *, start: int = 0) -> Aligned:
-        """Return a value with one row per token, whose first row belongs to token `start`."""
+        """Return an `Aligned` of one row per token. The first row belongs to token `start`."""
         return cls(value, start, start + len(value), by_token=True)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the value in bytes, as `nbytes_of` counts it."""
+        """Memory of the value in bytes, computed with `nbytes_of`."""
         return nbytes_of([self.value])
 
     def before(self, stop: int) -> Aligned | None:
-        """Return the part that belongs to tokens before `stop`, or None. Rows are a view."""
+        """Return the part of the value for tokens before `stop`. Rows are not copied.
+
+        If the part is empty, or if a value with `by_token=False` ends after `stop`, return None.
+        """
         if self.stop <= stop:
             return self
         if not self.by_token or stop <= self.start:
@@ -74,7 +78,7 @@ class Aligned:
 
 
 def whole(attachments: Mapping[str, Any]) -> Iterable[Aligned]:
-    """Return the `Aligned` values that cannot be cut."""
+    """Return the `Aligned` values with `by_token=False`, which cannot be cut."""
     return (
         each
         for value in attachments.values()
@@ -84,7 +88,7 @@ def whole(attachments: Mapping[str, Any]) -> Iterable[Aligned]:
 
 
 def check_inside(attachments: Mapping[str, Any], length: int) -> None:
-    """Raise ShapeError if a value belongs to tokens from `length` on."""
+    """Raise ShapeError if an attachment belongs to a token after the first `length` tokens."""
     for name, value in attachments.items():
         for each in parts(value):
             if isinstance(each, Aligned) and each.stop > length:
@@ -95,7 +99,7 @@ def check_inside(attachments: Mapping[str, Any], length: int) -> None:
 
 
 def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]:
-    """Return the attachments of the tokens before `stop`, and those that belong to no tokens."""
+    """Return the attachments of the first `stop` tokens. Values without tokens stay unchanged."""
     kept = {}
     for name, value in attachments.items():
         before = [x.before(stop) if isinstance(x, Aligned) else x for x in parts(value)]
@@ -106,10 +110,10 @@ def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]
 
 
 def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> int:
-    """Return how many of the first `length` tokens have the same whole values in `held` and `new`.
+    """Return the number of leading tokens, at most `length`, before the first unequal image.
 
-    An image may change although the tokens stay. Whole values are compared by identity, then by
-    content. If `new` has no value for some tokens, the held value counts as equal.
+    Two images may have the same token ids. Every `Aligned` value with `by_token=False` is compared
+    like an image: first by identity, then by content. Values that only `held` contains are ignored.
     """
     for name, value in new.items():
         known = {(x.start, x.stop): x for x in parts(held.get(name)) if isinstance(x, Aligned)}
@@ -122,14 +126,14 @@ def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) 
 
 
 def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> dict:
-    """Return the attachments of a trajectory of `length` tokens and of its continuation.
+    """Join `held`, the attachments of `length` tokens, with the attachments of a continuation.
 
-    `held` and `new` count tokens from the first token of the prompt. Aligned values form a tuple,
-    and the values of new tokens are appended to it. New rows are copied. Other values replace held
-    values.
+    Token positions in `held` and `new` start at the first token of the prompt. `Aligned` values of
+    one name form a tuple, to which values of new tokens are appended. New rows are copied. A value
+    of `new` that is not `Aligned` replaces the value in `held`.
 
     Raises:
-        ShapeError: new rows leave a gap after the held rows.
+        ShapeError: rows in `new` leave a gap after the rows in `held`.
     """
     joined = dict(held)
     for name, value in new.items():
@@ -146,7 +150,7 @@ def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: in
 
 
 def join_rows(attachments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attachments in which rows that were added in several parts are one value."""
+    """Concatenate the rows of each attachment that consists of several parts."""
     return {
         name: _joined(value)
         if isinstance(value, tuple) and any(getattr(x, "by_token", False) for x in value)
@@ -156,7 +160,7 @@ def join_rows(attachments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
-    """Return the memory of values, in bytes. A value of unknown size counts 64 bytes."""
+    """Return the memory of values in bytes. A value of unknown size counts as 64 bytes."""
     return sum(
         len(x)
         if isinstance(x, bytes)
@@ -170,7 +174,7 @@ def nbytes_of(values: Iterable[Any]) -> int:
 
 
 def parts(value: Any) -> tuple[Any, ...]:
-    """Return the values of an attachment: the values of a tuple, or the attachment itself."""
+    """Return `value` if it is a tuple, else a tuple that contains only `value`."""
     return value if isinstance(value, tuple) else (value,)
 
 

@@ -1,4 +1,4 @@
-"""Clocks as arguments, and waiting with a deadline."""
+"""Clocks that callers pass as arguments, and a wait with a deadline."""
 
 import asyncio
 import time
@@ -16,13 +16,13 @@ _CLEANUP_S = 1.0
 
 
 class Clock(Protocol):
-    """A clock that the library reads and sleeps by. Tests pass a simulated clock."""
+    """A clock that returns the time and can sleep. Tests pass a simulated clock."""
 
     def now(self) -> float:
-        """Seconds from an arbitrary origin. They never decrease."""
+        """Return the time in seconds since an arbitrary origin. The time never decreases."""
 
     async def sleep(self, seconds: float) -> None:
-        """Return once `seconds` have passed."""
+        """Sleep for `seconds`."""
 
 
 class MonotonicClock:
@@ -45,15 +45,17 @@ async def within(
 ) -> T:
     """Wait for `awaitable` until a deadline, or until `unless` is done.
 
-    If `awaitable` is not done then, it is cancelled and gets one second to clean up. If both are
-    done at the same time, the result of `awaitable` wins.
+    If `awaitable` is not done when the wait ends, it is cancelled and gets one second to clean up.
+    If `awaitable` and `unless` are done at the same time, only the result or error of `awaitable`
+    counts.
 
     Args:
-        what: a name of the awaited operation, for the message.
-        unless: a future whose *result* is an error. If it is done first, its error is raised here.
+        what: a name of the awaited operation, for the error message.
+        unless: a future whose *result* is an exception. If `unless` is done before `awaitable`,
+            the function raises the result of `unless`.
 
     Raises:
-        DeadlineError: `timeout_s` passed first.
+        DeadlineError: `timeout_s` passed before `awaitable` or `unless` was done.
     """
     task = asyncio.ensure_future(awaitable)
     timer = asyncio.ensure_future(clock.sleep(timeout_s))

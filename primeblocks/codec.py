@@ -1,4 +1,4 @@
-"""Values as bytes without pickle: reading runs no code, and bytes that changed are refused."""
+"""Conversion of values to bytes with a checksum. Reading does not run code, unlike with pickle."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ def _digest(name: str, *parts: bytes | memoryview) -> bytes:
 
 
 def pack(value: Any, *, name: str) -> bytes:
-    """Return one checksummed buffer of a value.
+    """Return a value as bytes with a checksum.
 
-    The value may be None, bool, int, float, str, bytes, or a numpy number or array. It may be a
-    list, a tuple, a dict with str keys or an `Aligned` of such values. `unpack` returns other
-    buffers (bytearray, memoryview) as bytes.
+    Supported types are bool, int, float, str, bytes, None, and numpy numbers and arrays. A list, a
+    tuple, a dict with str keys or an `Aligned` may contain values of supported types. `unpack`
+    returns a bytearray or a memoryview as bytes.
 
     Args:
-        name: of the value, for messages. `unpack` must get the same name.
+        name: name of the value, for error messages. Pass the same name to `unpack`.
 
     Raises:
-        UnsupportedError: the value contains another type, is nested too deeply, or contains itself.
+        UnsupportedError: the value contains an unsupported type, is nested too deeply, or contains
+            itself.
     """
     header, buffers = lower(value, name=name)
     parts = [len(header).to_bytes(_LENGTH_BYTES, "little"), header, *buffers]
@@ -55,10 +56,10 @@ def pack(value: Any, *, name: str) -> bytes:
 
 
 def unpack(payload: bytes, *, name: str) -> Any:
-    """Return the value that was packed.
+    """Return the value that `pack` converted to bytes.
 
     Raises:
-        CorruptionError: bytes changed, or the value was packed under another name.
+        CorruptionError: a byte of `payload` changed, or `pack` was called with another name.
     """
     view = memoryview(payload)
     body = view[_DIGEST_BYTES:]
@@ -77,7 +78,7 @@ def unpack(payload: bytes, *, name: str) -> Any:
 
 
 def lower(value: Any, *, name: str) -> tuple[bytes, list[bytes | memoryview]]:
-    """Return a header, and the arrays and bytes of a value as buffers.
+    """Split a value into a header, and buffers with the arrays and bytes that the value contains.
 
     Arrays are copied only if they are not contiguous or not little-endian.
 

@@ -1,4 +1,4 @@
-"""Exceptions of the library, by what went wrong:
+"""Exceptions of the library, as a tree of classes:
 
     PrimeblocksError
     ├── UsageError (ValueError)           the caller can fix the arguments
@@ -15,7 +15,7 @@
     ├── CancelledError                    the caller gave the operation up
     └── ClosedError                       used after close()
 
-Messages give the values that were wrong, and a remedy.
+Error messages state the wrong values and a remedy.
 """
 
 import operator
@@ -48,28 +48,28 @@ __all__ = [
 
 
 class PrimeblocksError(Exception):
-    """Base of every error that the library raises on purpose.
+    """Base class of every error that the library raises on purpose.
 
-    `engines` lists the positions of the engines that raised the error.
+    `engines` lists the failed engines by their positions in the caller's list of engines.
     """
 
     engines: tuple[int, ...] = ()
 
 
 class UsageError(PrimeblocksError, ValueError):
-    """The arguments do not make sense together. Nothing was changed."""
+    """An argument is wrong, or arguments contradict each other. The call changed nothing."""
 
 
 class ShapeError(UsageError):
-    """A tensor's shape or dtype does not fit."""
+    """A tensor has a wrong shape or dtype."""
 
 
 class PlanError(UsageError):
-    """Degrees, layouts or names do not fit together."""
+    """Parallel degrees, layouts or names are wrong or contradict each other."""
 
 
 class UnsupportedError(UsageError):
-    """A combination that is not supported, with the reason and a remedy."""
+    """A combination is not supported. The message states the reason and a remedy."""
 
 
 class MissingPackageError(PrimeblocksError, ImportError):
@@ -77,8 +77,8 @@ class MissingPackageError(PrimeblocksError, ImportError):
 
     Args:
         package: the package that could not be imported.
-        extra: the extra of primeblocks that installs it.
-        remedy: how to install the package, if no extra installs it.
+        extra: the extra of primeblocks that installs the package.
+        remedy: instructions to install a package that is not in an extra.
     """
 
     def __init__(self, package: str, extra: str | None = None, *, remedy: str = "") -> None:
@@ -102,7 +102,7 @@ class CapacityError(PrimeblocksError):
 
 
 class TransferError(PrimeblocksError):
-    """A weight transfer failed and was rolled back. The old version is still served."""
+    """A weight transfer failed and was rolled back. Engines still serve the old version."""
 
 
 class EngineError(PrimeblocksError):
@@ -110,7 +110,7 @@ class EngineError(PrimeblocksError):
 
 
 class RankError(PrimeblocksError):
-    """A rank of a process group failed. The message includes its traceback or reason."""
+    """A rank of a process group failed. The message includes the traceback or the reason."""
 
 
 class CancelledError(PrimeblocksError):
@@ -122,10 +122,10 @@ class ClosedError(PrimeblocksError):
 
 
 def check_version(value: Any) -> int:
-    """Return a policy version as an int: a count of updates, from 0 to 2**63 - 1. Local.
+    """Return a policy version as an int. A version counts updates, from 0 to 2**63 - 1. Local.
 
     Raises:
-        UsageError: the value is something else.
+        UsageError: `value` is a bool, or is not an integer from 0 to 2**63 - 1.
     """
     if (count := _count(value)) is None or not 0 <= count < _TOO_MANY:
         raise UsageError(
@@ -138,8 +138,8 @@ def check_counts(*, least: int = 1, **counts: Any) -> None:
     """Check that each value is a whole number from `least` to 2**63 - 1. Local.
 
     Raises:
-        PlanError: a value is something else. The message has its name. True and False do not count
-            as numbers.
+        PlanError: a value is out of range, is a bool, or is not a whole number. The message
+            includes the name of the argument.
     """
     for name, value in counts.items():
         count = _count(value)
@@ -157,9 +157,10 @@ def _count(value: Any) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """Return the repr of a value as messages show it, cut to 80 characters. Local.
+    """Return the repr of a value for an error message, cut to 80 characters. Local.
 
-    Python refuses to write integers of thousands of digits. Their size in bits is shown instead.
+    Python does not convert integers of thousands of digits to text, so the result states the size
+    of a long integer in bits.
     """
     try:
         text = f"{value!r:.80}"
@@ -172,8 +173,8 @@ def how_it_ended(exitcode: int | None) -> str:
     """Describe the exit status of a child process, such as "was ended by SIGILL". Local.
 
     Args:
-        exitcode: from `multiprocessing` or `subprocess`, negative for a signal. None means that the
-            child still runs.
+        exitcode: the exit code from `multiprocessing` or `subprocess`, or None if the child still
+            runs. An exit code of `-n` means that signal `n` ended the child.
     """
     if exitcode is None:
         return "goes on"

@@ -1,7 +1,7 @@
 """Collectives that behave the same on gloo and NCCL.
 
-This module hides differences between the backends: float8 is sent as bytes, ranks may have unequal
-or zero rows, and gradients flow. The timeout of the process group bounds every wait.
+On both backends, float8 tensors are sent as bytes, ranks may send different numbers of rows or no
+rows, and `all_to_all_rows` is differentiable. The timeout of the process group bounds every wait.
 """
 
 from __future__ import annotations
@@ -61,16 +61,18 @@ def all_to_all_rows(
 ) -> Tensor:
     """Send consecutive rows to each rank, and return the received rows, ordered by sender.
 
-    Takes any dtype and zero rows. Differentiable: gradients return to the ranks that sent the rows.
-    Collective, and so is its backward: either all ranks run it or none does.
+    `x` may have any dtype and zero rows. Differentiable: backward sends gradients to the ranks that
+    sent the rows. Collective, also in backward: either all ranks or no ranks run backward.
 
     Args:
         x: `[rows, ...]`. The trailing dims are equal on all ranks.
-        send_counts: rows for each rank of `group`. They add up to `rows`.
-        receive_counts: rows from each rank, equal to what that rank sends to this one.
+        send_counts: the number of rows for each rank of `group`. The counts add up to `rows`.
+        receive_counts: the number of rows from each rank. The sender passes the same number in
+            `send_counts`.
 
     Raises:
-        ShapeError: the counts do not fit the group or `x`. Raised before anything is sent.
+        ShapeError: a count is negative, or the counts do not match the number of ranks or the rows
+            of `x`. The error is raised before rows are sent.
         PlanError: `group` is not a process group, or does not include this rank.
     """
     check_group(group)
@@ -88,13 +90,13 @@ def all_to_all_rows(
 
 
 def all_gather_rows(x: Tensor, *, rows: int, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all ranks in rank order, padded with zeros to `rows` each. Collective.
+    """Gather the rows of all ranks in rank order, with zero padding after each rank. Collective.
 
-    Takes any dtype. Not differentiable.
+    `x` may have any dtype. Not differentiable.
 
     Args:
         x: `[own_rows, ...]`, with at most `rows` rows. The trailing dims are equal on all ranks.
-        rows: of each rank in the result. Equal on all ranks.
+        rows: the padded number of rows per rank, equal on all ranks.
 
     Returns:
         `[ranks * rows, ...]`.
@@ -108,7 +110,7 @@ def all_gather_rows(x: Tensor, *, rows: int, group: dist.ProcessGroup) -> Tensor
 
 
 def reduce_scatter_rows(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's `[rows, ...]` of the sum of all `[ranks * rows, ...]`. Collective."""
+    """Sum `x` `[ranks * rows, ...]` over ranks and return this rank's `[rows, ...]`. Collective."""
     out = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
     _scatter_single(out, x.contiguous(), group=group)
     return out
@@ -129,7 +131,7 @@ def check_group(group: object) -> None:
 
 
 def check_tensors(**operands: object) -> None:
-    """Raise ShapeError if an operand is not a tensor, by name. Local."""
+    """Raise ShapeError if an operand is not a tensor. The message names the operand. Local."""
     for name, x in operands.items():
         if not isinstance(x, Tensor):
             raise ShapeError(f"{name} must be a tensor; got {_shown(x)}.")
@@ -150,9 +152,10 @@ def check_alike(**operands: Tensor) -> None:
 
 
 def facts_of(name: str, x: Tensor) -> dict[str, object]:
-    """Return facts for `agreed` about a tensor whose number of rows may differ by rank. Local.
+    """Return the facts about `x` for a comparison by `agreed`, without the number of rows. Local.
 
-    One fact is whether the tensor wants a gradient, because all ranks must run backward or none.
+    One fact is whether `x` needs a gradient, because either all ranks or no ranks must run
+    backward.
     """
     wanted = int(torch.is_grad_enabled() and x.requires_grad)
     sizes = {f"{name} dim {dim}": size for dim, size in enumerate(x.shape) if dim}
@@ -170,16 +173,17 @@ def _shown(value: object) -> str:
 
 @dataclass
 class Call:
-    """The facts that a rank brings to a collective call, and later the numbers of all ranks.
+    """The facts and numbers of one rank for `agreed`, and after the call the numbers of all ranks.
 
     Attributes:
-        facts: by name, values that must be equal on all ranks, such as sizes and dtypes. They are
-            compared and shown as text.
-        numbers: int64 on the device, at most 3 + 2 x ranks values. They travel with the agreement,
-            so that the host waits only once for both.
-        judge: returns the error in one rank's numbers, or None. It is the same function on all
-            ranks, and returns None for zeros.
-        told: after the block, each rank's numbers. Zeros may follow them. Empty without `check`.
+        facts: a dict of values that must be equal on all ranks, such as sizes and dtypes. Values
+            are compared and shown as text.
+        numbers: an int64 tensor `[count]` on the device, with at most 3 + 2 x ranks values. The
+            gather of the facts also sends the numbers, so that the host waits only once.
+        judge: a function that returns an error if the numbers of one rank are wrong, else None. The
+            function must be the same on all ranks, and must return None for zeros.
+        told: the numbers of each rank, set at the end of the block. Zeros may follow the numbers.
+            With `check=False`, `told` stays empty.
     """
 
     facts: dict[str, object] = field(default_factory=dict)
@@ -196,27 +200,28 @@ def agreed(
     check: bool = True,
     device: torch.device | str | None = None,
 ) -> Iterator[Call]:
-    """Check a rank's arguments in a block. At its end all ranks agree. Collective if `check`:
+    """Check arguments in a `with` block. If one rank fails, all ranks fail. Collective if `check`:
 
         with agreed("ring_attention", q, group=group, check=check) as call:
             check_tensors(q=q)  # An error that one rank raises here is an error on every rank.
             call.facts |= facts_of("q", q)  # A difference between ranks is an error on every rank.
 
-    Use it before a larger exchange, because the other ranks would wait there for a rank that made
-    a mistake. It costs one gather of 40 + 16 x ranks bytes per rank, which the host reads once. A
-    group of one rank sends nothing.
+    Use `agreed` before a larger exchange. Without `agreed`, other ranks would wait in the exchange
+    for a rank that raised an error. The cost is one gather of 40 + 16 x ranks bytes per rank, which
+    the host reads once. A group of one rank does not communicate.
 
     Args:
-        name: of the call. Ranks that make different calls get an error.
-        operands: the first tensor is on the device from which the backend of `group` sends, unless
-            `device` names another.
-        check: with False nothing is sent, and a rank raises only its own problem.
+        name: name of the call. If ranks pass different names, all ranks raise an error.
+        operands: operands of the call. Without `device`, the gather uses the device of the first
+            tensor, which the backend of `group` must support.
+        check: if False, ranks do not communicate, and each rank raises only its own error.
 
     Raises:
-        UsageError, CapacityError: raised by the block, on the rank that raised it.
-        RankError: another rank has a problem. The message repeats the problem of the first such
-            rank. Also raised if not all ranks made the call before the timeout of the group.
-        PlanError: `group` is not a process group or does not include this rank, or the call or a
+        UsageError, CapacityError: the block raised the error on this rank.
+        RankError: another rank raised an error. The message repeats the error of the failed rank
+            with the lowest number. Also raised if not all ranks made the call before the timeout
+            of the group.
+        PlanError: `group` is not a process group or does not include this rank, or `name` or a
             fact differs between ranks.
     """
     check_group(group)
@@ -313,8 +318,8 @@ def _gather(x: Tensor, name: str, group: dist.ProcessGroup) -> Tensor:
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Let torch.compile end its graph before a function and run the function uncompiled.
 
-    Code that depends on plans, and on counts from other ranks, has no single graph. With
-    `fullgraph=True` torch raises an error that names the function.
+    A function that depends on plans and on counts from other ranks does not have one fixed graph.
+    With `fullgraph=True`, torch raises an error that names the function.
     """
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""The place of a local tensor in a global one."""
+"""The position of a local tensor in a global tensor."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Shard:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The slices that cut the box out of the global tensor."""
+        """The slices that select the box from the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Shard) -> Shard | None:
-        """The common box in global coordinates, or None if the boxes do not meet."""
+        """Return the box that two shards share, or None if the two shards do not overlap."""
         starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
         ends = [
             min(a + m, b + n)
@@ -57,10 +57,10 @@ class Shard:
         return Shard(tuple(starts), sizes)
 
     def within(self, outer: Shard) -> Shard:
-        """The same box in coordinates that start at the corner of `outer`.
+        """Return this box with offsets relative to the offsets of `outer`.
 
         Raises:
-            PlanError: the box is not inside `outer`.
+            PlanError: this box is not inside `outer`.
         """
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         inside = all(
@@ -74,7 +74,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """The shape of a global tensor, and the box of it that one rank stores."""
+    """The shape of a global tensor, and the box of this tensor that one rank stores."""
 
     shape: tuple[int, ...]
     shard: Shard
@@ -84,7 +84,7 @@ class Layout:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...] | torch.Size) -> Layout:
-        """The layout of a tensor that one rank stores in full."""
+        """Return the layout of a tensor that one rank stores completely."""
         return cls(tuple(shape), Shard((0,) * len(shape), tuple(shape)))
 
     @property
@@ -93,16 +93,16 @@ class Layout:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return the box of the global tensor that the local part of `tensor` covers. Local.
+    """Return the layout of the part of `tensor` that this rank stores. Local.
 
-    A plain tensor is the whole global tensor. A DTensor may be sharded over any mix of mesh axes,
-    including the strided order that FSDP2 makes over expert-parallel shards. A rank outside of the
-    DTensor's mesh has an empty box. Moves no data.
+    A plain tensor counts as the whole global tensor. A DTensor may be sharded over any mix of mesh
+    axes, including the strided shards that FSDP2 makes of expert-parallel shards. A rank outside of
+    the DTensor's mesh stores an empty box. The function does not copy or send data.
 
     Raises:
-        PlanError: the DTensor has partial sums, or its local rows are not one box, as with a
-            strided shard alone. Also raised if the local part has another shape than its placements
-            say, as with FSDP2 over uneven shards of the same dim.
+        PlanError: the DTensor has partial sums, or the local rows have gaps, for example if the
+            DTensor has only a strided shard. Also raised if the shape of the local part
+            contradicts the placements, for example if FSDP2 splits uneven shards of the same dim.
     """
     from torch.distributed.tensor import DTensor, Partial
 
@@ -140,7 +140,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a DTensor that this rank stores, or a plain tensor itself. Local.
 
-    The result is an alias: no data moves.
+    The result shares memory with `tensor`.
     """
     from torch.distributed.tensor import DTensor
 

@@ -1,4 +1,4 @@
-"""A rollout: what an engine generated, and which policy version generated each token."""
+"""Rollouts: tokens that an engine sampled, and the policy version of each token."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -31,31 +31,33 @@ _VERSION_DIGITS = 19  # Of 2**63. int() refuses thousands of digits.
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """One completion of one prompt. Its arrays are read-only: copies, or the given constants.
+    """One prompt and one completion, in read-only arrays. Writable array arguments are copied.
 
-    A completion of several turns also contains the tokens given to the model in between, such as
-    tool results. Set the reward with `dataclasses.replace(rollout, reward=...)`.
+    A completion of several turns also contains the tokens between the answers, such as tool
+    results. Set the reward with `dataclasses.replace(rollout, reward=...)`.
 
     Args:
-        tokens: ids of the prompt, then of the completion, as int64.
+        tokens: token ids `[length]` of the prompt and then of the completion, as int64.
         prompt_length: the number of prompt tokens.
-        logprobs: the engine's log-probability of each completion token, as float64. 0 for a token
-            that no policy sampled.
-        versions: the policy version that sampled each completion token, as int64. `UNSAMPLED`, -1,
-            for a token that no policy sampled.
-        finish_reason: the engine's word, such as "stop" or "length".
-        prompt_id: names the prompt. Rollouts of one group share it.
+        logprobs: the engine's log-probability of each completion token, as float64, or 0 if no
+            policy sampled the token.
+        versions: the policy version that sampled each completion token, as int64, or `UNSAMPLED`
+            (-1) if no policy sampled the token.
+        finish_reason: the engine's reason to stop generation, such as "stop" or "length".
+        prompt_id: an id of the prompt, equal in all rollouts of a group.
         reward: the number from which advantages are computed.
         rewards: the parts of the reward, by name.
-        attachments: values that travel with the rollout unchanged, such as expert routes. A value
-            that belongs to some of the tokens is an `Aligned`, or a tuple of them.
-        loss_mask: the completion tokens that count in the loss. By default all sampled tokens.
+        attachments: values that are stored unchanged with the rollout, such as expert routes. For a
+            value that belongs to some of the tokens, use an `Aligned` or a tuple of `Aligned`.
+        loss_mask: a bool mask of the completion tokens that count in the loss. The default is a
+            mask of all sampled tokens.
 
     Raises:
-        ShapeError: lengths do not fit, no token was sampled, or an attachment belongs to tokens
-            after the last one.
-        UsageError: an id is below 0, a version is below -1, or a log-probability or reward is not
-            finite. Also raised if an unsampled token counts in the loss or has a log-probability.
+        ShapeError: lengths do not match, the completion does not contain a sampled token, or an
+            attachment belongs to a position after the last token.
+        UsageError: a token id is below 0, a version is below -1, or a log-probability or reward is
+            not finite. Also raised if an unsampled token counts in the loss or has a
+            log-probability.
     """
 
     tokens: NDArray[np.int64]
@@ -98,17 +100,17 @@ class Rollout:
 
     @property
     def prompt(self) -> NDArray[np.int64]:
-        """Ids of the prompt."""
+        """Token ids of the prompt."""
         return self.tokens[: self.prompt_length]
 
     @property
     def completion(self) -> NDArray[np.int64]:
-        """Ids of the completion."""
+        """Token ids of the completion."""
         return self.tokens[self.prompt_length :]
 
     @property
     def nbytes(self) -> int:
-        """Memory of arrays and attachments in bytes, as `attachments.nbytes_of` counts it."""
+        """Memory of arrays and attachments in bytes, computed with `attachments.nbytes_of`."""
         arrays = (self.tokens, self.logprobs, self.versions, self.loss_mask)
         return sum(array.nbytes for array in arrays) + nbytes_of([*self.attachments.values()])
 
@@ -130,15 +132,14 @@ class Rollout:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The rollouts of one prompt. They are trained together or not at all.
+    """The rollouts of one prompt, which are trained together or dropped together.
 
     Args:
-        prompt: the caller's own object, returned if the group is dropped.
-        version: the policy version when the group was submitted. It counts towards the group's
-            age, because the prompt may have been cached at that version even if every sampled token
-            is newer.
-        generate_s: the seconds that generation took.
-        ordinal: the position of the prompt among all drawn prompts, from 0.
+        prompt: the caller's object for the prompt, returned to the caller if the group is dropped.
+        version: the policy version at the submission of the group. `version` contributes to the age
+            of the group, because the KV cache of the prompt may be older than all sampled tokens.
+        generate_s: the duration of generation in seconds.
+        ordinal: the position of the prompt among all drawn prompts, counted from 0.
     """
 
     prompt: Any
@@ -165,22 +166,22 @@ class Group:
 
     @cached_property
     def nbytes(self) -> int:
-        """Memory of its rollouts, in bytes."""
+        """Memory of the rollouts in bytes."""
         return sum(rollout.nbytes for rollout in self.rollouts)
 
     @cached_property
     def oldest_version(self) -> int:
-        """The oldest policy version that contributed to the group."""
+        """The oldest policy version among `version` and the versions of the rollouts."""
         return min(self.version, *(r.oldest_version for r in self.rollouts))
 
     @cached_property
     def newest_version(self) -> int:
-        """The newest policy version that contributed to the group."""
+        """The newest policy version among `version` and the versions of the rollouts."""
         return max(self.version, *(r.newest_version for r in self.rollouts))
 
 
 def cache_salt(version: int) -> str:
-    """Return the salt that separates the KV pages of one policy version from all others. Pure.
+    """Return a cache salt, so that policy versions do not share pages of a KV cache. Pure.
 
     Raises:
         UsageError: `version` is not a policy version.
@@ -189,18 +190,18 @@ def cache_salt(version: int) -> str:
 
 
 def version_of(label: Any) -> int | None:
-    """Return the version that an engine's label of its weights names, or None. Pure."""
+    """Return the policy version in a weight label, or None if the label is not a version. Pure."""
     if not isinstance(label, str) or not label.isdecimal() or len(label) > _VERSION_DIGITS:
         return None
     return version if (version := int(label)) < 1 << 63 else None
 
 
 def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -> NDArray[np.int64]:
-    """Turn spans `(version, start, end)` into one version per token. Pure.
+    """Convert spans `(version, start, end)` to an array with one version per token. Pure.
 
     Raises:
         ShapeError: the spans do not cover `[0, length)` in order, each token once.
-        UsageError: the version of a span is not a policy version.
+        UsageError: the first number of a span is not a policy version.
     """
     versions = np.empty(length, np.int64)
     position = 0
@@ -218,7 +219,7 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
 
 
 def pickled(item: Any) -> tuple[Callable[[], Any], tuple[()]]:
-    """Return the result of `__reduce__` for a trajectory. Unpickling makes and checks it anew."""
+    """Return the result of `__reduce__` for a trajectory. Unpickling repeats all checks."""
     kind: Callable[..., Any] = type(item)
     made_of = {one.name: getattr(item, one.name) for one in fields(item)}
     # pickle refuses read-only views of dictionaries.
@@ -227,10 +228,10 @@ def pickled(item: Any) -> tuple[Callable[[], Any], tuple[()]]:
 
 
 def freeze_trajectory(item: Any, *, least: int) -> None:
-    """Replace the arrays of a new trajectory by checked, read-only ones.
+    """Check the arrays of a new trajectory and replace them by read-only arrays.
 
     Args:
-        least: the smallest number of sampled tokens.
+        least: the smallest allowed number of sampled tokens.
 
     Raises:
         ShapeError, UsageError: as for `Rollout`.

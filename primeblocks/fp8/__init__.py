@@ -1,7 +1,7 @@
 """Block-scaled FP8 (E4M3) for training and for weight transfer.
 
-One quantizer serves both. Matrix products have gradients, and run on a kernel that you choose. A
-reference defines the result of each product.
+Training and weight transfer use the same quantizer. Matrix products are differentiable, and run on
+the kernel of the `Recipe`. `primeblocks.fp8.reference` defines the result of each product.
 """
 
 from .audit import audit

@@ -33,7 +33,7 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The name of a tensor that differs, and the reason."""
+    """The name of a tensor that differs between trainer and engine, and the reason."""
 
     name: str
     reason: str
@@ -41,7 +41,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Audit:
-    """The tensors that differ between a trainer and an engine, and how many were compared.
+    """The tensors that differ between a trainer and an engine, and the number of compared tensors.
 
     `bool(audit)` raises UsageError, because true could mean either findings or a passed audit.
     """
@@ -62,7 +62,7 @@ class Audit:
         """Raise if the engine differs from the trainer. Local.
 
         Raises:
-            CorruptionError: there are findings. The message lists the first findings.
+            CorruptionError: the audit has findings. The message lists the first five findings.
         """
         if not self.findings:
             return
@@ -84,34 +84,36 @@ def audit(
     exclude: Expression | None = None,
     excluded: Iterable[str] | None = None,
 ) -> Audit:
-    """Compare a trainer's weights, quantized by a recipe, with an engine's weights, bit by bit.
+    """Quantize a trainer's weights with a recipe, and compare the bits with an engine's weights.
 
-    For each tensor that differs, `audit` tries known causes, alone and together. The causes are
-    another source, scale or quotient, and codes that were rounded twice. `audit` names a cause only
-    if the cause gives the engine's bits. If several combinations of causes give these bits,
-    `audit` names all combinations with the fewest causes. It also counts the codes, scales or
-    numbers that differ.
+    For each tensor that differs, `audit` tries known causes, alone and in combination. The causes
+    are another `source`, `scale` or `quotient` of the recipe, and codes that were rounded twice.
+    `audit` reports a cause only if the cause reproduces the engine's bits. If several combinations
+    of causes reproduce the engine's bits, `audit` reports all combinations with the fewest causes.
+    `audit` also counts the codes, scales or plain values that differ.
 
-    `audit` compares only weights. It does not check how the engine quantizes activations or its KV
-    cache, or codes that the engine makes after you read `engine`. Local. Compares one tensor at a
-    time on the trainer's device, with some float32 copies of the tensor.
+    `audit` compares only weights. `audit` does not check how the engine quantizes activations or
+    the KV cache, or codes that the engine makes after you read its tensors. Local. One tensor at a
+    time is compared on the trainer's device, with some float32 copies of this tensor.
 
     Args:
-        trainer: a module, or whole tensors by name. Pass the float32 masters if they exist.
-        engine: the engine's tensors by the same names: codes with their scales, or plain numbers.
-            Scales are named `NAME_scale_inv`, in float32 or float8_e8m0fnu. Plain numbers may come
-            from `encode_weights(form="simulated")`. Before the call, split the weights that the
-            engine fuses.
+        trainer: a module, or a dict of whole tensors. Pass float32 master weights if they exist.
+        engine: a module, or a dict of tensors with the trainer's names. Weights are codes with
+            scales, or plain numbers, which may come from `encode_weights(form="simulated")`. Scales
+            are named `NAME_scale_inv`, in float32 or float8_e8m0fnu. Before the call, split weights
+            that the engine fuses.
         recipe: the recipe of the trainer.
-        only: the names that `convert` returned, or a rule. A rule names the weights that the
-            trainer multiplies in float8, or their modules.
-        exclude: a rule for weights that the trainer does not multiply in float8.
-        excluded: the list `modules_to_not_convert` of the engine's `quantization_config`. With this
-            list, `audit` can name the entry that made the engine leave out a weight.
+        only: the names that `convert` returned, or a regular expression. The expression matches
+            the weights that the trainer multiplies in float8, or the modules of these weights.
+        exclude: a regular expression for weights that the trainer does not multiply in float8.
+        excluded: the list `modules_to_not_convert` of the engine's `quantization_config`. With
+            `excluded`, `audit` can report the entry that excluded a weight from quantization.
 
     Raises:
-        UsageError: a rule names no weight, or matches inside a word by accident.
-        UsageError: the recipe needs master weights, and the trainer's weights have less precision.
+        UsageError: `only` or `exclude` does not match any weight, or matches only a part of a word
+            in a name.
+        UsageError: the recipe has `source="float32"`, and a weight of the trainer has less
+            precision than float32.
         UnsupportedError: a tensor is a DTensor.
     """
     check_recipe(recipe)

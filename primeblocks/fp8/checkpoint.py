@@ -1,4 +1,4 @@
-"""Quantized weights, as checkpoints store them and as weight transfer sends them."""
+"""The tensors of quantized weights, for checkpoints and for weight transfer."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ Form = Literal["float8", "simulated"]
 
 
 def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
-    """Name the codes and the scales of a weight as DeepSeek-V3's checkpoints do. Local.
+    """Return a weight's codes and scales, with the names of DeepSeek-V3's checkpoints. Local.
 
-    Codes get the weight's name. Scales get the weight's name with `_scale_inv` at its end. Scales
-    are float32, also with a UE8M0 recipe. All tensors are contiguous, as files need them.
+    Codes get the weight's name, and scales get this name with the suffix `_scale_inv`. Scales are
+    float32, also with a UE8M0 recipe. All tensors are contiguous, as file formats require.
 
     Raises:
-        UsageError: `quantized` is not a `Quantized`, or `name` is a name of scales.
-        ShapeError: codes or scales have another dtype, or a shape that does not fit the tiles.
+        UsageError: `quantized` is not a `Quantized`, or `name` ends with `_scale_inv`.
+        ShapeError: codes are not a float8_e4m3fn matrix, or scales are not float32 with one scale
+            per tile.
     """
     if not isinstance(quantized, Quantized):
         raise UsageError(
@@ -54,14 +55,15 @@ def pack_weight(name: str, quantized: Quantized) -> dict[str, Tensor]:
 
 
 def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Quantized | Tensor]:
-    """Join the codes and scales of a checkpoint. Other tensors stay unchanged. Local.
+    """Join a checkpoint's codes and scales. Tensors without scales stay unchanged. Local.
 
-    The results alias `state`, except scales in float8_e8m0fnu, which become float32.
+    The results share memory with `state`, except scales in float8_e8m0fnu, which become float32.
 
     Raises:
-        PlanError: codes and scales do not come in pairs, or the recipe's scales are powers of two
-            and the checkpoint's are not.
-        ShapeError: a dtype is wrong, or there is not one scale per tile of `recipe.weights`.
+        PlanError: the codes or the scales of a weight are missing. Also raised if the recipe needs
+            scales that are powers of two, and a scale in `state` is not a power of two.
+        ShapeError: codes or scales have a wrong dtype, or a weight does not have one scale per tile
+            of `recipe.weights`.
     """
     check_recipe(recipe)
     weights: dict[str, Quantized | Tensor] = {}
@@ -92,19 +94,19 @@ def unpack_weights(state: Mapping[str, Tensor], recipe: Recipe) -> dict[str, Qua
 def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the `quantization_config` for a checkpoint's config.json. Pure.
 
-    `modules_to_not_convert` lists each module whose matrix in `state` has no scales, by full name.
-    Readers compare these entries in two ways: vLLM by whole names, and transformers by the
+    `modules_to_not_convert` lists the full name of each module whose matrix in `state` is not
+    quantized. Readers of the list differ: vLLM compares whole names, and transformers compares the
     beginnings and ends of names.
 
     Args:
-        state: all tensors of the checkpoint, as packed. They may be on the meta device, where they
-            do not need memory.
+        state: all tensors of the checkpoint, with the names from `pack_weight`. The tensors may be
+            on the meta device, where tensors do not need memory.
 
     Raises:
-        PlanError: `state` has no quantized weight.
+        PlanError: `state` does not contain a quantized weight.
         PlanError: a quantized module's name begins or ends with the name of an unquantized module.
-            Readers would disagree about this module.
-        UnsupportedError: the format cannot describe the tiles of `recipe`.
+            Readers of the checkpoint would disagree about the quantized module.
+        UnsupportedError: the format of checkpoints does not support the tiles of `recipe`.
     """
     check_recipe(recipe)
     tile = recipe.weights
@@ -140,11 +142,11 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 class WeightEncoder:
-    """A function that turns a rank's part of a weight into the tensors to send.
+    """A function that converts a rank's part of a weight to tensors for a transfer.
 
     See `encode_weights`.
 
-    `weightsync.Publisher` calls `origins` and `describe`, and so checks the cuts of all shards.
+    `weightsync.Publisher` calls `origins` and `describe`, which check that shards do not cut tiles.
     """
 
     def __init__(
@@ -190,11 +192,12 @@ class WeightEncoder:
         return {name: quantized.dequantize().to(tensor.dtype)}
 
     def describe(self, held: Any) -> Any:
-        """Return the `weightsync.Manifest` of encoded tensors, from a rank's manifest. Pure.
+        """Convert the `weightsync.Manifest` of a rank to the manifest of encoded tensors. Pure.
 
         Raises:
             PlanError: a shard cuts through a tile.
-            UsageError: a rule names no weight, or matches inside a word by accident.
+            UsageError: `only` or `exclude` does not match any weight, or matches only a part of a
+                word in a name.
         """
         chosen = self._choose({name: spec.layout for name, spec in held.items()})
         if self._form == "simulated":
@@ -210,7 +213,7 @@ class WeightEncoder:
         return replace(held, tensors=tuple(rows), recipe=self._recipe.fingerprint())
 
     def origins(self, held: Any) -> dict[str, str]:
-        """Return the parameter that each encoded tensor comes from.
+        """Map the name of each encoded tensor to the name of the original parameter.
 
         Pure. Raises the errors of `describe`.
         """
@@ -240,31 +243,32 @@ def encode_weights(
     layouts: Mapping[str, Layout] | None,
     form: Form = "float8",
 ) -> WeightEncoder:
-    """Return a function that quantizes weights as training does, before they are sent. Local.
+    """Return a function that quantizes weights for a transfer with the training recipe. Local.
 
-    Pass the function to `weightsync.Publisher(encode=...)`. It encodes matrices, and experts that
-    share one parameter of three dims. `form` chooses the result:
+    Pass the function to `weightsync.Publisher(encode=...)`. The function encodes matrices, and
+    parameters `[experts, rows, columns]` of experts. The parameter `form` chooses the result:
 
     - `"float8"`: codes and scales, which take half the bytes of bfloat16.
-    - `"simulated"`: numbers on the float8 grid in the weight's dtype, for engines without float8
-      kernels. In bfloat16, code times scale is rounded once more.
+    - `"simulated"`: dequantized numbers in the weight's dtype, for engines without float8 kernels.
+      In bfloat16, the product of code and scale is rounded once more.
 
-    Each rank quantizes its own part. Shards must end at the border of a tile of `recipe.weights`.
+    Each rank quantizes its own shards. A shard must not cut through a tile of `recipe.weights`.
 
     Args:
-        only: the names that `convert` returned, or a rule for weights or their modules. Other
-            weights, vectors and biases are sent unchanged.
-        exclude: a rule for weights that are sent unchanged.
-        layouts: the layouts of this rank's tensors by name (`primeblocks.layout.layout_of`). None
-            if this rank has whole tensors.
+        only: the names that `convert` returned, or a regular expression for weights or their
+            modules. Weights that do not match, vectors and biases are sent unchanged.
+        exclude: a regular expression for weights that are sent unchanged.
+        layouts: the layouts of this rank's tensors by name (`primeblocks.layout.layout_of`), or
+            None if this rank has whole tensors.
         form: see above.
 
     Raises:
-        UsageError: a rule is not a regular expression, names no weight of `layouts`, or matches
-            inside a word by accident. Without `layouts`, the function or its `describe` raises the
-            last two errors.
-        PlanError: a shard of a named weight cuts through a tile.
-        UnsupportedError: `form` is unknown.
+        UsageError: `only` or `exclude` is not a regular expression.
+        UsageError: `only` or `exclude` does not match any weight of `layouts`, or matches only a
+            part of a word in a name. Without `layouts`, matches are checked in later calls of the
+            returned function or of its `describe`.
+        PlanError: a shard of a quantized weight cuts through a tile.
+        UnsupportedError: `form` is not supported.
     """
     check_recipe(recipe)
     check_choice("form", form, Form)
@@ -283,7 +287,7 @@ def encode_weights(
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """Return for each float32 scale whether it is a power of two, 0 or infinite. Local."""
+    """Return, per float32 scale, whether the scale is a power of two, 0 or infinite. Local."""
     return (scales.view(torch.int32) & 0x7FFFFF) == 0
 
 

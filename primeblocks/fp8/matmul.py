@@ -20,7 +20,7 @@ __all__ = ["WeightCodes", "grouped_matmul", "matmul", "quantize_both_ways", "swi
 
 
 class WeightCodes(NamedTuple):
-    """A weight, quantized for forward and for the gradient of the input."""
+    """A weight that is quantized for the forward pass and for the gradient of the input."""
 
     forward: Quantized
     backward: Quantized
@@ -47,23 +47,24 @@ def quantize_both_ways(weight: Tensor, recipe: Recipe) -> WeightCodes:
 def matmul(
     x: Tensor, weight: Tensor, *, recipe: Recipe, codes: WeightCodes | None = None
 ) -> Tensor:
-    """Multiply `x @ weight.T`, both rounded to float8. Local. Differentiable in `x` and `weight`.
+    """Compute `x @ weight.T` with both operands rounded to float8. Local.
 
-    The gradient of `x` is also a float8 product, with the weight's codes for backward (see
-    `quantize_both_ways`). `recipe.wgrad` chooses the operands of the gradient of `weight`.
+    Differentiable in `x` and `weight`. The gradient of `x` is also a float8 product, with the codes
+    `WeightCodes.backward` of the weight. The operands of the product for the gradient of `weight`
+    have the dtype `recipe.wgrad`.
 
     Args:
         x: `[..., in]`.
         weight: `[out, in]`.
-        codes: the codes of `weight`, if you have them. See `WeightCache`.
+        codes: precomputed codes of `weight`, for example from a `WeightCache`.
 
     Returns:
-        `[..., out]` in the dtype of `x`, or autocast's.
+        `[..., out]` in the dtype of `x`. Under autocast, the dtype is the autocast dtype.
 
     Raises:
-        ShapeError: the inner dims differ.
+        ShapeError: the inner dims of `x` and `weight` differ.
         UnsupportedError: `weight` is sharded over ranks.
-        UsageError: `recipe` is not a `Recipe`. With `nonfinite="raise"`, also if a value is not
+        UsageError: `recipe` is not a `Recipe`, or has `nonfinite="raise"` and a value is not
             finite.
     """
     check_recipe(recipe)
@@ -84,18 +85,20 @@ def grouped_matmul(
     recipe: Recipe,
     codes: WeightCodes | None = None,
 ) -> Tensor:
-    """Multiply each expert's rows by the expert's weight, as `matmul` does. Local.
+    """Apply `matmul` to each expert's rows of `x` and the expert's weight. Local.
 
-    An expert without rows gets a gradient of zeros. Rows after the last offset give zeros. On a GPU
-    the host does not read `offsets`, so their values are not checked. On a CPU they are checked.
+    The weight of an expert without rows gets a gradient of zeros. Rows of the result after the last
+    offset are zeros. The values of `offsets` are checked only on a CPU, because on a GPU the host
+    does not read `offsets`.
 
     Args:
-        x: `[tokens, in]`, sorted by expert.
+        x: `[tokens, in]`, with tokens sorted by expert.
         experts: `[experts, out, in]`.
         offsets: int32 or int64 `[experts]`, the end of each expert's rows.
 
     Raises:
-        ShapeError: shapes do not fit. On a CPU also if offsets decrease or exceed the tokens.
+        ShapeError: shapes do not match. On a CPU, also raised if `offsets` decrease or exceed the
+            number of tokens.
         UnsupportedError: `experts` is sharded over ranks.
     """
     check_recipe(recipe)
@@ -117,17 +120,18 @@ def swiglu_matmul(
     scores: Tensor | None = None,
     codes: WeightCodes | None = None,
 ) -> Tensor:
-    """Multiply `swiglu(gate_up, scores)` by a weight, without storing the activation. Local.
+    """Multiply `swiglu(gate_up, scores)` by `weight`, without storing the activation. Local.
 
-    The result and gradients equal those of `grouped_matmul` of the activation, or of `matmul`
-    without offsets. Only `gate_up` and `scores` are kept for backward, which computes the
-    activation again. If `saved` and `wgrad` are `"float8"`, the activation's codes are kept, too.
+    The function has the same result and gradients as `swiglu` followed by `grouped_matmul`, or by
+    `matmul` if you do not pass `offsets`. Instead of the activation, forward stores `gate_up` and
+    `scores`, from which backward recomputes the activation. If the recipe's `saved` and `wgrad`
+    are `"float8"`, forward also stores the activation's codes.
 
     Args:
-        gate_up: `[tokens, 2 * in]`, the gate first.
-        weight: `[experts, out, in]`, or `[out, in]` without offsets.
+        gate_up: `[tokens, 2 * in]`, with the columns of the gate first.
+        weight: `[experts, out, in]`, or `[out, in]` without `offsets`.
         offsets: as for `grouped_matmul`.
-        scores: `[tokens]`, which multiply the activation.
+        scores: `[tokens]`, one factor per row of the activation.
 
     Raises:
         ShapeError, UnsupportedError: as for `grouped_matmul`.

@@ -30,10 +30,10 @@ __all__ = ["Fp8GroupedMm", "Fp8Linear", "WeightCache", "convert", "plain_name"]
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer that multiplies in float8, with the parameters and names of Linear.
+    """A linear layer that multiplies in float8, with parameters and names as in `nn.Linear`.
 
-    Without a `WeightCache`, every forward rounds the weight. Backward uses codes that were made
-    together with those of forward (see `quantize_both_ways`).
+    Without a `WeightCache`, every forward pass quantizes the weight. The weight's codes for the
+    backward pass are made together with the codes for forward (see `quantize_both_ways`).
     """
 
     recipe: Recipe
@@ -47,10 +47,10 @@ class Fp8Linear(nn.Linear):
 
 
 class Fp8GroupedMm:
-    """A float8 product of experts, for the attribute `grouped_mm` of their module.
+    """A float8 product of experts, for the attribute `grouped_mm` of a module of experts.
 
-    The module calls `grouped_mm(name, tokens, weight, offsets)`, with the weight's name in the
-    module. See `grouped_matmul`.
+    The module calls `grouped_mm(name, tokens, weight, offsets)`, where `name` is the name of the
+    weight in the module. See `grouped_matmul`.
     """
 
     def __init__(self, module: nn.Module, recipe: Recipe) -> None:
@@ -70,26 +70,27 @@ def convert(
     only: Expression,
     exclude: Expression | None = None,
 ) -> tuple[str, ...]:
-    """Let some of a model's linear layers and experts multiply in float8, in place. Local.
+    """Convert some linear layers and experts of a model to float8 products, in place. Local.
 
-    Layers become `Fp8Linear` but stay the same objects, with their parameters, names and hooks.
-    Optimizers and weight transfer keep working. Apply FSDP2 afterwards. A module of experts must
-    have an attribute `grouped_mm`, as those of `primeblocks.parallel` do. For other experts call
-    the `convert` of an adapter, such as `primeblocks.fp8.adapters.transformers`.
+    Linear layers become `Fp8Linear`. Converted modules stay the same objects, with their
+    parameters, names and hooks, so that optimizers and weight transfer keep working. Apply FSDP2
+    after `convert`. A module of experts must have an attribute `grouped_mm`, such as the experts of
+    `primeblocks.parallel`. For experts without `grouped_mm`, call the `convert` of an adapter, such
+    as `primeblocks.fp8.adapters.transformers`.
 
     Args:
-        only: a regular expression that names whole parts of dotted names. A layer is converted if
-            the rule names the layer or a module around it.
-        exclude: a rule of the same kind, for layers to leave out.
+        only: a regular expression that matches whole parts of dotted names. A layer is converted if
+            `only` matches the name of the layer or of a module that contains the layer.
+        exclude: a regular expression for layers that stay unchanged.
 
     Returns:
         The names of the converted layers.
 
     Raises:
-        UsageError: a rule matches no layer, matches inside a word by accident, or is not a regular
-            expression.
-        UnsupportedError: a chosen module of experts has no `grouped_mm`, or a chosen layer does not
-            multiply by its own forward.
+        UsageError: `only` or `exclude` does not match any layer, matches only a part of a word in a
+            name, or is not a regular expression.
+        UnsupportedError: a matching module of experts does not have `grouped_mm`, or a matching
+            layer does not multiply in its own `forward`.
     """
     check_recipe(recipe)
     if not isinstance(model, nn.Module):
@@ -145,17 +146,19 @@ def _converted(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, Tensor]]
 
 
 class WeightCache:
-    """Keeps the float8 codes of a converted model's weights until a weight changes.
+    """A cache of the float8 codes of a converted model's weights.
 
-    The codes of a weight are computed once per step, for all micro-batches and recomputations. The
-    cache drops all codes when a torch optimizer of the process steps, or when a converted module
-    loads a state dict. It drops a weight's codes if the weight is written in place or moves.
+    The codes of a weight are computed once per optimizer step, for all micro-batches and
+    recomputations. The cache drops all codes when a torch optimizer of the process steps, or when a
+    converted module loads a state dict. If a weight is written in place or moves to another
+    address, the cache drops the codes of this weight.
 
-    Some writes do not change a version counter: a write to `weight.data`, as PEFT does to merge
-    adapters, and `torch._foreach_*` on a DTensor. After such a write, call `advance()`.
+    The cache does not notice a write that leaves a tensor's version counter unchanged. Call
+    `advance()` after a write to `weight.data`, such as a merge of adapters by PEFT, and after
+    `torch._foreach_*` on a DTensor.
 
-    The cache keeps codes of whole weights, also under FSDP2. They take one byte per value, or two
-    if tiles have one row or the kernel needs a copy of transposed codes.
+    The cache keeps codes of whole weights, also under FSDP2. The codes take one byte per weight
+    value, or two bytes if tiles have one row or the kernel needs a copy of transposed codes.
 
     Args:
         model: a converted model. If you shard the model, shard it before this call.
@@ -163,8 +166,8 @@ class WeightCache:
             converted weights must be frozen.
 
     Raises:
-        UsageError: the model does not have a converted layer. Also raised if a weight that needs
-            gradients is not in an optimizer, because the cache would not notice its changes.
+        UsageError: the model does not have a converted layer. Also raised if `optimizers` do not
+            update a weight that requires gradients, because the cache would not notice changes.
     """
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
@@ -210,11 +213,11 @@ class WeightCache:
             product.cache = self
 
     def codes(self, module: nn.Module, name: str, weight: Tensor) -> WeightCodes:
-        """Return the codes of a weight that a layer is about to use. Local.
+        """Return the codes of a weight, computed again if the cache noticed a change. Local.
 
         Raises:
-            UsageError: the weight is not converted, its parameter was replaced after the cache was
-                made, or the layer multiplies by parts of it.
+            UsageError: the weight is not converted, the parameter was replaced after the cache was
+                made, or the layer multiplies by parts of the weight.
         """
         if (module, name) not in self._watched:
             raise UsageError(f"{name} of a {type(module).__name__} is not a converted weight.")
@@ -241,11 +244,11 @@ class WeightCache:
         return entry.codes
 
     def advance(self) -> None:
-        """Drop all codes. Call it after a write that the cache cannot notice. Local."""
+        """Drop all codes. Call `advance` after a write that the cache does not notice. Local."""
         self._kept.clear()
 
     def close(self) -> None:
-        """Stop caching, so that every forward rounds again. Local."""
+        """Stop caching, so that every forward pass quantizes the weights again. Local."""
         self.advance()
         for hook in self._hooks:
             hook.remove()

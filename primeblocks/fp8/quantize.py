@@ -50,10 +50,10 @@ Nonfinite = Literal["raise", "nan"]
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of a matrix that shares one scale. Tiles at the last row and column may be cut.
+    """The number of rows and columns that share a scale. The last tiles of a matrix may be smaller.
 
     Raises:
-        UsageError: a side is not a positive whole number.
+        UsageError: `rows` or `columns` is not a positive whole number.
     """
 
     rows: int
@@ -71,7 +71,7 @@ class Tile:
         return Tile(self.columns, self.rows)
 
     def grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """Return the numbers of tiles that cover a matrix, by dim. Pure."""
+        """Return the numbers of row tiles and column tiles that cover a matrix. Pure."""
         return -(-rows // self.rows), -(-columns // self.columns)
 
 
@@ -130,12 +130,12 @@ def tiled(x: Tensor, tile: Tile) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A matrix, or a batch of them, as float8 codes and one scale per tile: value = code * scale.
+    """A matrix or a batch of matrices, as float8 codes and scales: value = code * scale.
 
     Args:
         codes: float8_e4m3fn `[..., rows, columns]`.
-        scales: float32 `[..., row tiles, column tiles]`. With UE8M0 they are powers of two.
-        tile: the tile that shares a scale.
+        scales: float32 `[..., row tiles, column tiles]`. UE8M0 scales are powers of two.
+        tile: the number of rows and columns that share a scale.
     """
 
     codes: Tensor
@@ -148,11 +148,11 @@ class Quantized:
 
     @property
     def transposed(self) -> Quantized:
-        """Return a view of the transposed matrix, with the same codes. Nothing is rounded again."""
+        """Return the transposed matrix as a view of the codes and scales, without rounding."""
         return Quantized(self.codes.mT, self.scales.mT, self.tile.transposed)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return code times scale, computed in `dtype`. Local."""
+        """Return each code times the scale of its tile, computed in `dtype`. Local."""
         rows, columns = self.shape[-2:]
         by_row = self.scales.to(dtype).repeat_interleave(self.tile.rows, dim=-2)[..., :rows, :]
         spread = by_row.repeat_interleave(self.tile.columns, dim=-1)[..., :columns]
@@ -169,23 +169,23 @@ def quantize(
 ) -> Quantized:
     """Round a matrix to E4M3 with one scale per tile.
 
-    The largest magnitude of a tile becomes 448, or at most 448 with UE8M0 scales. The only floor of
-    a scale is the smallest normal float32. A tile of gradients therefore keeps its relative
-    precision down to a largest magnitude of 5e-36. A tile of zeros has scale 1. All steps are in
-    float32. Local. With `nonfinite="raise"` the host waits for the device.
+    A scale maps the largest magnitude of a tile to 448, or to at most 448 with UE8M0 scales. Scales
+    are at least the smallest normal float32. A tile keeps its relative precision if its largest
+    magnitude is at least 5e-36. A tile of zeros has scale 1. All computations are in float32.
+    Local. With `nonfinite="raise"` the host waits for the device.
 
     Args:
         x: `[..., rows, columns]`. Matrices of a batch do not share tiles.
-        tile: the tile that shares a scale.
-        scale: `"ue8m0"` rounds scales up to powers of two, as kernels on Blackwell need them.
-        quotient: form of the scaled value. `"reciprocal"` is DeepGEMM's form.
-        nonfinite: `"raise"` refuses values that are not finite. `"nan"` gives the scale NaN to a
-            tile with such a value.
+        tile: the number of rows and columns that share a scale.
+        scale: `"ue8m0"` rounds scales up to powers of two, which kernels on Blackwell require.
+        quotient: the formula for scaled values. DeepGEMM uses `"reciprocal"`.
+        nonfinite: `"raise"` refuses values that are not finite. If a tile contains a value that is
+            not finite, `"nan"` sets the scale of the tile to NaN.
 
     Raises:
         ShapeError: `x` is not a matrix of floating-point numbers.
         UsageError: a value is not finite in float32, or `tile` is not a `Tile`.
-        UnsupportedError: the value of `scale`, `quotient` or `nonfinite` is unknown.
+        UnsupportedError: the value of `scale`, `quotient` or `nonfinite` is not supported.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 3.3; UE8M0: OCP Microscaling Formats 1.0.
     """
@@ -207,8 +207,8 @@ def swiglu(gate_up: Tensor, scores: Tensor | None = None) -> Tensor:
     """Return `silu(gate) * up * score`, computed in float32 and rounded once. Local.
 
     Args:
-        gate_up: `[tokens, 2 * inner]`, the gate first.
-        scores: `[tokens]`. None means 1.
+        gate_up: `[tokens, 2 * inner]`, with the columns of the gate first.
+        scores: `[tokens]`. Without `scores`, every score is 1.
 
     Returns:
         `[tokens, inner]` in the dtype of `gate_up`. Differentiable.
@@ -221,7 +221,7 @@ def swiglu(gate_up: Tensor, scores: Tensor | None = None) -> Tensor:
 
 
 def measure_error(x: Tensor, quantized: Quantized) -> float:
-    """Return the relative error in the Frobenius norm, in float64, or 0 if x is 0. Local."""
+    """Return the relative error in the Frobenius norm, in float64, or 0 if `x` is zero. Local."""
     check_tensors(x=x)
     if not isinstance(quantized, Quantized) or x.shape != quantized.shape:
         shape = getattr(quantized, "shape", None)
@@ -265,7 +265,7 @@ def _parts(values: Tensor) -> list[tuple[Any, ...]]:
 def check_operands(
     x: Tensor, tile: Tile, scale: Scale, quotient: Quotient, nonfinite: Nonfinite
 ) -> None:
-    """Refuse operands that a quantizer does not take. Local. Raises the errors of `quantize`."""
+    """Check the operands of a quantizer. Local. Raises the errors of `quantize`."""
     check_tile("tile", tile)
     check_tensors(x=x)
     check_choice("scale", scale, Scale)

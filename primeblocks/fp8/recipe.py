@@ -1,4 +1,4 @@
-"""The recipe of float8 products: which values are rounded, how, and by which kernels."""
+"""Recipes, which set the tiles, the rounding and the kernels of float8 products."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Saved = Literal["input", "float8"]
 
 
 class Gemm(Protocol):
-    """A kernel that multiplies quantized matrices. It must be hashable, because a Recipe is.
+    """A hashable kernel that multiplies quantized matrices.
 
     Results are float32 or bfloat16. `k_major` is True if both operands must be contiguous along the
-    inner dim. Then the transposed codes of weights in tiles of several rows are copied, once for
-    each quantization.
+    inner dim. If `k_major` is True and tiles of weights have several rows, each quantization of a
+    weight also copies the transposed codes.
     """
 
     @property
@@ -47,24 +47,24 @@ class Gemm(Protocol):
         ...
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows of `a` by its matrix, `b[expert].T`.
+        """Multiply each expert's rows of `a` by `b[expert].T`.
 
         Args:
-            a: `[tokens, in]`, sorted by expert.
+            a: `[tokens, in]`, with tokens sorted by expert.
             b: `[experts, out, in]`.
             offsets: int32 `[experts]`, the end of each expert's rows. Kernels for a GPU do not copy
                 `offsets` to the host.
 
         Returns:
-            `[tokens, out]`, with zeros after the last offset.
+            `[tokens, out]`, with rows of zeros after the last offset.
         """
         ...
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply `a @ b.T` over each expert's part of the inner dim.
+        """Compute `a @ b.T` per expert, over the expert's range of the inner dim.
 
         Args:
-            a: `[out, tokens]`, in tiles along the tokens. An expert's end may cut a tile.
+            a: `[out, tokens]`, in tiles along the tokens. A tile may span several experts.
             b: `[in, tokens]`.
 
         Returns:
@@ -76,7 +76,7 @@ class Gemm(Protocol):
 
 
 class Quantizer(Protocol):
-    """A kernel that quantizes to the same bits as `quantize`. It must be hashable."""
+    """A hashable kernel that returns the same bits as `quantize`."""
 
     def __call__(
         self, x: Tensor, tile: Tile, *, scale: Scale, quotient: Quotient, nonfinite: Nonfinite
@@ -87,10 +87,13 @@ class Quantizer(Protocol):
 
 @runtime_checkable
 class FusedQuantizer(Protocol):
-    """A `Quantizer` that also does two steps in one pass. `how` are the keywords of `Quantizer`."""
+    """A `Quantizer` that can also compute a SwiGLU or a transpose while it reads the input.
+
+    `how` contains the keyword arguments of `Quantizer`.
+    """
 
     def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
-        """Quantize a matrix in `tile`, and its transpose also in `tile`."""
+        """Quantize `x` and `x.mT`, both in tiles of size `tile`."""
         ...
 
     def swiglu(self, gate_up: Tensor, scores: Tensor | None, tile: Tile, **how: Any) -> Quantized:
@@ -106,30 +109,32 @@ class FusedQuantizer(Protocol):
 
 @dataclass(frozen=True)
 class Recipe:
-    """The rules by which float8 products round. Equal recipes round alike. Hashable.
+    """The tiles, rounding rules and kernels of float8 products. Hashable.
 
-    To check that recipes of two processes round alike, compare `fingerprint`.
+    Equal recipes round in the same way. To check that recipes of two processes round in the same
+    way, compare `fingerprint`.
 
     Args:
-        activations: tile of activations. For the tile of gradients, see `gradients`.
-        weights: tile of weights. If tiles have several rows, the gradient of the input uses the
-            transposed codes. If they have one row, weights are quantized again along the other dim.
-        scale: kind of scales. `"ue8m0"` rounds them up to powers of two.
-        quotient: form of a scaled value. See `quantize`.
-        source: `"bfloat16"` quantizes weights rounded to bfloat16, as FSDP2 gathers them and
-            inference engines load them. `"float32"` quantizes master weights of at least float32.
-        wgrad: dtype of the operands of weight gradients. Sums are always float32.
-        saved: the data that forward keeps for the weight's gradient: the input, or its codes at one
-            byte per value.
-        nonfinite: `"nan"` passes a value that is not finite into the results as NaN, as other
-            products do. `"raise"` checks every operand, for which the host waits for a GPU.
+        activations: tile of activations. See the property `gradients` for the tile of gradients.
+        weights: tile of weights. If a tile has several rows, the gradient of the input uses the
+            transposed codes. If a tile has one row, weights are also quantized along the other dim.
+        scale: kind of scales. `"ue8m0"` scales are rounded up to powers of two.
+        quotient: the formula for scaled values. See `quantize`.
+        source: `"bfloat16"` quantizes weights after rounding to bfloat16, the dtype in which FSDP2
+            gathers weights and engines load weights. `"float32"` quantizes master weights with at
+            least float32 precision.
+        wgrad: dtype of the operands in products for weight gradients. Sums are always float32.
+        saved: the data that forward keeps for the weight's gradient: the input, or float8 codes of
+            the input, which take one byte per value.
+        nonfinite: with `"nan"`, results that depend on a value that is not finite are NaN. With
+            `"raise"`, each operand is checked, and the host waits for the GPU.
         gemm: the kernel that multiplies. Installed packages do not change the default.
-        quantizer: the kernel that quantizes. All quantizers give the same bits.
+        quantizer: the kernel that quantizes. All quantizers return the same bits.
 
     Raises:
-        UsageError: a tile is not a `Tile`, or a kernel is not callable.
-        PlanError: the two tiles have different numbers of columns.
-        UnsupportedError: the value of another argument is unknown. Also raised for
+        UsageError: `activations` or `weights` is not a `Tile`, or a kernel is not callable.
+        PlanError: the tiles of `activations` and `weights` have different numbers of columns.
+        UnsupportedError: a text argument, such as `scale`, has an unknown value. Also raised for
             `wgrad="float8"` if tiles of activations have several rows.
     """
 
@@ -167,35 +172,35 @@ class Recipe:
 
     @classmethod
     def mxfp8(cls, **others: Any) -> Recipe:
-        """Return the recipe of OCP MXFP8: 1 x 32 tiles of both operands, UE8M0 scales. Pure."""
+        """Return the recipe of OCP MXFP8: 1 x 32 tiles in both operands, and UE8M0 scales. Pure."""
         tile = Tile(1, 32)
         return cls(activations=tile, weights=tile, scale="ue8m0", **others)
 
     @property
     def gradients(self) -> Tile:
-        """Tile of an output's gradient, with the columns of a tile of the transposed weights."""
+        """The tile of output gradients, with as many columns as `transposed_weights`."""
         return Tile(self.activations.rows, self.transposed_weights.columns)
 
     @property
     def transposed_weights(self) -> Tile:
-        """Tile of the transposed weights."""
+        """The tile of transposed weights."""
         return self.weights if self.weights.rows == 1 else self.weights.transposed
 
     def quantize(self, x: Tensor, tile: Tile) -> Quantized:
-        """Quantize with the recipe's quantizer and options. Local."""
+        """Quantize `x` with the recipe's quantizer and options. Local."""
         return self.quantizer(x, tile, **self._how)
 
     def quantize_both(self, x: Tensor, tile: Tile) -> tuple[Quantized, Quantized]:
-        """Quantize a matrix in `tile`, and its transpose in tiles of `activations`. Local.
+        """Quantize `x` in tiles of size `tile`, and `x.mT` in tiles of `activations`. Local.
 
-        Takes one pass if the quantizer is a `FusedQuantizer` and the tiles are equal.
+        A `FusedQuantizer` reads `x` only once if `tile` equals `activations`.
         """
         if tile == self.activations and isinstance(self.quantizer, FusedQuantizer):
             return self.quantizer.both(x, tile, **self._how)
         return self.quantize(x, tile), self.quantize(x.mT, self.activations)
 
     def quantize_swiglu(self, gate_up: Tensor, scores: Tensor | None) -> Quantized:
-        """Quantize a SwiGLU from its `gate_up` and scores. Local."""
+        """Quantize `primeblocks.fp8.quantize.swiglu(gate_up, scores)`. Local."""
         if isinstance(self.quantizer, FusedQuantizer):
             return self.quantizer.swiglu(gate_up, scores, self.activations, **self._how)
         return self.quantize(swiglu(gate_up, scores), self.activations)
@@ -203,16 +208,16 @@ class Recipe:
     def quantize_swiglu_both(
         self, gate_up: Tensor, scores: Tensor | None
     ) -> tuple[Quantized, Quantized]:
-        """Quantize a SwiGLU and its transpose. Local."""
+        """Quantize `swiglu(gate_up, scores)` and its transpose. Local."""
         if isinstance(self.quantizer, FusedQuantizer):
             return self.quantizer.swiglu_both(gate_up, scores, self.activations, **self._how)
         return self.quantize_both(swiglu(gate_up, scores), self.activations)
 
     def quantize_weight(self, weight: Tensor) -> Quantized:
-        """Quantize a weight, or the weights of experts, from the recipe's `source`. Local.
+        """Quantize a weight, or stacked weights of experts, as `source` specifies. Local.
 
         Raises:
-            UsageError: `source="float32"`, and the weight has less precision.
+            UsageError: `source` is `"float32"`, and the weight has less precision than float32.
         """
         if self.source == "bfloat16":
             weight = weight.detach().bfloat16()
@@ -224,13 +229,14 @@ class Recipe:
         return self.quantize(weight, self.weights)
 
     def fingerprint(self, layers: Iterable[str] = ()) -> str:
-        """Hash all options that decide codes, and the quantized layers, to 16 hex digits. Pure.
+        """Hash all options that determine codes, and names of layers, to 16 hex digits. Pure.
 
-        The hash leaves out kernels, `nonfinite`, and options that only gradients use. These may
-        differ between trainer and inference engine.
+        The hash does not depend on kernels, `nonfinite`, or options that only gradients use. The
+        values of these options may differ between trainer and inference engine.
 
         Args:
-            layers: the names that `convert` returned, if both sides must convert the same layers.
+            layers: the names that `convert` returned. Pass `layers` if trainer and engine must
+                convert the same layers.
         """
         names = None if isinstance(layers, str) or not isinstance(layers, Iterable) else set(layers)
         if names is None or not all(isinstance(name, str) for name in names):
@@ -253,7 +259,7 @@ class Recipe:
 
 
 def check_recipe(recipe: object) -> None:
-    """Refuse anything but a `Recipe`. Local.
+    """Raise UsageError unless `recipe` is a `Recipe`. Local.
 
     Raises:
         UsageError: `recipe` is not a `Recipe`.

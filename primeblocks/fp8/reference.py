@@ -1,4 +1,4 @@
-"""Block-scaled products in torch: slow and exact to the bit, fast, and in float64."""
+"""Block-scaled products in torch: a bit-exact reference, a simulation, and products in float64."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class ReferenceGemm:
     """A `Gemm` that defines the result of products bit for bit, on any device.
 
     Within one tile of the inner dim, products of codes are summed exactly in float64 and rounded to
-    float32. Then `total = fma(a_scale * b_scale, sum, total)` runs tile after tile in float32. The
-    result therefore does not depend on threads, libraries or the order inside a tile.
+    float32. In the order of tiles, `total = fma(a_scale * b_scale, sum, total)` adds the sums in
+    float32. The result does not depend on threads, libraries or the order inside a tile.
 
-    Hopper's tensor cores accumulate with fewer bits. Other kernels therefore agree with this class
-    within a tolerance, and not bit for bit. Local. The host reads `offsets`.
+    Hopper's tensor cores accumulate with fewer bits than float32, so kernels on tensor cores agree
+    with this class only within a tolerance. Local. The host reads `offsets`.
 
     Raises:
-        ShapeError: from each product, if the inner dims or their tiles differ.
+        ShapeError: raised by a product if the inner dims of the operands, or the numbers of columns
+            of tiles, differ.
     """
 
     k_major: ClassVar[bool] = False
@@ -37,7 +38,7 @@ class ReferenceGemm:
         return _product(a, b, slice(0, a.shape[-1]))
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows by its matrix. Returns float32."""
+        """Multiply each expert's rows of `a` by `b[expert].T`, and return float32."""
         _check_inner(a, b)
         out, by_row = a.scales.new_zeros(a.shape[0], b.shape[-2]), _by_row(a)
         for expert, rows in enumerate(runs(offsets)):
@@ -46,7 +47,7 @@ class ReferenceGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply `a @ b.T` over each expert's part of the inner dim. Returns float32."""
+        """Compute `a @ b.T` over each expert's range of the inner dim, and return float32."""
         _check_inner(a, b)
         return torch.stack([_product(a, b, part) for part in runs(offsets)])
 
@@ -55,11 +56,12 @@ class ReferenceGemm:
 class SimulatedGemm:
     """A `Gemm` that multiplies dequantized matrices in float32 with torch.
 
-    Only rounding in float32 differs from `ReferenceGemm`. Use this class to train small models on a
-    CPU, or on a GPU without float8. Local. The host reads `offsets` of grouped products.
+    Results differ from `ReferenceGemm` only by rounding in float32. Use this class to train small
+    models on a CPU, or on a GPU without float8. Local. The host reads `offsets`.
 
     Raises:
-        ShapeError: from each product, if the inner dims or their tiles differ.
+        ShapeError: raised by a product if the inner dims of the operands, or the numbers of columns
+            of tiles, differ.
     """
 
     k_major: ClassVar[bool] = False
@@ -70,7 +72,7 @@ class SimulatedGemm:
         return a.dequantize() @ b.dequantize().mT
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply each expert's rows by its matrix. Returns float32."""
+        """Multiply each expert's rows of `a` by `b[expert].T`, and return float32."""
         _check_inner(a, b)
         rows, weights = a.dequantize(), b.dequantize().mT
         out = rows.new_zeros(len(rows), weights.shape[-1])
@@ -79,20 +81,20 @@ class SimulatedGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply `a @ b.T` over each expert's part of the inner dim. Returns float32."""
+        """Compute `a @ b.T` over each expert's range of the inner dim, and return float32."""
         _check_inner(a, b)
         left, right = a.dequantize(), b.dequantize().mT
         return torch.stack([left[:, run] @ right[run] for run in runs(offsets)])
 
 
 def runs(offsets: Tensor) -> list[slice]:
-    """Return the range of each expert's rows, read on the host. Local."""
+    """Return one slice of rows per expert. The host reads `offsets`. Local."""
     ends = offsets.tolist()
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def exact_product(a: Quantized, b: Quantized) -> Tensor:
-    """Dequantize and multiply in float64. All kernels approximate this product. Local."""
+    """Dequantize and multiply two matrices in float64. Kernels approximate the result. Local."""
     if not isinstance(a, Quantized) or not isinstance(b, Quantized):
         raise ShapeError(
             f"exact_product needs two quantized matrices; got a {type(a).__name__} and a "

@@ -1,4 +1,4 @@
-"""Several engines behind one `generate`: pure routes, and a fleet that follows a route."""
+"""A fleet of engines behind one `generate`, and routes, which choose an engine per request."""
 
 from .fleet import (
     EngineState,

@@ -1,8 +1,8 @@
 """A fleet of engines behind one callable, and routes, which choose the engine of each request.
 
 An engine is open from `add` until `drain`, or until it raises `EngineError`. Only open engines get
-requests. The fleet does not ask an engine for its cache. The fleet remembers the pages that the
-engine was sent last, at most `cache_pages`. `drain` and `add` forget them.
+requests. The fleet does not ask an engine for its cache, but remembers the last `cache_pages` pages
+that were sent to each engine. `drain` and `add` forget the pages of an engine.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The facts of a request before it has an engine.
+    """The properties of a request that a route uses to choose an engine.
 
     Args:
-        session: the conversation to which it belongs, as text.
-        pages: names of the whole pages of its prompt, first page first. Each name includes the
-            salt of the cache, so that pages of two policy versions differ. `kvoffload.page_hashes`
-            makes them.
-        ordinal: the number of earlier requests of the fleet.
+        session: a text that identifies the conversation of the request.
+        pages: names of the full pages of the prompt, in order. Each name must include the cache
+            salt, so that pages of two policy versions differ. `kvoffload.page_hashes` computes
+            names of pages.
+        ordinal: the number of earlier requests to the fleet.
     """
 
     session: str = ""
@@ -53,10 +53,11 @@ class EngineState:
     """The state of one engine that may get a request.
 
     Args:
-        name: its name in the fleet.
-        in_flight: the requests that it has.
-        max_in_flight: the requests that it can have before they wait for each other or its cache.
-        matched: the leading pages of the request that it is assumed to hold.
+        name: name of the engine in the fleet.
+        in_flight: number of unfinished requests of the engine.
+        max_in_flight: the largest number of requests that the engine can process at once.
+            Additional requests wait for other requests or for space in the cache.
+        matched: number of the request's leading pages that the engine is assumed to cache.
 
     Raises:
         UsageError: a number is negative or NaN, or `max_in_flight` is 0.
@@ -77,7 +78,7 @@ class EngineState:
 
     @property
     def load(self) -> float:
-        """Requests in flight, divided by `max_in_flight`."""
+        """The number of requests in flight, divided by `max_in_flight`."""
         return self.in_flight / self.max_in_flight
 
 
@@ -97,15 +98,15 @@ def round_robin(request: Request, engines: Sequence[EngineState]) -> int:
 
 
 def least_loaded(request: Request, engines: Sequence[EngineState]) -> int:
-    """Choose the engine with the least load, or the first of several. Pure."""
+    """Choose the engine with the lowest load, or the first of equally loaded engines. Pure."""
     return min(range(len(_some(engines))), key=lambda place: engines[place].load)
 
 
 def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
-    """Choose the same engine for a session each time, whatever its load. Pure.
+    """Choose the same engine for all requests of a session, whatever the load. Pure.
 
-    If an engine leaves or joins, only its own sessions move. Use this route for comparisons: a
-    session stays with a saturated engine while other engines are idle.
+    If an engine leaves or joins, only sessions from or to this engine move. Use this route only for
+    comparisons, because a session stays with a saturated engine while other engines are idle.
 
     Source: highest random weight, Thaler and Ravishankar 1998.
     """
@@ -120,19 +121,20 @@ def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
 
 @dataclass(frozen=True)
 class PrefixAndLoad:
-    """Choose by the part of the prompt that an engine holds, less `beta` times its relative load.
+    """A route that prefers engines with cached pages of the prompt and a low load.
 
-    The relative load is the engine's requests in flight, divided by the mean of all engines or by
-    1, whichever is larger. A saturated engine gets nothing while another engine has room. A session
-    that moves computes its prompt again on the new engine.
+    The score of an engine is the cached fraction of the prompt's pages, minus `beta` times the
+    relative load. The relative load is the engine's number of requests in flight, divided by the
+    mean number over all engines or by 1, whichever is larger. A saturated engine gets a request
+    only if all engines are saturated. If a session moves, the new engine computes the prompt again.
 
     Args:
-        beta: the part of a prompt that is worth as much as one mean number of requests. 0 looks at
-            the prefix only. With a larger value, sessions move sooner.
-        saturated: the load from which an engine has no room.
+        beta: the weight of the relative load in the score. With `beta=0`, the score is the cached
+            fraction. With a larger `beta`, sessions move sooner to engines with a lower load.
+        saturated: the smallest load at which an engine counts as saturated.
 
     Raises:
-        UsageError: a number is negative or infinite, or `saturated` is 0.
+        UsageError: `beta` is negative or not finite, or `saturated` is not above 0.
 
     Source: the score is that of vLLM's production-stack, #1035.
     """
@@ -160,18 +162,20 @@ class PrefixAndLoad:
 
 
 def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) -> tuple[str, ...]:
-    """Return the engines that must restart because one did, direct readers first. Pure.
+    """Return the engines that must also restart after an engine restarted. Pure.
 
-    An engine that restarts leaves its transfer agent behind in every engine that read from it:
-    drain these, restart them, and add them. In vLLM this is needed for NIXL up to 1.3 over RDMA,
-    and for any NIXL if the engine comes back under its previous `engine_id`.
+    An engine that restarts leaves its old transfer agent in every engine that read from it. Drain,
+    restart and add the returned engines. Direct readers of the restarted engine come first. In
+    vLLM, the restarts are needed for NIXL up to 1.3 over RDMA. For any NIXL version, the restarts
+    are needed if the restarted engine keeps its `engine_id`.
 
     Args:
-        agents: for each engine, the engines whose agents it holds. A decode engine holds the agents
-            of its prefill engines. If transfers go both ways, the reverse is true too.
+        agents: for the name of each engine, the names of engines whose transfer agents the engine
+            stores. A decode engine stores the agents of its prefill engines. With transfers in both
+            directions, a prefill engine also stores the agents of its decode engines.
 
     Raises:
-        UsageError: a value is one name instead of a collection of names.
+        UsageError: a value of `agents` is a string instead of a collection of names.
 
     Source: llm-d #2187, vLLM #49238 and #50047.
     """
@@ -194,21 +198,25 @@ class _Engine:
 
 
 class Fleet:
-    """Several engines behind one `generate`. `route` chooses the engine of each request.
+    """A fleet of engines behind one `generate`. `route` chooses the engine of each request.
 
-    An engine that raises `EngineError` gets no more requests until it is added again. The error
-    reaches the caller, and a retry goes to another engine. Local. Use a fleet from one event loop.
+    If an engine raises `EngineError`, the fleet drains the engine and raises the error. A retry
+    goes to another engine, until you `add` the failed engine again. Local. Use a fleet from one
+    event loop.
 
     Args:
-        engines: `generate` callables by name.
-        route: chooses among the open engines.
-        describe: makes a `Request` from the arguments of a call. By default a request has no facts.
-        max_in_flight: the requests that one engine can have before they wait: one number, or a
-            number by name. The fleet does not refuse more.
-        cache_pages: the pages that one engine holds. Use 0 if `route` does not use pages.
+        engines: the `generate` functions of engines by name.
+        route: a function that chooses one of the open engines.
+        describe: a function that returns a `Request` for the arguments of a call. The default
+            returns an empty `Request`.
+        max_in_flight: the largest number of requests that an engine can process at once, or a
+            mapping of engine names to numbers. The fleet accepts more requests than this number.
+        cache_pages: the number of pages that one engine can cache. Use 0 if `route` does not use
+            pages.
 
     Raises:
-        UsageError: `engines` is empty, a number is out of range, or `route` is not a function.
+        UsageError: `engines` is empty, a number is out of range, or `route` or `describe` is not a
+            function.
     """
 
     def __init__(
@@ -256,12 +264,12 @@ class Fleet:
             engine.in_flight -= 1
 
     def choose(self, request: Request) -> str:
-        """Return the name of the engine that gets a request.
+        """Choose an engine for a request, and return the name of the engine.
 
         Raises:
-            EngineError: no engine is open.
-            UsageError: the route returned no position among the open engines, or `describe`
-                returned no `Request`.
+            EngineError: all engines are closed.
+            UsageError: the route did not return a position in the sequence of open engines, or
+                `request` is not a `Request`.
         """
         if not isinstance(request, Request):
             raise UsageError(
@@ -280,7 +288,7 @@ class Fleet:
         return states[place].name
 
     def states(self, request: Request | None = None) -> Sequence[EngineState]:
-        """Return the state of each open engine, including how many pages of `request` it holds."""
+        """Return the state of each open engine, with `matched` counted for `request`."""
         request = Request() if request is None else request
         matched = self._matched(request.pages)
         return [
@@ -290,10 +298,10 @@ class Fleet:
         ]
 
     def drain(self, name: str) -> None:
-        """Send an engine no more requests. It completes those that it has. Its pages are forgotten.
+        """Stop sending requests to an engine, and forget its pages. Running requests complete.
 
         Raises:
-            UsageError: no engine has that name.
+            UsageError: the fleet does not have an engine `name`.
         """
         if name not in self._engines:
             raise UsageError(
@@ -304,10 +312,12 @@ class Fleet:
         self._forget(engine)
 
     def add(self, name: str, generate: Callable[..., Any]) -> None:
-        """Add an engine, or open it again, without pages. Give it the current weights first.
+        """Add a new engine, or open a drained engine, with an empty list of cached pages.
+
+        Before this call, load the current weights into the engine.
 
         Raises:
-            UsageError: `max_in_flight` has no number for its name, or `generate` is not a function.
+            UsageError: `max_in_flight` does not contain `name`, or `generate` is not a function.
         """
         limit = self._max_in_flight
         most = limit.get(name, 0) if isinstance(limit, Mapping) else limit

@@ -1,8 +1,9 @@
-"""Helpers for tests of distributed reinforcement learning, for our tests and for yours.
+"""Helpers for tests of distributed reinforcement learning, in this project and in your project.
 
 `ranks` runs a function on several gloo ranks. `tiny_models` makes random mixture-of-experts
-checkpoints. `oracles` compares results with float64. `strategies` draws inputs for hypothesis.
-`faults` has clocks, transports and files that fail on purpose. A module is loaded at its first use.
+checkpoints. `oracles` compares results with references in float64. `strategies` draws inputs for
+hypothesis. `faults` simulates faults of clocks, transports and files. Each module is imported at
+its first use.
 """
 
 from importlib import import_module

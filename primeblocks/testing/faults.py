@@ -1,4 +1,4 @@
-"""Clocks, transports and files that fail only when a test says so."""
+"""Faults of clocks, transports and files, under the control of a test."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +14,23 @@ Fault = BaseException | Callable[[Call], Any] | None
 
 
 class FaultyTransport:
-    """An object that passes calls on to another object, except for those that a script names.
+    """A wrapper that forwards method calls to an object, but injects the faults of a script.
 
-    Use it for transports, stores, engines, or any other object with methods.
+    Use this class for transports, stores, engines, or any other object with methods. For example:
 
         faulty = FaultyTransport(inner, {"send": [None, ConnectionError("cut"), lambda call: None]})
 
-    passes on the first `send`, raises in the second, loses the third, and passes on the rest.
+    This wrapper forwards the first `send`, raises an error in the second call, does not execute the
+    third call, and forwards later calls.
 
     Args:
-        inner: the object that does the work.
-        script: for each method, what happens at its first, second, ... call. With None, the call is
-            passed on. An exception is raised instead. A callable gets the call, may make it, and
-            returns the result.
+        inner: the wrapped object.
+        script: for each method name, a list with one entry per call. None forwards the call. An
+            exception is raised instead of the call. A function is called instead, and returns the
+            result. Its argument is a function without parameters that makes the original call.
 
     Raises:
-        UsageError: the script names a method that `inner` does not have.
+        UsageError: `script` names a method that `inner` does not have.
     """
 
     def __init__(self, inner: object, script: Mapping[str, Sequence[Fault]]) -> None:
@@ -58,25 +59,25 @@ class FaultyTransport:
 
 
 class ManualClock:
-    """A clock that only `advance` moves."""
+    """A clock whose time changes only in `advance`."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
         self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
 
     def now(self) -> float:
-        """Return the time in seconds. It never decreases."""
+        """Return the time in seconds, which never decreases."""
         return self._now_s
 
     async def sleep(self, seconds: float) -> None:
-        """Return once `advance` has moved the clock by `seconds`."""
+        """Wait until `advance` has moved the clock by `seconds`."""
         if seconds > 0:
             woken = asyncio.get_running_loop().create_future()
             self._sleepers.append((self._now_s + seconds, woken))
             await woken
 
     def advance(self, seconds: float) -> None:
-        """Move the clock, and wake sleepers whose time has come, earliest first. Local."""
+        """Move the clock by `seconds`, and wake sleepers that are due, earliest first. Local."""
         if seconds < 0:
             raise UsageError(f"time cannot go back; got advance({seconds})")
         self._now_s += seconds
@@ -88,7 +89,11 @@ class ManualClock:
 
 
 def flip_byte(path: str | Path, offset: int) -> None:
-    """Invert one byte of a file, or raise UsageError. A negative offset counts from the end."""
+    """Invert one byte of a file. A negative offset counts from the end of the file.
+
+    Raises:
+        UsageError: the offset is outside of the file.
+    """
     content = bytearray(Path(path).read_bytes())
     if not -len(content) <= offset < len(content):
         raise UsageError(
@@ -99,7 +104,11 @@ def flip_byte(path: str | Path, offset: int) -> None:
 
 
 def truncate(path: str | Path, *, size_bytes: int) -> None:
-    """Cut a file short, as a crash in the middle of a write does, or raise UsageError."""
+    """Cut a file to `size_bytes`, to simulate a crash in the middle of a write.
+
+    Raises:
+        UsageError: `size_bytes` is negative, or is not smaller than the file.
+    """
     content = Path(path).read_bytes()
     if not 0 <= size_bytes < len(content):
         raise UsageError(f"{path} has {len(content)} bytes, so it cannot be cut to {size_bytes}")

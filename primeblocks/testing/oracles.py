@@ -1,10 +1,9 @@
-"""Comparisons with results that are known to be right.
+"""Comparisons of results with references.
 
-There are two questions and two oracles. Is the algorithm right? Run it in float64 and compare with
-a plain reference: `assert_close_float64`, including gradients (`gradients_of`). Is the precision
-right? The error is at most twice that of the naive computation in the same dtype:
-`assert_as_precise`. Tensors that were only moved must have the same bits: `assert_same_bits`.
-`StepCounter` counts on a CPU what a step would cost on a GPU.
+`assert_close_float64` checks an algorithm: float64 results and gradients (`gradients_of`) must
+equal a plain reference up to rounding. `assert_as_precise` checks precision: the error may be at
+most twice the error of the naive computation in the same dtype. `assert_same_bits` checks code that
+only moves tensors. `StepCounter` counts on a CPU the work of a step on a GPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,13 +39,13 @@ class Gradients(NamedTuple):
 def gradients_of(
     function: Callable[..., Tensor], *inputs: Tensor, cotangent: Tensor | None = None
 ) -> Gradients:
-    """Call `function` on copies of `inputs`, and differentiate. Local.
+    """Call `function` on copies of `inputs`, and compute gradients. Local.
 
     Args:
-        function: returns one tensor.
-        inputs: floating inputs are differentiated. Other inputs are passed through.
-        cotangent: shaped like the output. With None, it is drawn from a fixed seed. A constant
-            cotangent would hide errors that cancel in a sum.
+        function: a function that returns one tensor.
+        inputs: arguments of `function`. Gradients are computed for floating-point inputs.
+        cotangent: the gradient of the output, in the shape of the output. The default is a random
+            tensor with a fixed seed, because a constant would hide errors that cancel in a sum.
 
     Returns:
         The detached output and the gradients, with None for an input without a gradient.
@@ -61,10 +60,11 @@ def gradients_of(
 
 
 def max_relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, in units of the largest magnitude of `expected`. Local.
+    """Return the largest difference, divided by the largest magnitude of `expected`. Local.
 
-    Computed in float64. A NaN or an infinity on only one side gives infinity. If `expected` is
-    zero everywhere, the largest difference itself is returned.
+    Differences are computed in float64. If a NaN or an infinity of one tensor does not occur at the
+    same position in the other tensor, the result is infinity. If `expected` is zero everywhere, the
+    result is the largest difference.
 
     Raises:
         UsageError: the shapes differ.
@@ -91,13 +91,13 @@ def _root_mean_square(x: Tensor) -> float:
 
 
 def assert_close_float64(actual: Tensors, expected: Tensors, *, tolerance: float = 1e-12) -> None:
-    """Demand equal float64 results up to rounding: `max_relative_error` within `tolerance`.
+    """Check that the `max_relative_error` of float64 results is at most `tolerance`. Local.
 
-    Takes a tensor, or sequences of tensors and None, such as gradients. Local.
+    `actual` and `expected` may be tensors, or sequences of tensors and None, such as gradients.
 
     Raises:
-        AssertionError: the results are too far apart, of another shape, or not float64. An error of
-            1e-12 cannot be seen in float32.
+        AssertionError: the error exceeds `tolerance`, the shapes differ, or a tensor is not
+            float64. The precision of float32 is too low to detect an error of 1e-12.
     """
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         dtypes = {actual.dtype, expected.dtype}
@@ -118,17 +118,18 @@ def assert_close_float64(actual: Tensors, expected: Tensors, *, tolerance: float
 
 
 def assert_as_precise(actual: Tensor, *, naive: Tensor, exact: Tensor, factor: float = 2.0) -> None:
-    """Demand that `actual` errs at most `factor` times as much as `naive` does. Local.
+    """Check that the error of `actual` is at most `factor` times the error of `naive`. Local.
 
     Errors are root mean squares, because the largest of many errors depends on the processor and
-    may double by chance. `assert_close_float64` finds an error in a single place.
+    may double by chance. To find an error in a single element, use `assert_close_float64`. An error
+    of at most `factor` roundings of the dtype of `actual` always passes.
 
     Args:
-        naive: the straightforward computation in the dtype of `actual`.
-        exact: the same in float64.
+        naive: the result of the straightforward computation in the dtype of `actual`.
+        exact: the result of the straightforward computation in float64.
 
     Raises:
-        AssertionError: `actual` errs more.
+        AssertionError: the error of `actual` is larger than `factor` allows.
     """
     assert exact.dtype == torch.float64, f"exact must be float64; got {exact.dtype}"
     ours = _relative_error(actual, exact, of=_root_mean_square)
@@ -140,10 +141,11 @@ def assert_as_precise(actual: Tensor, *, naive: Tensor, exact: Tensor, factor: f
 
 
 def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Demand equal dtype, shape and bits, also in NaN and minus zero. Local.
+    """Check that two tensors have equal dtype, shape and bits, also in NaN and minus zero. Local.
 
     Raises:
-        AssertionError: something differs. The message counts the bytes.
+        AssertionError: the dtype, the shape or a bit differs. The message states the number of
+            bytes that differ.
     """
     assert actual.dtype == expected.dtype, f"{actual.dtype}, expected {expected.dtype}"
     assert actual.shape == expected.shape, f"shape {actual.shape}, expected {expected.shape}"

@@ -1,7 +1,7 @@
-"""Counts of one step, taken without a GPU: operators, host reads, collectives, live bytes.
+"""Counts of one step without a GPU: operators, host reads, collectives, and live bytes.
 
-A `StepCounter` counts while its `with` block is open. It takes a tensor for a host tensor if it was
-read with `cpu()`, or computed only from host tensors. All other CPU tensors stand for device
+A `StepCounter` counts inside its `with` block. A result of `cpu()` counts as a host tensor, and so
+does a tensor that is computed only from host tensors. All other CPU tensors stand for device
 tensors. An operator for which the host needs a value of a device tensor counts as a host read.
 """
 
@@ -33,29 +33,30 @@ _COPIES = {"_to_copy", "copy_"}
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts the work of a step on a device, within `with StepCounter() as step`. Local.
+    """A counter of the work of a step on a device, used as `with StepCounter() as step`. Local.
 
-    Each CPU tensor stands for a device tensor, unless it was read from the device (`cpu()`) or
-    computed only from tensors that were read. So reads of tensors that a script makes on the host
-    count too. Copies to the device do not count.
+    Each CPU tensor stands for a device tensor, except for results of `cpu()` and tensors that are
+    computed only from results of `cpu()`. A read of a tensor that a script makes on the host
+    therefore counts, too. With `device="cpu"`, copies from the host to the device are not counted.
 
-    On the meta device it counts steps of any size, and a read of values raises. Under
-    `FakeTensorMode` enter the counter last. Reads then need a `ShapeEnv`, and a `tolist` counts
-    once per number. If torch was built without CUDA, fake CUDA tensors support few operators and no
-    gradients. The counter does not see inside operators of `torch.library`, FlexAttention or
-    compiled kernels.
+    With tensors on the meta device, the counter counts steps of any size, but a read of values
+    raises an error. With `FakeTensorMode`, enter the mode before the counter. A read of a fake
+    tensor needs a `ShapeEnv`, and `tolist` counts as one read per number. If torch was built
+    without CUDA, fake CUDA tensors support few operators and do not support gradients. The counter
+    does not count operators inside `torch.library` operators, FlexAttention or compiled kernels.
 
     Args:
-        device: the type of the device whose tensors are watched.
+        device: the device type of the counted tensors.
 
     Attributes:
-        operators: by name, operators that are not views. Allocations are among them.
-        host_reads: by name, operators for which the host would wait. They take values, have shapes
-            that depend on values, or copy between host and device without `non_blocking`.
-        collectives: calls, by name.
-        received_bytes: bytes from other ranks, by name of the collective. A sum counts as a ring
-            all-reduce.
-        peak_bytes: the largest number of bytes, at one time, in storages that the step made.
+        operators: number of calls per operator that is not a view. Allocations count as operators.
+        host_reads: number of calls per operator for which the host would wait. An operator counts
+            if it reads values, has a shape that depends on values, or copies between host and
+            device without `non_blocking`.
+        collectives: number of calls per collective.
+        received_bytes: bytes from other ranks, per collective. An all-reduce counts the bytes of
+            the ring algorithm.
+        peak_bytes: the largest total number of bytes at one time in storages that the step made.
     """
 
     supports_higher_order_operators = True
@@ -107,9 +108,9 @@ class StepCounter(TorchDispatchMode):
         return out
 
     def read(self, name: str, x: Tensor) -> bool:
-        """Count a read of `x` that no operator shows. Return whether the host would wait.
+        """Count a read of `x` that is not an operator. Return whether the host would wait.
 
-        On a device such reads are operators. On a CPU they are not.
+        A read such as `tolist` calls an operator on a GPU, but not on a CPU.
         """
         counted = self._device == "cpu" and not self._is_of_host(x)
         if counted:
@@ -117,7 +118,7 @@ class StepCounter(TorchDispatchMode):
         return counted
 
     def to_host(self, x: Tensor) -> None:
-        """Treat `x` as a tensor of the host from now on."""
+        """Treat `x` as a host tensor in later counts."""
         self._remember(self._on_host, x)
 
     def _waits(self, name: str, args: Sequence[Any], named: Mapping[str, Any], out: Any) -> bool:

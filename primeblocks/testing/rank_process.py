@@ -75,10 +75,10 @@ def main(seat: Seat, task: bytes, outbox: Connection) -> None:
 
 
 def kill(rank: int) -> None:
-    """In a body, end `rank` by SIGKILL when it reaches this line. Local.
+    """End `rank` by SIGKILL when this rank calls `kill` in its body. Local.
 
-    Other ranks do nothing. The parent knows that the death is planned. So it returns None as the
-    result of this rank, and does not raise RankError.
+    On other ranks, `kill` does nothing. `run` and `Gang.wait` return None as the result of the
+    killed rank, and do not raise RankError.
     """
     if dist.get_rank() == rank:
         _send(KILLED, None)
@@ -86,7 +86,7 @@ def kill(rank: int) -> None:
 
 
 def tell(value: object) -> None:
-    """Send a value from a body to `Gang.hear`. Local."""
+    """Send a value from the body of a rank to `Gang.hear`. Local."""
     _send(TOLD, value)
 
 

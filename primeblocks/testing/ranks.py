@@ -1,8 +1,8 @@
 """Run a function on several gloo ranks of this machine, with tracebacks, deadlines and faults.
 
-Use `run` for tests in which every rank should live. Use `gang` to get the running ranks, so that a
-test can kill one. Ranks are forked from a server that has imported torch already. A test then takes
-tenths of a second, but with `spawn` it would take seconds. An example:
+Use `run` for tests in which every rank runs to the end. Use `gang` for tests that kill a rank or
+read values of running ranks. Ranks are forked from a server process that has already imported
+torch, so a test takes tenths of a second. With `spawn`, a test would take seconds. An example:
 
     def body(x):
         dist.all_reduce(x)
@@ -58,20 +58,21 @@ _preloaded = [
 def run(
     body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 300.0
 ) -> list[Any]:
-    """Call `body(*args)` on every rank and return the results by rank.
+    """Call `body(*args)` on every rank and return the results in rank order.
 
-    Each rank is a process with one torch thread, uninitialised memory filled with NaN, and the
-    default gloo group initialised with `timeout_s`. Arguments and results travel by pickle. A rank
-    that `kill` ended yields None, and its peers go on.
+    Each rank is a process with one torch thread and a default gloo group with the timeout
+    `timeout_s`. Uninitialised tensors are filled with NaN. Arguments and results are pickled.
+    `run` returns None for a rank that `kill` ended, and other ranks continue.
 
     Args:
         body: a function at the top level of an importable module.
-        args: its arguments, equal on all ranks.
+        args: the arguments of `body`, equal on all ranks.
 
     Raises:
-        RankError: a rank raised or died. The message has every traceback or signal. Its peers are
-            ended.
-        DeadlineError: ranks still ran at the deadline. The message has their stacks.
+        RankError: a rank raised an error or died. The message contains every traceback or signal,
+            and ranks that still run are ended.
+        DeadlineError: some ranks still ran after `timeout_s`. The message contains the stacks of
+            the running ranks.
         UsageError: `body` or `args` cannot be pickled.
     """
     with gang(body, *args, world_size=world_size, timeout_s=timeout_s) as members:
@@ -81,7 +82,7 @@ def run(
 def gang(
     body: Callable[..., Any], *args: object, world_size: int = 2, timeout_s: float = 300.0
 ) -> "Gang":
-    """Start `body(*args)` on every rank and return at once, for tests that interfere:
+    """Start `body(*args)` on every rank, and return a `Gang` while the ranks run:
 
         with ranks.gang(body, world_size=3) as members:
             members.hear(1)          # The body calls ranks.tell(...).
@@ -104,7 +105,7 @@ def gang(
 
 
 def preload(*modules: str) -> None:
-    """Import more modules in the server from which ranks are forked, before the first gang."""
+    """Import `modules` in the fork server of ranks. Call `preload` before the first gang."""
     if _started.cache_info().currsize:
         raise UsageError(
             f"the server of ranks is already running. Call preload({modules}) before the first "
@@ -114,7 +115,7 @@ def preload(*modules: str) -> None:
 
 
 class Gang:
-    """Running ranks and their processes. Leaving the `with` block ends those that still run."""
+    """Running ranks and their processes. The end of a `with` block ends ranks that still run."""
 
     def __init__(self, task: bytes, *, world_size: int, timeout_s: float) -> None:
         context = _server()
@@ -135,7 +136,7 @@ class Gang:
             self._members.append(_Member(rank, process, inbox, seat.stack_file))
 
     def kill(self, rank: int) -> None:
-        """End one rank by SIGKILL. `wait` yields None for it, and the others go on. Local."""
+        """End `rank` by SIGKILL. Other ranks go on, and `wait` returns None for `rank`. Local."""
         if self._closed:
             raise ClosedError(f"cannot kill rank {rank}: its gang is closed")
         member = self._members[rank]
@@ -148,8 +149,8 @@ class Gang:
         """Wait for the next value that `rank` sends with `tell`.
 
         Raises:
-            RankError: a rank failed, or this one ended without another value.
-            DeadlineError: no value came before the gang's deadline.
+            RankError: a rank failed, or `rank` ended without another value.
+            DeadlineError: `rank` did not send a value before the gang's deadline.
         """
         member = self._members[rank]
         while not (member.told or member.settled or self._failures()):
@@ -161,11 +162,11 @@ class Gang:
         raise RankError(f"rank {rank} ended and sent no further value")
 
     def wait(self) -> list[Any]:
-        """Wait for all ranks and return their results by rank, None for a killed one.
+        """Wait for all ranks and return results in rank order, with None for a killed rank.
 
         Raises:
-            RankError: a rank raised or died.
-            DeadlineError: ranks still ran at the gang's deadline.
+            RankError: a rank raised an error or died.
+            DeadlineError: some ranks still ran at the gang's deadline.
         """
         self._settle_all()
         self.close()
@@ -179,7 +180,7 @@ class Gang:
         return [None if isinstance(m.outcome, _Killed) else m.outcome for m in self._members]
 
     def close(self) -> None:
-        """Let finished ranks leave, and end the others. May be called twice."""
+        """Let finished ranks exit, and end running ranks. You may call `close` twice."""
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,7 @@
-"""Random inputs of blocks for hypothesis, with the edge cases that break blocks.
+"""Strategies of hypothesis for random inputs, with edge cases that often cause errors.
 
-Tensors are drawn by seed and not by element. Shrinking then looks for a smaller shape, which
-explains a failure better.
+hypothesis draws the seed of a tensor instead of its elements, so that shrinking looks for a smaller
+shape. A smaller shape explains a failure better than smaller elements.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,14 @@ __all__ = ["expert_ids", "generators", "ragged_lengths"]
 
 
 def generators() -> st.SearchStrategy[torch.Generator]:
-    """Draw random generators of torch, by seed."""
+    """Draw a seeded random generator of torch."""
     return st.integers(0, 2**16 - 1).map(lambda seed: torch.Generator().manual_seed(seed))
 
 
 def ragged_lengths(
     *, min_items: int = 1, max_items: int = 6, max_length: int = 17
 ) -> st.SearchStrategy[list[int]]:
-    """Draw lengths of documents, or rows per rank, including zeros, ones and odd numbers."""
+    """Draw a list of lengths, such as rows per rank, including zeros, ones and odd numbers."""
     lengths = st.integers(0, max_length)
     return st.lists(lengths, min_size=min_items, max_size=max_items)
 
@@ -42,10 +42,9 @@ def expert_ids(
     tokens: st.SearchStrategy[int] | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """Draw choices of experts, `[tokens, top_k]`, distinct within a token.
+    """Draw expert ids `[tokens, top_k]`, which are distinct within a token.
 
-    Draws even routing, routing that leaves experts without tokens, and all tokens on the same
-    experts.
+    Possible draws are even routing, experts without tokens, and equal experts for all tokens.
     """
     count = draw(st.integers(0, 16) if tokens is None else tokens)
     generator = draw(generators())

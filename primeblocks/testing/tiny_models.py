@@ -1,7 +1,7 @@
 """Random mixture-of-experts models of common families, small enough for a laptop.
 
-`build` makes a model in memory. `save` writes a checkpoint with a tokenizer. transformers loads the
-checkpoint, and vLLM loads those of some families. Equal arguments give equal bytes.
+`build` makes a model in memory. `save` writes a checkpoint with a tokenizer, which transformers can
+load for all families, and vLLM for some families. Equal arguments give equal bytes.
 """
 
 import json
@@ -32,17 +32,18 @@ def config(
     vocab: int = 512,
     init_std: float | None = None,
 ) -> Any:
-    """Return a transformers configuration of one family, with every size small. Local.
+    """Return a transformers configuration of a model family, with small sizes. Local.
 
     Args:
-        family: one of `FAMILIES`, or of `OTHER_FAMILIES`, which have no experts or have vision.
-        hidden: a multiple of 32. Attention has heads of 32, and experts are as wide as the model.
-        vocab: 4 special tokens and the words `w4`, `w5`, ...
-        init_std: standard deviation of the weights. With None, the family's own value is used.
+        family: a name in `FAMILIES`, or in `OTHER_FAMILIES` (vision models and dense models).
+        hidden: the hidden size, a multiple of 32. In most families, attention heads have 32 dims,
+            and `hidden` is also the intermediate size of experts.
+        vocab: the vocabulary size: 4 special tokens and the words `w4`, `w5`, ...
+        init_std: standard deviation of the weights. The default is the value of the family.
 
     Raises:
         MissingPackageError: transformers is not installed.
-        UsageError: an unknown family, or sizes that no model can have.
+        UsageError: `family` is unknown, or a size is not allowed.
     """
     known = CONFIGS | OTHERS
     if family not in known:
@@ -83,8 +84,8 @@ def build(
     """Build a random model in memory, in eval mode. Torch's random state is unchanged. Local.
 
     Args:
-        router_std: standard deviation of the router's weights. A larger value makes routing more
-            decided, and a smaller value makes ties more frequent.
+        router_std: standard deviation of the router's weights. A larger value makes scores of
+            experts differ more, and a smaller value makes ties more frequent.
         sizes: as for `config`.
     """
     configuration = config(family, **sizes)
@@ -107,13 +108,13 @@ def save(
     router_std: float | None = None,
     **sizes: Any,
 ) -> Path:
-    """Write the model of `build`, with a tokenizer, into the folder `path`. Return `path`. Local.
+    """Write the model of `build` and a tokenizer into the folder `path`. Return `path`. Local.
 
-    The tokenizer splits at white space: `w7 w9` is two tokens, 7 and 9.
+    The tokenizer splits at white space, so the text `w7 w9` has the token ids 7 and 9.
 
-    docs/support.md says which families vLLM generates with on a CPU. For glm4_moe_lite, pass
-    `compilation_config={"custom_ops": ["all", "-rotary_embedding"]}` to vLLM, so that its CPU
-    kernel rotates queries correctly.
+    docs/support.md lists the families with which vLLM can generate on a CPU. For glm4_moe_lite,
+    pass `compilation_config={"custom_ops": ["all", "-rotary_embedding"]}` to vLLM, so that vLLM's
+    CPU kernel rotates queries correctly.
     """
     path = Path(path)
     model: Any = build(family, seed=seed, dtype=dtype, router_std=router_std, **sizes)

@@ -1,10 +1,10 @@
-"""cuBLAS's block-scaled products through `torch.nn.functional.scaled_mm`. Has run on one H100.
+"""Block-scaled products of cuBLAS, through `torch.nn.functional.scaled_mm`.
 
     recipe = fp8.Recipe(gemm=CublasGemm(experts=TritonGemm()))
 
-On a CPU, calls are checked against torch's own shape functions. `CublasGemm` needs only torch,
-built for CUDA 12.9 or later, and a GPU of compute capability 9.0. On other GPUs, cuBLAS does not
-have these tiles.
+`CublasGemm` has run on one H100. On a CPU, tests check calls against torch's own shape functions.
+`CublasGemm` needs only torch, built for CUDA 12.9 or later, and a GPU of compute capability 9.0. On
+a GPU of another compute capability, cuBLAS does not support tiles of 1 x 128.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ _ALIGNED = 16  # Alignment, in bytes, of the addresses of scales and of the stri
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device without block-scaled products of cuBLAS. Local. The host does not wait.
+    """Refuse a device without block-scaled products of cuBLAS. Local.
+
+    The host does not wait for the device.
 
     Raises:
-        UnsupportedError: the device is not CUDA of compute capability 9.0, or torch is built for a
-            CUDA before 12.9.
+        UnsupportedError: the device is not a GPU of compute capability 9.0, or torch is not built
+            for CUDA 12.9 or later.
     """
     check_hopper(device, _ENGINE)
     built = torch.version.cuda or "none"
@@ -48,18 +50,19 @@ def check_device(device: torch.device) -> None:
 class CublasGemm:
     """A `Gemm` that multiplies dense matrices with cuBLAS.
 
-    Tiles of `a` are 1 x 128. With weights in 128 x 128 tiles the result is bfloat16. With 1 x 128
-    tiles on both sides, as for gradients of weights, it is float32. These sizes are required:
+    Tiles of `a` must be 1 x 128. If `b` has tiles of 128 x 128, as weights do, the result is
+    bfloat16. If `b` has tiles of 1 x 128, the result is float32. Sizes must meet two conditions:
 
-    - The rows of `a` are a multiple of 4, and the rows of `b` a multiple of 16.
-    - The inner dim, and both sides of weights, are multiples of 128.
+    - The number of rows is a multiple of 4 for `a`, and a multiple of 16 for `b`.
+    - The inner dim is a multiple of 128. The number of rows of `b` is also a multiple of 128 if
+      `b` has tiles of 128 x 128.
 
-    A call makes one launch, and at most two more that copy scales. Scales take at most 1/32 of the
-    codes' bytes. Codes are not copied, and the host does not wait. UE8M0 scales work, stored as
-    float32.
+    A call launches one kernel that multiplies, and at most three kernels that copy or pad scales.
+    Scales take at most 1/32 of the codes' bytes. Codes are not copied, and the host does not wait
+    for the device. UE8M0 scales are supported if they are stored as float32.
 
     Args:
-        experts: the kernel for groups, because cuBLAS cannot multiply groups with block scales.
+        experts: the `Gemm` for groups, because cuBLAS cannot multiply groups with block scales.
 
     Source: cuBLAS, "128-element 1D and 128x128 2D Block Scaling For FP8 Data Types".
     """
@@ -91,18 +94,18 @@ class CublasGemm:
         )
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Let `experts` multiply each expert's rows by its matrix. Local.
+        """Multiply each expert's rows of `a` by `b[expert].T` with the kernel `experts`. Local.
 
         Raises:
-            UnsupportedError: this kernel was made without `experts`.
+            UnsupportedError: `CublasGemm` was constructed without `experts`.
         """
         return self._of_experts("the rows of experts").grouped(a, b, offsets)
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Let `experts` multiply over each expert's tokens. Local.
+        """Compute `a @ b.T` over each expert's tokens with the kernel `experts`. Local.
 
         Raises:
-            UnsupportedError: this kernel was made without `experts`.
+            UnsupportedError: `CublasGemm` was constructed without `experts`.
         """
         return self._of_experts("the tokens of experts").k_grouped(a, b, offsets)
 

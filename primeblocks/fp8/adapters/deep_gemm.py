@@ -1,14 +1,14 @@
-"""DeepGEMM's block-scaled products, dense and of experts. Has run on one H100.
+"""Block-scaled products of DeepGEMM: dense, and grouped by expert.
 
     recipe = fp8.Recipe(gemm=DeepGemm(k_groups=TritonGemm()))
 
-`DeepGemm` ran with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. On a CPU, calls are
-tested against a fake that makes the checks in the sources of DeepGEMM 2.6.1 and sgl-deep-gemm
-0.2.5. DeepGEMM compiles a kernel for each shape of weights when this shape is first used.
+`DeepGemm` ran on one H100 with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. On a CPU,
+tests replace DeepGEMM by a fake that repeats the checks of DeepGEMM 2.6.1 and sgl-deep-gemm 0.2.5.
+DeepGEMM compiles a kernel at the first use of each shape of weights.
 
-**Use a wheel only with the torch that it was built for.**
-For example, sgl-deep-gemm 0.2.2, built for a newer torch, loads with torch 2.11 and misreads every
-tensor.
+**Use a wheel only with the torch version for which the wheel was built.**
+For example, sgl-deep-gemm 0.2.2 was built for a newer torch than 2.11. With torch 2.11,
+sgl-deep-gemm 0.2.2 loads without an error, but misreads every tensor.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _ROWS = 64  # Fewest rows if both tiles are 1 x 128: for 4 rows the kernel did n
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a machine without the library, or a device other than Hopper. Local.
+    """Refuse a machine without DeepGEMM, and a device that is not a Hopper GPU. Local.
 
-    For compute capability 10 the library would round float32 scales to UE8M0.
+    On GPUs of compute capability 10, DeepGEMM would round float32 scales to UE8M0.
 
     Raises:
-        UnsupportedError: the device is not CUDA of compute capability 9.0.
-        MissingPackageError: no installed module has the library's functions.
+        UnsupportedError: the device is not a GPU of compute capability 9.0.
+        MissingPackageError: a module with DeepGEMM's functions is not installed.
     """
     check_hopper(device, _ENGINE)
     _library()
@@ -51,22 +51,24 @@ def check_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class DeepGemm:
-    """A `Gemm` that multiplies with DeepGEMM, dense and by experts.
+    """A `Gemm` for dense and grouped products with DeepGEMM.
 
-    Tiles of `a` are 1 x 128. With weights in 128 x 128 tiles the result is bfloat16. With 1 x 128
-    tiles on both sides, as for gradients of weights, it is float32. These sizes are required:
+    Tiles of `a` must be 1 x 128. If `b` has tiles of 128 x 128, as weights do, the result is
+    bfloat16. If `b` has tiles of 1 x 128, the result is float32. Sizes must meet two conditions:
 
-    - The inner dim, and both sides of weights, are multiples of 128.
-    - With 1 x 128 tiles on both sides, `a` has at least 64 rows, and the rows of `b` are a multiple
-      of 64.
+    - The inner dim is a multiple of 128. The number of rows of `b` is also a multiple of 128 if
+      `b` has tiles of 128 x 128.
+    - If `b` has tiles of 1 x 128, the number of rows is at least 64 for `a`, and a multiple of 64
+      for `b`.
 
-    Each expert's rows must end at a multiple of `alignment`, so let the dispatcher pad its groups.
-    The device asserts this, so that the host does not wait. A failed assertion ends the CUDA
-    context at a later call. Rows of padding belong to the expert before them.
+    Each expert's rows must end at a multiple of `alignment`, so let the dispatcher pad groups. Rows
+    of padding belong to the expert before the padding. An assertion on the device checks the
+    alignment, so that the host does not wait. A failed assertion ends the CUDA context, and a later
+    CUDA call raises the error.
 
     Args:
-        k_groups: the kernel that multiplies over experts' tokens, for `wgrad="float8"`. The
-            library's own product would need the numbers of tokens on the host.
+        k_groups: the `Gemm` that multiplies over experts' tokens, for `wgrad="float8"`. DeepGEMM's
+            own product would need the numbers of tokens on the host.
 
     Source: github.com/deepseek-ai/DeepGEMM.
     """
@@ -80,8 +82,8 @@ class DeepGemm:
 
         Raises:
             ShapeError: the operands are not two matrices, or their inner dims differ.
-            UnsupportedError: the library does not take the sizes, the tiles or the device.
-            MissingPackageError: the library is not installed. The message lists the tried modules.
+            UnsupportedError: DeepGEMM does not support the sizes, the tiles or the device.
+            MissingPackageError: DeepGEMM is not installed. The message lists the tried modules.
         """
         if a.codes.ndim != 2 or b.codes.ndim != 2:
             raise ShapeError(
@@ -106,10 +108,10 @@ class DeepGemm:
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
         """Multiply each expert's rows of `a` by `b[expert].T`. Local.
 
-        Rows after the last offset are zero.
+        Rows of the result after the last offset are zero.
 
         Raises:
-            ShapeError: dims or devices do not fit.
+            ShapeError: shapes or devices do not match, or `offsets` is not int32.
             UnsupportedError, MissingPackageError: as for `a @ b.T`.
         """
         if a.codes.ndim != 2 or b.codes.ndim != 3 or offsets.shape != b.shape[:1]:
@@ -138,10 +140,10 @@ class DeepGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Let `k_groups` multiply over each expert's tokens. Local.
+        """Compute `a @ b.T` over each expert's tokens with the kernel `k_groups`. Local.
 
         Raises:
-            UnsupportedError: this kernel was made without `k_groups`.
+            UnsupportedError: `DeepGemm` was constructed without `k_groups`.
         """
         if self.k_groups is None:
             raise UnsupportedError(

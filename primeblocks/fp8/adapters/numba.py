@@ -1,4 +1,4 @@
-"""Quantization on a CPU in one pass, compiled by Numba at its first use."""
+"""Quantization on a CPU in one pass, by a function that Numba compiles at the first call."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ _QUOTIENTS = {"reciprocal": 0, "division": 1, "amax": 2}
 
 @dataclass(frozen=True)
 class NumbaQuantizer:
-    """A `Quantizer` for a CPU, which makes one pass over the matrix.
+    """A `Quantizer` for CPU tensors that makes one pass over the matrix.
 
-    Uses as many threads as torch. The first call of a process compiles for about two seconds.
+    The number of threads is at most `torch.get_num_threads()`. The first call in a process also
+    compiles the quantizer, which takes about two seconds.
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""torchtitan 0.3.0's linear layers and experts in float8."""
+"""Float8 products in the linear layers and experts of torchtitan 0.3.0."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def convert(
     only: Expression,
     exclude: Expression | None = None,
 ) -> tuple[str, ...]:
-    """Let some linear layers and experts of a torchtitan model multiply in float8, in place. Local.
+    """Convert some linear layers and experts of a torchtitan model to float8, in place. Local.
 
-    Works like `primeblocks.fp8.convert`, and also converts `GroupedExperts`. torchtitan's own
-    experts multiply in bfloat16, whatever their dtype. Converted experts return the dtype of their
-    rows.
+    Arguments, result and errors are the same as for `primeblocks.fp8.convert`. This function also
+    converts `GroupedExperts`, which in torchtitan multiply in bfloat16, whatever the dtype of the
+    weights. Converted experts return the dtype of the input rows.
     """
     stock: list[Any] = [m for m in model.modules() if type(m) is moe.GroupedExperts]
     for module in stock:

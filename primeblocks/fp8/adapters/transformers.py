@@ -1,4 +1,4 @@
-"""transformers' experts in float8, through its registry of experts implementations."""
+"""Float8 products in experts of transformers, registered as an experts implementation."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ def convert(
     only: Expression,
     exclude: Expression | None = None,
 ) -> tuple[str, ...]:
-    """Let some linear layers and experts of a transformers model multiply in float8, in place.
+    """Convert some linear layers and experts of a transformers model to float8, in place. Local.
 
-    Works like `primeblocks.fp8.convert`, and also converts experts. Each chosen module of experts
-    then uses the experts implementation `primeblocks_fp8`. You may call the `parallelize` of
-    `primeblocks.parallel` before or after. Local.
+    Arguments and result are the same as for `primeblocks.fp8.convert`. This function also converts
+    experts, which then use the experts implementation `primeblocks_fp8`. You may call the
+    `parallelize` of `primeblocks.parallel` before or after this function.
 
     Raises:
-        UnsupportedError: transformers itself splits the experts over ranks, or stores experts
-            transposed and tiles are not square. The model is unchanged.
+        UsageError, UnsupportedError: as for `primeblocks.fp8.convert`.
+        UnsupportedError: transformers itself splits the experts over ranks, or the experts are
+            stored transposed and tiles are not square. The model stays unchanged.
     """
     experts: dict[str, Any] = {
         plain_name(name): m for name, m in model.named_modules() if hasattr(m, "_apply_gate")

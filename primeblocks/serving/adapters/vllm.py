@@ -1,12 +1,13 @@
-"""Several vLLM engines that hold one version, behind one `generate`.
+"""A fleet of vLLM engines with one version of the weights, behind one `generate`.
 
-vLLM is not imported: an engine is an `AsyncLLM`, or an object with the same calls over HTTP.
+The module does not import vLLM. An engine is an `AsyncLLM`, or an object that makes the calls of
+`AsyncLLM` over HTTP.
 
-A fleet is *unsettled* from the start of an update until it succeeds, and settled after that. An
-unsettled fleet gives each request a salt of its own, because its pages may come from old or new
-weights. Updates, joins, pauses and resumes run one at a time. An engine is drained if its update
-fails while the update of another succeeds. If all fail, the version may be at fault, so all stay
-open.
+A fleet is *unsettled* from the start of an update until an update succeeds. In an unsettled fleet,
+each request has its own cache salt, because pages may come from old or new weights. Updates, joins,
+pauses and resumes run one at a time. If an update succeeds on only some engines, the fleet drains
+the other engines. If an update fails on all engines, the cause may be the version, so all engines
+stay open.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["FleetMember", "FleetUpdate", "Published", "VllmFleet"]
 
 
 class Published(Protocol):
-    """A version that engines can load, such as the receipt of `weightsync`."""
+    """A published version that engines can load, such as a receipt of `weightsync`."""
 
     @property
     def version(self) -> int: ...
@@ -38,11 +39,12 @@ class FleetMember:
     """One engine of a fleet.
 
     Args:
-        generate: awaits a rollout of a prompt. It takes `cache_salt=` and options of its own.
-        engine: the target of `update` and of control calls. It is an `AsyncLLM`, or an object
-            whose `until(deadline)` returns its calls over HTTP (weightsync's `VllmServer`).
-        is_prefill: other engines read pages from this engine. It is paused before the other
-            engines, and its pause waits until they have read the pages that it computed.
+        generate: an async function that returns a rollout of a prompt. The function must accept
+            `cache_salt`, and may accept other options.
+        engine: the target of `update` and of control calls: an `AsyncLLM`, or an object such as
+            weightsync's `VllmServer`, whose `until(deadline)` returns control calls over HTTP.
+        is_prefill: whether other engines read pages from this engine. A prefill engine is paused
+            first, and the pause waits until other engines have read the computed pages.
     """
 
     generate: Callable[..., Awaitable[Any]]
@@ -52,7 +54,7 @@ class FleetMember:
 
 @dataclass(frozen=True)
 class FleetUpdate:
-    """The outcome of an update: the engines that hold the version, and the drained engines."""
+    """The result of an update: the engines with the new version, and the drained engines."""
 
     version: int
     held_by: tuple[str, ...]
@@ -60,22 +62,22 @@ class FleetUpdate:
 
 
 class VllmFleet:
-    """Several engines that hold one version, behind one `generate`.
+    """A fleet of vLLM engines with one version of the weights, behind one `generate`.
 
-    Requests follow the route of `serving.Fleet`, which closes an engine that raises `EngineError`.
-    Control calls and updates go directly to every open engine. `join` opens an engine again, with
-    the current version. Use a fleet from one event loop.
+    A `serving.Fleet` routes requests, and drains an engine that raises `EngineError`. Control calls
+    and updates go directly to every open engine. `join` opens a drained engine with the current
+    version. Use a fleet from one event loop.
 
     Args:
-        members: by name.
-        update: `update(engines, published, timeout_s=)` loads a version into all `engines` or into
-            none. The attribute `engines` of its error lists the positions of failed engines. If
-            some engines are prefill engines, `update` also gets their positions as `prefill=`. You
-            can pass weightsync's `update_all`.
-        through: the `generate` of a router, which then gets all requests instead of the members.
-            The router does not learn which engines are drained.
-        clock: of deadlines.
-        options: of `serving.Fleet`.
+        members: the engines by name.
+        update: an async function such as weightsync's `update_all`. The call
+            `update(engines, published, timeout_s=)` loads a version into all `engines` or into
+            none. The attribute `engines` of a raised error lists the positions of failed engines.
+            If some engines are prefill engines, `update` also gets their positions as `prefill=`.
+        through: the `generate` function of a router, to which all requests go instead of
+            `members`. The router does not know which engines are drained.
+        clock: the clock for deadlines.
+        options: keyword arguments of `serving.Fleet`.
 
     Raises:
         UsageError: as for `serving.Fleet`.
@@ -100,7 +102,7 @@ class VllmFleet:
 
     @property
     def version(self) -> int | None:
-        """The version of the last update, or None before the first."""
+        """The version of the last update that succeeded, or None before the first update."""
         return None if self._published is None else self._published.version
 
     @property
@@ -109,10 +111,11 @@ class VllmFleet:
         return tuple(state.name for state in self._fleet.states())
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Await the call of one engine, with the salt of the fleet's version.
+        """Await `generate` of one engine, with the cache salt of the fleet's version.
 
         Raises:
-            EngineError: raised by the engine, or no engine is open, or no version was loaded yet.
+            EngineError: the engine raised this error, all engines are closed, or the fleet has not
+                loaded a version yet.
         """
         if self.version is None:
             raise EngineError("no engine of the fleet has a version yet. Call update() first.")
@@ -123,17 +126,17 @@ class VllmFleet:
         return await ask(*args, cache_salt=salt, **kwargs)
 
     async def update(self, published: Published, *, timeout_s: float) -> FleetUpdate:
-        """Load a version into all open engines, and drain engines that fail while others succeed.
+        """Load a version into all open engines. If only some engines fail, drain these engines.
 
-        Each attempt gets half of the time that is left. A drained engine may hold either version,
-        and may stay paused.
+        Each attempt to load the version gets half of the remaining time. A drained engine may have
+        the old or the new version, and may stay paused.
 
         Raises:
-            PrimeblocksError: all engines failed. No engine is drained, the fleet keeps its version,
-                and requests share no pages until an update succeeds.
-            DeadlineError: the update did not end within `timeout_s`. Call it again.
-            EngineError: no engine is open.
-            UsageError: the version is below the fleet's.
+            PrimeblocksError: all engines failed. All engines stay open, the fleet keeps its
+                version, and requests do not share pages until an update succeeds.
+            DeadlineError: the update did not end within `timeout_s`. Call `update` again.
+            EngineError: all engines are closed.
+            UsageError: the version is lower than the fleet's version.
         """
         check_version(published.version)
         what = f"the update of the fleet to version {published.version}"
@@ -142,44 +145,44 @@ class VllmFleet:
     async def join(self, name: str, member: FleetMember, *, timeout_s: float) -> None:
         """Load the current version into an engine, check that it reports this version, and open it.
 
-        The name is new, or that of a drained engine. The engine must know where weights come from
-        (weightsync's `attach`).
+        `name` is a new name, or the name of a drained engine. Before this call, connect the engine
+        to the source of weights (weightsync's `attach`).
 
         Raises:
-            PrimeblocksError: the engine did not load the version, or reports another. It stays
-                closed.
+            PrimeblocksError: the engine did not load the version, or reports another version. The
+                engine stays closed.
             DeadlineError: the engine was not open within `timeout_s`.
         """
         what = f"the opening of engine {name!r}"
         await self._next(lambda end: self._join(name, member, end), timeout_s, what)
 
     def drain(self, name: str) -> None:
-        """Send an engine no more requests and updates. It completes the requests that it has.
+        """Stop sending requests and updates to an engine. Running requests complete.
 
         Raises:
-            UsageError: no engine has that name.
+            UsageError: the fleet does not have an engine `name`.
         """
         self._fleet.drain(name)
 
     async def versions(self, *, timeout_s: float) -> dict[str, str]:
-        """Ask every open engine for the label of its weights.
+        """Return the weight label of every open engine, by name of the engine.
 
         Raises:
-            DeadlineError, EngineError: some engines did not answer, or refused. The message names
-                them. All engines were asked.
+            DeadlineError, EngineError: some engines did not answer, or raised an error. The message
+                names the failed engines. Every open engine was asked.
         """
         return await self._each("get_weight_version", self._clock.now() + timeout_s)
 
     async def pause(self, *, mode: str, clear_cache: bool, timeout_s: float) -> None:
-        """Pause every open engine, as vLLM's `pause_generation` does. Errors as `versions`.
+        """Call vLLM's `pause_generation` on every open engine. Raises the errors of `versions`.
 
-        It waits for a running update. A later update ends the pause (`update_all`): engines resume
-        with the new version.
+        The call waits for a running update. A later update with `update_all` ends the pause, and
+        engines resume with the new version.
         """
         await self._control("pause_generation", timeout_s, mode=mode, clear_cache=clear_cache)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """Resume every open engine after a running update has ended. Errors as `versions`."""
+        """Resume every open engine after a running update. Raises the errors of `versions`."""
         await self._control("resume_generation", timeout_s)
 
     async def _control(self, method: str, timeout_s: float, **arguments: Any) -> None:

@@ -1,11 +1,11 @@
-"""Triton kernels that quantize and multiply in float8. They have run on one H100.
+"""Triton kernels that quantize and multiply in float8, for use in a recipe:
 
     recipe = fp8.Recipe(gemm=TritonGemm(), quantizer=TritonQuantizer())
 
-The quantizer, also with SwiGLU, gives the bits of `fp8.quantize`. Products agree with
-`ReferenceGemm` to the precision of the tensor cores. Each call is one launch. The host waits only
-for `nonfinite="raise"`. The kernels are tested in Triton's interpreter, and compiled for sm_90 and
-sm_100.
+For equal inputs or equal SwiGLU activations, the quantizer returns the same bits as `fp8.quantize`.
+Products agree with `ReferenceGemm` to the precision of the tensor cores. Each call launches one
+kernel. The host waits for the device only with `nonfinite="raise"`. The kernels have run on one
+H100, are tested in Triton's interpreter, and are compiled for sm_90 and sm_100.
 """
 
 from ....errors import MissingPackageError

@@ -269,17 +269,17 @@ def _multiply_blocks(
 
 @dataclass(frozen=True)
 class TritonGemm:
-    """A `Gemm` in Triton. One launch per call. The host does not read offsets.
+    """A `Gemm` in Triton that launches one kernel per call. The host does not read offsets.
 
-    Tiles of `a` have one row, and tiles of `b` have one or 128 rows. Both have the same number of
-    columns: 32, 64 or 128. If the inner dim is a multiple of 16, codes are read 16 bytes at a time,
-    and otherwise one by one.
+    Tiles of `a` have one row, and tiles of `b` have one or 128 rows. The tiles of `a` and `b` have
+    the same number of columns: 32, 64 or 128. If the inner dim is a multiple of 16, the kernel
+    reads 16 codes at a time, and otherwise one code at a time.
 
     Args:
         dtype: the dtype of results. `k_grouped` always returns float32.
 
     Raises:
-        UnsupportedError: the dtype is unknown.
+        UnsupportedError: `dtype` is not supported.
     """
 
     dtype: Dtype = "bfloat16"
@@ -292,8 +292,8 @@ class TritonGemm:
         """Multiply `a @ b.T`. Local.
 
         Raises:
-            ShapeError: shapes or tiles do not fit together.
-            UnsupportedError: the kernel does not have these tiles, or tensors are on a CPU.
+            ShapeError: shapes or tiles do not match.
+            UnsupportedError: the kernel does not support the tiles, or tensors are on a CPU.
         """
         _check(a, b, None, ndim=2)
         out = a.codes.new_empty(a.shape[0], b.shape[0], dtype=getattr(torch, self.dtype))
@@ -303,8 +303,8 @@ class TritonGemm:
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
         """Multiply each expert's rows of `a` by `b[expert].T`.
 
-        Local. Raises the errors of `a @ b.T`. Enough programs start for any offsets.
-        Programs without rows end at once. Rows after the last offset are zero.
+        Local. Raises the errors of `__call__`. The number of programs is enough for any `offsets`,
+        and programs without rows end at once. Rows of the result after the last offset are zero.
         """
         _check(a, b, offsets, ndim=3)
         out = a.codes.new_empty(a.shape[0], b.shape[1], dtype=getattr(torch, self.dtype))
@@ -313,11 +313,11 @@ class TritonGemm:
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
-        """Multiply `a @ b.T` over each expert's tokens. Local. Raises the errors of `a @ b.T`.
+        """Compute `a @ b.T` over each expert's tokens. Local. Raises the errors of `__call__`.
 
-        If a tile has tokens of two experts, it is multiplied once for each of them, with the other
-        tokens masked. Such a product takes longer than that of a tile with tokens of one expert.
-        An expert without tokens gets zeros.
+        A tile with tokens of several experts is multiplied once per expert, and the tokens of other
+        experts are masked. A product with a mask takes longer than a product without a mask. The
+        result of an expert without tokens is zero.
         """
         _check(a, b, offsets, ndim=2)
         out = a.codes.new_empty(len(offsets), a.shape[0], b.shape[0], dtype=torch.float32)

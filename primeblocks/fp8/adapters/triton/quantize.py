@@ -1,4 +1,4 @@
-"""Quantize in tiles, in one pass over the input. Has run on one H100.
+"""Quantize in tiles, in one pass over the input.
 
 Codes and scales equal those of `primeblocks.fp8.quantize` bit for bit. Divisions are rounded
 correctly. A tile's maximum is computed from bits without sign, where a NaN is larger than all
@@ -197,10 +197,11 @@ def _quantize_blocks(
 
 @dataclass(frozen=True)
 class TritonQuantizer:
-    """A `FusedQuantizer` in Triton, with the bits of `fp8.quantize`. One launch per call.
+    """A `FusedQuantizer` in Triton that returns the same bits as `fp8.quantize`.
 
-    Scales of one-row tiles are stored with the rows contiguous, as products read them. Sides of
-    tiles are powers of two up to 128.
+    Each call launches one kernel. If tiles have one row, scales of neighbouring rows are adjacent
+    in memory, because products read scales in this order. The sides of tiles must be powers of two
+    up to 128.
     """
 
     def __call__(
@@ -218,7 +219,7 @@ class TritonQuantizer:
 
         Raises:
             UsageError: a value is not finite.
-            UnsupportedError: Triton cannot use `x`, or the kernel does not have this tile.
+            UnsupportedError: Triton cannot use `x`, or the kernel does not support `tile`.
             ShapeError: `x` is not a matrix of floating-point numbers.
         """
         return _quantize(x, tile, scale, quotient, nonfinite)[0]
@@ -232,9 +233,10 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize x and x.mT, each in `tile`, and read x once. Local. Raises the errors of a call.
+        """Quantize `x` and `x.mT`, both in tiles of size `tile`, and read `x` only once. Local.
 
-        The codes of both are contiguous. In x.mT too, the first tile starts at the first column.
+        The codes of `x` and of `x.mT` are contiguous. As in `x`, the first tile of `x.mT` starts at
+        the first column. Raises the errors of `__call__`.
         """
         made, flipped = _quantize(x, tile, scale, quotient, nonfinite, both=True)
         return made, flipped
@@ -249,15 +251,17 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> Quantized:
-        """Quantize the SwiGLU of `gate_up` without storing it. Local.
+        """Quantize the SwiGLU of `gate_up` without storing the activation. Local.
 
-        Moves 5 bytes per bfloat16 value instead of 9. The kernel uses the GPU's exponential. Before
-        an activation is rounded to its dtype, its relative difference from the definition may
-        therefore be (5 + |gate|) * 2**-23. The codes are exactly those of the activation.
+        The kernel moves 5 bytes per bfloat16 activation. Separate kernels for SwiGLU and
+        quantization would move 9 bytes. Because the kernel uses the GPU's exponential, an
+        activation may have a relative error of up to (5 + |gate|) * 2**-23 before rounding. The
+        codes equal the result of `fp8.quantize` for the rounded activation.
 
         Raises:
-            ShapeError: shapes or dtypes do not fit.
-            UnsupportedError, UsageError: as for a call.
+            ShapeError: `gate_up` is not `[tokens, 2 * inner]` with a floating-point dtype, or
+                `scores` is not `[tokens]` on the same device.
+            UnsupportedError, UsageError: as for `__call__`.
         """
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
@@ -273,7 +277,11 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize the SwiGLU and its transpose. Local. Moves 6 bytes per bfloat16, not 10."""
+        """Quantize the SwiGLU of `gate_up` and its transpose. Local.
+
+        The kernel moves 6 bytes per bfloat16 activation. Separate kernels for SwiGLU and
+        quantization would move 10 bytes.
+        """
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
         made, flipped = _quantize(gate_up, *how, both=True, gated=True, scores=scores)
