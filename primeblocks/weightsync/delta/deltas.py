@@ -58,10 +58,10 @@ Chunk = tuple[np.ndarray, np.ndarray]
 
 
 def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
-    """Return the delta that turns `old` into `new`, or None if `new` itself is not larger.
+    """Return the delta that turns `old` into `new`, or None if the delta is not smaller than `new`.
 
-    Compares bit patterns. Local: reads both tensors once. From a device, only changed elements come
-    to the host. To update `old` for the next call, apply the delta.
+    Compares bit patterns. Local: reads both tensors once. If the tensors are on a device, only
+    changed elements are copied to the host. To update `old` for the next call, apply the delta.
 
     Raises:
         ShapeError: shapes or dtypes differ, or a tensor is not contiguous.
@@ -93,8 +93,9 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 def apply_delta(target: Tensor, delta: Bytes) -> None:
     """Overwrite the changed elements of `target` in place. Local: costs only the changed elements.
 
-    Idempotent. If it raises, `target` is unchanged. On a wrong base the call succeeds, but the
-    result is wrong. So compare versions before the call, and a digest after it.
+    Idempotent. If `apply_delta` raises an error, `target` is unchanged. If `target` differs from
+    the `old` of the delta, the call succeeds with a wrong result. Compare versions before the call,
+    and a digest after the call.
 
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost.

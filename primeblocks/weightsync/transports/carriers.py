@@ -219,7 +219,10 @@ class Wire(Protocol):
         ...
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Register a buffer. Return the JSON-able note with which other processes read it."""
+        """Register a buffer.
+
+        Return the JSON-able note with which other processes read the buffer.
+        """
         ...
 
     def unshare(self, buffer: Tensor) -> None:

@@ -108,7 +108,7 @@ class Transport(Protocol):
     """
 
     def spec(self) -> dict[str, Any]:
-        """Return the argument of `open_transport` for another process. JSON-able.
+        """Return the JSON-able argument with which another process calls `open_transport`.
 
         Raises:
             UnsupportedError: the other process must construct its end itself.
@@ -128,7 +128,7 @@ class Transport(Protocol):
 
         Raises:
             DeadlineError: the buckets were not sent in time.
-            TransferError: a reader has ended.
+            TransferError: the process of a reader has ended.
             CapacityError: there is not enough room.
         """
         ...
@@ -137,16 +137,16 @@ class Transport(Protocol):
         """Owner: make a version visible, atomically.
 
         Raises:
-            TransferError: a reader did not get the whole version. Every reader drops it.
+            TransferError: a reader did not get the whole version. Every reader drops this version.
         """
         ...
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun and not committed. Otherwise, do nothing."""
+        """Owner: drop a version that was begun, unless it was committed."""
         ...
 
     def markers(self) -> tuple[Marker, ...]:
-        """Return the committed versions that can be read, oldest first."""
+        """Return the markers of the committed versions that can be read, oldest first."""
         ...
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
