@@ -73,7 +73,10 @@ class HostTier:
         return self._slab[number * self.frame_bytes : (number + 1) * self.frame_bytes]
 
     def pages(self, frames: Sequence[int]) -> list[torch.Tensor]:
-        """Return the bytes of the pages in `frames`. Adjacent frames cost one slice."""
+        """Return the bytes of the pages in `frames`.
+
+        Adjacent frames cost only one slice operation.
+        """
         pages: list[torch.Tensor] = []
         start = 0
         while start < len(frames):

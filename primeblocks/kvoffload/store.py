@@ -46,13 +46,13 @@ class TieredStore:
     disk, the page is lost when it leaves host memory. `statistics()` counts refused pages.
 
     Args:
-        tiers: the tiers, fastest first. The first is a `HostTier`. The store closes all tiers.
+        tiers: the tiers, fastest first. The first tier is a `HostTier`. The store closes all tiers.
         evict: the policy of eviction: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
         write: when to write a page to the tiers below: when the page leaves host memory ("back"),
             or at once ("through").
         copy_threads: how many threads copy between the caller's buffers and host memory.
-        patience_s: how many seconds saves wait for a slow tier. After this time, pages leave host
-            memory without a write to the slow tier. Loads skip a tier that does not answer.
+        patience_s: how many seconds saves wait for a slow tier, before pages leave host memory
+            without a write to it. Loads skip a tier that does not answer.
         clock: a function that returns seconds.
 
     Raises:
@@ -112,7 +112,7 @@ class TieredStore:
         False.
 
         Args:
-            page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
+            page: `page_bytes` bytes, as a contiguous tensor, array or buffer, or a list of them.
             attachments: bytes by name, which are saved and loaded with the page.
             rollout: a name of the rollout that will load the page. Save a rollout's pages in order.
 
@@ -145,10 +145,10 @@ class TieredStore:
     def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
         """Copy a page into `into`, or report a miss. Local, unless a tier is on the network.
 
-        Drops a damaged page as a miss. A miss or a deadline leaves `into` unchanged.
+        Drops a damaged page and reports a miss. A miss or a deadline leaves `into` unchanged.
 
         Args:
-            into: a writable buffer, otherwise as `page` in `save`. `rollout` is used as in `save`.
+            into: a writable buffer of the kinds of `page` in `save`. `rollout` is as in `save`.
 
         Raises:
             ShapeError: `into` has the wrong size or is read-only. Otherwise as `save`.
@@ -204,12 +204,12 @@ class TieredStore:
         self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
-        """Report the queue, next rollout first. Rollouts that left it count as running. Local."""
+        """Report the queue, next rollout first. A rollout that left the queue is running. Local."""
         names = users_of(*rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
     def end(self, rollout: Hashable) -> None:
-        """Report a rollout's end: its pages are evicted first. Call `end` for each name. Local."""
+        """Report a rollout's end: its pages are evicted first. Call `end` per rollout. Local."""
         users_of(rollout)
         self._ask(self._catalogue.end, rollout)
 
@@ -384,11 +384,11 @@ def load_prefix(
     """Load the pages of a prompt up to the first missing page, and wait for them.
 
     The result has one entry per loaded page. The result ends before a damaged page, but buffers of
-    later pages may have been written. The first loaded page becomes the least recently used page.
+    later pages may have been written. The first loaded page counts as the least recently used.
 
     Args:
         keys: the prompt's pages, in order. `page_hashes` computes the hashes of the keys.
-        into: a buffer for each page. Buffers and `rollout` are as in `TieredStore.load`.
+        into: a buffer for each page. `TieredStore.load` describes buffers and `rollout`.
 
     Raises:
         DeadlineError: the pages were not ready within `timeout_s`. The loads are given up.

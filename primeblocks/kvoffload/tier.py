@@ -42,8 +42,8 @@ class Tier(Protocol):
     """A place for pages below host memory, such as a disk or a store on the network.
 
     One thread calls all methods except `holds`, which any thread may call. If a call fails for one
-    page, the result has the error in place of the page. The call serves the other pages of the
-    batch.
+    page, the result has the error in place of the page. The call still serves the other pages of
+    the batch.
     """
 
     @property
@@ -75,7 +75,7 @@ class Tier(Protocol):
     def get(
         self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
     ) -> list[Found | PrimeblocksError | OSError | None]:
-        """Read pages into whole, aligned frames. None in the result is a miss."""
+        """Read pages into whole, aligned frames. In the result, None means a miss."""
         ...
 
     def drop(self, keys: Sequence[PageKey]) -> None:
@@ -119,8 +119,8 @@ class Loaded:
     """The result of a load, which is true for a page and false for a miss.
 
     Args:
-        tier: the name of the tier that had the page. It equals None after a miss. A miss leaves
-            `into` unchanged.
+        tier: the name of the tier that had the page, or None after a miss. A miss leaves `into`
+            unchanged.
         attachments: the attachments saved with the page.
     """
 
@@ -146,7 +146,7 @@ class TierStatistics:
         bytes_written: the bytes of pages and attachments that `stores` counts.
         bytes_read: the bytes of pages and attachments that `hits` counts.
         pages: pages in the tier now.
-        capacity_pages: pages that fit. 0 if the tier is shared.
+        capacity_pages: pages that fit, or 0 if the tier is shared.
     """
 
     hits: int

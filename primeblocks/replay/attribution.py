@@ -103,7 +103,8 @@ def attribute(
     Raises:
         UsageError: `causes` is empty, repeats a name, or has more than 12 names. Also raised if a
             log-probability is not finite.
-        ShapeError: the result of `evaluate` or the mask has another shape, or no token counts.
+        ShapeError: the result of `evaluate` or the mask differs in shape from `rollout_logprobs`,
+            or no token counts.
 
     Source: L. Shapley, "A value for n-person games" (1953).
     """

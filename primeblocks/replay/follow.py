@@ -39,11 +39,11 @@ def follow(
     row's layer. To replay gates too, as `impose(gates=)` does, pass `routed_experts_weights`,
     float32 or float64 of the shape of the rows. A call without rows runs the model unchanged.
 
-    Each layer gets its rows as an argument of its call. This allows any number of micro-batches in
-    flight, and an activation checkpoint recomputes a layer with the rows of its first call. If the
-    model's forward takes `routed_experts` or `**kwargs`, the forward must pass the rows on to its
-    layers, as transformers does. If the forward takes neither, hooks give the rows to the layers,
-    or to the `checkpoint_wrapper` around a layer.
+    Each layer gets its rows as an argument of its call, so any number of micro-batches may be in
+    flight. An activation checkpoint recomputes a layer with the rows of the layer's first call. If
+    the model's forward takes `routed_experts` or `**kwargs`, the forward must pass the rows on to
+    its layers, as transformers does. If the forward takes neither, hooks give the rows to the
+    layers, or to the `checkpoint_wrapper` around a layer.
 
     Local: adds forward hooks to the model, its layers and routers. Call `follow` before
     `torch.compile`.
@@ -51,8 +51,8 @@ def follow(
     Args:
         model: the module that is called with the rows: the model, or this rank's pipeline stage.
         routers: the routers inside `model`, from an adapter. For a stage, call the adapter on the
-            whole model, and pass only the stage's routers. Layer ids are then the ids in the whole
-            model.
+            whole model, because layer ids count the layers of the whole model. Pass only the
+            stage's routers.
         layer_ids: the layer ids of the rows, in the order of the third dim of the rows. The default
             is the layers of the routers, ascending. Pass `routes.layer_ids` for rows of all layers.
 
@@ -67,9 +67,9 @@ def follow(
             `impose`, or a part of a layer was recomputed without the layer. On a CPU, also raised
             if a row names an unknown expert. On a GPU such a row ends the process.
         ShapeError: from within the forward, the rows do not fit the model's tokens, layers or
-            top_k. Also raised if the gates have another shape, or a dtype narrower than float32. If
-            only the split of the tokens into `[batch, sequence]` differs, the error is raised only
-            if the layer's hidden states have three dims.
+            top_k. Also raised if the gates have another shape, or a dtype narrower than float32. A
+            different split of the same tokens into `[batch, sequence]` raises the error only if the
+            layer's hidden states have three dims.
 
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """

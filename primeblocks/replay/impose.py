@@ -49,22 +49,22 @@ def impose(
         routers: the routers of the model, from an adapter.
         routes: one row per token of the micro-batch.
         gates: the engine's gate weights, float32 `[tokens, layers, top_k]`, such as `Tape.gates`.
-            The model then computes with exactly these values, in its own dtype. Gradients are the
-            gradients of the trainer's gate weights. Missing tokens use the trainer's gate weights.
+            With `gates`, the model computes with exactly the engine's values, in its own dtype.
+            Gradients are computed as for the trainer's gate weights. Missing tokens use the
+            trainer's gate weights.
         min_score_ratio: in (0, 1]. Keep a replayed expert only if the trainer's score for it is at
-            least this fraction of the lowest score of the trainer's own choices. Otherwise, the
-            slot gets the trainer's best choice that is not in the row. Padding rows keep their
-            experts.
+            least this fraction of the lowest score of the trainer's own choices. Other slots get
+            the trainer's best choice that is not in the row. Padding rows keep their experts.
 
     Raises:
-        PlanError: the routes are of a different model.
-        ShapeError: the gates do not fit the routes. From within the forward, the model runs on
-            another number of tokens, or a router's output gets other shapes or dtypes.
+        PlanError: `routes` come from a different model.
+        ShapeError: the gates do not fit the routes. Raised within the forward if the model runs on
+            another number of tokens, or if a router's output gets other shapes or dtypes.
         UsageError: the routers are under another `impose` already, or the ratio is outside (0, 1]
-            or is given together with gates. When the context closes, a router never ran, or would
-            be recomputed without its routes. From within backward, a layer was recomputed under the
-            routes of another micro-batch. Code that torch compiled outside a checkpoint does not
-            check the micro-batch.
+            or is given together with gates. Raised when the context closes if a router never ran,
+            or would be recomputed without its routes. Raised within backward if a layer was
+            recomputed under the routes of another micro-batch. Code that torch compiled outside a
+            checkpoint does not check the micro-batch.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """

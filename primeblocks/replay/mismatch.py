@@ -120,9 +120,9 @@ def measure_mismatch(
 ) -> Mismatch:
     """Compare log-probabilities of the same sampled tokens, in float64.
 
-    Both arguments must come from the distribution from which the engine sampled, after temperature,
-    top-k and top-p (see `kept_logprobs`). Local. Computes on the trainer's device. To measure over
-    all ranks, gather the results of the ranks and `pool` them.
+    Both arguments must be log-probabilities under the distribution from which the engine sampled,
+    after temperature, top-k and top-p (see `kept_logprobs`). Local. Computes on the trainer's
+    device. To measure over all ranks, gather the results of the ranks and `pool` them.
 
     Args:
         trainer_logprobs: the trainer's log-probabilities, floating, of any shape.

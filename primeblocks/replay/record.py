@@ -29,13 +29,13 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
     """Record the experts that routers choose in one forward.
 
     Open one context per forward. Activation checkpointing runs the routers again within backward,
-    where they must make the same choices. A second forward, such as a step of `generate`, is
-    refused. Inside `impose`, `record` records the imposed choices. Around `impose`, `record`
+    where they must make the same choices. A second forward, such as a step of `generate`, raises
+    UsageError. Inside `impose`, `record` records the imposed choices. Around `impose`, `record`
     records the model's own choices.
 
-    Local. `record` keeps the expert ids on the device, in a narrow dtype. It waits for the device
-    only when the tape is read, or when the context closes after a layer ran twice. For a compiled
-    model call `allow_compile` first.
+    Local. `record` keeps the expert ids on the device, in a narrow dtype. `record` waits for the
+    device only when the tape is read, or when the context closes after a layer ran twice. If the
+    model will be compiled, call `allow_compile` first.
 
     Args:
         gates: whether to keep the gate weights of the choices too. The gate weights take four more
@@ -43,8 +43,8 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
 
     Raises:
         UsageError: from within the forward, a layer ran a second time outside backward, or within
-            backward on another number of tokens. When the context closes or from `tape.routes`, a
-            layer chose other experts when it was recomputed.
+            backward on another number of tokens. Raised when the context closes or from
+            `tape.routes` if a layer chose other experts when it was recomputed.
         ShapeError: from within the forward, a router's ids are not `[tokens, top_k]` integers.
     """
     layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]
@@ -86,8 +86,8 @@ class Tape:
         You can pass the gate weights to `impose(..., gates=)`.
 
         Raises:
-            UsageError: `record` was opened without `gates=True`. Also raised in the cases of
-                `routes`.
+            UsageError: `record` was opened without `gates=True`. Also raised for the reasons given
+                in `routes`.
             ShapeError: as for `routes`.
         """
         if not self._layers[0].keeps_gates:

@@ -97,9 +97,10 @@ def chosen_ids(router: Router, output: Any) -> torch.Tensor:
 def allow_compile(routers: Sequence[Router]) -> None:
     """Let `impose` and `record` work on a model that torch compiles. Local. Call before compiling.
 
-    torch does not look for hooks again on a module that had no hooks when torch compiled it. This
-    call leaves an empty hook on each router, so that torch guards on the number of hooks. The first
-    context then compiles once more, and later contexts reuse the compiled code. Idempotent.
+    torch does not look for hooks again on a module that had no hooks when torch compiled it.
+    `allow_compile` leaves an empty hook on each router, so that torch guards on the number of
+    hooks. The first context of `impose` or `record` compiles the model once more, and later
+    contexts reuse the compiled code. Idempotent.
     """
     for router in check_routers(routers):
         if _nothing not in router.module._forward_hooks.values():

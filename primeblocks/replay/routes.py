@@ -30,8 +30,8 @@ class Routes:
         num_experts: the number of experts in each layer.
         layer_ids: for each layer in `experts`, its index among all hidden layers.
         missing: bool `[tokens]`, True if the choice is unknown. Missing rows have zeros.
-        padding: bool `[tokens]`, True for tokens that `pad` added. By default, False for all
-            tokens. Comparisons and score filters leave padding out.
+        padding: bool `[tokens]`, True for tokens that `pad` added. The default is False for all
+            tokens. Comparisons and score filters ignore padding.
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. The values are not read: use
@@ -75,7 +75,7 @@ class Routes:
         """Check expert ids, and return them as routes. Local. Reads every id.
 
         The array is not copied if its dtype fits and no row is missing. Do not write to the array
-        afterwards.
+        after this call.
 
         Raises:
             ShapeError: the array is not integers `[tokens, layers, top_k]`, or `layer_ids` or
@@ -144,8 +144,7 @@ class Routes:
         Rows of padding name the experts in turn, over all parts, so that experts get equal work.
 
         Args:
-            pad_to: the number of tokens to which each part is padded, for a batch of rows of one
-                length.
+            pad_to: the length to which each part is padded, for a batch of rows of one length.
 
         Raises:
             ShapeError: the parts come from different models, `parts` is empty, or `pad` refuses
@@ -192,8 +191,8 @@ class Routes:
         `start = previous.tokens - 1` on. One copy.
 
         Raises:
-            ShapeError: `start` leaves a gap before `newer`, or `self` and `newer` come from
-                different models.
+            ShapeError: `start` leaves a gap before `newer`, or the routes come from different
+                models.
         """
         if not 0 <= start <= self.tokens:
             raise ShapeError(
@@ -206,8 +205,8 @@ class Routes:
         """Keep known rows, and copy missing rows from `other`, which has the same tokens.
 
         If `self` and `other` both know a row, the row of `self` is kept. With prefill and decode on
-        different engines, call `fill` on the routes of the decode engine, because decoding used the
-        KV cache of this engine. One copy.
+        different engines, call `fill` on the routes of the decode engine, because decoding used
+        that engine's KV cache. One copy.
 
         Raises:
             ShapeError: `self` and `other` belong to different tokens or models.
@@ -224,7 +223,7 @@ class Routes:
         The last sampled token has no row (`after=1`). An omitted prompt has no rows (`before=`).
 
         Raises:
-            ShapeError: a count is negative.
+            ShapeError: `before` or `after` is negative.
         """
         if before < 0 or after < 0:
             raise ShapeError(f"cannot add {before} and {after} missing tokens")
@@ -236,11 +235,11 @@ class Routes:
         """Pad to `tokens` with rows that name all experts in turn.
 
         Ids of successive experts are far apart, so that even a few rows give work to all ranks of
-        an expert-parallel group. The padding rows go to the end of the flattened input. For a batch
-        call `with_missing` on each sequence, or `join(pad_to=)`.
+        an expert-parallel group. The padding rows go to the end of the flattened input. For a
+        batch, call `with_missing` on each sequence, or use `join(pad_to=)`.
 
         Raises:
-            ShapeError: there are more tokens already, or `tokens` is not a whole number.
+            ShapeError: `tokens` is below the number of tokens, or is not a whole number.
         """
         return Routes.join(self._filled_up(tokens))
 
@@ -270,7 +269,7 @@ class Routes:
         return self._with(self.experts[index], self.missing[index], self.padding[index])
 
     def select_layers(self, layer_ids: Sequence[int]) -> Routes:
-        """Return the routes of the given layers, in this order, for example for a pipeline stage.
+        """Return the routes of `layer_ids`, in this order, for example for a pipeline stage.
 
         Raises:
             ShapeError: a layer is not recorded.
@@ -307,8 +306,8 @@ class Routes:
         The result is a memoryview. Pass `bytes(payload)` to code that pickles.
 
         Args:
-            start: pack only the rows from this token on. `unpack(onto=)` joins the packed rows to
-                the earlier rows.
+            start: the first token to pack. `unpack(onto=)` joins the packed rows to the earlier
+                rows.
 
         Raises:
             ShapeError: `start` is outside the tokens.

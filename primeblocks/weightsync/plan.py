@@ -82,9 +82,9 @@ class Plan:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Name -> first byte in a blob of all whole tensors.
+        """The offset of each tensor's first byte in a blob of all whole tensors, by tensor name.
 
-        Tensors of wide dtypes come first, unpadded.
+        Tensors of wider dtypes come first, without padding.
         """
         offsets, end = {}, 0
         for name in sorted(self.target, key=lambda name: -self.target[name].dtype.itemsize):

@@ -57,12 +57,13 @@ class Publisher:
             larger tensors.
         convert: as for `plan_sync`.
         encode: a function that gets each tensor's name and this rank's part, before the cast to the
-            target's dtype. A plain function must keep the name and the shape, and return a dtype
-            that converts to the target's dtype. `fp8.encode_weights` makes codes and scales.
+            target's dtype. If `encode` is a plain function, it must keep the name and the shape,
+            and return a dtype that converts to the target's dtype. `fp8.encode_weights` makes codes
+            and scales.
         full_every: the number of consecutive versions of which at least one is sent in full. Other
-            versions are sent as deltas if a delta is expected to be faster. With 1, all versions
-            are full. With more than 1, each rank keeps a copy, in host memory, of all bytes that it
-            sends.
+            versions are sent as deltas if a delta is expected to be faster. If `full_every` is 1,
+            all versions are full. With a larger number, each rank keeps a copy, in host memory, of
+            all bytes that it sends.
         link_bytes_per_s: the rate at which a reader receives bytes. Pass this rate if `publish`
             does not wait for readers. Without the rate, the choice of a delta ignores how long
             readers take to get the bytes.

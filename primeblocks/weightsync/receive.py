@@ -62,7 +62,7 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 class Subscriber:
     """A reader that loads committed versions, all or nothing. Make one reader per engine process.
 
-    Only one call of `receive` or `verify` runs at a time. A second call, from any thread, is
+    Only one call of `receive` or `verify` runs at a time, and a second call from any thread is
     refused. If the transport allows it, the reader keeps the bytes of the version loaded last, for
     deltas and for a return to this version. A delta is applied to a copy of the kept bytes, so the
     reader has the weights twice until the copy is loaded.
@@ -73,17 +73,17 @@ class Subscriber:
             tensor is whole, or the box that this reader wants. `load` must copy the tensors,
             because they change after `receive` returns. If `load` raises or does not take all
             tensors, `receive` may call `load` again with the previous version.
-        transport: the transport that the publisher sends over.
+        transport: the transport over which the publisher sends.
         reader: the number of this reader in the plan.
         convert: the wiring that `plan_sync` got for this reader. With `convert`, `load` gets the
             targets of the wiring one at a time, in new memory.
         threads: how many threads check bytes, if there are enough bytes for them.
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
             tensor while `load` copies earlier tensors, or once `load_into` has copied it. "ahead"
-            is faster, but may find damage in the middle of a load. After damage, `receive` loads
-            the previous version again. Without a previous version, for a delta, and if torch's
-            threads use all cores, "ahead" also checks all bytes first. If other processes may still
-            write to the bytes, `load` gets copies of the bytes, and the copies are checked.
+            is faster, but may find damage in the middle of a load, after which `receive` loads the
+            previous version again. Without a previous version, for a delta, and if torch's threads
+            use all cores, "ahead" also checks all bytes first. If other processes may still write
+            to the bytes, `load` gets copies, and the copies are checked.
         observe: a function that returns the engine's tensors by the names that `load` gets. After a
             load, each tensor must equal the tensor that `load` got, bit for bit, or the load has
             failed. Without `observe`, the receipt does not say what `load` did with the tensors.
@@ -124,7 +124,7 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version of the engine. None before the first load, or if the weights are torn."""
+        """The version of the engine. None before the first load, or if two versions are mixed."""
         return None if self._served is None else self._served.version
 
     @property
@@ -143,8 +143,8 @@ class Subscriber:
         """Wait for a version and check every byte, but do not load it. Local.
 
         The next `receive` then only loads the checked version. Arguments, cost and errors are as
-        for `receive`. `verify` does not reserve memory that a trainer needs again. After two more
-        publishes into this memory, `receive(version)` raises TransferError.
+        for `receive`. `verify` does not reserve memory that a trainer needs again: if two more
+        versions were published into it, `receive(version)` raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):
@@ -163,18 +163,17 @@ class Subscriber:
         digest run in threads during the load, and hold about one bucket per trainer rank in memory.
         A delta costs one copy of the bytes held, and the copy's memory is kept for the next delta.
 
-        A load starts only before the deadline. A load that has started runs to completion, and so
-        does a load of the previous version. At the deadline, each thread finishes the bucket that
-        it is checking.
+        A load starts only before the deadline. A started load runs to completion, and so does a
+        load of the previous version. At the deadline, each thread finishes the bucket that it is
+        checking.
 
         Args:
-            version: the version to load. This version may be older than the version held. The
-                version held is not loaded again. None means the version that `verify` checked, if
-                its bytes were kept. Otherwise, None means the newest version, if this version is
-                newer than the version held.
+            version: the version to load. `version` may be older than the version held. The version
+                held is not loaded again. None means the version whose bytes `verify` checked and
+                kept, or else the newest version, if it is newer than the version held.
             timeout_s: how long to wait for the version and its checks.
-            progress: called with the number of bytes checked and loaded so far, and with the total.
-                If `progress` raises an error during a load, the load still runs to completion.
+            progress: called with the bytes checked and loaded so far, and with their total. If
+                `progress` raises an error during a load, the load still runs to completion.
 
         Raises:
             DeadlineError: the version was not committed or not checked in time.

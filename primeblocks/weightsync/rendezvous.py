@@ -34,13 +34,13 @@ def announce(
 
     Collective. The group's timeout limits the call. Pass the results, and the same parameters and
     `convert`, to a `Publisher`. If `where` is a name, keep this process alive until the engines
-    have loaded the weights, because plan and weights are removed when it ends.
+    have loaded: plan and weights are removed when the process ends.
 
     Args:
         where: the name of a new `SharedMemoryTransport`, or this rank's end of a transport.
         parameters: as for `describe`.
         dtype: the dtype in which floats are sent. With None, each tensor keeps its own dtype.
-        convert: as for `plan_sync`. The engines then hold the targets of `convert`.
+        convert: as for `plan_sync`. The engines hold the targets of `convert`.
         group: the trainer ranks. None is the default group, or only this process if
             torch.distributed is not initialized.
 

@@ -120,19 +120,19 @@ def verify_engine(
             tensors.
         engine: on rank 0, a module, tensors by name, or an `Observed`. For several processes, a
             list with one entry for each process. `engine` may also be a function that returns a
-            module, tensors by name, an `Observed` or a list. On other ranks, None.
+            module, tensors by name, an `Observed` or a list. On ranks other than 0, None.
         into: for each reader, the wiring to its parameters if these parameters are fused, stacked
             or sliced.
         plan, convert, source, encode, group: as for the `Publisher`. Without `plan`, a plan is made
             for `into`. Without `plan` and `into`, tensors that both sides have are compared by
             name.
         timeout_s: how long ranks wait for each other.
-        progress: called with the number of bytes that this rank has compared, and with their total.
-            The call follows each bucket, or each tensor if tensors are compared by name.
+        progress: called after each bucket, or after each tensor if tensors are compared by name.
+            The arguments are the number of bytes that this rank has compared, and the total number.
 
     Raises:
         PlanError: the trainer's tensors do not fit the plan, or the engine was observed with
-            another plan. Also raised if `parameters` or `engine` has another type.
+            another plan. Also raised if `parameters` or `engine` has an unsupported type.
         UsageError: `engine` is missing, or the sides have no name in common. Also raised if `plan`
             is missing for several ranks, for several engine processes or for an `Observed`.
         TransferError: a rank failed or was late.

@@ -87,8 +87,8 @@ def connect(
     Args:
         master: the host and port of the master's RPC server.
         hostname: the name under which other clients reach this machine.
-        segment_bytes: the memory that this process gives to pages of all engines: 0, or at least 16
-            MiB.
+        segment_bytes: the bytes of memory that this process gives to pages of all engines: 0, or at
+            least 16 MiB.
         buffer_bytes: the size of Mooncake's own buffer, for values that it reads from a disk.
         protocol: "tcp" or "rdma".
         devices: RDMA devices, separated by commas.
@@ -138,9 +138,9 @@ class MooncakeTier:
 
     A call ends when Mooncake ends it. A call takes 30 s if the master hangs, and 60 s if the owner
     of the memory hangs (measured with 0.3.13). Mooncake uses the frames of a call until the call
-    ends, so the tier cannot give up sooner. The deadlines of the `TieredStore` still hold. After a
-    call that was late or lost its connection, all loads miss for `rest_s` seconds. Threads may
-    share a tier. Puts and gets of a tier run one after the other.
+    ends, so the tier cannot give up a call sooner. The deadlines of the `TieredStore` still hold.
+    After a call that was late or lost its connection, all loads miss for `rest_s` seconds. Threads
+    may share a tier. Puts and gets of a tier run one after the other.
 
     Args:
         client: the result of `connect`. The tier closes this client.
@@ -148,7 +148,7 @@ class MooncakeTier:
         namespace: the prefix of all names in the store. The prefix may contain letters, digits and
             `_.-`.
         rest_s: how many seconds to make no calls after a call that was late or lost its connection.
-        clock: a function that returns seconds and never goes back.
+        clock: a monotonic clock: a function that returns seconds.
 
     Raises:
         PlanError: `namespace` has characters other than letters, digits and `_.-`.
@@ -239,7 +239,7 @@ class MooncakeTier:
         """Do nothing. Mooncake decides how durable pages are."""
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Return which pages the store has, or False for all while the tier rests. One request.
+        """Return which pages the store has, or False for all pages during `rest_s`. One request.
 
         Raises:
             OSError, DeadlineError: Mooncake did not answer.
@@ -257,8 +257,8 @@ class MooncakeTier:
     def close(self) -> None:
         """Leave the store, and withdraw the memory that this process gave to it.
 
-        A second call does nothing. During the first call, Mooncake blocks the whole interpreter for
-        2 s, or for 8 s if its master has ended (measured with 0.3.13).
+        A second call does nothing. The first call blocks the whole interpreter for 2 s, or for 8 s
+        if Mooncake's master has ended (measured with 0.3.13).
 
         Raises:
             DeadlineError: a call of another thread has not ended after two minutes. Mooncake keeps

@@ -30,8 +30,8 @@ class DiskTier:
     The file `pages` has equal frames, and new pages go to the next free frames. The SQLite database
     `index` has a row for each page, with the frame of the page. A page is acknowledged only after
     its row is committed. The frame of a removed page is reused only after the removal of its row is
-    committed. After a kill, the next owner therefore finds all acknowledged changes. A page whose
-    `put` was cut short has no row, and its frame is free.
+    committed. After a kill, the next owner finds all acknowledged changes. A page whose `put` was
+    cut short has no row, and its frame is free.
 
     A power cut may undo changes since the last `flush` or `clear`. Damage to the index may undo
     changes or lose all pages. A load never gets a wrong page, because the caller compares the
@@ -55,7 +55,7 @@ class DiskTier:
         system: the operating system. Tests pass a system that fails.
 
     Raises:
-        PlanError: not even one page fits.
+        PlanError: `capacity_bytes` is too small for one page.
         UnsupportedError: the file system does not support `io="direct"`.
         UsageError: the folder cannot be made, read or locked, has another owner, or has files
             that are not from a tier.
@@ -171,7 +171,7 @@ class DiskTier:
         Raises:
             CapacityError, OSError: the file system refused.
             CorruptionError: pages were lost after an earlier refusal, or because the file was cut.
-                Other pages survive. Also raised in the cases of `drop`.
+                Other pages survive. Also raised for the reasons given in `drop`.
         """
         with self._in_turn(), refusing(self.path):
             try:
@@ -194,7 +194,7 @@ class DiskTier:
                 raise
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Return for each page whether the tier has it. Any thread may call this."""
+        """Return for each page whether the tier has it. Any thread may call `holds`."""
         return [key in self._index for key in keys]
 
     def keys(self) -> list[PageKey]:

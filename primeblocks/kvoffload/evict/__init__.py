@@ -63,9 +63,10 @@ class Live:
         page: the last page that only this rollout uses.
         state: "runs", "waits" or "queues".
         since: the tick at which the state began.
-        position: the place of the rollout in the engine's queue, from 0. In other states, 0.
-        expected_ticks: the number of ticks until the rollout is expected to run again, by running
-            means.
+        position: the place of the rollout in the engine's queue, counted from 0, or 0 in other
+            states.
+        expected_ticks: the number of ticks until the rollout is expected to run again, from running
+            means of earlier waits.
     """
 
     page: Candidate
@@ -164,8 +165,8 @@ def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
 def ended(snapshot: Snapshot) -> Choice | None:
     """Choose a page whose rollouts have all ended.
 
-    If the rollouts of several pages have all ended, the page whose rollouts ended earliest is
-    chosen. The page is not demoted. Pure.
+    Among several such pages, the function chooses the page whose rollouts ended earliest. The
+    chosen page is not demoted. Pure.
     """
     return Choice(snapshot.ended, demote=False) if snapshot.ended is not None else None
 
@@ -193,10 +194,10 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
     """Choose the page that is needed last, by the running means of the waits. Pure.
 
     Among rollouts that wait for one reason, the rollout that has waited longest is expected first.
-    A page without a rollout is expected to stay unused for as long as it has been unused. For a
-    page of several rollouts, an eighth of the time that it has been unused is expected. A page of
-    ended rollouts may be the prompt of a later rollout. For such a page, eight times the unused
-    time is expected, and the page is not demoted.
+    A page without a rollout is expected to stay unused for as long as it has been unused. A page of
+    several rollouts is expected to stay unused for an eighth of its unused time. A page of ended
+    rollouts is expected to stay unused for eight times its unused time, and is not demoted. A page
+    of ended rollouts may be the prompt of a later rollout.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)
@@ -214,9 +215,9 @@ class VersionAware:
     """A policy that evicts useless pages first, then the least recently used page.
 
     1. Pages of versions below `version - max_staleness` are evicted first, oldest version first,
-       because the trainer refuses their rollouts. These pages are not demoted.
+       because the trainer refuses rollouts of these versions. Stale pages are not demoted.
     2. Pages whose rollouts have all ended are evicted next, in the order in which their rollouts
-       ended. These pages are not demoted.
+       ended. Pages of ended rollouts are not demoted.
 
     The policy makes no guess about waits. The policy is worse than `lru` only if pages of ended
     rollouts are loaded again.
@@ -246,13 +247,13 @@ class RolloutAware:
     1. Pages of versions below `version - max_staleness` are evicted first, as `VersionAware` does.
     2. The page that will be needed last is evicted next. Queued rollouts are ordered by their place
        in the queue, and waiting rollouts by the mean wait for their reason. `by_waits` describes
-       the order of other pages. The last page of a rollout is evicted first, because this page is
-       useless without the pages before it.
+       the order of pages without a queued or waiting rollout. The last page of a rollout is evicted
+       first, because this page is useless without the pages before it.
 
     The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
-    Without rollouts and these calls, the policy chooses as `lru` does. If waits have a heavy tail,
-    their mean says little about them. The policy then falls to a third of the hits of `lru` (see
-    `docs/kvoffload_eviction.md`).
+    Without rollouts, `pause`, `queue` and `end`, the policy chooses as `lru` does. A mean says
+    little about waits with a heavy tail. For waits with a heavy tail, the policy falls to a third
+    of the hits of `lru` (see `docs/kvoffload_eviction.md`).
 
     Args:
         max_staleness: the largest staleness of pages that are kept. With None, pages of all

@@ -2,7 +2,7 @@
 
 `TokenChoiceTopKRouter` returns `(gates, ids, scores)`, all of shape `[batch, sequence, ...]`.
 `scores` has the score of every expert after the sigmoid or softmax, before any balancing bias. A
-forward hook can compute gate weights of any experts from these scores. `MoE` counts its tokens per
+forward hook can compute gate weights of any experts from `scores`. `MoE` counts its tokens per
 expert from the output of the router module, so its balancing follows the imposed ids too.
 """
 

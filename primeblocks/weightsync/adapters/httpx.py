@@ -43,7 +43,7 @@ class JsonServer:
     async def exchange(
         self, method: str, path: str, body: Any = None, *, deadline: float
     ) -> tuple[int, dict[str, Any]]:
-        """Make a request, and return the HTTP status and the answer. Any status is returned.
+        """Make a request, and return the HTTP status and the answer. Error statuses do not raise.
 
         Args:
             body: a JSON-able value. With None, the body is empty.

@@ -36,14 +36,13 @@ _LOOK_S = 0.0002
 class NixlWire:
     """One NIXL agent, with registered buffers of this process.
 
-    Each bucket is one read. Up to eight reads are posted at a time. UCX completes some reads within
-    the call, for example over shared memory. After such a read, the deadline may be noticed one
-    bucket late.
+    Each bucket is one read. Up to eight reads are posted at a time. If UCX completes a read within
+    the call, as over shared memory, the deadline may be noticed one bucket late.
 
     Args:
-        serves: whether other processes read from this process. NIXL then runs a thread that uses a
-            whole core (measured with NIXL 1.5.1). Without the thread, UCX accepts no connection,
-            and serves only reads that the hardware does by itself.
+        serves: whether other processes read from this process. With True, NIXL runs a thread that
+            uses a whole core (measured with NIXL 1.5.1). Without the thread, UCX accepts no
+            connection, and serves only reads that the hardware does by itself.
         backend: the name of a backend that NIXL has on this machine.
 
     Raises:

@@ -29,8 +29,8 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
 
     Args:
         model: a sharded or whole model. Only the model's class and configuration are read.
-        manifests: the manifests of all ranks, if each has only some of the names. The default is
-            `describe(model)`.
+        manifests: the manifests of all ranks, if each rank has only some of the names. The default
+            is `describe(model)`.
 
     Raises:
         UnsupportedError: transformers drops elements.

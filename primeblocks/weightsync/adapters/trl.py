@@ -28,7 +28,7 @@ class TrlTransfer:
 
     The first call of `send_weights` makes the plan and attaches the engine. Versions count TRL's
     transfers from 1. Cost: a copy of the model in `dtype` in host memory, filled one weight at a
-    time. If `full_every` is above 1, the cost is two copies.
+    time. If `full_every` is above 1, the cost is two copies of the model.
 
     Args:
         transport: the trainer's end. You close it.
@@ -65,7 +65,7 @@ class TrlTransfer:
         """Do nothing. `send_weights` opens the transfer."""
 
     def pause(self) -> None:
-        """Do nothing. The engine generates while weights are sent and checked, until it loads."""
+        """Do nothing. The engine continues to generate until it loads the new weights."""
 
     def resume(self) -> None:
         """Do nothing.
@@ -74,11 +74,11 @@ class TrlTransfer:
         """
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Send all weights as the next version, and return when the engine has it. Local.
+        """Send all weights as the next version, and return when the engine has loaded it. Local.
 
         Raises:
             PrimeblocksError: the errors of `Publisher.publish`, `attach` and `update`. A later call
-                uses the same version number. TRL ends the training run with this error.
+                uses the same version number. TRL ends the training run with the raised error.
             UsageError: TRL's weights have other names or shapes than in the first transfer.
             ClosedError: `destroy` was called.
         """

@@ -78,10 +78,11 @@ class Reads:
     Attributes:
         sources: the whole tensors of which the loader reads boxes.
         boxes: the boxes that the loader reads, by tensor name.
-        inexact: name -> why the boxes of this tensor hold more than the loader reads.
+        inexact: the reason why the boxes of a tensor hold more than the loader reads, by tensor
+            name.
         into: the wiring to the parameters that `record_reads` got. `to_json` leaves `into` out.
-        lost: name -> why `into` lacks this tensor or a part of it.
-        written: name of a parameter -> how many of its elements the loader writes.
+        lost: the reason why `into` lacks a tensor or a part of it, by tensor name.
+        written: the number of elements that the loader writes to each parameter, by parameter name.
     """
 
     sources: Manifest
@@ -92,7 +93,10 @@ class Reads:
     written: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def lacking(self, held: Boxes) -> list[str]:
-        """Return the names of tensors with elements that are read, but are not in `held`."""
+        """Return the names of tensors with elements that are read, but are not in `held`.
+
+        The boxes of `held` must not overlap.
+        """
         return [
             name
             for name, boxes in self.boxes.items()
@@ -128,15 +132,16 @@ def record_reads(
 ) -> Reads:
     """Run a loader without data and record the boxes that it would read. Local.
 
-    The loader gets meta tensors, and must read them in the caller's thread. Copies of these meta
-    tensors into parameters are recorded, but not executed. If the loader fails on tensors without
-    values, the result reads all tensors whole, and `inexact` says why.
+    The loader gets meta tensors, and must read them in the caller's thread. Copies of meta tensors
+    into parameters are recorded, but not executed. If the loader fails on tensors without values,
+    the result reads all tensors whole, and `inexact` says why.
 
     Args:
-        load: a loader of (name, tensor) pairs, such as the `load` of a `Subscriber`. It gets all
-            tensors of the checkpoint.
+        load: a loader that gets the (name, tensor) pairs of the whole checkpoint, such as the
+            `load` of a `Subscriber`.
         checkpoint: the names, dtypes and shapes of the checkpoint.
-        into: parameters by name. The result's `into` has the wiring to their elements.
+        into: parameters by name. The result's `into` has the wiring to the elements of the
+            parameters.
     """
     parameters = named_tensors(into)
     follower, name = Follower(parameters), ""
@@ -184,12 +189,12 @@ def record_wiring(
 
     Args:
         convert: a function that gets whole meta tensors by name, and returns the converted tensors.
-        manifests: the manifest of the sources. If each rank has only some of the names, the
-            manifests of all ranks.
+        manifests: the manifest of the sources, or the manifests of all ranks if each rank has only
+            some of the names.
 
     Raises:
-        PlanError: the conversion computes with a tensor, casts it, repeats it or asks for its
-            values. Also raised if the conversion joins created values other than zeros, or if ranks
+        PlanError: the conversion computes with a tensor, casts it, repeats it or reads its values.
+            Also raised if the conversion joins created values other than zeros, or if ranks
             describe a tensor in different ways.
     """
     sources, follower = union(manifests), Follower()

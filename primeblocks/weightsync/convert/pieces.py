@@ -64,7 +64,10 @@ class Piece:
         return part and part.inverse()
 
     def then(self, after: Piece) -> Piece | None:
-        """Join with `after`, whose source is this piece's target. None without common elements."""
+        """Join this piece with `after`, whose source is this piece's target.
+
+        None without common elements.
+        """
         first, last = self, after
         if self.target_box != after.source_box:
             part, rest = self.to_target(after.source_box), after.from_source(self.target_box)

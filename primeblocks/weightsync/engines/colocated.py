@@ -32,10 +32,9 @@ _Step = tuple[str, _Do]
 
 
 class Memory(Protocol):
-    """Memory that moves to the host and back, bit for bit.
+    """Memory that moves to the host and back, bit for bit, such as `parallel.memory.HostMemory`.
 
-    An example is `parallel.memory.HostMemory`. A call that raises an error must not change
-    anything.
+    A call that raises an error must not change anything.
     """
 
     def release(self) -> object: ...

@@ -102,8 +102,8 @@ class AdapterSpec:
         """Return the modules that a manifest adapts, with their input and output sizes. Local.
 
         Raises:
-            PlanError: a name is not a name of PEFT, a module lacks its A or its B, or the manifest
-                is empty.
+            PlanError: a name is not a PEFT name, a module lacks its A or its B, or the manifest is
+                empty.
             ShapeError: a shape is not [rank, inputs] or [outputs, rank].
             UnsupportedError: the manifest adapts experts.
         """

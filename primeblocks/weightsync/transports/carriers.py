@@ -201,7 +201,7 @@ class HandleCarrier:
 
 
 class Read(NamedTuple):
-    """Bytes of another process's buffer, and their target: a part of a buffer that is shared."""
+    """Bytes of another process's buffer, and the part of a shared buffer that receives them."""
 
     note: Mapping[str, Any]
     start: int

@@ -180,19 +180,20 @@ class DirectoryTransport:
 
 
 class SharedMemoryTransport(DirectoryTransport):
-    """Carries versions in shared memory, on one machine, for one user. Ranks write in place.
+    """Carries versions in shared memory, on one machine, for one user.
 
-    A version is stored in a memfd of the owner's process. The memfd is sealed before the commit.
-    After the commit, only the mappings of the trainer ranks can write to the memfd, so readers load
-    it in place. The version ends with the owner's process, except in a reader that holds the
-    version. Two buffers are used in turn, and a third buffer while a reader lags or has kept a
-    tensor. After a trainer rank has joined again, the first publish fails.
+    A version is stored in a memfd of the owner's process, to which every rank writes directly. The
+    memfd is sealed before the commit. After the commit, only the mappings of the trainer ranks can
+    write to the memfd, so readers load it in place. The version ends with the owner's process,
+    except in a reader that holds the version. Two buffers are used in turn, and a third buffer
+    while a reader lags or has kept a tensor. After a trainer rank has joined again, the first
+    publish fails.
 
-    A directory of mode 700 contains commits, deltas, and links to the memfds. The name of this
-    directory ends in random digits. Engines find the directory by `name` and by the user who owns
-    the directory. Directories of other users are ignored. The owner removes its directory at
-    `close`, or when its process ends. If an owner was killed, the next owner of the same user
-    removes its directory, even if the two owners have different names.
+    A directory of mode 700, whose name ends in random digits, contains commits, deltas, and links
+    to the memfds. Engines find the directory by `name` and by the user who owns the directory.
+    Directories of other users are ignored. The owner removes its directory at `close`, or when its
+    process ends. If an owner was killed, the next owner of the same user removes the killed owner's
+    directory, even under another name.
 
     Args:
         name: one word that trainer and engine agree on.

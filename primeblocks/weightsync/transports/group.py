@@ -41,18 +41,18 @@ class GroupTransport:
     """Sends versions from trainer ranks to readers over gloo or NCCL.
 
     Trainer ranks construct a `GroupTransport`. A reader passes the `spec()` of trainer rank 0 to
-    `open_transport`. The ranks need no group of torch.distributed: they meet through the store at
-    the first version.
+    `open_transport`. The ranks do not need a group of torch.distributed, because they meet through
+    the store at the first version.
 
     A publish waits until every reader calls `receive`. A reader returns a version only if all
-    readers have it. The reader keeps the received bytes, for deltas and for a return to their
-    version. These bytes take as much memory as the reader's boxes, or twice as much with deltas.
-    The store records whether a version is committed. All ranks follow this record even if ranks
-    die, as long as the store survives.
+    readers have it. The reader keeps the received bytes, for deltas and for a return to the
+    received version. The received bytes take as much memory as the reader's boxes, or twice as much
+    with deltas. The store records whether a version is committed. All ranks follow the record in
+    the store even if ranks die, as long as the store survives.
 
     If the text of a TransferError asks for new transports, make them on all living or restarted
-    ranks, with the same store. Then publish the failed version again. The new transports send this
-    version in full.
+    ranks, with the same store. Then publish the failed version again, which the new transports send
+    in full.
 
     Args:
         store: the same store on all ranks, also after a failure: a TCPStore that no rank hosts, or
@@ -134,7 +134,8 @@ class GroupTransport:
         """Rank 0: wait until every reader calls `receive`.
 
         Raises:
-            TransferError: a reader did not call, or refused. The group can still be used.
+            TransferError: a reader did not call `receive`, or refused the version. The group can
+                still be used.
         """
         self._check(plan, trainer=True)
         self._now = now = self._numbered(self._now.number + 1)

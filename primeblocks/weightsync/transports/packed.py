@@ -52,18 +52,18 @@ class PackedTransport:
     fetches. A publish that needs a buffer again waits, until its deadline, for the leases on this
     buffer to end. You may publish again after a failure. A restarted rank or engine joins by
     constructing its end again. If the process of a trainer rank ends, no engine can fetch its
-    versions any more. Engines that have not fetched these versions keep the previous version.
+    versions any more, and engines keep the versions that they have.
 
     A trainer rank needs memory for twice the bytes that it sends, and for its deltas. An engine
     that reads in place needs memory for about three buckets of each trainer rank. Other engines
     need memory for the buckets that they want, or for twice as many with `keep` or deltas.
 
     Args:
-        commits: this process's end of the commits, which is closed with the transport.
-        carrier: this process's end of the carrier, which is closed with the transport.
+        commits: the `Commits` of this process, which is closed with the transport.
+        carrier: the `Carrier` of this process, which is closed with the transport.
         keep: whether engines keep the bytes of the loaded version, for deltas and for a return to
-            this version. With `keep`, an engine can also go back after the trainer's process has
-            ended.
+            this version. With `keep`, an engine can also return to the loaded version after the
+            trainer's process has ended.
     """
 
     def __init__(self, commits: Commits, carrier: Carrier, *, keep: bool = False) -> None:

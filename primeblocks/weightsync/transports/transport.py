@@ -103,7 +103,7 @@ class Transport(Protocol):
     """Carries versions from trainer ranks to readers.
 
     Trainer rank 0 owns the transport, and calls `begin`, `commit` and `abort`. Every trainer rank
-    sends its buckets. Readers see only committed versions. Deadlines are times of
+    sends its buckets. Readers see only committed versions. Deadlines are values of
     `time.monotonic()`.
     """
 
@@ -116,7 +116,7 @@ class Transport(Protocol):
         ...
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: make room for a hidden version, as a delta to `base` if possible.
+        """Owner: make room for a version before its commit, as a delta to `base` if possible.
 
         Raises:
             CapacityError: there is not enough room.
@@ -150,9 +150,10 @@ class Transport(Protocol):
         ...
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
-        """Reader: wait for a version, and return its chain, in which this version comes last.
+        """Reader: wait for a version, and return the chain of parts that ends with this version.
 
-        A chain begins with a full version, or with a delta to the version held.
+        A chain begins with a full version, or with a delta to the version that the reader holds,
+        and ends with the version of `request`.
 
         Raises:
             DeadlineError: the version was not committed in time.

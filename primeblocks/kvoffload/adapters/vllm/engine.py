@@ -44,7 +44,7 @@ def engine_args(
 ) -> dict[str, Any]:
     """Return arguments that put our store behind vLLM: `LLM(model, **engine_args(...))`. Pure.
 
-    Give all requests of one policy version the same `cache_salt`, and each version another salt.
+    Give all requests of one policy version the same `cache_salt`, and each version its own salt.
     Hashes of pages include the salt, so pages of different weights never mix. The prefix cache of
     vLLM must stay on.
 
@@ -53,7 +53,7 @@ def engine_args(
         host_bytes: the size of our pages in host memory.
         disk_path: the folder of our pages on disk. Without `persist`, the folder is emptied when
             the engine starts and stops.
-        disk_bytes: the largest size of our pages on disk. The index is not included.
+        disk_bytes: the largest size of our pages on disk, without the index.
         max_staleness: pages of versions staler than this number are evicted first (see
             `request_args`). With None, all versions are treated alike.
         evict: "versions" is `VersionAware`, and "rollouts" is `RolloutAware`. With "rollouts",
@@ -61,12 +61,12 @@ def engine_args(
             waits have a heavy tail.
         offload_prompt_only: whether to leave out generated tokens.
         routes_bytes_per_token: with routed-expert capture, the bytes captured per token
-            (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). Routes are then stored with
-            their pages. With 0, routes stay in vLLM.
-        persist: a name under which the next engine with this name finds the pages on disk. Change
-            this name if the weights with which the engine starts change, or anything else on which
-            the pages depend. Only engines with equal model, layout, parallel sizes and vLLM version
-            find the pages. With None, the folder starts empty and is emptied at the end.
+            (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). With a number above 0, routes
+            are stored with their pages. With 0, routes stay in vLLM.
+        persist: a name for the pages on disk. The next engine with the same name finds these pages.
+            Change this name if the weights with which the engine starts change, or anything else on
+            which the pages depend. Only engines with equal model, layout, parallel sizes and vLLM
+            version find the pages. With None, the folder starts empty and is emptied at the end.
 
     Raises:
         PlanError: the sizes do not fit together.
@@ -119,7 +119,7 @@ def engine_args(
 
 
 def server_args(**settings: Any) -> list[str]:
-    """Return `engine_args` as arguments of a server's command line, with its errors. Pure."""
+    """Return the command line of a server, with the settings and errors of `engine_args`. Pure."""
     return command_line(engine_args(**settings))
 
 

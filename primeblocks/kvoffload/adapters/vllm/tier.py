@@ -87,7 +87,7 @@ def request_args(
         rollout: the name of the rollout that will need the pages again, in its next turn.
         ends: the names of rollouts that end with this request and do not need their pages any more.
             Name this rollout in its last turn, and rollouts that ended without a last turn.
-        waits: the tool that each rollout between two turns waits for, as {"a/2": "pytest"}. If a
+        waits: the tool that each rollout between two turns waits for, as `{"a/2": "pytest"}`. If a
             rollout has no entry, the tier uses the name "turn" instead of a tool.
 
     Raises:
@@ -146,7 +146,7 @@ class _Running:
 
 
 class StoreTier(SecondaryTierManager):
-    """A tier in a `TieredStore`, behind vLLM's primary tier.
+    """A secondary tier of vLLM that keeps its pages in a `TieredStore`.
 
     The tier runs in the scheduler's process, and never blocks the scheduler. A page that is
     missing, torn or changed is reported as failed, and vLLM computes the page again. Without
@@ -249,8 +249,8 @@ class StoreTier(SecondaryTierManager):
     def rest(self) -> None:
         """Wait a few milliseconds for pages, or return at once if no load is running.
 
-        A scheduler with only waiting requests steps without a pause. Without `rest`, the threads
-        that read and copy pages would hardly get the interpreter.
+        A scheduler that has only waiting requests runs its steps without a pause. Without `rest`,
+        the threads that read and copy pages would hardly get the interpreter.
         """
         loads = (job for job in self._running.values() if job.transfer.is_promotion)
         if (first := next(loads, None)) is not None:

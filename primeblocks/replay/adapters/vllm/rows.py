@@ -100,8 +100,8 @@ def join_prefill(
     """Join a prompt's routes with the routes of the engine that continued from the prompt's pages.
 
     If both engines know a row, the decode engine's row is kept, because later tokens attended to
-    the keys and values of this engine. The decode engine computes the last token of the prompt
-    again. Local. One copy.
+    the keys and values of the decode engine. The decode engine computes the last token of the
+    prompt again. Local. One copy.
 
     Args:
         prefill: routes of the prompt, with or without the unused token that the prefill engine

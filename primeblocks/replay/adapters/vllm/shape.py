@@ -47,7 +47,9 @@ class RouterShape:
 
     @classmethod
     def from_config(cls, config: Any) -> RouterShape:
-        """Read a model's configuration: transformers', or the dict of a `config.json`. Local.
+        """Read a model's configuration: an object of transformers, or the dict of a `config.json`.
+
+        Local.
 
         For a model of several modalities, this method reads the text model.
 

@@ -56,7 +56,10 @@ _PAUSE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """The cost of an update. `pause_seconds` counts from the first pause to the last resume."""
+    """The cost of an update.
+
+    `pause_seconds` is the time from the first pause to the last resume.
+    """
 
     version: int
     seconds: float
@@ -174,7 +177,8 @@ async def update_all(
             "abort", running requests end with finish reason "abort". With "continue", the prefix
             cache also keeps pages of the old weights, so use another `cache_salt` for each version.
         prefill: positions of engines whose pages other engines read. Prefill engines pause first.
-            Their pause waits until the pages were read, or for `kv_lease_duration` (30 s).
+            The pause of a prefill engine waits until its pages were read, or for
+            `kv_lease_duration` (30 s).
         timeout_s: the time limit for the whole update. The last two fifths are reserved for loading
             the previous version again and for resuming.
 

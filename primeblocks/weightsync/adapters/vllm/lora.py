@@ -120,7 +120,7 @@ async def attach_lora(
     Raises:
         UnsupportedError: the engine has no LoRA, too low a max_lora_rank, or replicas. Also raised
             if the transport is a process group.
-        PlanError: this engine does not adapt one of the modules, or names are not PEFT's.
+        PlanError: this engine does not adapt one of the modules, or names are not PEFT names.
         ShapeError: a tensor does not fit its module.
         DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead, or was built without `lora_engine_args()`.
