@@ -65,11 +65,12 @@ def follow(
         UsageError: a router is already followed, or not in an `nn.ModuleList` or `nn.ModuleDict`.
             From within the forward: the rows did not reach each router, a router is also under
             `impose`, or a part of a layer was recomputed without the layer. On a CPU, also raised
-            if a row names an unknown expert. On a GPU such a row ends the process.
+            if a row names an unknown expert. On a GPU, a row with an unknown expert ends the
+            process.
         ShapeError: from within the forward, the rows do not fit the model's tokens, layers or
-            top_k. Also raised if the gates have another shape, or a dtype narrower than float32. A
-            different split of the same tokens into `[batch, sequence]` raises the error only if the
-            layer's hidden states have three dims.
+            top_k. Also raised if the gates do not have the shape of the rows, or have a dtype
+            narrower than float32. A different split of the same tokens into `[batch, sequence]`
+            raises the error only if the layer's hidden states have three dims.
 
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """

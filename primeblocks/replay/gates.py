@@ -1,8 +1,8 @@
 """Gate weights of given experts, from the router's logits.
 
-Each of the three formulas repeats the arithmetic and the dtype of its host. For the experts that
-the router itself would choose, results have the same bits as the host's gate weights. All three
-functions are local and differentiable. Rows may name any number of experts, not only `top_k`.
+Each of the three formulas repeats the arithmetic and the dtype of the host's code. For the experts
+that the router itself would choose, results have the same bits as the host's gate weights. All
+three functions are local and differentiable. Rows may name any number of experts, not only `top_k`.
 
 If a saturated router gives exactly 0 to all experts of a row, the host would divide 0 by 0. For a
 row of zeros, each function returns the limit of its formula: the softmax over the logits of the

@@ -50,7 +50,7 @@ def impose(
         routes: one row per token of the micro-batch.
         gates: the engine's gate weights, float32 `[tokens, layers, top_k]`, such as `Tape.gates`.
             With `gates`, the model computes with exactly the engine's values, in its own dtype.
-            Gradients are computed as for the trainer's gate weights. Missing tokens use the
+            Gradients flow as if the model used the trainer's gate weights. Missing tokens use the
             trainer's gate weights.
         min_score_ratio: in (0, 1]. Keep a replayed expert only if the trainer's score for it is at
             least this fraction of the lowest score of the trainer's own choices. Other slots get
@@ -59,7 +59,7 @@ def impose(
     Raises:
         PlanError: `routes` come from a different model.
         ShapeError: the gates do not fit the routes. Raised within the forward if the model runs on
-            another number of tokens, or if a router's output gets other shapes or dtypes.
+            a different number of tokens, or if a router's output would change in shape or dtype.
         UsageError: the routers are under another `impose` already, or the ratio is outside (0, 1]
             or is given together with gates. Raised when the context closes if a router never ran,
             or would be recomputed without its routes. Raised within backward if a layer was

@@ -126,8 +126,9 @@ def measure_mismatch(
 
     Args:
         trainer_logprobs: the trainer's log-probabilities, floating, of any shape.
-        rollout_logprobs: the engine's log-probabilities, of the same shape.
-        mask: bool of the same shape, True where a token counts. Leave out prompt and padding.
+        rollout_logprobs: the engine's log-probabilities, of the shape of `trainer_logprobs`.
+        mask: bool of the shape of `trainer_logprobs`, True where a token counts. Leave out prompt
+            and padding.
         worst: the number of worst tokens to name.
 
     Raises:
@@ -175,7 +176,7 @@ def exact_kl(
 
     Args:
         trainer_logprobs: the trainer's log-probabilities, floating `[..., vocab]`, normalised.
-        rollout_logprobs: the engine's log-probabilities, of the same shape.
+        rollout_logprobs: the engine's log-probabilities, of the shape of `trainer_logprobs`.
         mask: bool `[...]`, True where a position counts.
 
     Raises:
@@ -308,7 +309,7 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
     Raises:
         UsageError: `a` or `b` is not `Routes`.
         ShapeError: `a` and `b` differ in tokens, layers, experts or top_k, or share no known token
-            that counts. Also raised if the mask has another shape.
+            that counts. Also raised if the shape of the mask is not `[tokens]`.
     """
     for name, given in (("a", a), ("b", b)):
         if not isinstance(given, Routes):

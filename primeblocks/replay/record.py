@@ -43,7 +43,7 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
 
     Raises:
         UsageError: from within the forward, a layer ran a second time outside backward, or within
-            backward on another number of tokens. Raised when the context closes or from
+            backward on a different number of tokens. Raised when the context closes or from
             `tape.routes` if a layer chose other experts when it was recomputed.
         ShapeError: from within the forward, a router's ids are not `[tokens, top_k]` integers.
     """

@@ -250,7 +250,7 @@ class Routes:
             order: indices, or a bool mask `[tokens]` that is True for tokens to keep.
 
         Raises:
-            ShapeError: an index is out of range or not an integer, or a mask has another length.
+            ShapeError: an index is out of range or not an integer, or the mask has a wrong length.
         """
         index = np.asarray(order)
         if index.dtype == np.bool_ and index.shape == (self.tokens,):
@@ -325,7 +325,7 @@ class Routes:
 
     @classmethod
     def unpack(cls, payload: Bytes, *, onto: Routes | None = None) -> Routes:
-        """Return the routes that `pack` packed. Their experts are a view of `payload`, not a copy.
+        """Return the routes that `pack` packed. The experts are a view of `payload`, not a copy.
 
         Args:
             onto: the routes of the earlier tokens, if the payload does not start at token 0.

@@ -69,7 +69,7 @@ class Publisher:
             readers take to get the bytes.
 
     Raises:
-        UsageError: the plan is for another number of ranks, or `full_every` is not positive.
+        UsageError: the plan is for a different number of ranks, or `full_every` is not positive.
         UnsupportedError: the group does not support gloo.
     """
 

@@ -143,8 +143,8 @@ class Subscriber:
         """Wait for a version and check every byte, but do not load it. Local.
 
         The next `receive` then only loads the checked version. Arguments, cost and errors are as
-        for `receive`. `verify` does not reserve memory that a trainer needs again: if two more
-        versions were published into it, `receive(version)` raises TransferError.
+        for `receive`. If the trainer has published two more versions, its memory may not contain
+        the checked version any more, and `receive(version)` raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):
@@ -180,7 +180,7 @@ class Subscriber:
             CorruptionError: bytes or marker were changed on the way. The engine is unchanged.
             PlanError: publisher and reader have different plans. The engine is unchanged.
             TransferError: the version was retired, or another reader of a group does not have it.
-                Or `load` failed and the previous version was loaded again.
+                Also raised if `load` failed and the previous version was loaded again.
             EngineError: `load` failed and the previous version could not be loaded again. Only a
                 part of the model's weights is new.
             UsageError: `version` is not a policy version, or another call is running.

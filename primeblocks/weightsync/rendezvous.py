@@ -45,7 +45,7 @@ def announce(
             torch.distributed is not initialized.
 
     Raises:
-        PlanError: as for `describe` and `plan_sync`.
+        PlanError: the errors of `describe` and `plan_sync`.
         UnsupportedError: the transport cannot store a plan.
         UsageError: a living process owns the name.
     """

@@ -115,17 +115,16 @@ def verify_engine(
     weights on each side.
 
     Args:
-        parameters: this rank's parameters, unchanged since the last update of the engine. Instead,
-            you can pass the `held` of a `Receipt`, to check whether the engine still has the loaded
-            tensors.
+        parameters: this rank's parameters, unchanged since the last update of the engine. With the
+            `held` of a `Receipt`, the call checks whether the engine still has the loaded tensors.
         engine: on rank 0, a module, tensors by name, or an `Observed`. For several processes, a
             list with one entry for each process. `engine` may also be a function that returns a
             module, tensors by name, an `Observed` or a list. On ranks other than 0, None.
         into: for each reader, the wiring to its parameters if these parameters are fused, stacked
             or sliced.
-        plan, convert, source, encode, group: as for the `Publisher`. Without `plan`, a plan is made
-            for `into`. Without `plan` and `into`, tensors that both sides have are compared by
-            name.
+        plan, convert, source, encode, group: the arguments of the `Publisher`. Without `plan`, a
+            plan is made for `into`. Without `plan` and `into`, tensors that both sides have are
+            compared by name.
         timeout_s: how long ranks wait for each other.
         progress: called after each bucket, or after each tensor if tensors are compared by name.
             The arguments are the number of bytes that this rank has compared, and the total number.

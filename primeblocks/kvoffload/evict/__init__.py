@@ -252,7 +252,7 @@ class RolloutAware:
 
     The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
     Without rollouts, `pause`, `queue` and `end`, the policy chooses as `lru` does. A mean says
-    little about waits with a heavy tail. For waits with a heavy tail, the policy falls to a third
+    little about waits with a heavy tail. For waits with a heavy tail, the policy can fall to 0.38
     of the hits of `lru` (see `docs/kvoffload_eviction.md`).
 
     Args:

@@ -99,9 +99,10 @@ def apply_delta(target: Tensor, delta: Bytes) -> None:
 
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost.
-        ShapeError: the target has another number or size of elements, or is not contiguous.
-        UnsupportedError: the delta has another format version, or the target is a meta tensor or a
-            negated or conjugated view.
+        ShapeError: the target differs from the delta in the number or size of elements, or is not
+            contiguous.
+        UnsupportedError: the delta has an unknown format version, or the target is a meta tensor or
+            a negated or conjugated view.
     """
     opened = open_delta(delta)
     if target.itemsize != opened.itemsize or target.numel() != opened.numel:

@@ -166,7 +166,8 @@ class Colocated:
         If a stage fails, the engine wakes and loads its version again.
 
         Raises:
-            Exception: as for `to_engine`, but the engine keeps the turn instead of the trainer.
+            Exception: the errors of `to_engine`. After an error, the engine keeps the turn, unless
+                the turn is "torn".
         """
         self._expect("engine")
         receipt = self._receipt

@@ -197,7 +197,7 @@ class SharedMemoryTransport(DirectoryTransport):
 
     Args:
         name: one word that trainer and engine agree on.
-        owner: true on trainer rank 0, and only there.
+        owner: true only on trainer rank 0.
         root: the mount point of a tmpfs. `root` contains the directory, but not the bytes of
             versions.
 
@@ -227,14 +227,14 @@ class FileTransport(DirectoryTransport):
 
     Args:
         path: the directory, which is made if missing. Other files in the directory are not changed.
-        owner: true on trainer rank 0, and only there.
+        owner: true only on trainer rank 0.
         user: the id of the user whose files are read, for a mount that shows all files as files of
             another user. With None, only files of this process's user are read, and other users
             must not have write access.
 
     Raises:
-        UsageError: the directory has a living owner, or cannot be written to, or a file there
-            belongs to another user.
+        UsageError: the directory has a living owner, or cannot be written to, or a file in the
+            directory belongs to another user.
     """
 
     def __init__(self, path: str | Path, *, owner: bool = False, user: int | None = None) -> None:

@@ -58,12 +58,12 @@ def IpcTransport(
     can read.
 
     On a GPU, close the engines' ends before the trainer's, because engines use the trainer's
-    memory. On a GPU this transport ran with one trainer and one engine process. Except for the
-    handles of buffers, the code is the same for CPU tensors.
+    memory. On a GPU this transport ran with one trainer and one engine process. CPU tensors use the
+    code of GPU tensors, except for the handles of buffers.
 
     Args:
         name: one word that trainer and engines agree on.
-        owner: true on trainer rank 0, and only there.
+        owner: true only on trainer rank 0.
         device: the device on which this trainer rank packs.
         keep: as for `PackedTransport`.
         root: the parent of the directory, on a tmpfs.
@@ -98,7 +98,7 @@ def PullTransport(
         store: the same store for all processes. The store must exist for longer than the ranks.
         wire: this process's wire, which is closed with the transport.
         name: the name of this policy, if several policies share the store.
-        owner: true on trainer rank 0, and only there.
+        owner: true only on trainer rank 0.
         device: the device of this process's buffers.
         keep: as for `PackedTransport`.
         lease_s: how long an engine may take to fetch one version. Only the value that the owner

@@ -83,7 +83,7 @@ class TcpWire:
                 del self._shared[token]
 
     def read(self, reads: Sequence[Read], *, deadline: float) -> None:
-        """Do all reads, one after the other. Raises CorruptionError for another wire's note."""
+        """Do all reads, one after the other. Raises CorruptionError if another wire made a note."""
         links: dict[_Address, socket.socket] = {}
         with ExitStack() as until_read:
             for done, read in enumerate(reads):

@@ -119,7 +119,7 @@ class Transport(Protocol):
         """Owner: make room for a version before its commit, as a delta to `base` if possible.
 
         Raises:
-            CapacityError: there is not enough room.
+            CapacityError: there is not enough room for the version.
         """
         ...
 
@@ -129,7 +129,7 @@ class Transport(Protocol):
         Raises:
             DeadlineError: the buckets were not sent in time.
             TransferError: the process of a reader has ended.
-            CapacityError: there is not enough room.
+            CapacityError: there is not enough room for the version.
         """
         ...
 

@@ -56,17 +56,17 @@ def engine_args(
         disk_bytes: the largest size of our pages on disk, without the index.
         max_staleness: pages of versions staler than this number are evicted first (see
             `request_args`). With None, all versions are treated alike.
-        evict: "versions" is `VersionAware`, and "rollouts" is `RolloutAware`. With "rollouts",
-            there are several times as many hits if agents queue, and less than half as many if
+        evict: "versions" is `VersionAware`, and "rollouts" is `RolloutAware`. Compared with `lru`,
+            "rollouts" has several times the hits if agents queue, and less than half the hits if
             waits have a heavy tail.
         offload_prompt_only: whether to leave out generated tokens.
         routes_bytes_per_token: with routed-expert capture, the bytes captured per token
             (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). With a number above 0, routes
             are stored with their pages. With 0, routes stay in vLLM.
-        persist: a name for the pages on disk. The next engine with the same name finds these pages.
-            Change this name if the weights with which the engine starts change, or anything else on
-            which the pages depend. Only engines with equal model, layout, parallel sizes and vLLM
-            version find the pages. With None, the folder starts empty and is emptied at the end.
+        persist: a name for the pages on disk, under which the next engine finds these pages. Change
+            this name if the weights with which the engine starts change, or anything else on which
+            the pages depend. Only engines with equal model, layout, parallel sizes and vLLM version
+            find the pages. With None, the folder starts empty and is emptied at the end.
 
     Raises:
         PlanError: the sizes do not fit together.

@@ -68,7 +68,8 @@ def read_answer(body: Bytes) -> Answer:
     """Read a body of `MEDIA_TYPE`. Rows are views of the body. Local.
 
     Raises:
-        CorruptionError: a byte was changed, added or lost, or the body is of another kind.
+        CorruptionError: a byte was changed, added or lost, or the body is not an answer with
+            routes.
         UnsupportedError: the body has an unknown format version.
     """
     inner = unseal(body, kind=_KIND, format_version=_FORMAT)

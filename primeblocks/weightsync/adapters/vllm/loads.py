@@ -74,8 +74,8 @@ def with_draft(target: Wiring | NamedTensors, draft: NamedTensors) -> Wiring | d
     Local.
 
     The drafter is an EAGLE or Medusa head, or a separate draft model. Pass the result to
-    `describe`, `Publisher` and `verify_engine`. MTP heads need no prefix: they are part of the
-    target's checkpoint.
+    `describe`, `Publisher` and `verify_engine`. MTP heads do not need a prefix, because they are
+    part of the target's checkpoint.
 
     Args:
         target: the tensors of the target model, or the `Wiring` that converts them, such as
