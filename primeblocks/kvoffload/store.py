@@ -148,7 +148,7 @@ class TieredStore:
         Drops a damaged page and reports a miss. A miss or a deadline leaves `into` unchanged.
 
         Args:
-            into: a writable buffer of the kinds of `page` in `save`. `rollout` is as in `save`.
+            into: a writable buffer of a type that `save` takes. `rollout` is as in `save`.
 
         Raises:
             ShapeError: `into` has the wrong size or is read-only. Otherwise as `save`.

@@ -43,8 +43,8 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
 
     Raises:
         UsageError: from within the forward, a layer ran a second time outside backward, or within
-            backward on a different number of tokens. Raised when the context closes or from
-            `tape.routes` if a layer chose other experts when it was recomputed.
+            backward on a different number of tokens. Raised when the context closes, or when
+            `tape.routes` is read, if a layer chose other experts when it was recomputed.
         ShapeError: from within the forward, a router's ids are not `[tokens, top_k]` integers.
     """
     layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]

@@ -310,7 +310,7 @@ class Routes:
                 rows.
 
         Raises:
-            ShapeError: `start` is outside the tokens.
+            ShapeError: `start` is negative or above the number of tokens.
         """
         if not 0 <= start <= self.tokens:
             raise ShapeError(f"start must be in 0..{self.tokens}; got {start}")

@@ -52,7 +52,7 @@ class Publisher:
         parameters: as for `describe`. The parameters are read again at each publish.
         transport: this rank's end of the transport, which rank 0 owns.
         group: a gloo group. None is the default group, if torch.distributed is initialized.
-        source: the manifest that `plan_sync` got for this rank. Needed only if this manifest
+        source: the manifest that `plan_sync` got for this rank. Pass `source` only if this manifest
             differs from `describe(parameters)`, for example for plain tensors that are parts of
             larger tensors.
         convert: as for `plan_sync`.

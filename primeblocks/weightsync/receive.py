@@ -142,9 +142,9 @@ class Subscriber:
     ) -> Receipt:
         """Wait for a version and check every byte, but do not load it. Local.
 
-        The next `receive` then only loads the checked version. Arguments, cost and errors are as
-        for `receive`. If the trainer has published two more versions, its memory may not contain
-        the checked version any more, and `receive(version)` raises TransferError.
+        After `verify`, `receive` only loads the checked version. Arguments, cost and errors are as
+        for `receive`. If the trainer has published two more versions, it may have overwritten the
+        checked version, and `receive(version)` raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):
@@ -159,18 +159,19 @@ class Subscriber:
         """Wait for a version, check it and load it. Local.
 
         Cost: one XXH3-128 of the bytes that this reader wants, and the cost of `load`. If the bytes
-        are in a file or in the trainer's memory, add one copy and one more XXH3-128. Copy and
-        digest run in threads during the load, and hold about one bucket per trainer rank in memory.
-        A delta costs one copy of the bytes held, and the copy's memory is kept for the next delta.
+        are in a file or in the trainer's memory, the cost includes one copy and one more XXH3-128.
+        Copy and digest run in threads during the load, and hold about one bucket per trainer rank
+        in memory. A delta costs one copy of the bytes held, and the copy's memory is kept for the
+        next delta.
 
         A load starts only before the deadline. A started load runs to completion, and so does a
         load of the previous version. At the deadline, each thread finishes the bucket that it is
         checking.
 
         Args:
-            version: the version to load. `version` may be older than the version held. The version
-                held is not loaded again. None means the version whose bytes `verify` checked and
-                kept, or else the newest version, if it is newer than the version held.
+            version: the version to load. `version` may be older than the loaded version. The loaded
+                version is not loaded again. None means the version whose bytes `verify` checked and
+                kept, or else the newest version, if it is newer than the loaded version.
             timeout_s: how long to wait for the version and its checks.
             progress: called with the bytes checked and loaded so far, and with their total. If
                 `progress` raises an error during a load, the load still runs to completion.
@@ -199,7 +200,7 @@ class Subscriber:
             return _receipt(self._last, start)
 
     def close(self) -> None:
-        """Release the version held, after a running call has ended. Idempotent."""
+        """Release the kept bytes, after a running call has ended. Idempotent."""
         self._closed = True
         if not self._busy.locked():
             self._drop_next()

@@ -63,8 +63,8 @@ class Live:
         page: the last page that only this rollout uses.
         state: "runs", "waits" or "queues".
         since: the tick at which the state began.
-        position: the place of the rollout in the engine's queue, counted from 0, or 0 in other
-            states.
+        position: the place of the rollout in the engine's queue, counted from 0, or 0 if the
+            rollout does not queue.
         expected_ticks: the number of ticks until the rollout is expected to run again, from running
             means of earlier waits.
     """
@@ -165,7 +165,7 @@ def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
 def ended(snapshot: Snapshot) -> Choice | None:
     """Choose a page whose rollouts have all ended.
 
-    Among several such pages, the function chooses the page whose rollouts ended earliest. The
+    Among pages whose rollouts have all ended, this is the page whose rollouts ended earliest. The
     chosen page is not demoted. Pure.
     """
     return Choice(snapshot.ended, demote=False) if snapshot.ended is not None else None
@@ -176,8 +176,8 @@ def by_schedule(snapshot: Snapshot) -> Choice | None:
     """Choose the page by the states of rollouts in the scheduler. Pure.
 
     Pages of running rollouts are evicted first, because the engine has these pages. Pages of
-    waiting rollouts and pages without a rollout are evicted next, and pages of the last rollout in
-    the queue last.
+    waiting rollouts and pages without a rollout are evicted next. Pages of the last rollout in the
+    queue are evicted last.
     """
     far = {(_rank(live), -live.since, live.page.last_used): live.page for live in snapshot.live}
     if (page := snapshot.unnamed) is not None:

@@ -1,4 +1,4 @@
-"""Plots of the mismatch, one function each.
+"""Functions that plot the mismatch of engine and trainer.
 
 Each function draws into an Axes and returns it. Without `axes`, the function makes an Axes. The
 functions do not show or save figures, and do not change global settings.

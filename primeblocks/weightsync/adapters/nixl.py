@@ -37,7 +37,7 @@ class NixlWire:
     """One NIXL agent, with registered buffers of this process.
 
     Each bucket is one read. Up to eight reads are posted at a time. If UCX completes a read within
-    the call, as over shared memory, the deadline may be noticed one bucket late.
+    the call, for example over shared memory, the deadline may be noticed one bucket late.
 
     Args:
         serves: whether other processes read from this process. With True, NIXL runs a thread that

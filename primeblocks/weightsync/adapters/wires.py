@@ -1,4 +1,4 @@
-"""`open_transport` for an engine's worker, which may open any wire of this package."""
+"""`open_transport` over every wire of this package, for workers of engines."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def record_reads(
 
     The loader gets meta tensors, and must read them in the caller's thread. Copies of meta tensors
     into parameters are recorded, but not executed. If the loader fails on tensors without values,
-    the result reads all tensors whole, and `inexact` says why.
+    the result contains all tensors as whole boxes, and `inexact` says why.
 
     Args:
         load: a loader that gets the (name, tensor) pairs of the whole checkpoint, such as the

@@ -91,7 +91,9 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 
 
 def apply_delta(target: Tensor, delta: Bytes) -> None:
-    """Overwrite the changed elements of `target` in place. Local. Costs only the changed elements.
+    """Overwrite the changed elements of `target` in place.
+
+    Local. The cost depends only on the changed elements.
 
     Idempotent. If `apply_delta` raises an error, `target` is unchanged. If `target` differs from
     the `old` of the delta, the call succeeds with a wrong result. Compare versions before the call,

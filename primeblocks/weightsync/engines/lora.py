@@ -45,8 +45,8 @@ class AdapterSpec:
     """A LoRA adapter: y = W x + s B A x, with s = alpha / rank, or alpha / sqrt(rank) (rslora).
 
     Args:
-        name: letters, digits, ".", "_" and "-", beginning with a letter or a digit. Version 7 of
-            "policy" is served as "policy@7".
+        name: a name of letters, digits, ".", "_" and "-", which begins with a letter or a digit.
+            Version 7 of "policy" is served as "policy@7".
         rank: the number of rows of A.
         alpha: the numerator of the scale s.
         rslora: whether s divides by sqrt(rank).

@@ -177,7 +177,7 @@ class GroupTransport:
         self._markers = (*self._markers[-1:], marker)
 
     def abort(self, version: int) -> None:
-        """On rank 0, drop the unfinished version, and report this to the readers."""
+        """On rank 0, drop the unfinished version, and report the drop to the readers."""
         if not self._open or self._rank > 0:
             return
         self._open = False

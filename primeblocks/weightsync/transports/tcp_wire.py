@@ -41,8 +41,7 @@ class TcpWire:
     `Subscriber` checks all bytes.
 
     Args:
-        host: an address of this machine that readers can reach. The server listens only on this
-            address.
+        host: an address of this machine that readers can reach. The server listens only on `host`.
         port: the port to listen on. With 0, the server chooses a free port.
 
     Raises:
@@ -83,7 +82,10 @@ class TcpWire:
                 del self._shared[token]
 
     def read(self, reads: Sequence[Read], *, deadline: float) -> None:
-        """Do all reads, one after the other. Raises CorruptionError if another wire made a note."""
+        """Do all reads, one after the other.
+
+        Raises CorruptionError for a note of another kind of wire.
+        """
         links: dict[_Address, socket.socket] = {}
         with ExitStack() as until_read:
             for done, read in enumerate(reads):

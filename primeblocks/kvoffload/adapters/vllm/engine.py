@@ -64,7 +64,7 @@ def engine_args(
             (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). With a number above 0, routes
             are stored with their pages. With 0, routes stay in vLLM.
         persist: a name for the pages on disk, under which the next engine finds these pages. Change
-            this name if the weights with which the engine starts change, or anything else on which
+            `persist` if the weights with which the engine starts change, or anything else on which
             the pages depend. Only engines with equal model, layout, parallel sizes and vLLM version
             find the pages. With None, the folder starts empty and is emptied at the end.
 

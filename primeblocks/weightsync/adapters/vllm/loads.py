@@ -69,7 +69,7 @@ def with_draft(target: Wiring, draft: NamedTensors) -> Wiring: ...
 @overload
 def with_draft(target: NamedTensors, draft: NamedTensors) -> dict[str, Tensor]: ...
 def with_draft(target: Wiring | NamedTensors, draft: NamedTensors) -> Wiring | dict[str, Tensor]:
-    """Return the tensors of a target and of its drafter, whose names get the prefix `draft.`.
+    """Return the tensors of a target and its drafter, with `draft.` before the drafter's names.
 
     Local.
 

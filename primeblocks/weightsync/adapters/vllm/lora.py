@@ -115,7 +115,8 @@ async def attach_lora(
         plan: the plan of the tensors of `adapter_parameters`. The target of the plan has whole
             tensors.
         transport: any end of the publisher's transport.
-        keep: the most versions held at a time. A version takes twice its bytes in each worker.
+        keep: the most versions held at a time. In each worker, a version needs memory for twice its
+            bytes.
 
     Raises:
         UnsupportedError: the engine has no LoRA, too low a max_lora_rank, or replicas. Also raised
