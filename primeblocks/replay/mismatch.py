@@ -64,9 +64,8 @@ class Mismatch:
     def pool(parts: Iterable[Mismatch]) -> Mismatch:
         """Return one measurement of the tokens of all parts.
 
-        Gather the parts of all ranks first. Local.
-
-        Positions of the worst tokens begin with the index of their part.
+        Gather the parts of all ranks first. Local. Positions of the worst tokens begin with the
+        index of their part.
 
         Raises:
             UsageError: `parts` is empty.

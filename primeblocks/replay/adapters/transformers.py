@@ -119,8 +119,8 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
 
     Raises:
         UnsupportedError: the model has no router of a supported family, a router of another family,
-            or several routers in one layer. Also raised for transformers outside 5.17 <= version <
-            6.
+            or several routers in one layer. Also raised unless 5.17 <= version < 6 for
+            transformers.
     """
     release = tuple(int(part) for part in _RELEASE.split(".")[:2])
     if not (5, 17) <= release < (6, 0):

@@ -93,11 +93,9 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 def apply_delta(target: Tensor, delta: Bytes) -> None:
     """Overwrite the changed elements of `target` in place.
 
-    Local. The cost depends only on the changed elements.
-
-    Idempotent. If `apply_delta` raises an error, `target` is unchanged. If `target` differs from
-    the `old` of the delta, the call succeeds with a wrong result. Compare versions before the call,
-    and digests after the call.
+    Local. The cost depends only on the changed elements. Idempotent. If `apply_delta` raises an
+    error, `target` is unchanged. If `target` differs from the `old` of the delta, the call succeeds
+    with a wrong result. Compare versions before the call, and digests after the call.
 
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost.

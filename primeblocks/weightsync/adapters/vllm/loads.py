@@ -71,9 +71,7 @@ def with_draft(target: NamedTensors, draft: NamedTensors) -> dict[str, Tensor]: 
 def with_draft(target: Wiring | NamedTensors, draft: NamedTensors) -> Wiring | dict[str, Tensor]:
     """Return the tensors of a target and its drafter, with `draft.` before the drafter's names.
 
-    Local.
-
-    The drafter is an EAGLE or Medusa head, or a separate draft model. Pass the result to
+    Local. The drafter is an EAGLE or Medusa head, or a separate draft model. Pass the result to
     `describe`, `Publisher` and `verify_engine`. MTP heads do not need a prefix, because they are
     part of the target's checkpoint.
 
