@@ -125,8 +125,8 @@ class DiskTier:
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
         """Read pages, and return their lengths and digests, which the caller must compare. Local.
 
-        Returns None for a missing page. Raises CorruptionError if the file ends before the page or
-        if the index is damaged. Raises OSError if the file system refuses.
+        The result has None for a missing page, and an OSError if the file system refused. A
+        CorruptionError means that the file ends before the page, or that the index is damaged.
         """
         with self._in_turn():
             try:

@@ -165,8 +165,8 @@ def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
 def ended(snapshot: Snapshot) -> Choice | None:
     """Choose a page whose rollouts have all ended.
 
-    Among pages whose rollouts have all ended, this is the page whose rollouts ended earliest. The
-    chosen page is not demoted. Pure.
+    If several pages have only ended rollouts, the function chooses the page whose rollouts ended
+    earliest. The chosen page is not demoted. Pure.
     """
     return Choice(snapshot.ended, demote=False) if snapshot.ended is not None else None
 

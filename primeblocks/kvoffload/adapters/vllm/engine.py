@@ -69,7 +69,8 @@ def engine_args(
             find the pages. With None, the folder starts empty and is emptied at the end.
 
     Raises:
-        PlanError: the sizes do not fit together.
+        PlanError: the sizes do not fit together, `evict` is unknown, or `persist` is given without
+            a disk.
         UnsupportedError: `host_bytes` is not positive.
     """
     if host_bytes <= 0:
