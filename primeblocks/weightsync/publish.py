@@ -52,9 +52,9 @@ class Publisher:
         parameters: as for `describe`. The parameters are read again at each publish.
         transport: this rank's end of the transport, which rank 0 owns.
         group: a gloo group. None is the default group, if torch.distributed is initialized.
-        source: the manifest that `plan_sync` got for this rank. Pass `source` only if this manifest
-            differs from `describe(parameters)`, for example for plain tensors that are parts of
-            larger tensors.
+        source: the manifest that `plan_sync` got for this rank. `source` is needed only if this
+            manifest differs from `describe(parameters)`, for example for plain tensors that are
+            parts of larger tensors.
         convert: as for `plan_sync`.
         encode: a function that gets each tensor's name and this rank's part, before the cast to the
             target's dtype. If `encode` is a plain function, it must keep the name and the shape,

@@ -143,8 +143,8 @@ class Subscriber:
         """Wait for a version and check every byte, but do not load it. Local.
 
         After `verify`, `receive` only loads the checked version. Arguments, cost and errors are as
-        for `receive`. If the trainer has published two more versions, it may have overwritten the
-        checked version, and `receive(version)` raises TransferError.
+        for `receive`. If the trainer has overwritten the checked version with the second newer
+        version, `receive(version)` raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):

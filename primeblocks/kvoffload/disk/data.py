@@ -53,7 +53,8 @@ class System:
 
         Raises:
             BlockingIOError: another process owns the folder.
-            FileExistsError: the folder has files with a tier's names that are not from a tier.
+            FileExistsError: the folder has files that have a tier's names, but do not come from a
+                tier.
         """
         folder.mkdir(parents=True, exist_ok=True)
         lock = folder / "lock"

@@ -60,7 +60,7 @@ class GroupTransport:
         trainers: the number of trainer ranks.
         readers: the number of the plan's readers. Each reader is one process.
         rank: the trainer's rank in the plan. None for a reader.
-        generation: the generation in the `spec()` that a reader got.
+        generation: the generation from the `spec()` that a reader opens.
         device: "cpu" sends messages over gloo, and "cuda" over NCCL, which was never run.
         timeout_s: how long the construction waits for the store.
 
