@@ -51,8 +51,8 @@ class TieredStore:
         write: when to write a page to the tiers below: when the page leaves host memory ("back"),
             or at once ("through").
         copy_threads: how many threads copy between the caller's buffers and host memory.
-        patience_s: how many seconds saves wait for a slow tier, before pages leave host memory
-            without a write to it. Loads skip a tier that does not answer.
+        patience_s: the longest time, in seconds, that saves wait for a tier. A slower tier does not
+            get the evicted page. Loads skip a tier that does not answer.
         clock: a function that returns seconds.
 
     Raises:

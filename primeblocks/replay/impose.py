@@ -52,8 +52,8 @@ def impose(
             With `gates`, the model computes with exactly the engine's values, in its own dtype.
             Gradients flow as if the model used the trainer's gate weights. Missing tokens use the
             trainer's gate weights.
-        min_score_ratio: in (0, 1]. Keep a replayed expert only if the trainer's score for it is at
-            least this fraction of the lowest score of the trainer's own choices. Other slots get
+        min_score_ratio: in (0, 1]. A replayed expert is kept only if its trainer score is at least
+            `min_score_ratio` times the lowest score of the trainer's own choices. Other slots get
             the trainer's best choice that is not in the row. Padding rows keep their experts.
 
     Raises:
