@@ -59,8 +59,8 @@ class Pending(Generic[T]):
     """The result of a `save` or `load` in progress. Use `done()`, `wait`, `await` or `cancel`.
 
     The operation is given up if a wait reaches its deadline, if `cancel` is called, or if a task
-    that awaits the result is cancelled. The store does not use the caller's buffers after the
-    operation was given up.
+    that awaits the result is cancelled. Once the wait has raised or `cancel` has returned, the
+    store does not use the caller's buffers.
     """
 
     def __init__(self) -> None:

@@ -46,13 +46,13 @@ class TieredStore:
     disk, the page is lost when it leaves host memory. `statistics()` counts refused pages.
 
     Args:
-        tiers: the tiers, fastest first. The first tier is a `HostTier`. The store closes all tiers.
+        tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes all tiers.
         evict: the policy of eviction: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
         write: when to write a page to the tiers below: when the page leaves host memory ("back"),
             or at once ("through").
         copy_threads: how many threads copy between the caller's buffers and host memory.
-        patience_s: the longest time, in seconds, that saves wait for a tier. A slower tier does not
-            get the evicted page. Loads skip a tier that does not answer.
+        patience_s: how many seconds saves wait for a slow tier. After this time, pages may leave
+            host memory without a write to this tier. Loads skip a tier that does not answer.
         clock: a function that returns seconds.
 
     Raises:
@@ -136,7 +136,7 @@ class TieredStore:
         attachments: Sequence[Mapping[str, bytes] | None] | None = None,
         rollout: Hashable = None,
     ) -> Pending[list[Saved]]:
-        """Save pages as `save` does, with one result per page. Either saves all pages or raises."""
+        """Save pages as `save` does, with one result per page. Checks all pages before any save."""
         attachments = [None] * len(keys) if attachments is None else attachments
         batch = Batch[Saved](len(keys))
         requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
@@ -145,10 +145,10 @@ class TieredStore:
     def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
         """Copy a page into `into`, or report a miss. Local, unless a tier is on the network.
 
-        Drops a damaged page and reports a miss. A miss or a deadline leaves `into` unchanged.
+        Drops a damaged copy, and then tries lower tiers. A miss leaves `into` unchanged.
 
         Args:
-            into: a writable buffer of a type that `save` takes. `rollout` is as in `save`.
+            into: a writable page, in a form that `save` takes. `rollout` is as in `save`.
 
         Raises:
             ShapeError: `into` has the wrong size or is read-only. Otherwise as `save`.
@@ -204,12 +204,12 @@ class TieredStore:
         self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
-        """Report the queue, next rollout first. A rollout that left the queue is running. Local."""
+        """Report the whole queue, next rollout first. A rollout that left the queue runs. Local."""
         names = users_of(*rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
     def end(self, rollout: Hashable) -> None:
-        """Report a rollout's end: its pages are evicted first. Call `end` per rollout. Local."""
+        """Report a rollout's end: its pages may be evicted first. Call `end` per name. Local."""
         users_of(rollout)
         self._ask(self._catalogue.end, rollout)
 
@@ -384,7 +384,7 @@ def load_prefix(
     """Load the pages of a prompt up to the first missing page, and wait for them.
 
     The result has one entry per loaded page. The result ends before a damaged page, but buffers of
-    later pages may have been written. The first loaded page counts as the least recently used.
+    later pages may have been written. The first page becomes the least recently used loaded page.
 
     Args:
         keys: the prompt's pages, in order. `page_hashes` computes the hashes of the keys.

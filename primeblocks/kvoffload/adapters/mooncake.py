@@ -145,13 +145,13 @@ class MooncakeTier:
     Args:
         client: the result of `connect`. The tier closes this client.
         host: the host tier of the store, whose slab is registered with Mooncake.
-        namespace: the prefix of all names in the store. The prefix may contain letters, digits and
-            `_.-`.
+        namespace: the prefix of all names in the store. The prefix has 1 to 64 characters: letters,
+            digits and `_.-`.
         rest_s: how many seconds to make no calls after a call that was late or lost its connection.
         clock: a monotonic clock: a function that returns seconds.
 
     Raises:
-        PlanError: `namespace` has characters other than letters, digits and `_.-`.
+        PlanError: `namespace` is empty, is too long, or has other characters.
         EngineError: Mooncake refuses to register the slab.
     """
 

@@ -52,7 +52,7 @@ class System:
         """Make a folder and lock it. The lock ends when the descriptor closes or the process dies.
 
         Raises:
-            BlockingIOError: another process owns the folder.
+            BlockingIOError: another tier owns the folder.
             FileExistsError: the folder has files that have a tier's names, but do not come from a
                 tier.
         """
@@ -77,7 +77,7 @@ class System:
         return os.open(path, flags, 0o600)
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Open a database for all threads of one process, and make the database if absent."""
+        """Open a database for this process alone and all its threads. Make it if absent."""
         connection = sqlite3.connect(
             path,
             timeout=0,

@@ -36,15 +36,15 @@ class DiskTier:
     A power cut may undo changes since the last `flush` or `clear`. Damage to the index may undo
     changes or lose all pages. A load never gets a wrong page, because the caller compares the
     digest of key and bytes. Threads may share a tier: calls take turns, except `holds` and `len`.
-    After `close`, and in a forked child, all calls except `holds` and `len` raise ClosedError.
+    After `close`, or in a forked child, only `holds`, `len` and `close` do not raise ClosedError.
 
     If another program removed, replaced or cut a file of the tier, the next change or `flush`
     raises CorruptionError. Without `pages` or `lock`, the tier accepts no pages until the folder is
-    opened again. On a full disk the tier continues with its existing frames, and frees its last
-    frames if the index needs room.
+    opened again. On a full disk the tier continues with its existing frames. If the index then needs
+    room, the tier drops the pages in its last frames.
 
     Args:
-        path: the folder, which is made if absent. Only one process at a time can own the folder.
+        path: the folder, which is made if absent. Only one tier at a time can own the folder.
             Pages of the right size in the folder are kept, and pages of other sizes are dropped.
             `close` or garbage collection releases the lock on the folder.
         capacity_bytes: the largest size of the file `pages`, without the index. A frame has the
@@ -55,7 +55,7 @@ class DiskTier:
         system: the operating system. Tests pass a system that fails.
 
     Raises:
-        PlanError: `capacity_bytes` is too small for one page.
+        PlanError: `capacity_bytes` is too small for one page, or `io` is unknown.
         UnsupportedError: the file system does not support `io="direct"`.
         UsageError: the folder cannot be made, read or locked, has another owner, or has files
             that are not from a tier.

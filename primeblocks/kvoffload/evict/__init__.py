@@ -84,8 +84,8 @@ class Snapshot(NamedTuple):
         tick: the current tick.
         oldest: the least recently used page of all.
         by_version: the least recently used page of each version. Needs `VERSIONS`.
-        ended: among pages whose rollouts have all ended, the page whose rollouts ended earliest.
-            Needs `ENDS`.
+        ended: among pages whose rollouts have all ended, the page whose last rollout ended first.
+            A later use of a page counts as a later end. Needs `ENDS`.
         live: the rollout that has run longest, the rollout that has waited longest for each
             reason, and the last rollout of the queue. Needs `STATES`.
         shared: the least recently used page that several rollouts use. Needs `ENDS`.
@@ -165,8 +165,8 @@ def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
 def ended(snapshot: Snapshot) -> Choice | None:
     """Choose a page whose rollouts have all ended.
 
-    If several pages have only ended rollouts, the function chooses the page whose rollouts ended
-    earliest. The chosen page is not demoted. Pure.
+    If several pages have only ended rollouts, the function chooses the page whose last rollout
+    ended first. A later use of a page counts as a later end. The chosen page is not demoted. Pure.
     """
     return Choice(snapshot.ended, demote=False) if snapshot.ended is not None else None
 
@@ -193,11 +193,11 @@ def _rank(live: Live) -> tuple[int, int]:
 def by_waits(snapshot: Snapshot) -> Choice | None:
     """Choose the page that is needed last, by the running means of the waits. Pure.
 
-    Among rollouts that wait for one reason, the rollout that has waited longest is expected first.
-    A page without a rollout is expected to stay unused for as long as it has been unused. A page of
-    several rollouts is expected to stay unused for an eighth of its unused time. A page of ended
-    rollouts is expected to stay unused for eight times its unused time, and is not demoted. A page
-    of ended rollouts may be the prompt of a later rollout.
+    Among rollouts that wait for one reason, pages of the rollout that has waited longest are chosen
+    first. A page without a rollout is expected to stay unused for as long as it has been unused. A
+    page of several rollouts is expected to stay unused for an eighth of its unused time. A page of
+    ended rollouts is expected to stay unused for eight times its unused time, and is not demoted. A
+    page of ended rollouts may be the prompt of a later rollout.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)
@@ -251,9 +251,9 @@ class RolloutAware:
        first, because this page is useless without the pages before it.
 
     The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
-    Without rollouts, `pause`, `queue` and `end`, the policy chooses as `lru` does. A mean says
-    little about waits with a heavy tail. For waits with a heavy tail, the policy can fall to 0.38
-    of the hits of `lru` (see `docs/kvoffload_eviction.md`).
+    Without rollouts, `pause`, `queue` and `end`, rule 2 chooses as `lru` does. A mean says little
+    about waits with a heavy tail. For waits with a heavy tail, the policy can fall to 0.38 of the
+    hits of `lru` (see `docs/kvoffload_eviction.md`).
 
     Args:
         max_staleness: the largest staleness of pages that are kept. With None, pages of all

@@ -69,8 +69,8 @@ def engine_args(
             find the pages. With None, the folder starts empty and is emptied at the end.
 
     Raises:
-        PlanError: the sizes do not fit together, `evict` is unknown, or `persist` is given without
-            a disk.
+        PlanError: a size is out of range, or only one of `disk_path` and `disk_bytes` is given.
+            Also raised if `evict` is unknown, or if `persist` is given without a disk.
         UnsupportedError: `host_bytes` is not positive.
     """
     if host_bytes <= 0:
@@ -120,7 +120,7 @@ def engine_args(
 
 
 def server_args(**settings: Any) -> list[str]:
-    """Return the command line of a server, with the settings and errors of `engine_args`. Pure."""
+    """Return a server's command-line arguments, with settings and errors of `engine_args`. Pure."""
     return command_line(engine_args(**settings))
 
 

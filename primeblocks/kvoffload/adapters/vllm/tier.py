@@ -81,9 +81,8 @@ def request_args(
 
     Args:
         version: the policy version, a count of updates. Pages of different versions have different
-            keys. The tier advances to the largest version seen. The tier ignores a version that
-            exceeds the largest version by more than 2**20, because one mistaken request would make
-            all pages stale.
+            keys. The tier advances to the largest version seen, but never by more than 2**20 at
+            once. Otherwise, one mistaken request would make all pages stale.
         rollout: the name of the rollout that will need the pages again, in its next turn.
         ends: the names of rollouts that end with this request and do not need their pages any more.
             Name this rollout in its last turn, and rollouts that ended without a last turn.
@@ -148,10 +147,10 @@ class _Running:
 class StoreTier(SecondaryTierManager):
     """A secondary tier of vLLM that keeps its pages in a `TieredStore`.
 
-    The tier runs in the scheduler's process, and never blocks the scheduler. A page that is
-    missing, torn or changed is reported as failed, and vLLM computes the page again. Without
-    `persist`, the store starts empty and is emptied when the engine ends, because the next engine
-    may have other weights.
+    The tier runs in the scheduler's process. Calls for requests and jobs return at once, and only
+    `rest`, `drain_jobs`, start and shutdown wait. A page that is missing, torn or changed is
+    reported as failed, and vLLM computes the page again. Without `persist`, the store starts empty
+    and is emptied when the engine ends, because the next engine may have other weights.
     """
 
     def __init__(
