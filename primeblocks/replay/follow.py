@@ -40,7 +40,7 @@ def follow(
     float32 or float64 of the shape of the rows. A call without rows runs the model unchanged.
 
     Each layer gets its rows as an argument of its call, so any number of micro-batches may be in
-    flight. An activation checkpoint recomputes a layer with the rows of the layer's first call. If
+    flight. An activation checkpoint of a whole layer recomputes the layer with the same rows. If
     the model's forward takes `routed_experts` or `**kwargs`, the forward must pass the rows on to
     its layers, as transformers does. If the forward takes neither, hooks give the rows to the
     layers, or to the `checkpoint_wrapper` around a layer.

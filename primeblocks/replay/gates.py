@@ -4,9 +4,9 @@ Each of the three formulas repeats the arithmetic and the dtype of the host's co
 that the router itself would choose, results have the same bits as the host's gate weights. All
 three functions are local and differentiable. Rows may name any number of experts, not only `top_k`.
 
-If a saturated router gives exactly 0 to all experts of a row, the host would divide 0 by 0. For a
-row of zeros, each function returns the limit of its formula: the softmax over the logits of the
-row's experts.
+If a saturated router gives exactly 0 to all experts of a row, a host that adds no epsilon would
+divide 0 by 0. For such a row, the functions return the limit of the host's formula: the softmax
+over the logits of the row's experts.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ def impose(
         routes: one row per token of the micro-batch.
         gates: the engine's gate weights, float32 `[tokens, layers, top_k]`, such as `Tape.gates`.
             With `gates`, the model computes with exactly the engine's values, in its own dtype.
-            Gradients flow as if the model used the trainer's gate weights. Missing tokens use the
-            trainer's gate weights.
+            Gradients go to the trainer's gate weights, which missing tokens also use.
         min_score_ratio: in (0, 1]. A replayed expert is kept only if its trainer score is at least
             `min_score_ratio` times the lowest score of the trainer's own choices. Other slots get
             the trainer's best choice that is not in the row. Padding rows keep their experts.

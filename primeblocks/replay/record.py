@@ -44,7 +44,7 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
     Raises:
         UsageError: from within the forward, a layer ran a second time outside backward, or within
             backward on a different number of tokens. Raised when the context closes, or when
-            `tape.routes` is read, if a layer chose other experts when it was recomputed.
+            `tape.routes` is read, if a layer chose differently when it was recomputed.
         ShapeError: from within the forward, a router's ids are not `[tokens, top_k]` integers.
     """
     layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]
@@ -69,7 +69,7 @@ class Tape:
         """The recorded choices, copied to the host.
 
         Raises:
-            UsageError: a layer has not run, or chose other experts when it ran again.
+            UsageError: a layer has not run, or chose differently when it ran again.
             ShapeError: the layers saw different numbers of tokens.
         """
         self._check_complete()
@@ -96,7 +96,7 @@ class Tape:
         return _gather([layer.gates for layer in self._layers], np.dtype(np.float32))
 
     def check_repeats(self) -> None:
-        """Raise UsageError if a layer chose other experts when it was recomputed. See `record`."""
+        """Raise UsageError if a layer chose differently when it was recomputed. See `record`."""
         for layer in self._layers:
             if layer.changed is not None and bool(layer.changed):
                 raise UsageError(

@@ -144,7 +144,7 @@ class Routes:
         Rows of padding name the experts in turn, over all parts, so that experts get equal work.
 
         Args:
-            pad_to: the length to which each part is padded, for a batch of rows of one length.
+            pad_to: the number of tokens to which each part is padded, for rows of one length.
 
         Raises:
             ShapeError: the parts come from different models, `parts` is empty, or `pad` refuses

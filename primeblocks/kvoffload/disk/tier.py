@@ -40,8 +40,8 @@ class DiskTier:
 
     If another program removed, replaced or cut a file of the tier, the next change or `flush`
     raises CorruptionError. Without `pages` or `lock`, the tier accepts no pages until the folder is
-    opened again. On a full disk the tier continues with its existing frames. If the index then needs
-    room, the tier drops the pages in its last frames.
+    opened again. On a full disk the tier continues with its existing frames. If the index then
+    needs room, the tier drops the pages in its last frames.
 
     Args:
         path: the folder, which is made if absent. Only one tier at a time can own the folder.

@@ -119,8 +119,8 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
 
     Raises:
         UnsupportedError: the model has no router of a supported family, a router of another family,
-            or several routers in one layer. Also raised unless 5.17 <= version < 6 for
-            transformers.
+            or several routers in one layer. Also raised if transformers is older than 5.17, or is
+            version 6 or newer.
     """
     release = tuple(int(part) for part in _RELEASE.split(".")[:2])
     if not (5, 17) <= release < (6, 0):

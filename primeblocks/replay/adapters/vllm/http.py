@@ -68,8 +68,7 @@ def read_answer(body: Bytes) -> Answer:
     """Read a body of `MEDIA_TYPE`. Rows are views of the body. Local.
 
     Raises:
-        CorruptionError: a byte was changed, added or lost, or the body is not an answer with
-            routes.
+        CorruptionError: a byte was changed, added or lost, or the body is not of `MEDIA_TYPE`.
         UnsupportedError: the body has an unknown format version.
     """
     inner = unseal(body, kind=_KIND, format_version=_FORMAT)
