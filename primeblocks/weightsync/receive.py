@@ -124,7 +124,7 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version of the engine. None before the first load, or if two versions are mixed."""
+        """The version of the engine. None before the first load, in a load or after EngineError."""
         return None if self._served is None else self._served.version
 
     @property
@@ -142,9 +142,9 @@ class Subscriber:
     ) -> Receipt:
         """Wait for a version and check every byte, but do not load it. Local.
 
-        After `verify`, `receive` only loads the checked version. Arguments, cost and errors are as
-        for `receive`. If the trainer has overwritten the checked version with the second newer
-        version, `receive(version)` raises TransferError.
+        The next `receive` then only loads the version. Arguments, cost and errors are as for
+        `receive`. The reader does not hold memory that a trainer needs again. If the trainer has
+        published two more versions into this memory, `receive(version)` raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):

@@ -75,7 +75,7 @@ class Verified:
         return [*self.differing, *self.missing, *self.unobservable]
 
     def table(self) -> str:
-        """Tabulate the differences, with one line per name."""
+        """Tabulate the tensors that are not proved, with one line per name."""
         rows = [(kind, *row) for kind in _KINDS for row in getattr(self, kind).items()]
         width = max((len(name) for _, name, _ in rows), default=0)
         lines = [f"{kind:12}  {name:{width}}  {where}" for kind, name, where in rows]
@@ -133,7 +133,7 @@ def verify_engine(
         PlanError: the trainer's tensors do not fit the plan, or the engine was observed with
             another plan. Also raised if `parameters` or `engine` has an unsupported type.
         UsageError: `engine` is missing, or the sides have no name in common. Also raised if `plan`
-            is missing for several ranks, for several engine processes or for an `Observed`.
+            and `into` are missing for several ranks, several engine processes or an `Observed`.
         TransferError: a rank failed or was late.
     """
     deadline = time.monotonic() + timeout_s

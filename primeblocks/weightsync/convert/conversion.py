@@ -184,8 +184,8 @@ def record_wiring(
     """Run a conversion without data and record where each element goes. Local.
 
     The conversion may rename, slice, transpose, split, stack, join and drop tensors, in plain
-    torch. If the conversion joins tensors from `torch.zeros` or `torch.empty` to other tensors, the
-    created elements become zero padding.
+    torch. If the conversion joins tensors from `torch.zeros`, or from `torch.empty` on the meta
+    device, to other tensors, the created elements become zero padding.
 
     Args:
         convert: a function that gets whole meta tensors by name, and returns the converted tensors.

@@ -93,7 +93,7 @@ class ColocatedTurn:
 class Colocated:
     """Alternates trainer and engine on one device.
 
-    The first turn is the trainer's, so put the engine to sleep before you call `to_engine`.
+    The first turn is the trainer's, so put the engine to sleep before you make a `Colocated`.
 
     Args:
         trainer: the trainer's memory on this rank.

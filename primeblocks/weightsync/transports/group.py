@@ -202,7 +202,8 @@ class GroupTransport:
 
         Raises:
             DeadlineError: no version was published in time. The group can still be used.
-            PlanError: publisher and reader have different plans.
+            PlanError: publisher and reader have different plans, or the published version is not
+                the version of `request`.
         """
         if self._is_any:
             self._rank, self._is_any = self._trainers + request.reader, False

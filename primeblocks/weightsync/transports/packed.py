@@ -48,7 +48,7 @@ class PackedTransport:
     """A transport whose trainer ranks pack buffers, and whose engines fetch them at any time.
 
     Each trainer rank packs its part of a version into one buffer on its device. Two buffers are
-    used in turn, and a third buffer for a delta. An engine has a lease on the version that it
+    used in turn, and each delta has a buffer of its own. An engine has a lease on the version it
     fetches. A publish that needs a buffer again waits, until its deadline, for the leases on this
     buffer to end. You may publish again after a failure. A restarted rank or engine joins by
     constructing its end again. If the process of a trainer rank ends, no engine can fetch its

@@ -142,7 +142,7 @@ class Transport(Protocol):
         ...
 
     def abort(self, version: int) -> None:
-        """Owner: drop a version that was begun, unless it was committed."""
+        """Owner: drop a version that was begun and not committed. Otherwise, do nothing."""
         ...
 
     def markers(self) -> tuple[Marker, ...]:
@@ -150,7 +150,7 @@ class Transport(Protocol):
         ...
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
-        """Reader: wait for a version, and return the chain of parts that ends with this version.
+        """Reader: wait for a version, and return the chain of versions that ends with it.
 
         A chain begins with a full version, or with a delta to the version that the reader holds,
         and ends with the version of `request`.

@@ -184,7 +184,7 @@ async def update_all(
 
     Raises:
         UsageError: `in_flight` or a position in `prefill` is unknown. No engine was called.
-        UnsupportedError: `in_flight` is "recompute", and an engine reads the pages of other
+        UnsupportedError: `in_flight` is "recompute", and `prefill` contains some but not all
             engines.
         PrimeblocksError: as for `update`. The error's attribute `engines` has the positions of all
             failed engines. Drop or restart the dead engines and call again.

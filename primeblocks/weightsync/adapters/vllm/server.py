@@ -69,6 +69,8 @@ def server_args() -> list[str]:
 class VllmServer:
     """The address of one server. Pass a VllmServer to functions that take an engine.
 
+    A VllmServer does not keep a connection open.
+
     Args:
         url: http://host:port of the server itself, never of a router.
         headers: HTTP headers that are sent with every request.

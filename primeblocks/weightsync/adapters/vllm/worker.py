@@ -162,7 +162,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return observe_worker(self._updated or self.model, self._subscriber, self._reads)
 
     def verify(self, info: UpdateInfo) -> None:
-        """Start to check a version, after which `receive_weights` only serves this update."""
+        """Start to check a version.
+
+        From this call on, `receive_weights` serves only this attempt.
+        """
         self._transaction = info.transaction
         if (subscriber := self._subscriber) is not None:
             self._checking = self._thread.submit(
