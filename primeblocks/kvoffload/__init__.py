@@ -1,17 +1,20 @@
 """Keep the attention keys and values of past rollouts outside the engine.
 
-`TieredStore` holds pages in host memory, on disk and in stores that engines share:
-content-addressed, checksummed, within a quota, and aware of policy versions. Loading gives the page
-that was saved or a miss, never a wrong page.
+`TieredStore` holds pages in host memory, on disk and in stores that engines share. Pages are
+content-addressed and checksummed. The store respects quotas, and can evict pages of old policy
+versions first. A load returns the saved page or a miss, but never a wrong page.
 
-The files, in the order in which they are read:
+The files, in reading order:
 
-- `page`, `tier`, `host`: a page's key and checksum, what a tier is, and host memory.
-- `store`: the calls. Each takes the store's lock, changes the catalogue, and hands out its moves.
-- `pending`, `moves`: what a caller hands over, its result, and one step of a page between tiers.
-- `catalogue`, `lower`: the place of each page, and what a lower tier is given. No threads, no I/O.
-- `copier`, `worker`: the threads that make the moves, and report them to the catalogue.
-- `disk`, `evict`, `adapters`: a tier, the choice of the page that leaves, and engines.
+- `page`, `tier`, `host`: a page's key and checksum, the interface of a tier, and host memory.
+- `store`: the calls. Each call takes the store's lock, changes the catalogue, and hands the
+  resulting moves to the threads.
+- `pending`, `moves`: a call in progress with its result, and one step of a page between tiers.
+- `catalogue`, `lower`: the place of each page, and the choice of pages for lower tiers, without
+  threads and without I/O.
+- `copier`, `worker`: the threads that move pages, and report finished moves to the catalogue.
+- `disk`, `evict`, `adapters`: a tier on a disk, the choice of the page to evict, and adapters to
+  engines.
 """
 
 from . import evict

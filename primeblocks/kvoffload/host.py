@@ -22,15 +22,15 @@ class HostTier:
     The operating system provides memory when a frame is first written, unless the pool is pinned.
 
     Args:
-        capacity_bytes: the size of the slab, rounded down to whole frames. A frame has room for a
-            page and its attachments, rounded up to 4096 bytes.
+        capacity_bytes: the size of the slab, rounded down to whole frames. A frame has the size of
+            a page and its attachments, rounded up to a multiple of 4096 bytes.
         page_bytes: the bytes of a page.
         attachment_bytes: the room next to each page for its packed attachments.
-        pinned: lock the slab in memory, for direct copies from and to a CUDA device.
+        pinned: whether to lock the slab in memory, for direct copies from and to a CUDA device.
 
     Raises:
-        PlanError: not even one page fits.
-        UnsupportedError: `pinned` without a CUDA device.
+        PlanError: `capacity_bytes` is too small for one page.
+        UnsupportedError: `pinned` is True on a machine without a CUDA device.
         CapacityError: the operating system refuses so much memory.
     """
 
@@ -73,7 +73,10 @@ class HostTier:
         return self._slab[number * self.frame_bytes : (number + 1) * self.frame_bytes]
 
     def pages(self, frames: Sequence[int]) -> list[torch.Tensor]:
-        """Return the bytes of the pages in these frames. Adjacent frames cost only one call."""
+        """Return the bytes of the pages in `frames`.
+
+        Adjacent frames cost only one slice operation.
+        """
         pages: list[torch.Tensor] = []
         start = 0
         while start < len(frames):
@@ -85,7 +88,7 @@ class HostTier:
         return pages
 
     def close(self) -> None:
-        """Release the slab. Its memory is freed with the last view. A second call does nothing."""
+        """Release the slab. The memory is freed with the last view. A second call does nothing."""
         if self.pinned and self._slab.nbytes:
             _cuda("cudaHostUnregister", self._slab.ctypes.data)
         self._slab = np.empty(0, dtype=np.uint8)

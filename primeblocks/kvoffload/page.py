@@ -40,15 +40,15 @@ class PageKey(bytes):
     Keys are equal only if all their fields are equal.
 
     Args:
-        salt: the namespace of one policy. `b""` if `hash` already includes it.
+        salt: the namespace of one policy. Pass `b""` if `hash` already includes the namespace.
         hash: a hash of all tokens up to the end of the page.
         group: the group of layers that the page belongs to.
         version: the policy version that wrote the page. With None, the page never becomes stale.
         recipe: a fingerprint of how the bytes are made: dtype, scales, layout and model.
 
     Raises:
-        PlanError: a field has another type, a text is not Unicode, the group does not fit in 32
-            bits, or the version in 64.
+        PlanError: a field has a wrong type, or a text is not Unicode. Also raised if the group does
+            not fit in 32 bits, or the version in 64 bits.
     """
 
     # On the way of a page to a disk its key is looked up some 30 times and written 5 times. A hash

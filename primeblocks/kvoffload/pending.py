@@ -59,7 +59,8 @@ class Pending(Generic[T]):
     """The result of a `save` or `load` in progress. Use `done()`, `wait`, `await` or `cancel`.
 
     The operation is given up if a wait reaches its deadline, if `cancel` is called, or if a task
-    that awaits the result is cancelled. Afterwards the store does not use the caller's buffers.
+    that awaits the result is cancelled. Once the wait has raised or `cancel` has returned, the
+    store does not use the caller's buffers.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class Pending(Generic[T]):
         self._then: list[Callable[[], object]] = []
 
     def done(self, *, within_s: float = 0.0) -> bool:
-        """Whether `wait` would return or raise at once. Waits for that at most `within_s`."""
+        """Whether `wait` would return or raise at once. Waits at most `within_s` seconds."""
         if within_s and not self._is_over():
             with self._changed:
                 self._changed.wait_for(self._is_over, within_s)
@@ -116,7 +117,10 @@ class Pending(Generic[T]):
         return self.wait(timeout_s=0)
 
     def cancel(self) -> bool:
-        """Give the operation up. Returns False if it was over. Pages already moved stay moved."""
+        """Give up the operation, or return False if it was over.
+
+        Pages that were already moved are not moved back.
+        """
         with self._changed:
             if self._is_over():
                 return False

@@ -38,22 +38,22 @@ _MAX_PENDING = 1024  # pages that may wait for room in host memory; further save
 
 
 class TieredStore:
-    """Keeps pages in host memory, and in slower tiers when it is full. Thread-safe.
+    """Keeps pages in host memory, and in slower tiers if host memory is full. Thread-safe.
 
     A page found in a lower tier is copied back to host memory. Calls return at once, and threads of
     the store copy and do I/O. A load sees every save that was called before it. The result of a
     save is ready once host memory has the page. If all lower tiers refuse a page, as on a full
-    disk, the page is lost when it leaves host memory. `statistics()` counts such refusals.
+    disk, the page is lost when it leaves host memory. `statistics()` counts refused pages.
 
     Args:
-        tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes them.
-        evict: chooses the page that leaves: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
-        write: write a page to the tiers below when it leaves host memory ("back"), or at once
-            ("through").
+        tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes all tiers.
+        evict: the policy of eviction: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
+        write: when to write a page to the tiers below: when the page leaves host memory ("back"),
+            or at once ("through").
         copy_threads: how many threads copy between the caller's buffers and host memory.
-        patience_s: how many seconds saves wait for a slow tier below. Then pages leave host memory
-            without a write to this tier. A tier that does not answer is not read either.
-        clock: returns seconds.
+        patience_s: how many seconds saves wait for a slow tier. After this time, pages may leave
+            host memory without a write to this tier. Loads skip a tier that does not answer.
+        clock: a function that returns seconds.
 
     Raises:
         UnsupportedError: the first tier is not a `HostTier`, or a shared tier is not the last.
@@ -112,9 +112,9 @@ class TieredStore:
         False.
 
         Args:
-            page: `page_bytes` bytes: a contiguous tensor, array or buffer, or a list of them.
+            page: `page_bytes` bytes, as a contiguous tensor, array or buffer, or a list of them.
             attachments: bytes by name, which are saved and loaded with the page.
-            rollout: any name of the rollout that will load the page again. Save its pages in order.
+            rollout: a name of the rollout that will load the page. Save a rollout's pages in order.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
@@ -136,7 +136,7 @@ class TieredStore:
         attachments: Sequence[Mapping[str, bytes] | None] | None = None,
         rollout: Hashable = None,
     ) -> Pending[list[Saved]]:
-        """Save several pages as `save` does, with one result for each. Saves all or raises."""
+        """Save pages as `save` does, with one result per page. Checks all pages before any save."""
         attachments = [None] * len(keys) if attachments is None else attachments
         batch = Batch[Saved](len(keys))
         requests = save_requests(batch, keys, pages, attachments, host=self._host, rollout=rollout)
@@ -145,10 +145,10 @@ class TieredStore:
     def load(self, key: PageKey, *, into: Any, rollout: Hashable = None) -> Pending[Loaded]:
         """Copy a page into `into`, or report a miss. Local, unless a tier is on the network.
 
-        A damaged page is dropped, and is a miss. A miss or a deadline leaves `into` unchanged.
+        Drops a damaged copy, and then tries lower tiers. A miss leaves `into` unchanged.
 
         Args:
-            into: a writable buffer, otherwise as `page` in `save`. `rollout` is as in `save` too.
+            into: a writable page, in a form that `save` takes. `rollout` is as in `save`.
 
         Raises:
             ShapeError: `into` has the wrong size or is read-only. Otherwise as `save`.
@@ -170,7 +170,7 @@ class TieredStore:
         return self._catalogue.knows(key)
 
     def holds(self, keys: Sequence[PageKey]) -> Pending[list[bool]]:
-        """Return for which pages a load may hit, including shared tiers. May use the network."""
+        """Return for each page whether a load may find it in any tier. May use the network."""
         batch = Batch[bool](len(keys))
         known = [key in self for key in keys]
         shared = bool(self._workers) and self._catalogue.levels[-1].shared
@@ -183,10 +183,10 @@ class TieredStore:
         return batch.pending
 
     def advance(self, *, version: int) -> None:
-        """Tell the store the current policy version, so that it can evict old pages first. Local.
+        """Tell the store the current policy version, so that old pages can be evicted first. Local.
 
         Raises:
-            UsageError: the version is older than the current one, or is not a policy version.
+            UsageError: the version is older than the current version, or is not a policy version.
         """
         with self._changed:
             if (version := check_version(version)) < (now := self._catalogue.version):
@@ -204,12 +204,12 @@ class TieredStore:
         self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
-        """Report the whole queue, next rollout first. Rollouts that left the queue run. Local."""
+        """Report the whole queue, next rollout first. A rollout that left the queue runs. Local."""
         names = users_of(*rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
     def end(self, rollout: Hashable) -> None:
-        """Report that a rollout ended: its pages leave first. Call it for each name. Local."""
+        """Report a rollout's end: its pages may be evicted first. Call `end` per name. Local."""
         users_of(rollout)
         self._ask(self._catalogue.end, rollout)
 
@@ -218,10 +218,10 @@ class TieredStore:
         return self._after(self._catalogue.clear)
 
     def flush(self) -> Pending[None]:
-        """Write pages that only host memory has to the tiers below, and make them durable. Local.
+        """Write pages that are only in host memory to lower tiers, and make them durable. Local.
 
         Leaves out pages whose save is not over. An error means that a tier refused a page or had no
-        room for it. A later call tries this page again.
+        room for it. A later `flush` tries the refused page again.
         """
         return self._after(self._catalogue.write_down, flush=True)
 
@@ -233,7 +233,7 @@ class TieredStore:
     def close(self, *, timeout_s: float = 30.0) -> None:
         """Finish the calls made so far, then release the tiers. A second call does nothing.
 
-        Pages that only host memory has are lost. Call `flush` first to keep them.
+        Pages that are only in host memory are lost, unless you call `flush` before `close`.
 
         Raises:
             DeadlineError: the store's threads did not finish in time.
@@ -383,12 +383,12 @@ def load_prefix(
 ) -> list[Loaded]:
     """Load the pages of a prompt up to the first missing page, and wait for them.
 
-    The result has one entry per loaded page. It ends before a damaged page, but the buffers behind
-    that page may have been written. The first page becomes the least recently used.
+    The result has one entry per loaded page. The result ends before a damaged page, but buffers of
+    later pages may have been written. The first page becomes the least recently used loaded page.
 
     Args:
-        keys: the prompt's pages, in order. Make them from `page_hashes`.
-        into: a buffer for each page. It and `rollout` are as in `TieredStore.load`.
+        keys: the prompt's pages, in order. `page_hashes` computes the hashes of the keys.
+        into: a buffer for each page. `TieredStore.load` describes buffers and `rollout`.
 
     Raises:
         DeadlineError: the pages were not ready within `timeout_s`. The loads are given up.

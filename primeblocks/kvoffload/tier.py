@@ -16,11 +16,12 @@ __all__ = ["Found", "Loaded", "Record", "Saved", "Tier", "TierStatistics"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A page on its way into a tier.
+    """A page that is written to a tier.
 
     Args:
         content: the bytes of the page, then its packed attachments, aligned to 4096 bytes.
-        digest: the `checksum` of key and content. The tier stores it and does not compare it.
+        digest: the `checksum` of key and content. The tier stores the digest and does not compare
+            it.
         frame: the whole frame that begins with `content`, for I/O in units of 4096 bytes.
     """
 
@@ -40,8 +41,9 @@ class Found(NamedTuple):
 class Tier(Protocol):
     """A place for pages below host memory, such as a disk or a store on the network.
 
-    One thread calls all methods except `holds`, which any thread may call. An error of one page is
-    returned in its place and not raised, so that a bad page does not fail its batch.
+    One thread calls all methods except `holds`, which any thread may call. If a call fails for one
+    page, the result has the error in place of the page. The call still serves the other pages of
+    the batch.
     """
 
     @property
@@ -52,22 +54,28 @@ class Tier(Protocol):
     def attachment_bytes(self) -> int: ...
     @property
     def capacity_pages(self) -> int:
-        """The pages that fit. The store evicts before it puts more. Ignored if `shared`."""
+        """The number of pages that fit before the store must evict. Ignored if `shared`."""
         ...
 
     @property
     def shared(self) -> bool:
-        """Whether other processes write to it too. If so, the store does not evict from it."""
+        """Whether other processes also write to the tier.
+
+        The store does not evict from a shared tier.
+        """
         ...
 
     def put(self, records: Sequence[Record]) -> list[PrimeblocksError | OSError | None]:
-        """Write pages over earlier pages with their keys. Return None or an error for each page."""
+        """Write pages, and replace earlier pages with equal keys.
+
+        Return None or an error per page.
+        """
         ...
 
     def get(
         self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
     ) -> list[Found | PrimeblocksError | OSError | None]:
-        """Read pages into whole, aligned frames. None in the result is a miss."""
+        """Read pages into whole, aligned frames. In the result, None means a miss."""
         ...
 
     def drop(self, keys: Sequence[PageKey]) -> None:
@@ -87,7 +95,7 @@ class Tier(Protocol):
         ...
 
     def keys(self) -> list[PageKey]:
-        """Return all keys, oldest first. Return an empty list if `shared`."""
+        """Return all keys, oldest first, or an empty list for a shared tier."""
         ...
 
     def close(self) -> None: ...
@@ -108,11 +116,11 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load. It is true for a page and false for a miss.
+    """The result of a load, which is true for a page and false for a miss.
 
     Args:
-        tier: the name of the tier that had the page. It equals None after a miss, which leaves
-            `into` unchanged.
+        tier: the name of the tier that had the page, or None after a miss. A miss leaves `into`
+            unchanged.
         attachments: the attachments saved with the page.
     """
 
@@ -131,14 +139,14 @@ class TierStatistics:
         hits: loads that this tier served.
         misses: loads for which this tier had no usable page.
         stores: pages written, by saves, demotions and promotions.
-        evictions: pages that left to make room.
+        evictions: pages that were evicted to make room.
         checksum_failures: pages that were torn, changed or removed, and then dropped.
         failures: reads and writes that the tier refused, for example on a full disk.
-        skipped: pages not written because the tier had refused others or did not keep up.
-        bytes_written: page and attachment bytes of `stores`.
-        bytes_read: page and attachment bytes of `hits`.
+        skipped: pages not written because the tier had refused other pages or did not keep up.
+        bytes_written: the bytes of pages and attachments that `stores` counts.
+        bytes_read: the bytes of pages and attachments that `hits` counts.
         pages: pages in the tier now.
-        capacity_pages: pages that fit. 0 if the tier is shared.
+        capacity_pages: pages that fit, or 0 if the tier is shared.
     """
 
     hits: int

@@ -1,10 +1,10 @@
 """Replay an engine's expert choices in the trainer.
 
-`record` records the choices of routers. `Routes` stores them, and can be sliced, joined and packed.
-`impose` makes another model's routers follow them. That model still computes its own gate weights,
-with gradients. `follow` does the same by an argument of the forward, for pipelines. `KeptTokens`
-stores the vocabulary ids that top-k and top-p kept. `measure_mismatch` and `compare` measure the
-mismatch of engine and trainer, and `attribute` finds the causes of the mismatch.
+`record` records the choices of routers. `Routes` stores choices, and can be sliced, joined and
+packed. With `impose`, the routers of another model follow recorded choices, but compute their own
+gate weights, with gradients. `follow` replays choices by an argument of the forward, for pipelines.
+`KeptTokens` stores the vocabulary ids that top-k and top-p kept. `measure_mismatch` and `compare`
+measure the mismatch of engine and trainer, and `attribute` finds the causes of the mismatch.
 """
 
 from . import gates, mismatch, sampling

@@ -86,24 +86,26 @@ def attribute(
 ) -> Attribution:
     """Split the mismatch among causes that can be switched off one by one.
 
-    A cause is a difference between trainer and engine, such as other routes, another dtype or
-    another weight version. You name the causes. `evaluate` computes the trainer's log-probabilities
-    of the sampled tokens with some causes *removed*. If `"routes"` is removed, for example, the
-    trainer uses the engine's routes. `evaluate(frozenset())` is the unchanged trainer.
+    A cause is a difference between trainer and engine, such as different routes, a different dtype
+    or a different weight version. You name the causes. `evaluate` computes the trainer's
+    log-probabilities of the sampled tokens with some causes *removed*. If `"routes"` is removed,
+    for example, the trainer uses the engine's routes. `evaluate(frozenset())` evaluates the
+    unchanged trainer.
 
     The cost is `2 ** n` evaluations for n causes, each a forward of the trainer. Local.
 
     Args:
-        evaluate: takes the set of removed causes, and returns log-probabilities of the shape of
-            `rollout_logprobs`.
+        evaluate: a function that takes the set of removed causes, and returns log-probabilities of
+            the shape of `rollout_logprobs`.
         rollout_logprobs: the engine's log-probabilities of the same tokens, of any shape.
-        causes: all names that `evaluate` knows.
-        mask: True for tokens that count, of the same shape.
+        causes: the names of all causes that `evaluate` can remove.
+        mask: bool of the shape of `rollout_logprobs`, True for tokens that count.
 
     Raises:
         UsageError: `causes` is empty, repeats a name, or has more than 12 names. Also raised if a
             log-probability is not finite.
-        ShapeError: the result of `evaluate` or the mask has another shape, or no token counts.
+        ShapeError: the result of `evaluate` or the mask differs in shape from `rollout_logprobs`,
+            or no token counts.
 
     Source: L. Shapley, "A value for n-person games" (1953).
     """

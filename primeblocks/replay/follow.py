@@ -32,41 +32,45 @@ def follow(
     *,
     layer_ids: Iterable[int] | None = None,
 ) -> Following:
-    """Make `model(..., routed_experts=rows)` follow these rows. Call once, before the first step.
+    """Make `model(..., routed_experts=rows)` follow `rows`. Call `follow` before the first step.
 
-    `rows` are integers `[batch, sequence, layers, top_k]`, from `Routes.tensor`. For a row of -1,
-    the token uses the model's own choice in that layer. To replay gates too, as `impose(gates=)`
-    does, pass `routed_experts_weights`, float32 or float64 of the same shape. A call without rows
-    runs the model unchanged.
+    Call `follow` once per model. `Routes.tensor` makes the rows, integers
+    `[batch, sequence, layers, top_k]`. If a row is -1, the token uses the model's own choice in the
+    row's layer. To replay gates too, as `impose(gates=)` does, pass `routed_experts_weights`,
+    float32 or float64 of the shape of the rows. A call without rows runs the model unchanged.
 
-    The rows go to each layer as an argument of its call. So any number of micro-batches may be in
-    flight, and an activation checkpoint of the layer recomputes it under the same rows. If the
-    model's forward takes `routed_experts` or `**kwargs`, it must pass them on to its layers, as
-    transformers does. If it takes neither, hooks give the rows to the layers, or to the
-    `checkpoint_wrapper` around them.
+    Each layer gets its rows as an argument of its call, so any number of micro-batches may be in
+    flight. An activation checkpoint of a whole layer recomputes the layer with the same rows. If
+    the model's forward takes `routed_experts` or `**kwargs`, the forward must pass the rows on to
+    its layers, as transformers does. If the forward takes neither, hooks give the rows to the
+    layers, or to the `checkpoint_wrapper` around a layer.
 
-    Local: adds forward hooks to the model, its layers and routers. Call it before `torch.compile`.
+    Local: adds forward hooks to the model, its layers and routers. Call `follow` before
+    `torch.compile`.
 
     Args:
         model: the module that is called with the rows: the model, or this rank's pipeline stage.
         routers: the routers inside `model`, from an adapter. For a stage, call the adapter on the
-            whole model, so that layer ids are those of that model. Then pass the stage's routers.
-        layer_ids: the layers of `routed_experts`, in the order of that tensor. By default, the
-            layers of the routers, ascending. Pass `routes.layer_ids` for rows of all layers.
+            whole model, because layer ids count the layers of the whole model. Pass only the
+            stage's routers.
+        layer_ids: the layer ids of the rows, in the order of the third dim of the rows. The default
+            is the layers of the routers, ascending. Pass `routes.layer_ids` for rows of all layers.
 
     Returns:
-        The hooks. `close()` or the end of a `with` block removes them.
+        The hooks. `close()` or the end of a `with` block removes the hooks.
 
     Raises:
         PlanError: a router is not inside the model, two routers share a layer, or `layer_ids` lacks
             a router's layer or names a layer twice.
         UsageError: a router is already followed, or not in an `nn.ModuleList` or `nn.ModuleDict`.
             From within the forward: the rows did not reach each router, a router is also under
-            `impose`, or a part of a layer was recomputed without the layer. On a CPU also if a row
-            names an unknown expert. On a GPU such a row ends the process.
-        ShapeError: from within the forward, rows of other tokens, layers or top_k, or gates of
-            another shape or a dtype narrower than float32. Another `[batch, sequence]` of as many
-            tokens is noticed only if the layer's hidden states have three dims.
+            `impose`, or a part of a layer was recomputed without the layer. On a CPU, also raised
+            if a row names an unknown expert. On a GPU, a row with an unknown expert ends the
+            process.
+        ShapeError: from within the forward, the rows do not fit the model's tokens, layers or
+            top_k. Also raised if the gates do not have the shape of the rows, or have a dtype
+            narrower than float32. A different split of the same tokens into `[batch, sequence]`
+            raises the error only if the layer's hidden states have three dims.
 
     Source: arXiv:2510.11370, routing replay; prime-rl, the argument's name and shape.
     """
@@ -91,7 +95,7 @@ def follow(
 
 
 class Following:
-    """The hooks that `follow` added. They work until `close`."""
+    """The hooks that `follow` added. The hooks work until `close` is called."""
 
     def __init__(
         self, model: nn.Module, routers: Sequence[Router], columns: tuple[int, ...]

@@ -1,11 +1,12 @@
 """Gate weights of given experts, from the router's logits.
 
-Each of the three formulas repeats the arithmetic and the dtype of its host. For the experts that
-the router itself would choose, results have the same bits as the host's. All three functions are
-local and differentiable. Rows may name any number of experts, not only `top_k`.
+Each of the three formulas repeats the arithmetic and the dtype of the host's code. For the experts
+that the router itself would choose, results have the same bits as the host's gate weights. All
+three functions are local and differentiable. Rows may name any number of experts, not only `top_k`.
 
-If a saturated router gives exactly 0 to all experts of a row, the host would divide 0 by 0. Such a
-row gets the limit of its formula, which is the softmax over the logits of these experts.
+If a saturated router gives exactly 0 to all experts of a row, a host that adds no epsilon would
+divide 0 by 0. For such a row, the functions return the limit of the host's formula: the softmax
+over the logits of the row's experts.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def sigmoid_gates(
 ) -> Float[Tensor, "tokens columns"]:
     """Independent sigmoids: DeepSeek-V3, GLM-4.5, GLM-5, MiniMax-M2, Nemotron-H, AFMoE, Laguna.
 
-    The correction bias of these routers affects choices and not weights. So a replay needs neither
+    The correction bias of these routers affects choices and not weights, so a replay needs neither
     the bias nor the expert groups.
 
     Args:
-        epsilon: the number that the host adds before it divides. 0 for MiniMax-M2 and Laguna.
+        epsilon: the number that the host adds before it divides: 0 for MiniMax-M2 and Laguna.
     """
     gates = logits.sigmoid().gather(-1, experts)
     if renormalise and epsilon:

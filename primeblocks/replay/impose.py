@@ -35,33 +35,35 @@ def impose(
 ) -> Iterator[Imposed]:
     """Make the routers follow `routes` while the context is open.
 
-    Only the ids of experts are replayed, in their order. The trainer computes gate weights from its
-    own scores, so that gradients reach the router. A missing token uses the trainer's own choice.
-    The rows are those of the flattened input, `[batch * sequence]`. Open one context per
-    micro-batch. With activation checkpointing, call backward inside the context too.
+    Only the ids of experts are replayed, in the order of `routes`. The trainer computes gate
+    weights from its own scores, so that gradients reach the router. A missing token uses the
+    trainer's own choice. Row i of `routes` belongs to token i of the flattened input,
+    `[batch * sequence]`. Open one context per micro-batch. With activation checkpointing, call
+    backward inside the context too.
 
-    Local. Uses forward hooks. On entering, the ids are copied once to the device of each router's
-    weights, from pinned memory and without waiting. They stay there in the dtype of `routes` until
-    the context closes.
+    Local. Uses forward hooks. When the context opens, the ids are copied once to the device of each
+    router's weights, from pinned memory and without waiting. The copies stay on the devices, in the
+    dtype of `routes`, until the context closes.
 
     Args:
         routers: the routers of the model, from an adapter.
         routes: one row per token of the micro-batch.
         gates: the engine's gate weights, float32 `[tokens, layers, top_k]`, such as `Tape.gates`.
-            The model then computes with exactly these values, in its own dtype. Gradients are those
-            of the trainer's gate weights, which missing tokens also use.
-        min_score_ratio: in (0, 1]. Keep a replayed expert only if the trainer's score for it is at
-            least this fraction of the lowest score of the trainer's own choices. Otherwise the slot
-            gets the best own choice that is not in the row. Padding keeps its experts.
+            With `gates`, the model computes with exactly the engine's values, in its own dtype.
+            Gradients go to the trainer's gate weights, which missing tokens also use.
+        min_score_ratio: in (0, 1]. A replayed expert is kept only if its trainer score is at least
+            `min_score_ratio` times the lowest score of the trainer's own choices. Other slots get
+            the trainer's best choice that is not in the row. Padding rows keep their experts.
 
     Raises:
-        PlanError: the routes are of a different model.
-        ShapeError: the gates do not fit the routes. From within the forward: the model runs on
-            another number of tokens, or a router's output gets other shapes or dtypes.
+        PlanError: `routes` come from a different model.
+        ShapeError: the gates do not fit the routes. Raised within the forward if the model runs on
+            a different number of tokens, or if a router's output would change in shape or dtype.
         UsageError: the routers are under another `impose` already, or the ratio is outside (0, 1]
-            or is given together with gates. On leaving: a router never ran, or would be recomputed
-            without its routes. From within backward: a layer was recomputed under the routes of
-            another micro-batch. Code that torch compiled outside a checkpoint does not check this.
+            or is given together with gates. Raised when the context closes if a router never ran,
+            or would be recomputed without its routes. Raised within backward if a layer was
+            recomputed under the routes of another micro-batch. Code that torch compiled outside a
+            checkpoint does not check the micro-batch.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """
@@ -87,9 +89,10 @@ def impose(
 
 
 class Imposed:
-    """The outcome of an `impose`.
+    """The outcome of a call of `impose`.
 
-    Read it after the model has run. The context may be closed by then.
+    Read the rates after the model has run. You may also read the rates after the context has
+    closed.
     """
 
     def __init__(self, tallies: dict[int, _Tally], known_slots: int) -> None:

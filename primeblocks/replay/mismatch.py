@@ -31,7 +31,7 @@ _ROUNDING = 2.0**-10
 
 @dataclass(frozen=True)
 class TokenMismatch:
-    """One token: its position in the input, both log-probabilities, and its k3."""
+    """The position of one token in the input, with its two log-probabilities and its k3."""
 
     position: tuple[int, ...]
     trainer: float
@@ -62,9 +62,10 @@ class Mismatch:
 
     @staticmethod
     def pool(parts: Iterable[Mismatch]) -> Mismatch:
-        """Return one measurement of the tokens of all parts. Gather the parts first. Local.
+        """Return one measurement of the tokens of all parts.
 
-        Positions of the worst tokens begin with the index of their part.
+        Gather the parts of all ranks first. Local. Positions of the worst tokens begin with the
+        index of their part.
 
         Raises:
             UsageError: `parts` is empty.
@@ -118,20 +119,21 @@ def measure_mismatch(
 ) -> Mismatch:
     """Compare log-probabilities of the same sampled tokens, in float64.
 
-    Both must describe the distribution from which the engine sampled, after temperature, top-k and
-    top-p (see `kept_logprobs`). Local, on the trainer's device. For a figure over ranks gather the
-    results of all ranks and `pool` them.
+    Both arguments must be log-probabilities under the distribution from which the engine sampled,
+    after temperature, top-k and top-p (see `kept_logprobs`). Local. Computes on the trainer's
+    device. To measure over all ranks, gather the results of the ranks and `pool` them.
 
     Args:
-        trainer_logprobs: floating, any shape.
-        rollout_logprobs: the same shape, from the engine that sampled.
-        mask: bool of the same shape, True where a token counts. Leave out prompt and padding.
+        trainer_logprobs: the trainer's log-probabilities, floating, of any shape.
+        rollout_logprobs: the engine's log-probabilities, of the shape of `trainer_logprobs`.
+        mask: bool of the shape of `trainer_logprobs`, True where a token counts. Leave out prompt
+            and padding.
         worst: the number of worst tokens to name.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: no token is left, `worst` is negative, or a log-probability that counts is not
-            finite, or above 0 by more than rounding.
+        UsageError: no token counts, `worst` is negative, or a log-probability that counts is not
+            finite or exceeds 0 by more than rounding.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
     """
@@ -169,16 +171,16 @@ def exact_kl(
 
     The result is not an estimate, because it uses the probabilities of the whole vocabulary. Ids
     that the engine's top-k or top-p excludes are -inf in `rollout_logprobs` and do not count.
-    Local, on the trainer's device, in float64.
+    Local. Computes in float64 on the trainer's device.
 
     Args:
-        trainer_logprobs: floating `[..., vocab]`, normalised.
-        rollout_logprobs: the same shape.
+        trainer_logprobs: the trainer's log-probabilities, floating `[..., vocab]`, normalised.
+        rollout_logprobs: the engine's log-probabilities, of the shape of `trainer_logprobs`.
         mask: bool `[...]`, True where a position counts.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: no position is left, or a value is NaN or above 0 by more than rounding. Also
+        UsageError: no position counts, or a value is NaN or exceeds 0 by more than rounding. Also
             raised if the trainer gives probability 0 to a token that the engine could sample.
     """
     trainer = _floating("trainer_logprobs", trainer_logprobs)
@@ -306,7 +308,7 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
     Raises:
         UsageError: `a` or `b` is not `Routes`.
         ShapeError: `a` and `b` differ in tokens, layers, experts or top_k, or share no known token
-            that counts. Also raised if the mask has another shape.
+            that counts. Also raised if the shape of the mask is not `[tokens]`.
     """
     for name, given in (("a", a), ("b", b)):
         if not isinstance(given, Routes):

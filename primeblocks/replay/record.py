@@ -26,23 +26,25 @@ __all__ = ["Tape", "record"]
 
 @contextmanager
 def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
-    """Record the choices of one forward.
+    """Record the experts that routers choose in one forward.
 
     Open one context per forward. Activation checkpointing runs the routers again within backward,
-    where they must make the same choices. A second forward, such as a step of `generate`, is
-    refused. Inside `impose`, `record` records the imposed choices. Around `impose`, it records the
-    model's own choices.
+    where they must make the same choices. A second forward, such as a step of `generate`, raises
+    UsageError. Inside `impose`, `record` records the imposed choices. Around `impose`, `record`
+    records the model's own choices.
 
-    Local. Keeps ids on the device, in a narrow dtype. Waits for the device only when the tape is
-    read, or on leaving if a layer ran twice. For a compiled model call `allow_compile` first.
+    Local. `record` keeps the expert ids on the device, in a narrow dtype. `record` waits for the
+    device only when the tape is read, or when the context closes after a layer ran twice. If the
+    model will be compiled, call `allow_compile` first.
 
     Args:
-        gates: also keep the gate weights of the choices. They take four more bytes per slot.
+        gates: whether to keep the gate weights of the choices too. The gate weights take four more
+            bytes per slot.
 
     Raises:
         UsageError: from within the forward, a layer ran a second time outside backward, or within
-            backward on another number of tokens. On leaving or from `tape.routes`, a layer chose
-            differently when it was recomputed.
+            backward on a different number of tokens. Raised when the context closes, or when
+            `tape.routes` is read, if a layer chose differently when it was recomputed.
         ShapeError: from within the forward, a router's ids are not `[tokens, top_k]` integers.
     """
     layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]
@@ -57,14 +59,14 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
 
 
 class Tape:
-    """The choices of one forward, by layer."""
+    """The experts that routers chose in one forward, by layer."""
 
     def __init__(self, layers: Sequence[_RecordedLayer]) -> None:
         self._layers = layers
 
     @cached_property
     def routes(self) -> Routes:
-        """The recorded choices. Copies to the host.
+        """The recorded choices, copied to the host.
 
         Raises:
             UsageError: a layer has not run, or chose differently when it ran again.
@@ -79,12 +81,13 @@ class Tape:
 
     @cached_property
     def gates(self) -> np.ndarray:
-        """The gate weights of the choices, float32 `[tokens, layers, top_k]`. Copies to the host.
+        """The gate weights of the choices on the host, float32 `[tokens, layers, top_k]`.
 
-        `impose(..., gates=)` takes them.
+        You can pass the gate weights to `impose(..., gates=)`.
 
         Raises:
-            UsageError: `record` was opened without `gates=True`, or as for `routes`.
+            UsageError: `record` was opened without `gates=True`. Also raised for the reasons given
+                in `routes`.
             ShapeError: as for `routes`.
         """
         if not self._layers[0].keeps_gates:
@@ -93,7 +96,7 @@ class Tape:
         return _gather([layer.gates for layer in self._layers], np.dtype(np.float32))
 
     def check_repeats(self) -> None:
-        """Refuse choices that changed when a layer was recomputed. See `record`."""
+        """Raise UsageError if a layer chose differently when it was recomputed. See `record`."""
         for layer in self._layers:
             if layer.changed is not None and bool(layer.changed):
                 raise UsageError(

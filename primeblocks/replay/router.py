@@ -18,10 +18,10 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @runtime_checkable
 class Router(Protocol):
-    """One router of a model: a module that runs once per forward, and how to read its output.
+    """One router of a model: a module that runs once per forward, and functions to read its output.
 
     Adapters make routers (`adapters.transformers.routers(model)`). For your own model, write a
-    class as `docs/replay.md` shows. The block itself does not know any host.
+    class as `docs/replay.md` shows. The block itself does not depend on any host.
     """
 
     @property
@@ -30,7 +30,7 @@ class Router(Protocol):
 
     @property
     def layer_id(self) -> int:
-        """Index among all hidden layers of the model."""
+        """The index of the router's layer among all hidden layers of the model."""
 
     @property
     def num_experts(self) -> int: ...
@@ -39,18 +39,18 @@ class Router(Protocol):
     def top_k(self) -> int: ...
 
     def experts(self, output: Any) -> torch.Tensor:
-        """The chosen ids in the module's output, integers `[tokens, top_k]`."""
+        """The ids of chosen experts in the module's output, integers `[tokens, top_k]`."""
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
         """Return gate weights of `experts`, int64 `[tokens, columns]`, by this router's rule.
 
-        Compute them from the scores in the output, so that gradients reach the router. There may be
-        more columns than `top_k`, and a row may name an expert twice. `impose(min_score_ratio=)`
-        passes a token's own and replayed choices in one call.
+        Compute the gate weights from the scores in the output, so that gradients reach the router.
+        `experts` may have more columns than `top_k`, and a row may name an expert twice.
+        `impose(min_score_ratio=)` passes a token's own choices and replayed choices in one call.
         """
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:
-        """Return the output with these choices and weights, in the module's shapes and dtypes."""
+        """Return the output with `experts` and `gates`, in the module's shapes and dtypes."""
 
 
 def check_routers(routers: Sequence[Router]) -> tuple[Router, ...]:
@@ -95,11 +95,12 @@ def chosen_ids(router: Router, output: Any) -> torch.Tensor:
 
 
 def allow_compile(routers: Sequence[Router]) -> None:
-    """Let `impose` and `record` reach a model that torch compiles. Local. Call before compiling.
+    """Let `impose` and `record` work on a model that torch compiles. Local. Call before compiling.
 
-    torch does not look for hooks again on a module that had none when it was compiled. This call
-    leaves an empty hook on each router, so that torch guards on the number of hooks. The first
-    context then compiles once more, and later contexts reuse that code. Idempotent.
+    torch does not look for hooks again on a module that had no hooks when torch compiled it.
+    `allow_compile` leaves an empty hook on each router, so that torch guards on the number of
+    hooks. The first context of `impose` or `record` compiles the model once more, and later
+    contexts reuse the compiled code. Idempotent.
     """
     for router in check_routers(routers):
         if _nothing not in router.module._forward_hooks.values():

@@ -25,13 +25,13 @@ class Routes:
     unpacking do not copy the experts.
 
     Args:
-        experts: `[tokens, layers, top_k]`, uint8 for up to 256 experts, else uint16. The dtype
-            follows `num_experts`, never the data, so that parts of one sequence always join.
-        num_experts: experts in each layer.
+        experts: expert ids `[tokens, layers, top_k]`, uint8 for up to 256 experts, else uint16. The
+            dtype depends only on `num_experts`, so that parts of one sequence can always be joined.
+        num_experts: the number of experts in each layer.
         layer_ids: for each layer in `experts`, its index among all hidden layers.
-        missing: bool `[tokens]`, True if the choice is unknown. Such rows have zeros.
-        padding: bool `[tokens]`, True for tokens that `pad` added, by default none. Comparisons and
-            score filters leave them out.
+        missing: bool `[tokens]`, True if the choice is unknown. Missing rows have zeros.
+        padding: bool `[tokens]`, True for tokens that `pad` added. The default is False for all
+            tokens. Comparisons and score filters ignore padding.
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. The values are not read: use
@@ -74,12 +74,12 @@ class Routes:
     ) -> Routes:
         """Check expert ids, and return them as routes. Local. Reads every id.
 
-        The array is not copied if its dtype fits and no row is missing. Do not write to it
-        afterwards.
+        The array is not copied if its dtype fits and no row is missing. Do not write to the array
+        after this call.
 
         Raises:
-            ShapeError: the array is not `[tokens, layers, top_k]` of integers, or layers or mask do
-                not fit it.
+            ShapeError: the array is not integers `[tokens, layers, top_k]`, or `layer_ids` or
+                `missing` do not fit the array.
             UsageError: an id is out of range, or one row names an expert twice.
         """
         array = _host_array(array)
@@ -144,7 +144,7 @@ class Routes:
         Rows of padding name the experts in turn, over all parts, so that experts get equal work.
 
         Args:
-            pad_to: `pad` each part to this number of tokens, for a batch of rows of one length.
+            pad_to: the number of tokens to which each part is padded, for rows of one length.
 
         Raises:
             ShapeError: the parts come from different models, `parts` is empty, or `pad` refuses
@@ -171,10 +171,10 @@ class Routes:
         return first._with(experts, np.concatenate([part.missing for part in parts]), padding)
 
     def split(self, lengths: Sequence[int]) -> list[Routes]:
-        """Split into views of consecutive tokens. Inverse of `join`.
+        """Split the routes into views of consecutive tokens. Inverse of `join`.
 
         Raises:
-            ShapeError: the lengths do not add up to the tokens.
+            ShapeError: the lengths do not add up to the number of tokens.
         """
         if sum(lengths) != self.tokens or any(length < 0 for length in lengths):
             raise ShapeError(
@@ -185,13 +185,14 @@ class Routes:
         return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
     def extend(self, newer: Routes, *, start: int) -> Routes:
-        """Join these tokens before `start` and all of `newer`, the next turn of a conversation.
+        """Join the tokens before `start` with all tokens of `newer`, the next turn.
 
         The last sampled token of a turn gets its row in the next turn, so an engine sends rows from
         `start = previous.tokens - 1` on. One copy.
 
         Raises:
-            ShapeError: `start` leaves a gap, or the two come from different models.
+            ShapeError: `start` leaves a gap before `newer`, or the routes come from different
+                models.
         """
         if not 0 <= start <= self.tokens:
             raise ShapeError(
@@ -201,13 +202,14 @@ class Routes:
         return Routes.join([self[:start], newer])
 
     def fill(self, other: Routes) -> Routes:
-        """Keep known rows, and take missing rows from `other`, for the same tokens.
+        """Keep known rows, and copy missing rows from `other`, which has the same tokens.
 
-        If both know a row, the row of `self` is kept. With prefill and decode on different engines,
-        let `self` be the routes of the decode engine, because decoding used its KV. One copy.
+        If `self` and `other` both know a row, the row of `self` is kept. With prefill and decode on
+        different engines, call `fill` on the routes of the decode engine, because decoding used
+        that engine's KV cache. One copy.
 
         Raises:
-            ShapeError: the two are not of the same tokens and model.
+            ShapeError: `self` and `other` belong to different tokens or models.
         """
         if other._model != self._model or other.tokens != self.tokens:
             raise ShapeError(f"{other} is not of the same tokens and model as {self}")
@@ -221,7 +223,7 @@ class Routes:
         The last sampled token has no row (`after=1`). An omitted prompt has no rows (`before=`).
 
         Raises:
-            ShapeError: a count is negative.
+            ShapeError: `before` or `after` is negative.
         """
         if before < 0 or after < 0:
             raise ShapeError(f"cannot add {before} and {after} missing tokens")
@@ -233,11 +235,11 @@ class Routes:
         """Pad to `tokens` with rows that name all experts in turn.
 
         Ids of successive experts are far apart, so that even a few rows give work to all ranks of
-        an expert-parallel group. The rows go to the end of the flattened input. For a batch call
-        `with_missing` on each sequence, or `join(pad_to=)`.
+        an expert-parallel group. The padding rows go to the end of the flattened input. For a
+        batch, call `with_missing` on each sequence, or use `join(pad_to=)`.
 
         Raises:
-            ShapeError: there are more tokens already, or `tokens` is not a whole number.
+            ShapeError: `tokens` is below the number of tokens, or is not a whole number.
         """
         return Routes.join(self._filled_up(tokens))
 
@@ -248,7 +250,7 @@ class Routes:
             order: indices, or a bool mask `[tokens]` that is True for tokens to keep.
 
         Raises:
-            ShapeError: an index is out of range or not an integer, or a mask has another length.
+            ShapeError: an index is out of range or not an integer, or the mask has a wrong length.
         """
         index = np.asarray(order)
         if index.dtype == np.bool_ and index.shape == (self.tokens,):
@@ -267,7 +269,7 @@ class Routes:
         return self._with(self.experts[index], self.missing[index], self.padding[index])
 
     def select_layers(self, layer_ids: Sequence[int]) -> Routes:
-        """Return these layers, in this order, such as those of one pipeline stage.
+        """Return the routes of `layer_ids`, in this order, for example for a pipeline stage.
 
         Raises:
             ShapeError: a layer is not recorded.
@@ -282,7 +284,8 @@ class Routes:
     def tensor(self, *, batch: int = 1) -> torch.Tensor:
         """Return int16 `[batch, sequence, layers, top_k]`, for `routed_experts` of `follow`.
 
-        With 2**15 experts or more, it is int32. A missing row is -1. Local. One copy, on the host.
+        With 2**15 experts or more, the dtype is int32. A missing row has -1 in every element.
+        Local. Copies the ids once, on the host.
 
         Raises:
             ShapeError: the tokens are not `batch` rows of one length.
@@ -300,14 +303,14 @@ class Routes:
     def pack(self, *, start: int = 0) -> memoryview:
         """Return one self-describing, checksummed buffer. See `codec`. Local. One copy.
 
-        The result is a view of memory: pass `bytes(payload)` to code that pickles.
+        The result is a memoryview. Pass `bytes(payload)` to code that pickles.
 
         Args:
-            start: pack only the rows from this token on. `unpack(onto=)` joins them to the earlier
+            start: the first token to pack. `unpack(onto=)` joins the packed rows to the earlier
                 rows.
 
         Raises:
-            ShapeError: `start` is outside the tokens.
+            ShapeError: `start` is negative or above the number of tokens.
         """
         if not 0 <= start <= self.tokens:
             raise ShapeError(f"start must be in 0..{self.tokens}; got {start}")
@@ -322,15 +325,15 @@ class Routes:
 
     @classmethod
     def unpack(cls, payload: Bytes, *, onto: Routes | None = None) -> Routes:
-        """Return the value that was packed. Its experts are a view of `payload`, not a copy.
+        """Return the routes that `pack` packed. The experts are a view of `payload`, not a copy.
 
         Args:
-            onto: the earlier tokens, if the payload starts later. See `extend`.
+            onto: the routes of the earlier tokens, if the payload does not start at token 0.
 
         Raises:
             CorruptionError: a byte was changed, added or lost.
-            UnsupportedError: the format has another version.
-            UsageError: the payload starts later, and `onto` is missing.
+            UnsupportedError: the payload has an unknown format version.
+            UsageError: the payload does not start at token 0, and `onto` is missing.
             ShapeError: the payload does not continue `onto`.
         """
         values, start = codec.decode(payload)

@@ -1,7 +1,7 @@
-"""The tokens that sampling could choose from, and log-probabilities among them.
+"""The tokens from which sampling could choose, and log-probabilities among these tokens.
 
-Temperature, top-k and top-p change the policy. So the trainer renormalises over the ids that the
-engine kept. Otherwise the measured mismatch would include this change.
+Temperature, top-k and top-p change the policy. The trainer renormalises over the ids that the
+engine kept, because otherwise the measured mismatch would include this change of the policy.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _SIZES = struct.Struct("<QQQ")
 
 @dataclass(frozen=True, eq=False)
 class KeptTokens:
-    """The vocabulary ids that top-k, top-p and similar filters left for each token.
+    """The vocabulary ids that top-k, top-p and similar filters kept for each token.
 
     A read-only value on the host in compressed rows: token `t` has
-    `ids[offsets[t]:offsets[t + 1]]`, in ascending order. A token without ids has no mask: it was
-    sampled from the whole vocabulary, belongs to a prompt, or is unknown.
+    `ids[offsets[t]:offsets[t + 1]]`, in ascending order. A token without ids has no mask: the token
+    was sampled from the whole vocabulary, belongs to a prompt, or has unknown ids.
 
     Args:
         ids: int32 `[kept]`.
         offsets: int64 `[tokens + 1]`, from 0 to `kept`.
-        vocab_size: all ids are below it.
+        vocab_size: the number of ids in the vocabulary.
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. Values are not read: use `from_lists` or
@@ -57,7 +57,7 @@ class KeptTokens:
     def from_lists(cls, sets: Iterable[Sequence[int]], *, vocab_size: int) -> KeptTokens:
         """Return kept tokens from one list of ids per token, in any order.
 
-        vLLM returns such lists as `output.sampling_mask.token_ids`.
+        vLLM returns the lists as `output.sampling_mask.token_ids`.
 
         Raises:
             UsageError: as for `from_arrays`.
@@ -158,17 +158,17 @@ class KeptTokens:
         )
 
     def pack(self) -> memoryview:
-        """Return one checksummed buffer. Local. A count takes four bytes, and so does an id."""
+        """Return one checksummed buffer. Local. Each count and each id has four bytes."""
         sizes = _SIZES.pack(self.vocab_size, self.tokens, len(self.ids))
         return seal(_KIND, _FORMAT, (sizes, self.counts.astype("<u4"), self.ids.astype("<u4")))
 
     @classmethod
     def unpack(cls, payload: Bytes) -> KeptTokens:
-        """Return the value that was packed.
+        """Return the kept tokens that `pack` packed.
 
         Raises:
             CorruptionError: a byte was changed, added or lost.
-            UnsupportedError: the format has another version.
+            UnsupportedError: the payload has an unknown format version.
         """
         body = unseal(payload, kind=_KIND, format_version=_FORMAT)
         if len(body) < _SIZES.size:
@@ -195,8 +195,8 @@ def kept_logprobs(
     Differentiable. Waits for the device once.
 
     Args:
-        logits: `[tokens, vocab]`, before the temperature.
-        targets: `[tokens]`, the sampled ids.
+        logits: the logits `[tokens, vocab]`, before division by the temperature.
+        targets: the sampled ids, `[tokens]`.
         kept: one row per token.
         temperature: the number by which the engine divided its logits.
 
@@ -204,7 +204,7 @@ def kept_logprobs(
         `[tokens]`.
 
     Raises:
-        ShapeError: tokens or vocabulary differ.
+        ShapeError: `logits`, `targets` and `kept` differ in tokens or vocabulary.
         UsageError: the temperature is not positive, or a target is not among the kept ids.
 
     Source: DeepSeek-V3.2, "Keep Sampling Mask".
@@ -238,11 +238,11 @@ def kept_logprobs(
 def kept_tokens(
     logits: torch.Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> KeptTokens:
-    """Return the ids that temperature, then top-k, then top-p leave. Local. Sorts the vocabulary.
+    """Return the ids that temperature, then top-k, then top-p keep. Local. Sorts the vocabulary.
 
-    Use it only for an engine that does not return its ids, because the trainer's logits may keep
-    other ids near the limit. As in vLLM 0.32, the most likely id is always kept. An id as likely as
-    the last id of top-k is kept, too.
+    Use this function only for an engine that does not return its kept ids. Near the limit, the
+    trainer's logits may keep other ids than the engine's logits. As in vLLM 0.32, the most likely
+    id is always kept. An id as likely as the last id of top-k is kept, too.
 
     Args:
         logits: `[tokens, vocab]`.

@@ -23,14 +23,16 @@ Digests = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class Receipt:
-    """The result of one publish or receive. `bytes` counts bytes of weights, written or read.
+    """The result of one publish or receive.
+
+    `bytes` is the number of bytes of weights written or read.
 
     Attributes:
         seconds: how long the call took.
         digest: the digest of the version's commit marker.
         held: the `digest_tensors` of the engine's tensors, if the `Subscriber` observes them. Each
-            tensor was compared with the one that `load` was given. Pass `held` to `verify_engine`
-            to compare again.
+            tensor was compared with the tensor that `load` got. Pass `held` to `verify_engine` to
+            compare the engine's tensors again.
     """
 
     version: int

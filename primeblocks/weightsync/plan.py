@@ -61,8 +61,9 @@ class Plan:
         target: the names, the dtypes and the whole shapes of the tensors that are sent.
         wants: the boxes that each reader wants.
         bucket_bytes: the most bytes that a bucket may have.
-        unsent: the trainer's other tensors, which no reader wants. Empty if the plan was made with
-            `convert`, because the sources of `convert` list all tensors of the trainer.
+        unsent: the trainer's other tensors, which no reader wants. `unsent` is empty if the plan
+            was made with `convert`, because the sources of `convert` list all tensors of the
+            trainer.
     """
 
     target: Manifest
@@ -81,7 +82,10 @@ class Plan:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Name -> first byte in a blob of all whole tensors. Wider dtypes come first, unpadded."""
+        """The offset of each tensor's first byte in a blob of all whole tensors, by tensor name.
+
+        Tensors of wider dtypes come first, without padding.
+        """
         offsets, end = {}, 0
         for name in sorted(self.target, key=lambda name: -self.target[name].dtype.itemsize):
             offsets[name] = end
@@ -139,7 +143,7 @@ class Plan:
         return self.read_bytes(reader) + min(2, len(mine)) * self._largest(mine)
 
     def table(self) -> str:
-        """Tabulate what each rank writes and each reader reads, with the total and its lower bound.
+        """Tabulate the bytes that ranks write and readers read, with the total and its lower bound.
 
         `peak` is the memory that a full sync over a process group takes in addition to the weights.
         """
@@ -220,7 +224,10 @@ class Plan:
             return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets, unsent)
 
     def fingerprint(self) -> str:
-        """Return 32 hex digits that identify the plan. Both sides compare them before use."""
+        """Return 32 hex digits that identify the plan.
+
+        Publisher and readers compare these digits before they use the plan.
+        """
         return self._fingerprint
 
     def check_reader(self, reader: int) -> None:

@@ -34,16 +34,17 @@ def plan_sync(
     write sends it. The sender converts floats to the target's dtype.
 
     Args:
-        sources: the manifest of each trainer rank, by rank.
+        sources: the manifests of the trainer ranks, in the order of the ranks.
         targets: one target for each reader, or a single target for a single reader. A target is
             a manifest of the boxes that the reader wants, the `Reads` of its loader, or the
             `Wiring` to its parameters.
         bucket_bytes: the most bytes that a bucket may have. Each bucket has one digest.
-        convert: the wiring from the trainer's names and shapes to those that `targets` use.
+        convert: the wiring from the trainer's names and shapes to the names and shapes of
+            `targets`.
 
     Raises:
-        PlanError: a name is missing, or a shape, a dtype or a recipe does not fit, or no rank
-            holds some wanted box.
+        PlanError: a name is missing, or a shape, a dtype or a recipe does not fit. Also raised if
+            no rank holds a wanted box.
     """
     if bucket_bytes < _SMALLEST_BUCKET_BYTES:
         raise PlanError(

@@ -42,29 +42,34 @@ _GRACE_S = 2.0
 
 
 class Publisher:
-    """Sends a model's weights over a transport, one version at a time. Make one on each rank.
+    """Sends a model's weights over a transport, one version at a time. Each rank makes a Publisher.
 
-    A second call of `publish` while one runs is refused, from any thread.
+    While a call of `publish` runs, a second call from any thread is refused.
 
     Args:
-        plan: must be equal on all ranks. Its sources are the ranks of `group`, in order.
-        parameters: as for `describe`. They are read again at each publish.
+        plan: the plan, which must be equal on all ranks. The plan's sources are the ranks of
+            `group`, in order.
+        parameters: as for `describe`. The parameters are read again at each publish.
         transport: this rank's end of the transport, which rank 0 owns.
         group: a gloo group. None is the default group, if torch.distributed is initialized.
-        source: the manifest that `plan_sync` got for this rank. Needed only if it differs from
-            `describe(parameters)`, as for plain tensors that are parts of larger tensors.
+        source: the manifest that `plan_sync` got for this rank. `source` is needed only if this
+            manifest differs from `describe(parameters)`, for example for plain tensors that are
+            parts of larger tensors.
         convert: as for `plan_sync`.
-        encode: called with each name and this rank's part of the tensor, before the cast to the
-            target's dtype. A plain function must keep the name and the shape, and return a dtype
-            that converts to the target's. `fp8.encode_weights` makes codes and scales.
-        full_every: send at least one in this many versions in full. The others are deltas if a
-            delta is expected to be faster. With 1, all versions are full. With more than 1, each
-            rank keeps a copy, in host memory, of all that it sends.
-        link_bytes_per_s: the rate at which a reader gets bytes. Pass it if `publish` does not wait
-            for readers. Without it, the choice of a delta ignores the time of this transfer.
+        encode: a function that gets each tensor's name and this rank's part, before the cast to the
+            target's dtype. If `encode` is a plain function, it must keep the name and the shape,
+            and return a dtype that converts to the target's dtype. `fp8.encode_weights` makes codes
+            and scales.
+        full_every: the number of consecutive versions of which at least one is sent in full. Other
+            versions are sent as deltas if a delta is expected to be faster. If `full_every` is 1,
+            all versions are full. With a larger number, each rank keeps a copy, in host memory, of
+            all bytes that it sends.
+        link_bytes_per_s: the rate at which a reader receives bytes. Pass this rate if `publish`
+            does not wait for readers. Without the rate, the choice of a delta ignores how long
+            readers take to get the bytes.
 
     Raises:
-        UsageError: the plan is for another number of ranks, or `full_every` is not positive.
+        UsageError: the plan is for a different number of ranks, or `full_every` is not positive.
         UnsupportedError: the group does not support gloo.
     """
 
@@ -107,22 +112,24 @@ class Publisher:
 
         Readers see either the whole version or none of it. After a failure, call `publish` again
         with the same version. If a rank died or hung, first make a new group and new Publishers. If
-        the version is already committed, `publish` compares it with the parameters and sends no
-        weights. If another rank hangs, the call ends two seconds after `timeout_s`.
+        the version is already committed, `publish` compares the committed version with the
+        parameters and does not send weights. If another rank hangs, the call ends two seconds after
+        `timeout_s`.
 
-        Cost: one copy and one XXH3-128 of what this rank sends, in up to four threads, and eight
-        small all-gathers. A delta costs one more pass, over the bytes sent before.
+        Cost: one copy and one XXH3-128 of the bytes that this rank sends, in up to four threads,
+        and eight small all-gathers. A delta costs one more pass over the bytes of the previous
+        version.
 
         Args:
-            progress: called after each bucket, with the bytes that this rank has read and their
-                total.
+            progress: called after each bucket, with the number of bytes that this rank has read and
+                with their total.
 
         Raises:
             TransferError: some rank failed, died or was late. The committed version did not
                 change, unless the call failed after rank 0's commit.
             UsageError: `version` is not a policy version, is below the committed version, or is
-                committed with other bytes. Or the parameters do not fit the plan, ranks disagree,
-                or another call of `publish` is running.
+                committed with other bytes. Also raised if the parameters do not fit the plan, if
+                ranks disagree, or if another call of `publish` is running.
             ClosedError: the publisher was closed.
         """
         if self._closed:

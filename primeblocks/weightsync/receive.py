@@ -60,33 +60,33 @@ Load = Callable[[Iterable[tuple[str, Tensor]]], object]
 
 
 class Subscriber:
-    """A reader that loads committed versions, all or nothing. Make one per engine process.
+    """A reader that loads committed versions, all or nothing. Make one reader per engine process.
 
-    Only one call of `receive` or `verify` runs at a time. A second call, from any thread, is
+    Only one call of `receive` or `verify` runs at a time, and a second call from any thread is
     refused. If the transport allows it, the reader keeps the bytes of the version loaded last, for
-    deltas and to go back to. A delta is applied to a copy of these bytes. Until that copy is
-    loaded, the reader has the weights twice.
+    deltas and for a return to this version. A delta is applied to a copy of the kept bytes, so the
+    reader has the weights twice until the copy is loaded.
 
     Args:
-        plan: the publisher's plan. `Plan.from_json` reads it in another process.
-        load: takes (name, tensor) pairs, in the order of the reader's target. Each tensor is whole,
-            or the box that this reader wants. `load` must copy the tensors, because they change
-            after `receive` returns. If `load` raises or does not take all tensors, it may be called
-            again with the previous version.
-        transport: the transport that the publisher sends over.
+        plan: the publisher's plan. In another process, `Plan.from_json` reads the plan.
+        load: a function that takes (name, tensor) pairs, in the order of the reader's target. Each
+            tensor is whole, or the box that this reader wants. `load` must copy the tensors,
+            because they change after `receive` returns. If `load` raises or does not take all
+            tensors, `receive` may call `load` again with the previous version.
+        transport: the transport over which the publisher sends.
         reader: the number of this reader in the plan.
-        convert: the wiring that `plan_sync` got for this reader. `load` then gets the targets of
-            the wiring, put together in new memory, one at a time.
+        convert: the wiring that `plan_sync` got for this reader. With `convert`, `load` gets the
+            targets of the wiring one at a time, in new memory.
         threads: how many threads check bytes, if there are enough bytes for them.
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
             tensor while `load` copies earlier tensors, or once `load_into` has copied it. "ahead"
-            is faster, but may find damage in the middle of a load. Then the previous version is
-            loaded again. Without a version to go back to, for a delta, and if torch's threads use
-            all cores, "ahead" also checks all bytes first. If other processes may still write to
-            the bytes, the load gets copies, and the copies are checked.
-        observe: returns the engine's tensors by the names that `load` gets. After a load, each
-            must equal what `load` was given, bit for bit, or the load has failed. Without
-            `observe`, the receipt does not say what `load` did with the tensors.
+            is faster, but may find damage in the middle of a load, after which `receive` loads the
+            previous version again. Without a previous version, for a delta, and if torch's threads
+            use all cores, "ahead" also checks all bytes first. If other processes may still write
+            to the bytes, `load` gets copies, and the copies are checked.
+        observe: a function that returns the engine's tensors by the names that `load` gets. After a
+            load, each tensor must equal the tensor that `load` got, bit for bit, or the load has
+            failed. Without `observe`, the receipt does not say what `load` did with the tensors.
 
     Raises:
         PlanError: the plan has no such reader, or this reader needs a wiring and got no `convert`.
@@ -124,7 +124,7 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine holds. None before the first load, and after a torn one."""
+        """The version of the engine. None before the first load, in a load or after EngineError."""
         return None if self._served is None else self._served.version
 
     @property
@@ -142,9 +142,9 @@ class Subscriber:
     ) -> Receipt:
         """Wait for a version and check every byte, but do not load it. Local.
 
-        The next `receive` then only loads it. Arguments, cost and errors are as for `receive`.
-        The reader does not hold memory that a trainer needs again. If two more versions
-        were published into such memory, `receive(version)` raises TransferError.
+        The next `receive` then only loads the version. Arguments, cost and errors are as for
+        `receive`. The reader does not hold memory that a trainer needs again. If the trainer has
+        published two more versions into this memory, `receive(version)` raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):
@@ -159,29 +159,31 @@ class Subscriber:
         """Wait for a version, check it and load it. Local.
 
         Cost: one XXH3-128 of the bytes that this reader wants, and the cost of `load`. If the bytes
-        are in a file or in the trainer's memory, add one copy and one more XXH3-128. These run in
-        threads during the load, and hold about one bucket per trainer rank in memory. A delta costs
-        one copy of the bytes held, and the copy's memory is kept for the next delta.
+        are in a file or in the trainer's memory, the cost includes one copy and one more XXH3-128.
+        Copy and digest run in threads during the load, and hold about one bucket per trainer rank
+        in memory. A delta costs one copy of the bytes held, and the copy's memory is kept for the
+        next delta.
 
-        A load starts only before the deadline. A load that has started runs to completion, and so
-        does going back. At the deadline, each thread finishes the bucket that it is checking.
+        A load starts only before the deadline. A started load runs to completion, and so does a
+        load of the previous version. At the deadline, each thread finishes the bucket that it is
+        checking.
 
         Args:
-            version: the version to load. It may be older than the version held. The version held
-                is not loaded again. None takes the version that `verify` checked, if its bytes
-                were kept, or else the newest version, if it is newer than the version held.
+            version: the version to load. `version` may be older than the loaded version. The loaded
+                version is not loaded again. None means the version whose bytes `verify` checked and
+                kept, or else the newest version, if it is newer than the loaded version.
             timeout_s: how long to wait for the version and its checks.
-            progress: called with the bytes checked and loaded so far, and their total. If it
-                raises an error during a load, the load still runs to completion.
+            progress: called with the bytes checked and loaded so far, and with their total. If
+                `progress` raises an error during a load, the load still runs to completion.
 
         Raises:
             DeadlineError: the version was not committed or not checked in time.
-            CorruptionError: bytes or marker are not as sent. The engine is unchanged.
-            PlanError: the publisher has another plan. The engine is unchanged.
+            CorruptionError: bytes or marker were changed on the way. The engine is unchanged.
+            PlanError: publisher and reader have different plans. The engine is unchanged.
             TransferError: the version was retired, or another reader of a group does not have it.
-                Or `load` failed and the previous version was loaded again.
-            EngineError: `load` failed and the previous version could not be loaded again. The model
-                is torn.
+                Also raised if `load` failed and the previous version was loaded again.
+            EngineError: `load` failed and the previous version could not be loaded again. Only a
+                part of the model's weights is new.
             UsageError: `version` is not a policy version, or another call is running.
             ClosedError: the subscriber was closed.
         """
@@ -198,7 +200,7 @@ class Subscriber:
             return _receipt(self._last, start)
 
     def close(self) -> None:
-        """Release the version held, after a running call has ended. Idempotent."""
+        """Release the kept bytes, after a running call has ended. Idempotent."""
         self._closed = True
         if not self._busy.locked():
             self._drop_next()

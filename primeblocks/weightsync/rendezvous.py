@@ -30,21 +30,22 @@ def announce(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Plan, Transport]:
-    """Plan for engines that hold whole tensors, and announce the plan so that they can `find` it.
+    """Plan for engines that hold whole tensors, and announce the plan for calls of `find`.
 
-    Collective, with the group's timeout. Pass the results, and the same parameters and `convert`,
-    to a `Publisher`. If `where` is a name, the plan and the weights are removed when this process
-    ends. So keep the process alive until the engines have loaded.
+    Collective. The group's timeout limits the call. Pass the results, and the same parameters and
+    `convert`, to a `Publisher`. If `where` is a name, keep this process alive until the engines
+    have loaded: plan and weights are removed when the process ends.
 
     Args:
-        where: a name, for `SharedMemoryTransport`, or this rank's end of a transport.
+        where: the name of a new `SharedMemoryTransport`, or this rank's end of a transport.
         parameters: as for `describe`.
-        dtype: the dtype in which floats travel. With None, each keeps its own dtype.
-        convert: as for `plan_sync`. The engines then hold its targets.
-        group: the trainer ranks. With None, it is the default group, or only this process.
+        dtype: the dtype in which floats are sent. With None, each tensor keeps its own dtype.
+        convert: as for `plan_sync`. The engines hold the targets of `convert`.
+        group: the trainer ranks. None is the default group, or only this process if
+            torch.distributed is not initialized.
 
     Raises:
-        PlanError: as for `describe` and `plan_sync`.
+        PlanError: the errors of `describe` and `plan_sync`.
         UnsupportedError: the transport cannot store a plan.
         UsageError: a living process owns the name.
     """
@@ -64,8 +65,8 @@ def announce(
 def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     """Wait until a trainer has announced its plan, and return the plan and a transport. Local.
 
-    The plan of a killed trainer can be found until the next trainer starts. If the new trainer has
-    another plan, `receive` raises PlanError, and `find` returns the new plan.
+    The plan of a killed trainer can be found until the next trainer starts. If the next trainer
+    announces a different plan, `receive` raises PlanError, and `find` returns the new plan.
 
     Args:
         where: the announced name, or the reading end of the transport.
@@ -74,7 +75,7 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
         DeadlineError: a trainer did not announce a plan in time.
         PlanError: the announced text is not a plan.
         UnsupportedError: the transport cannot store a plan.
-        UsageError: the place belongs to another user, or other users may write to it.
+        UsageError: the announced directory belongs to another user, or other users may write to it.
     """
     deadline = time.monotonic() + timeout_s
     transport = SharedMemoryTransport(where) if isinstance(where, str) else where

@@ -48,14 +48,14 @@ _Wrong = dict[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Verified:
-    """The answer to "does my engine run my weights?", as names with a place or a reason.
+    """The result of `verify_engine`: the names of tensors, each with a place or a reason.
 
     Attributes:
         tensors: the number of tensors compared.
         differing: tensors with other elements in the engine.
         missing: tensors that the engine does not have.
         unexpected: tensors of the engine that the trainer does not send.
-        unobservable: tensors that the engine cannot show.
+        unobservable: tensors whose elements cannot be observed in the engine.
     """
 
     tensors: int
@@ -71,18 +71,18 @@ class Verified:
 
     @property
     def wrong(self) -> list[str]:
-        """The names of tensors that differ, are missing or cannot be shown."""
+        """The names of tensors that differ, are missing or cannot be observed."""
         return [*self.differing, *self.missing, *self.unobservable]
 
     def table(self) -> str:
-        """Tabulate what was found, with one line per name."""
+        """Tabulate the tensors that are not proved, with one line per name."""
         rows = [(kind, *row) for kind in _KINDS for row in getattr(self, kind).items()]
         width = max((len(name) for _, name, _ in rows), default=0)
         lines = [f"{kind:12}  {name:{width}}  {where}" for kind, name, where in rows]
         return "\n".join([f"{self.tensors} tensors compared, {len(rows)} not proved", *lines])
 
     def raise_if_wrong(self) -> None:
-        """Raise TransferError unless `is_proved`. A tensor that cannot be shown is not proved."""
+        """Raise TransferError unless `is_proved`, for example if a tensor cannot be observed."""
         if not self.is_proved:
             found = {kind: names for kind in _KINDS if (names := getattr(self, kind))}
             firsts = {kind: next(iter(names.items())) for kind, names in found.items()}
@@ -115,23 +115,25 @@ def verify_engine(
     weights on each side.
 
     Args:
-        parameters: this rank's parameters, unchanged since the last update of the engine. Or the
-            `held` of a `Receipt`, to see whether the engine still has the tensors that it loaded.
+        parameters: this rank's parameters, unchanged since the last update of the engine. With the
+            `held` of a `Receipt`, the call checks whether the engine still has the loaded tensors.
         engine: on rank 0, a module, tensors by name, or an `Observed`. For several processes, a
-            list with one for each. It may also be a function that returns one of these. On other
-            ranks, None.
-        into: for each reader, the wiring to its parameters if they are fused, stacked or sliced.
-        plan, convert, source, encode, group: as for the `Publisher`. Without a plan, one is made
-            for `into`. Without both, tensors that both sides have are compared by name.
+            list with one entry for each process. `engine` may also be a function that returns a
+            module, tensors by name, an `Observed` or a list. On ranks other than 0, None.
+        into: for each reader, the wiring to its parameters if these parameters are fused, stacked
+            or sliced.
+        plan, convert, source, encode, group: the arguments of the `Publisher`. Without `plan`, a
+            plan is made for `into`. Without `plan` and `into`, tensors that both sides have are
+            compared by name.
         timeout_s: how long ranks wait for each other.
-        progress: called with the bytes that this rank has compared, and their total, after each
-            bucket, or after each tensor if tensors are compared by name.
+        progress: called after each bucket, or after each tensor if tensors are compared by name.
+            The arguments are the number of bytes that this rank has compared, and the total number.
 
     Raises:
-        PlanError: the trainer's tensors do not fit the plan, or the engine was observed by another
-            plan, or a side is not tensors by name.
-        UsageError: `engine` is missing, or the sides have no name in common. Or a plan is needed
-            for several ranks, for several engine processes or for an `Observed`.
+        PlanError: the trainer's tensors do not fit the plan, or the engine was observed with
+            another plan. Also raised if `parameters` or `engine` has an unsupported type.
+        UsageError: `engine` is missing, or the sides have no name in common. Also raised if `plan`
+            and `into` are missing for several ranks, several engine processes or an `Observed`.
         TransferError: a rank failed or was late.
     """
     deadline = time.monotonic() + timeout_s

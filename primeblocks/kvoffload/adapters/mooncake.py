@@ -4,12 +4,12 @@
     client = connect("10.0.0.1:50051", hostname="10.0.0.7", segment_bytes=64 << 30, protocol="rdma")
     store = TieredStore([host, MooncakeTier(client, host, namespace="glm-5")])
 
-A page that one engine wrote is found by all engines with the same namespace and keys. Mooncake
-moves bytes directly between the slab of the host tier and the memory of other machines. Its master
+All engines with the same namespace and keys find a page that one engine wrote. Mooncake moves bytes
+directly between the slab of the host tier and the memory of other machines. Mooncake's master
 decides which pages are evicted.
 
-The tier follows the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and types.h). It ran
-with the wheel `mooncake-transfer-engine-non-cuda` over TCP on one machine. RDMA was not run.
+The tier follows the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and types.h). The tier
+ran with the wheel `mooncake-transfer-engine-non-cuda` over TCP on one machine. RDMA was not run.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def connect(
     Args:
         master: the host and port of the master's RPC server.
         hostname: the name under which other clients reach this machine.
-        segment_bytes: the memory that this process gives to pages of all engines: 0, or at least 16
-            MiB.
+        segment_bytes: the bytes of memory that this process gives to pages of all engines: 0, or at
+            least 16 MiB.
         buffer_bytes: the size of Mooncake's own buffer, for values that it reads from a disk.
         protocol: "tcp" or "rdma".
         devices: RDMA devices, separated by commas.
-        metadata: Mooncake's metadata server. The default needs no server.
+        metadata: Mooncake's metadata server. The default works without a server.
         timeout_s: how long to try to reach the master. Without a master, Mooncake's own setup
             would block the whole interpreter for 90 s (measured with 0.3.13).
 
@@ -132,24 +132,26 @@ def connect(
 class MooncakeTier:
     """A tier of pages that all engines of a Mooncake Store share.
 
-    A value has a header, the page, its attachments, and zeros up to the size of a frame. Values
-    have one size, because a reader must know it. The first value of a key stays until Mooncake
-    evicts it or an engine drops it.
+    A value has a header, the page, its attachments, and zeros up to the size of a frame. All values
+    have one size, because a reader must know the size of a value. The first value of a key stays
+    until Mooncake evicts it or an engine drops it.
 
-    A call ends when Mooncake ends it. That takes 30 s if the master hangs, and 60 s if the owner of
-    the memory hangs (measured with 0.3.13). Mooncake uses the frames until then, so the tier cannot
-    give up sooner. The store's own deadlines still hold. After such a call, all loads miss for
-    `rest_s`. Threads may share a tier. Its puts and gets run one after the other.
+    A call ends when Mooncake ends it. A call takes 30 s if the master hangs, and 60 s if the owner
+    of the memory hangs (measured with 0.3.13). Mooncake uses the frames of a call until the call
+    ends, so the tier cannot give up a call sooner. The deadlines of the `TieredStore` still hold.
+    After a call that was late or lost its connection, all loads miss for `rest_s` seconds. Threads
+    may share a tier. Puts and gets of a tier run one after the other.
 
     Args:
-        client: the result of `connect`. The tier closes it.
-        host: the tier above. Its slab is registered with Mooncake.
-        namespace: the prefix of all names in the store. It may have letters, digits and `_.-`.
+        client: the result of `connect`. The tier closes this client.
+        host: the host tier of the store, whose slab is registered with Mooncake.
+        namespace: the prefix of all names in the store. The prefix has 1 to 64 characters: letters,
+            digits and `_.-`.
         rest_s: how many seconds to make no calls after a call that was late or lost its connection.
-        clock: returns seconds that never go back.
+        clock: a monotonic clock: a function that returns seconds.
 
     Raises:
-        PlanError: `namespace` has other characters.
+        PlanError: `namespace` is empty, is too long, or has other characters.
         EngineError: Mooncake refuses to register the slab.
     """
 
@@ -215,7 +217,7 @@ class MooncakeTier:
         """Remove pages for all engines, even while others read them. Costs one request.
 
         Raises:
-            OSError, DeadlineError: the store did not remove them.
+            OSError, DeadlineError: Mooncake did not remove the pages.
         """
         if self._resting():
             raise self._at_rest()
@@ -237,10 +239,10 @@ class MooncakeTier:
         """Do nothing. Mooncake decides how durable pages are."""
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Return which pages the store has, or False for all while the tier rests. One request.
+        """Return which pages the store has, or False for all pages during `rest_s`. One request.
 
         Raises:
-            OSError, DeadlineError: the store did not answer.
+            OSError, DeadlineError: Mooncake did not answer.
         """
         if not keys or self._resting():
             return [False] * len(keys)
@@ -255,8 +257,8 @@ class MooncakeTier:
     def close(self) -> None:
         """Leave the store, and withdraw the memory that this process gave to it.
 
-        A second call does nothing. Mooncake blocks the whole interpreter meanwhile, for 2 s, or for
-        8 s if its master has ended (measured with 0.3.13).
+        A second call does nothing. The first call blocks the whole interpreter for 2 s, or for 8 s
+        if Mooncake's master has ended (measured with 0.3.13).
 
         Raises:
             DeadlineError: a call of another thread has not ended after two minutes. Mooncake keeps

@@ -1,4 +1,4 @@
-"""Pages on a local disk: equal frames in one file, an SQLite index beside it, crash-safe."""
+"""Crash-safe pages on a local disk: one file of equal frames, and an SQLite index."""
 
 from .data import System
 from .tier import DiskTier

@@ -40,9 +40,9 @@ _VECTOR = min(256, os.sysconf("SC_IOV_MAX"))  # buffers of one call
 
 
 class System:
-    """The file system: only this class touches files. Tests of faults use a subclass that fails.
+    """The file system: only this class accesses files. Tests of faults use a subclass that fails.
 
-    Every call may raise OSError. The connections may raise sqlite3.Error.
+    Every call may raise OSError. Calls of a connection may raise sqlite3.Error.
     """
 
     connection = sqlite3.Connection
@@ -52,8 +52,9 @@ class System:
         """Make a folder and lock it. The lock ends when the descriptor closes or the process dies.
 
         Raises:
-            BlockingIOError: the folder has another owner.
-            FileExistsError: the folder has files with a tier's names that are not from a tier.
+            BlockingIOError: another tier owns the folder.
+            FileExistsError: the folder has files that have a tier's names, but do not come from a
+                tier.
         """
         folder.mkdir(parents=True, exist_ok=True)
         lock = folder / "lock"
@@ -71,12 +72,12 @@ class System:
         return descriptor
 
     def open(self, path: Path, *, direct: bool = False) -> int:
-        """Open a file to read and write, made if absent, with O_DIRECT if `direct`."""
+        """Open a file to read and write, and make it if absent. `direct` adds O_DIRECT."""
         flags = os.O_CREAT | os.O_RDWR | (os.O_DIRECT if direct else 0)
         return os.open(path, flags, 0o600)
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Open a database, made if absent, for this process alone and any of its threads."""
+        """Open a database for this process alone and all its threads. Make it if absent."""
         connection = sqlite3.connect(
             path,
             timeout=0,
@@ -102,7 +103,7 @@ class System:
         return found.st_dev, found.st_ino, found.st_size
 
     def in_place(self, descriptor: int, path: Path) -> bool:
-        """Whether a path still names this open file."""
+        """Whether `path` still names the file that is open as `descriptor`."""
         ours, there = self.stamp(descriptor), self.stamp(path)
         return ours is not None and there is not None and ours[:2] == there[:2]
 
@@ -111,7 +112,7 @@ class System:
         return os.pwritev(descriptor, buffers, offset)
 
     def read(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        """Fill buffers one after the other. Return the number of bytes read, 0 at the end."""
+        """Fill buffers in turn. Return the number of bytes read, or 0 at the end of the file."""
         return os.preadv(descriptor, buffers, offset)
 
     def truncate(self, descriptor: int, size: int) -> None:

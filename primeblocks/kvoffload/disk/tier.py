@@ -27,35 +27,35 @@ _ROOM_BYTES, _ROW_BYTES = 16 << 10, 128  # a generous guess at what the index ta
 class DiskTier:
     """A folder of pages that survives the process that made them.
 
-    The file `pages` has equal frames, and new pages go to the next free frames. `index`, an SQLite
-    database, has a row with the frame of each page. A page is acknowledged only after its row is
-    committed. Its frame is reused only after the row's removal is committed. So after a kill, the
-    next owner finds all acknowledged changes. A page whose `put` was cut short has no row, and its
-    frame is free.
+    The file `pages` has equal frames, and new pages go to the next free frames. The SQLite database
+    `index` has a row for each page, with the frame of the page. A page is acknowledged only after
+    its row is committed. The frame of a removed page is reused only after the removal of its row is
+    committed. After a kill, the next owner finds all acknowledged changes. A page whose `put` was
+    cut short has no row, and its frame is free.
 
-    A power cut may undo changes since the last `flush` or `clear`. Damage to the index may do the
-    same, or lose all pages. A load never gets a wrong page, because the caller compares the digest
-    of key and bytes. Threads may share a tier: its calls take turns, except `holds` and `len`.
-    After `close`, and in a forked child, all calls except these two raise ClosedError.
+    A power cut may undo changes since the last `flush` or `clear`. Damage to the index may undo
+    changes or lose all pages. A load never gets a wrong page, because the caller compares the
+    digest of key and bytes. Threads may share a tier: calls take turns, except `holds` and `len`.
+    After `close`, or in a forked child, only `holds`, `len` and `close` do not raise ClosedError.
 
     If another program removed, replaced or cut a file of the tier, the next change or `flush`
     raises CorruptionError. Without `pages` or `lock`, the tier accepts no pages until the folder is
-    opened again. On a full disk the tier continues with its existing frames, and gives up its last
-    frames if the index needs room.
+    opened again. On a full disk the tier continues with its existing frames. If the index then
+    needs room, the tier drops the pages in its last frames.
 
     Args:
-        path: the folder, made if absent, for one owner at a time. Its pages are adopted, except
-            pages of another size, which are dropped. `close` or garbage collection frees the
-            folder.
-        capacity_bytes: the largest size of `pages`. A frame has room for a page and its
-            attachments, rounded up to 4096 bytes. The index is not included.
+        path: the folder, which is made if absent. Only one tier at a time can own the folder.
+            Pages of the right size in the folder are kept, and pages of other sizes are dropped.
+            `close` or garbage collection releases the lock on the folder.
+        capacity_bytes: the largest size of the file `pages`, without the index. A frame has the
+            size of a page and its attachments, rounded up to a multiple of 4096 bytes.
         page_bytes: the bytes of a page.
         attachment_bytes: the room next to each page for its packed attachments.
         io: "direct" bypasses the page cache, "buffered" uses it, "auto" bypasses it if possible.
         system: the operating system. Tests pass a system that fails.
 
     Raises:
-        PlanError: not even one page fits.
+        PlanError: `capacity_bytes` is too small for one page, or `io` is unknown.
         UnsupportedError: the file system does not support `io="direct"`.
         UsageError: the folder cannot be made, read or locked, has another owner, or has files
             that are not from a tier.
@@ -98,13 +98,13 @@ class DiskTier:
         return self._data.direct
 
     def put(self, records: Sequence[Record]) -> list[Answer]:
-        """Write pages: first their data, then their rows in one transaction. Local.
+        """Write pages: first their bytes, then their index rows in one transaction. Local.
 
-        A page that replaces another takes a new frame. If no frame is free, the old page leaves
-        first, and a refusal or a kill loses both. If a frame is free, a refusal leaves the old page
-        in place. The answer is a `CapacityError` if quota or disk is full, a `ShapeError` if the
-        content does not fit, or the `OSError`. A `CorruptionError` means that the index is damaged,
-        and all pages are lost.
+        A page that replaces another page is written to a new frame. If no frame is free, the old
+        page is removed first, and a refusal or a kill loses both pages. If a frame is free, a
+        refusal leaves the old page in place. The answer is a `CapacityError` if quota or disk is
+        full, a `ShapeError` if the content does not fit, or an `OSError`. A `CorruptionError` means
+        that the index is damaged and that all pages are lost.
         """
         with self._in_turn():
             latest = {record.key: record for record in records}
@@ -123,10 +123,10 @@ class DiskTier:
             return [answers[record.key] for record in records]
 
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
-        """Read pages. Local. Returns their lengths, and their digests for the caller to compare.
+        """Read pages, and return their lengths and digests, which the caller must compare. Local.
 
-        Returns None for a missing page. CorruptionError: the file ends before the page, or the
-        index is damaged. OSError: the file system refuses.
+        The result has None for a missing page, and an OSError if the file system refused. A
+        CorruptionError means that the file ends before the page, or that the index is damaged.
         """
         with self._in_turn():
             try:
@@ -147,7 +147,7 @@ class DiskTier:
 
         Raises:
             CapacityError, OSError: the index could not be written. The pages are not served any
-                more, but a crash before the next change may bring them back.
+                more, but a crash before the next change may bring the pages back.
             CorruptionError: the index is damaged and all pages are lost, or a file was removed.
         """
         with self._in_turn(), refusing(self.path):
@@ -171,7 +171,7 @@ class DiskTier:
         Raises:
             CapacityError, OSError: the file system refused.
             CorruptionError: pages were lost after an earlier refusal, or because the file was cut.
-                The other pages survive. Or as `drop`.
+                Other pages survive. Also raised for the reasons given in `drop`.
         """
         with self._in_turn(), refusing(self.path):
             try:
@@ -194,11 +194,11 @@ class DiskTier:
                 raise
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Return for each page whether the tier has it. From any thread."""
+        """Return for each page whether the tier has it. Any thread may call `holds`."""
         return [key in self._index for key in keys]
 
     def keys(self) -> list[PageKey]:
-        """Return all keys, in the order in which they were put. Reads them from the disk.
+        """Read all keys from the disk, and return them in the order in which they were put.
 
         Raises:
             OSError, CorruptionError: as `drop`.

@@ -1,4 +1,4 @@
-"""Policies that choose the page that leaves a full tier. Each is a pure function of a snapshot."""
+"""Policies that choose the page to evict from a full tier: pure functions of a snapshot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Facts(Flag):
-    """The facts that a store keeps for a policy. It always keeps recency."""
+    """The facts that a store keeps for a policy. A store always keeps recency."""
 
     NONE = 0
     VERSIONS = auto()  # pages by policy version
@@ -45,9 +45,9 @@ class Candidate:
     Args:
         key: the name of the page.
         last_used: the tick of the last save or load. Each save or load is one tick.
-        rollouts: the rollouts that use the page and have not ended. It is empty if all have ended,
-            and None if no rollout was ever named. The set belongs to the tier's `PageLedger`, so
-            do not change it.
+        rollouts: the rollouts that use the page and have not ended. The set is empty if all
+            rollouts have ended, and None if no rollout was ever named. The set belongs to the
+            tier's `PageLedger`, so do not change the set.
     """
 
     key: PageKey
@@ -57,14 +57,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A rollout that may come back, and the last of the pages that only it uses.
+    """A rollout that has not ended, and the last page that only this rollout uses.
 
     Args:
-        page: that last page.
+        page: the last page that only this rollout uses.
         state: "runs", "waits" or "queues".
         since: the tick at which the state began.
-        position: its place in the engine's queue, from 0. 0 in other states.
-        expected_ticks: the expected ticks until it runs again, by running means.
+        position: the place of the rollout in the engine's queue, counted from 0, or 0 if the
+            rollout does not queue.
+        expected_ticks: the number of ticks until the rollout is expected to run again, from running
+            means of earlier waits.
     """
 
     page: Candidate
@@ -75,17 +77,18 @@ class Live:
 
 
 class Snapshot(NamedTuple):
-    """A full tier, reduced to the pages that may have to leave.
+    """A full tier, reduced to the pages that a policy may choose.
 
     Args:
         version: the current policy version.
         tick: the current tick.
         oldest: the least recently used page of all.
         by_version: the least recently used page of each version. Needs `VERSIONS`.
-        ended: the page whose last rollout ended first. Needs `ENDS`.
+        ended: among pages whose rollouts have all ended, the page whose last rollout ended first.
+            A later use of a page counts as a later end. Needs `ENDS`.
         live: the rollout that has run longest, the rollout that has waited longest for each
             reason, and the last rollout of the queue. Needs `STATES`.
-        shared: the least recently used page of several rollouts. Needs `ENDS`.
+        shared: the least recently used page that several rollouts use. Needs `ENDS`.
         unnamed: the least recently used page without a named rollout. Needs `ENDS`.
     """
 
@@ -100,7 +103,7 @@ class Snapshot(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The page that leaves.
+    """The page that a policy chose to evict.
 
     Args:
         page: one of the snapshot's candidates.
@@ -114,7 +117,8 @@ class Choice(NamedTuple):
 class Evict(Protocol):
     """A policy: a pure function of a snapshot.
 
-    Its attribute `facts` declares the facts that it needs. Without it, a snapshot only has recency.
+    The attribute `facts` of a policy declares the facts that the policy needs. A policy without
+    `facts` gets snapshots with recency only.
     """
 
     def __call__(self, snapshot: Snapshot) -> Choice: ...
@@ -159,16 +163,21 @@ def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
 
 @_needs(Facts.ENDS)
 def ended(snapshot: Snapshot) -> Choice | None:
-    """Choose the page whose last rollout ended first. Not demoted. Pure."""
+    """Choose a page whose rollouts have all ended.
+
+    If several pages have only ended rollouts, the function chooses the page whose last rollout
+    ended first. A later use of a page counts as a later end. The chosen page is not demoted. Pure.
+    """
     return Choice(snapshot.ended, demote=False) if snapshot.ended is not None else None
 
 
 @_needs(Facts.ENDS | Facts.STATES)
 def by_schedule(snapshot: Snapshot) -> Choice | None:
-    """Choose by the scheduler's state. Pure.
+    """Choose the page by the states of rollouts in the scheduler. Pure.
 
-    Pages of running rollouts leave first, because the engine has them. Then come pages of waiting
-    rollouts and pages without a rollout, then pages of the last rollout in the queue.
+    Pages of running rollouts are evicted first, because the engine has these pages. Pages of
+    waiting rollouts and pages without a rollout are evicted next. Pages of the last rollout in the
+    queue are evicted last.
     """
     far = {(_rank(live), -live.since, live.page.last_used): live.page for live in snapshot.live}
     if (page := snapshot.unnamed) is not None:
@@ -184,10 +193,11 @@ def _rank(live: Live) -> tuple[int, int]:
 def by_waits(snapshot: Snapshot) -> Choice | None:
     """Choose the page that is needed last, by the running means of the waits. Pure.
 
-    Among rollouts that wait for one reason, the rollout that has waited longest comes first. A page
-    without a rollout is expected to stay unused for as long as it has been unused. A page of
-    several rollouts is expected after an eighth of that time. A page of ended rollouts may be the
-    prompt of a later rollout. So it is expected after eight times as long, and is not demoted.
+    Among rollouts that wait for one reason, pages of the rollout that has waited longest are chosen
+    first. A page without a rollout is expected to stay unused for as long as it has been unused. A
+    page of several rollouts is expected to stay unused for an eighth of its unused time. A page of
+    ended rollouts is expected to stay unused for eight times its unused time, and is not demoted. A
+    page of ended rollouts may be the prompt of a later rollout.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)
@@ -204,17 +214,17 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
 class VersionAware:
     """A policy that evicts useless pages first, then the least recently used page.
 
-    1. Pages of versions below `version - max_staleness` leave first, oldest version first, because
-       the trainer refuses their rollouts. They are not demoted.
-    2. Then come pages whose rollouts have all ended, in the order of the ends. They are not
-       demoted.
+    1. Pages of versions below `version - max_staleness` are evicted first, oldest version first,
+       because the trainer refuses rollouts of these versions. Stale pages are not demoted.
+    2. Pages whose rollouts have all ended are evicted next, in the order in which their rollouts
+       ended. Pages of ended rollouts are not demoted.
 
-    The policy makes no guess about waits. It is worse than `lru` only if pages of ended rollouts
-    are loaded again.
+    The policy makes no guess about waits. The policy is worse than `lru` only if pages of ended
+    rollouts are loaded again.
 
     Args:
-        max_staleness: the staleness up to which pages are kept. With None, pages of all versions
-        are kept.
+        max_staleness: the largest staleness of pages that are kept. With None, pages of all
+            versions are kept.
 
     Raises:
         PlanError: `max_staleness` is negative.
@@ -234,19 +244,20 @@ class VersionAware:
 class RolloutAware:
     """A policy that evicts useless pages first, then the page that is needed last.
 
-    1. Pages of versions below `version - max_staleness` leave first, as with `VersionAware`.
-    2. Then comes the page that is needed last. Queued rollouts are ordered by their place in the
-       queue, and waiting rollouts by the mean wait for their reason. `by_waits` describes the other
-       pages.
-       The last page of a rollout leaves first, because it is useless without the pages before it.
+    1. Pages of versions below `version - max_staleness` are evicted first, as `VersionAware` does.
+    2. The page that will be needed last is evicted next. Queued rollouts are ordered by their place
+       in the queue, and waiting rollouts by the mean wait for their reason. `by_waits` describes
+       the order of pages without a queued or waiting rollout. The last page of a rollout is evicted
+       first, because this page is useless without the pages before it.
 
-    The policy needs the `rollout` of each save and load, and `pause`, `queue` and `end`. Without
-    these calls it is `lru`. A mean says little about waits with a heavy tail. With such waits the
-    policy falls to a third of the hits of `lru` (see `docs/kvoffload_eviction.md`).
+    The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
+    Without rollouts, `pause`, `queue` and `end`, rule 2 chooses as `lru` does. A mean says little
+    about waits with a heavy tail. For waits with a heavy tail, the policy can fall to 0.38 of the
+    hits of `lru` (see `docs/kvoffload_eviction.md`).
 
     Args:
-        max_staleness: the staleness up to which pages are kept. With None, pages of all versions
-        are kept.
+        max_staleness: the largest staleness of pages that are kept. With None, pages of all
+            versions are kept.
 
     Raises:
         PlanError: `max_staleness` is negative.

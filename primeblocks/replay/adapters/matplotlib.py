@@ -1,6 +1,6 @@
-"""Plots of the mismatch, one function each.
+"""Functions that plot the mismatch of engine and trainer.
 
-Each function draws into an Axes and returns it. If you pass none, the function makes an Axes. The
+Each function draws into an Axes and returns it. Without `axes`, the function makes an Axes. The
 functions do not show or save figures, and do not change global settings.
 """
 
@@ -55,7 +55,7 @@ def plot_ratios(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = N
 
 
 def plot_agreement(agreement: Agreement, *, axes: Axes | None = None) -> Axes:
-    """Plot by layer how often the same experts were chosen."""
+    """Plot for each layer how often both sides chose the same experts."""
     axes = _made(axes)
     axes.bar(list(agreement.by_layer), list(agreement.by_layer.values()))
     axes.set(title="Routes that agree", xlabel="layer", ylabel="fraction", ylim=(0, 1))

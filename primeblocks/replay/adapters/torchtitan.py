@@ -1,9 +1,9 @@
 """Routers of torchtitan 0.3.0.
 
-`TokenChoiceTopKRouter` returns `(gates, ids, scores)`, all `[batch, sequence, ...]`. The scores are
-those of every expert after the sigmoid or softmax, before any balancing bias. So a forward hook can
-compute gate weights of any experts from the scores. `MoE` counts its tokens per expert from the
-output of the router module, so its balancing follows the imposed ids too.
+`TokenChoiceTopKRouter` returns `(gates, ids, scores)`, all of shape `[batch, sequence, ...]`.
+`scores` has the score of every expert after the sigmoid or softmax, before any balancing bias. A
+forward hook can compute gate weights of any experts from `scores`. `MoE` counts its tokens per
+expert from the output of the router module, so its balancing follows the imposed ids too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TorchtitanRouter:
     top_k: int
 
     def experts(self, output: Any) -> torch.Tensor:
-        """Return the ids in a router's output.
+        """Return the expert ids in a router's output.
 
         Raises:
             UnsupportedError: the output is a DTensor (tensor parallelism), or differs from the

@@ -1,8 +1,9 @@
 """Routers of Hugging Face transformers models.
 
 Each router below returns `(logits, gate weights, indices)` and computes the weights only from the
-logits. So a forward hook can compute weights of other experts without running the router again. The
-adapter recognises a router by the source code of its `forward` method, which many families share.
+logits. A forward hook can compute weights of other experts from the logits, without running the
+router again. The adapter recognises a router by the source code of its `forward` method, which many
+families share.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class TransformersRouter:
     formula: Gates
 
     def experts(self, output: Any) -> torch.Tensor:
-        """Return the ids in a router's output.
+        """Return the expert ids in a router's output.
 
         Raises:
             UnsupportedError: the output differs from the output of the tested versions.
@@ -118,7 +119,8 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
 
     Raises:
         UnsupportedError: the model has no router of a supported family, a router of another family,
-            or several in one layer. Also raised for transformers outside 5.17 <= version < 6.
+            or several routers in one layer. Also raised if transformers is older than 5.17, or is
+            version 6 or newer.
     """
     release = tuple(int(part) for part in _RELEASE.split(".")[:2])
     if not (5, 17) <= release < (6, 0):

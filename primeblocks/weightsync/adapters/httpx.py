@@ -25,10 +25,10 @@ class JsonServer:
 
     Args:
         url: the address, as http://host:port.
-        headers: sent with every request.
+        headers: HTTP headers that are sent with every request.
 
     Raises:
-        UnsupportedError: `url` has another form.
+        UnsupportedError: `url` is not of the form http://host:port.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
@@ -43,11 +43,11 @@ class JsonServer:
     async def exchange(
         self, method: str, path: str, body: Any = None, *, deadline: float
     ) -> tuple[int, dict[str, Any]]:
-        """Make a request, and return the status and the answer, for any status.
+        """Make a request, and return the HTTP status and the answer. Error statuses do not raise.
 
         Args:
             body: a JSON-able value. With None, the body is empty.
-            deadline: a time of `time.monotonic()`.
+            deadline: the latest time of the answer, as a value of `time.monotonic()`.
 
         Returns:
             The status and a JSON object. An answer that is not an object is stored in a new object,

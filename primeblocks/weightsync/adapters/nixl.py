@@ -3,8 +3,8 @@
     transport = PullTransport(store, NixlWire(serves=True), owner=rank == 0)   # on trainer ranks
     transport = PullTransport(store, NixlWire(serves=False))                   # in engines
 
-UCX chooses its transports by itself. To restrict the choice, set `UCX_TLS`. A machine without RDMA
-and GPU only has `tcp,shm,self,sysv,posix`.
+UCX chooses its transports by itself. To restrict the choice, set `UCX_TLS`. On a machine without
+RDMA and without a GPU, UCX has only `tcp,shm,self,sysv,posix`.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _LOOK_S = 0.0002
 class NixlWire:
     """One NIXL agent, with registered buffers of this process.
 
-    A read is posted for each bucket, eight at a time. UCX completes some reads within the call,
-    such as those over shared memory. The deadline may then be noticed one bucket late.
+    Each bucket is one read. Up to eight reads are posted at a time. If UCX completes a read within
+    the call, for example over shared memory, the deadline may be noticed one bucket late.
 
     Args:
-        serves: whether other processes read from this one. NIXL then runs a thread that uses a
-            whole core (measured with NIXL 1.5.1). Without the thread, UCX accepts no connection,
-            and serves only reads that the hardware does by itself.
-        backend: a backend that NIXL has on this machine.
+        serves: whether other processes read from this process. With True, NIXL runs a thread that
+            uses a whole core (measured with NIXL 1.5.1). Without the thread, UCX accepts no
+            connection, and serves only reads that the hardware does by itself.
+        backend: the name of a backend that NIXL has on this machine.
 
     Raises:
         TransferError: NIXL has no such backend, or the backend does not start.

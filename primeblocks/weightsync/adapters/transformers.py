@@ -1,6 +1,6 @@
 """Names and shapes of transformers 5 checkpoints, as `save_pretrained` writes them.
 
-Transformers' own reversible transforms between module and checkpoint are recorded here.
+This adapter records the reversible transforms of transformers between module and checkpoint.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
     """Return the wiring from a model's tensors to the tensors of its checkpoint. Local.
 
     Args:
-        model: a sharded or whole model. Only its class and its configuration are read.
-        manifests: the manifests of all ranks, if each has only some of the names. The default is
-            `describe(model)`.
+        model: a sharded or whole model. Only the model's class and configuration are read.
+        manifests: the manifests of all ranks, if each rank has only some of the names. The default
+            is `describe(model)`.
 
     Raises:
         UnsupportedError: transformers drops elements.

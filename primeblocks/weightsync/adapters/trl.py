@@ -1,7 +1,7 @@
 """Send the weights of TRL 1.16's `AsyncGRPOTrainer` to any engine, with a `Publisher`.
 
-Pass a `TrlTransfer` as the `weight_transfer=` of that trainer. TRL gathers each weight on its main
-rank, so one rank sends all weights. This module does not import TRL.
+Pass a `TrlTransfer` as the argument `weight_transfer=` of `AsyncGRPOTrainer`. TRL gathers each
+weight on its main rank, so one rank sends all weights. This module does not import TRL.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TrlTransfer:
 
     The first call of `send_weights` makes the plan and attaches the engine. Versions count TRL's
     transfers from 1. Cost: a copy of the model in `dtype` in host memory, filled one weight at a
-    time. With `full_every` above 1, one more copy.
+    time. If `full_every` is above 1, the cost is two copies of the model.
 
     Args:
         transport: the trainer's end. You close it.
@@ -65,17 +65,20 @@ class TrlTransfer:
         """Do nothing. `send_weights` opens the transfer."""
 
     def pause(self) -> None:
-        """Do nothing. The engine generates while weights are sent and checked, until it loads."""
+        """Do nothing. The engine continues to generate until it loads the new weights."""
 
     def resume(self) -> None:
-        """Do nothing. A successful update has resumed the engine, and a failed one has raised."""
+        """Do nothing.
+
+        A successful update resumes the engine, and a failed update raises an error.
+        """
 
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
-        """Send all weights as the next version, and return when the engine has it. Local.
+        """Send all weights as the next version, and return when the engine has loaded it. Local.
 
         Raises:
-            PrimeblocksError: as `Publisher.publish`, `attach` and `update`. The version number is
-                not used up. TRL ends the training run with this error.
+            PrimeblocksError: the errors of `Publisher.publish`, `attach` and `update`. A later call
+                uses the same version number. TRL ends the training run with the raised error.
             UsageError: TRL's weights have other names or shapes than in the first transfer.
             ClosedError: `destroy` was called.
         """

@@ -1,4 +1,4 @@
-"""`open_transport` for an engine's worker, which may open any wire of this package."""
+"""`open_transport` over every wire of this package, for workers of engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["open_transport"]
 
 
 def open_transport(spec: Mapping[str, Any]) -> Transport:
-    """Open the reading end of the transport with this `spec()`, over any wire.
+    """Open the reading end of the transport that `spec` describes, over any wire.
 
     Raises:
         MissingPackageError: the wire's package is not installed in this process.

@@ -73,15 +73,16 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Reads:
-    """The boxes that one loader reads of a checkpoint. Pass it to `plan_sync` as a target.
+    """The boxes of a checkpoint that one loader reads. Pass a `Reads` to `plan_sync` as a target.
 
     Attributes:
-        sources: the tensors that are read, whole.
-        boxes: the boxes by name.
-        inexact: name -> why its boxes hold more than the loader reads.
-        into: the wiring to the parameters that `record_reads` got. JSON does not carry it.
-        lost: name -> why `into` lacks the tensor or a part of it.
-        written: name of a parameter -> how many of its elements the loader writes.
+        sources: the whole tensors of which the loader reads boxes.
+        boxes: the boxes that the loader reads, by tensor name.
+        inexact: the reason why the boxes of a tensor hold more than the loader reads, by tensor
+            name.
+        into: the wiring to the parameters that `record_reads` got. `to_json` leaves `into` out.
+        lost: the reason why `into` lacks a tensor or a part of it, by tensor name.
+        written: the number of elements that the loader writes to each parameter, by parameter name.
     """
 
     sources: Manifest
@@ -92,7 +93,10 @@ class Reads:
     written: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def lacking(self, held: Boxes) -> list[str]:
-        """Return the tensors with elements that are read, but not in the disjoint boxes `held`."""
+        """Return the names of tensors with elements that are read, but are not in `held`.
+
+        The boxes of `held` must not overlap.
+        """
         return [
             name
             for name, boxes in self.boxes.items()
@@ -104,13 +108,13 @@ class Reads:
         ]
 
     def to_json(self) -> str:
-        """Return a text that `from_json` turns into equal reads."""
+        """Return a text that `from_json` turns into equal `Reads`."""
         boxes = {n: [(b.offsets, b.sizes) for b in each] for n, each in self.boxes.items()}
         return json.dumps([boxes, dict(self.inexact)], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str, checkpoint: Manifest) -> Reads:
-        """Return the reads of this checkpoint that `to_json` wrote, or raise PlanError."""
+        """Return the `Reads` that `to_json` wrote for `checkpoint`, or raise PlanError."""
         with as_plan_error("reads"):
             rows, inexact = json.loads(text)
             boxes = {
@@ -128,14 +132,16 @@ def record_reads(
 ) -> Reads:
     """Run a loader without data and record the boxes that it would read. Local.
 
-    The loader gets meta tensors, and must read them in the caller's thread. Copies of them into
-    parameters are recorded and not made. If the loader fails on tensors without values, the result
-    reads all tensors whole, and `inexact` says why.
+    The loader gets meta tensors, and must read them in the caller's thread. Copies of meta tensors
+    into parameters are recorded, but not executed. If the loader fails on tensors without values,
+    the result contains all tensors as whole boxes, and `inexact` says why.
 
     Args:
-        load: takes (name, tensor) pairs of the whole checkpoint, as `Subscriber` gives them.
+        load: a loader that gets the (name, tensor) pairs of the whole checkpoint, such as the
+            `load` of a `Subscriber`.
         checkpoint: the names, dtypes and shapes of the checkpoint.
-        into: parameters by name. The result's `into` has the wiring to their elements.
+        into: parameters by name. The result's `into` has the wiring to the elements of the
+            parameters.
     """
     parameters = named_tensors(into)
     follower, name = Follower(parameters), ""
@@ -178,17 +184,18 @@ def record_wiring(
     """Run a conversion without data and record where each element goes. Local.
 
     The conversion may rename, slice, transpose, split, stack, join and drop tensors, in plain
-    torch. If the conversion creates tensors (such as zeros) and joins them to other tensors, they
-    become zero padding, whatever their values.
+    torch. If the conversion joins tensors from `torch.zeros`, or from `torch.empty` on the meta
+    device, to other tensors, the created elements become zero padding.
 
     Args:
-        convert: takes whole tensors by name, without memory, and returns the converted tensors.
-        manifests: the manifest of the sources, or those of all ranks if each has some of the names.
+        convert: a function that gets whole meta tensors by name, and returns the converted tensors.
+        manifests: the manifest of the sources, or the manifests of all ranks if each rank has only
+            some of the names.
 
     Raises:
-        PlanError: the conversion computes with a tensor, casts it, repeats it or asks for its
-            values. Or it joins created values other than zeros, or ranks describe a tensor in
-            different ways.
+        PlanError: the conversion computes with a tensor, casts it, repeats it or reads its values.
+            Also raised if the conversion joins created values other than zeros, or if ranks
+            describe a tensor in different ways.
     """
     sources, follower = union(manifests), Follower()
     with torch.no_grad(), follower:

@@ -21,11 +21,12 @@ _MOST_PIECES = 1024
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a source tensor, and the box of a target tensor that takes its elements.
+    """A box of a source tensor, and the box of a target tensor that gets its elements.
 
     Attributes:
-        dims: for each dim of the target, the source's dim that runs along it, or `NEW` for a dim
-            of size 1 that the source lacks. Source dims that are not listed have size 1.
+        dims: for each dim of the target, the index of the matching dim of the source. `NEW` stands
+            for a target dim of size 1 that the source lacks. Source dims that `dims` does not list
+            have size 1.
     """
 
     source: str
@@ -63,7 +64,10 @@ class Piece:
         return part and part.inverse()
 
     def then(self, after: Piece) -> Piece | None:
-        """Join with `after`, whose source is this piece's target. None without common elements."""
+        """Join this piece with `after`, whose source is this piece's target.
+
+        Return None without common elements.
+        """
         first, last = self, after
         if self.target_box != after.source_box:
             part, rest = self.to_target(after.source_box), after.from_source(self.target_box)
@@ -78,7 +82,7 @@ class Piece:
         """Return the part of `local` that this piece moves, shaped like the target box.
 
         Args:
-            local: the elements of box `held` of the source.
+            local: the elements in the box `held` of the source.
 
         Raises:
             PlanError: the piece is not inside `held`.

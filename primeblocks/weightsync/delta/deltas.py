@@ -58,10 +58,10 @@ Chunk = tuple[np.ndarray, np.ndarray]
 
 
 def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
-    """Return the delta that turns `old` into `new`, or None if `new` itself is not larger.
+    """Return the delta that turns `old` into `new`, or None if the delta is not smaller than `new`.
 
-    Compares bit patterns. Local: reads both tensors once. From a device, only changed elements come
-    to the host. To update `old` for the next call, apply the delta.
+    Compares bit patterns. Local: reads both tensors once. If the tensors are on a device, only
+    changed elements are copied to the host. To update `old` for the next call, apply the delta.
 
     Raises:
         ShapeError: shapes or dtypes differ, or a tensor is not contiguous.
@@ -91,16 +91,19 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 
 
 def apply_delta(target: Tensor, delta: Bytes) -> None:
-    """Overwrite the changed elements of `target` in place. Local: costs only the changed elements.
+    """Overwrite the changed elements of `target` in place.
 
-    Idempotent. If it raises, `target` is unchanged. On a wrong base the call succeeds, but the
-    result is wrong. So compare versions before the call, and a digest after it.
+    Local. The cost depends only on the changed elements. Idempotent. If `apply_delta` raises an
+    error, `target` is unchanged. If `target` is neither the `old` nor the `new` of the delta, the
+    call succeeds, but the result may be wrong. Compare versions before the call, and digests after
+    the call.
 
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost.
-        ShapeError: the target has another number or size of elements, or is not contiguous.
-        UnsupportedError: the delta has another format version, or the target is a meta tensor or a
-            negated or conjugated view.
+        ShapeError: the target differs from the delta in the number or size of elements, or is not
+            contiguous.
+        UnsupportedError: the delta has an unknown format version, or the target is a meta tensor or
+            a negated or conjugated view.
     """
     opened = open_delta(delta)
     if target.itemsize != opened.itemsize or target.numel() != opened.numel:

@@ -1,4 +1,4 @@
-"""Engines that share the trainer's device or run LoRA adapters, and a proof of the path to them."""
+"""Engines that share the trainer's device or run LoRA, and a proof that they get the weights."""
 
 from ..verify import prove_round_trip
 from .colocated import Colocated, ColocatedEngine, ColocatedTurn, Memory

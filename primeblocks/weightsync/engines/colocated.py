@@ -32,9 +32,9 @@ _Step = tuple[str, _Do]
 
 
 class Memory(Protocol):
-    """Memory that leaves the device and comes back bit for bit, as `parallel.memory.HostMemory`.
+    """Memory that moves to the host and back, bit for bit, such as `parallel.memory.HostMemory`.
 
-    A call that raises must leave everything unchanged.
+    A call that raises an error must not change anything.
     """
 
     def release(self) -> object: ...
@@ -44,12 +44,14 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ColocatedEngine:
-    """Functions that drive an engine. The last argument of each is its `timeout_s`.
+    """Functions that drive an engine. The last argument of each function is `timeout_s`.
 
     Args:
-        sleep: free all device memory. Weights may be lost. Does nothing if the engine sleeps.
-        wake: allocate the memory of "weights" or "kv_cache". Does nothing if that is awake.
-        update: load the version of the receipt.
+        sleep: frees all device memory of the engine. The engine may lose its weights. If the engine
+            sleeps already, `sleep` does nothing.
+        wake: allocates the memory of "weights" or "kv_cache", unless this memory is allocated
+            already.
+        update: loads the version of a receipt into the engine.
     """
 
     sleep: Callable[[float], object]
@@ -67,14 +69,17 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True)
 class ColocatedTurn:
-    """The cost of a turn on this rank. The engine serves `version`, or served it until now."""
+    """The cost of a turn on this rank.
+
+    `version` is the version that the engine serves, or served until this turn.
+    """
 
     version: int
     bytes_before: int
     stages: tuple[Stage, ...]
 
     def table(self) -> str:
-        """Return one line per stage: its seconds, the bytes in use after it, and the change."""
+        """Return one line per stage: its seconds, the bytes in use after it, and their change."""
         before = self.bytes_before
         lines = [f"{'stage':<14}{'seconds':>10}{'bytes in use':>18}{'change':>18}"]
         lines.append(f"{'before':<14}{'':>10}{before:>18,}")
@@ -88,14 +93,16 @@ class ColocatedTurn:
 class Colocated:
     """Alternates trainer and engine on one device.
 
-    The first turn is the trainer's, so put the engine to sleep before it.
+    The first turn is the trainer's, so put the engine to sleep before you make a `Colocated`.
 
     Args:
         trainer: the trainer's memory on this rank.
-        engine: the engine that this rank drives. None on ranks that drive no engine.
-        publish: takes a version and `timeout_s` and returns a `Receipt`, like `Publisher.publish`.
-            Its transport must keep the weights in shared memory or on a disk, not in CUDA IPC.
-        memory: returns the bytes in use on the device, like `torch.cuda.memory_allocated`.
+        engine: the engine that this rank drives. None on ranks that do not drive an engine.
+        publish: a function that takes a version and `timeout_s` and returns a `Receipt`, like
+            `Publisher.publish`. The transport of `publish` must keep the weights in shared memory
+            or on a disk, not in CUDA IPC.
+        memory: a function that returns the bytes in use on the device, like
+            `torch.cuda.memory_allocated`.
         group: the ranks that take turns together. The group must support gloo. None is the default
             group, if torch.distributed is initialized.
 
@@ -133,13 +140,15 @@ class Colocated:
 
         Args:
             version: the version to publish.
-            timeout_s: no stage begins after half of this time. The other half is for going back.
+            timeout_s: the time limit of the turn. No stage begins after half of this time. The
+                other half is reserved for undoing the stages after a failure.
 
         Raises:
-            DeadlineError: half of the time was used up. It is the trainer's turn again.
+            DeadlineError: half of `timeout_s` was used up. It is the trainer's turn again.
             TransferError: a stage failed on another rank, or a rank died. It is the trainer's turn
-                again. After a death, make a new group and a new `Colocated`.
-            EngineError: going back failed too, and the turn is "torn". Restart the engine.
+                again. After the death of a rank, make a new group and a new `Colocated`.
+            EngineError: the stages before the failure could not be undone either, and the turn is
+                "torn". Restart the engine.
             UsageError: it is not the trainer's turn.
             Exception: any error of a stage on this rank. It is the trainer's turn again.
         """
@@ -152,12 +161,13 @@ class Colocated:
         return ColocatedTurn(version, before, stages)
 
     def to_trainer(self, *, timeout_s: float) -> ColocatedTurn:
-        """Put the engine to sleep and bring the trainer back. Collective.
+        """Put the engine to sleep, and move the trainer's memory back to the device. Collective.
 
         If a stage fails, the engine wakes and loads its version again.
 
         Raises:
-            Exception: as for `to_engine`, with the turns exchanged.
+            Exception: the errors of `to_engine`. After an error, the engine keeps the turn, unless
+                the turn is "torn".
         """
         self._expect("engine")
         receipt = self._receipt

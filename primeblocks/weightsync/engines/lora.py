@@ -45,14 +45,14 @@ class AdapterSpec:
     """A LoRA adapter: y = W x + s B A x, with s = alpha / rank, or alpha / sqrt(rank) (rslora).
 
     Args:
-        name: letters, digits, ".", "_" and "-". The first is a letter or a digit. Version 7 of
-            "policy" is served as "policy@7".
+        name: a name of letters, digits, ".", "_" and "-", which begins with a letter or a digit.
+            Version 7 of "policy" is served as "policy@7".
         rank: the number of rows of A.
         alpha: the numerator of the scale s.
         rslora: whether s divides by sqrt(rank).
 
     Raises:
-        UsageError: the name is not of this form, or `rank` is not positive.
+        UsageError: `name` is malformed, or `rank` is not positive.
 
     Source: arXiv:2106.09685; rslora arXiv:2312.03732.
     """
@@ -102,7 +102,8 @@ class AdapterSpec:
         """Return the modules that a manifest adapts, with their input and output sizes. Local.
 
         Raises:
-            PlanError: a name is not PEFT's, an A or a B lacks its partner, or tensors are missing.
+            PlanError: a name is not a PEFT name, a module lacks its A or its B, or the manifest is
+                empty.
             ShapeError: a shape is not [rank, inputs] or [outputs, rank].
             UnsupportedError: the manifest adapts experts.
         """
@@ -145,7 +146,7 @@ class AdapterSpec:
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:
     """Return the LoRA parameters of a PEFT model by the names of PEFT's files. Local, no copies.
 
-    These are the live parameters, and DTensors stay sharded.
+    The result contains the live parameters, and DTensors stay sharded.
 
     Args:
         adapter: PEFT's name of the adapter in the model.

@@ -201,7 +201,7 @@ class HandleCarrier:
 
 
 class Read(NamedTuple):
-    """Bytes of another process's buffer, and their target: a part of a buffer that is shared."""
+    """Bytes of another process's buffer, and the part of a shared buffer that receives them."""
 
     note: Mapping[str, Any]
     start: int
@@ -219,7 +219,10 @@ class Wire(Protocol):
         ...
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """Register a buffer. Return the JSON-able note with which other processes read it."""
+        """Register a buffer.
+
+        Return the JSON-able note with which other processes read the buffer.
+        """
         ...
 
     def unshare(self, buffer: Tensor) -> None:

@@ -180,27 +180,30 @@ class DirectoryTransport:
 
 
 class SharedMemoryTransport(DirectoryTransport):
-    """Carries versions in shared memory, on one machine, for one user. Every rank writes in place.
+    """Carries versions in shared memory, on one machine, for one user.
 
-    A version is in memory of the owner's process (memfd), which is sealed before the commit. From
-    then on only the mappings of the trainer ranks can write to it, so readers load it in place. The
-    version ends with the owner's process, except in a reader that holds it. Two buffers take turns,
-    with a third while a reader lags or has kept a tensor. The first publish after a trainer rank
-    has joined again fails.
+    A version is stored in a memfd of the owner's process, to which every rank writes directly. The
+    memfd is sealed before the commit. After the commit, only the mappings of the trainer ranks can
+    write to the memfd, so readers load it in place. The version ends with the owner's process,
+    except in a reader that holds the version. Two buffers are used in turn, and a third buffer
+    while a reader lags or has kept a tensor. After a trainer rank has joined again, the first
+    publish fails.
 
-    A directory of mode 700 contains commits, deltas, and links to the memory. Its name ends in
-    random digits. Engines find the directory by `name` and by its user. Directories of other users
-    are ignored. The owner removes its directory at `close`, or when its process ends. If an owner
-    was killed, the next owner of this user removes the directory, even under another name.
+    A directory of mode 700, whose name ends in random digits, contains commits, deltas, and links
+    to the memfds. Engines find the directory by `name` and by the user who owns the directory.
+    Directories of other users are ignored. The owner removes its directory at `close`, or when its
+    process ends. If an owner was killed, the next owner of the same user removes the killed owner's
+    directory, even under another name.
 
     Args:
         name: one word that trainer and engine agree on.
-        owner: true on trainer rank 0, and only there.
-        root: the mount point of a tmpfs. It has the directory, but not the versions' bytes.
+        owner: true only on trainer rank 0.
+        root: the mount point of a tmpfs. `root` contains the directory, but not the bytes of
+            versions.
 
     Raises:
-        UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. At the first
-            read: an engine may not open the trainer's memory.
+        UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. Raised at the
+            first read if an engine may not open the trainer's memory.
         UsageError: `name` is not one path component, or has a living owner, or other users may
             rename the files in `root`.
     """
@@ -218,20 +221,20 @@ class FileTransport(DirectoryTransport):
     there may refuse a version because its digests differ. A full version is the safetensors file
     `run-<run>/version-<n>.safetensors`, which other programs can read.
 
-    An owner writes only `primeblocks-run.json`, `primeblocks.lock` and a directory `run-<run>`. Its
-    `close` leaves the last version there, and the versions that it depends on. The next owner
-    removes the versions of a killed owner.
+    An owner writes only `primeblocks-run.json`, `primeblocks.lock` and a directory `run-<run>`.
+    `close` keeps the last version in `run-<run>`, and the versions on which the last version
+    depends. The next owner removes the versions of a killed owner.
 
     Args:
-        path: the directory. It is made if missing. Other files in it stay untouched.
-        owner: true on trainer rank 0, and only there.
-        user: the number of the user whose files are read, for a mount that shows all files as
-            another user's. With None, it is the user of this process. Then other users must not
-            have write access.
+        path: the directory, which is made if missing. Other files in the directory are not changed.
+        owner: true only on trainer rank 0.
+        user: the id of the user whose files are read, for a mount that shows all files as files of
+            another user. With None, only files of this process's user are read, and other users
+            must not have write access.
 
     Raises:
-        UsageError: the directory has a living owner, or cannot be written to, or a file there
-            belongs to another user.
+        UsageError: the directory has a living owner, or cannot be written to, or a file in the
+            directory belongs to another user.
     """
 
     def __init__(self, path: str | Path, *, owner: bool = False, user: int | None = None) -> None:

@@ -40,24 +40,27 @@ _REASON_CHARS = 600
 class GroupTransport:
     """Sends versions from trainer ranks to readers over gloo or NCCL.
 
-    Trainer ranks construct it. A reader opens the `spec()` of trainer rank 0. The ranks need no
-    group of torch.distributed: they meet through the store at the first version.
+    Trainer ranks construct a `GroupTransport`. A reader passes the `spec()` of trainer rank 0 to
+    `open_transport`. The ranks do not need a group of torch.distributed, because they meet through
+    the store at the first version.
 
     A publish waits until every reader calls `receive`. A reader returns a version only if all
-    readers have it. The reader keeps the received bytes, for deltas and to go back to. These bytes
-    take as much memory as the reader's boxes, or twice as much with deltas. The decision is in the
-    store. All ranks follow the decision even if ranks die, as long as the store survives.
+    readers have it. The reader keeps the received bytes, for deltas and for a return to the
+    received version. The received bytes take as much memory as the reader's boxes, or twice as much
+    with deltas. The store records whether a version is committed. All ranks follow the record in
+    the store even if ranks die, as long as the store survives.
 
-    A TransferError may ask for new transports. Then make them on all living or restarted ranks,
-    with the same store. Publish the same version again, which is then sent in full.
+    If the text of a TransferError asks for new transports, make them on all living or restarted
+    ranks, with the same store. Then publish the failed version again, which the new transports send
+    in full.
 
     Args:
-        store: the same on all ranks, also after a failure. A TCPStore that no rank hosts, or a
-            FileStore on a shared disk.
+        store: the same store on all ranks, also after a failure: a TCPStore that no rank hosts, or
+            a FileStore on a shared disk.
         trainers: the number of trainer ranks.
-        readers: the number of the plan's readers. Each is one process.
+        readers: the number of the plan's readers. Each reader is one process.
         rank: the trainer's rank in the plan. None for a reader.
-        generation: the generation in the `spec()` that a reader got.
+        generation: the generation from the `spec()` that a reader opens.
         device: "cpu" sends messages over gloo, and "cuda" over NCCL, which was never run.
         timeout_s: how long the construction waits for the store.
 
@@ -116,7 +119,7 @@ class GroupTransport:
         self._now = self._numbered(0)
 
     def spec(self) -> dict[str, Any]:
-        """Return the argument of `open_transport` for a reader in another process.
+        """Return the argument with which a reader in another process calls `open_transport`.
 
         Raises:
             UnsupportedError: this is not trainer rank 0, or only this process can use the store.
@@ -131,7 +134,8 @@ class GroupTransport:
         """Rank 0: wait until every reader calls `receive`.
 
         Raises:
-            TransferError: a reader did not call, or refused. The group can still be used.
+            TransferError: a reader did not call `receive`, or refused the version. The group can
+                still be used.
         """
         self._check(plan, trainer=True)
         self._now = now = self._numbered(self._now.number + 1)
@@ -173,7 +177,7 @@ class GroupTransport:
         self._markers = (*self._markers[-1:], marker)
 
     def abort(self, version: int) -> None:
-        """On rank 0, drop the unfinished version, and report this to the readers."""
+        """On rank 0, drop the unfinished version, and report the drop to the readers."""
         if not self._open or self._rank > 0:
             return
         self._open = False
@@ -188,7 +192,8 @@ class GroupTransport:
     def markers(self) -> tuple[Marker, ...]:
         """Rank 0: return the last version that it committed, and the previous version.
 
-        Empty on other ranks, because a version sent over a group cannot be read again.
+        The result is empty on other ranks, because a version sent over a group cannot be read
+        again.
         """
         return self._markers
 
@@ -197,7 +202,8 @@ class GroupTransport:
 
         Raises:
             DeadlineError: no version was published in time. The group can still be used.
-            PlanError: the publisher has another plan.
+            PlanError: publisher and reader have different plans, or the published version is not
+                the version of `request`.
         """
         if self._is_any:
             self._rank, self._is_any = self._trainers + request.reader, False

@@ -235,12 +235,13 @@ class Estimate:
 def estimate(plan: Plan, *, gbit_per_s: float, sent_fraction: float = 1.0) -> Estimate:
     """Estimate the bytes and the time of a sync over a process group. Pure.
 
-    Every reader gets its own buckets. The time is that of the busiest rank at full line rate. It is
-    a lower bound, without latency, contention in the fabric, packing or digests.
+    A bucket is sent to each of its readers. The estimated time is the time of the busiest rank at
+    full line rate. The estimate is a lower bound, without latency, contention in the fabric,
+    packing or digests.
 
     Args:
         gbit_per_s: the rate at which one rank sends or receives, in 10^9 bits per second.
-        sent_fraction: bytes sent per byte of weights. 1 for full versions, less for deltas.
+        sent_fraction: the bytes sent per byte of weights: 1 for full versions, and less for deltas.
     """
     sent = [0] * plan.world_size
     for bucket in plan.buckets:

@@ -53,17 +53,17 @@ def IpcTransport(
 ) -> PackedTransport:
     """Return a transport of packed buffers, on one machine and for one user.
 
-    Engines read the buffers in place, through CUDA IPC or a memfd. If an engine dies, its hold on a
-    version ends. Markers and notes are small files in a directory like that of
-    `SharedMemoryTransport`, which only this user can read.
+    Engines read the buffers in place, through CUDA IPC or a memfd. If an engine dies, the versions
+    that it used are released. Markers and notes are small files in a directory that only this user
+    can read.
 
     On a GPU, close the engines' ends before the trainer's, because engines use the trainer's
-    memory. On a GPU this transport ran with one trainer and one engine process. Except for the
-    handles of buffers, the code is the same for CPU tensors.
+    memory. On a GPU this transport ran with one trainer and one engine process. CPU tensors use the
+    code of GPU tensors, except for the handles of buffers.
 
     Args:
         name: one word that trainer and engines agree on.
-        owner: true on trainer rank 0, and only there.
+        owner: true only on trainer rank 0.
         device: the device on which this trainer rank packs.
         keep: as for `PackedTransport`.
         root: the parent of the directory, on a tmpfs.
@@ -89,19 +89,20 @@ def PullTransport(
     lease_s: float = 60.0,
     timeout_s: float = 60.0,
 ) -> PackedTransport:
-    """Return a transport of packed buffers that engines fetch over a wire, from any machine.
+    """Return a transport of packed buffers that engines fetch over a wire, on any machine.
 
-    Processes find each other through a store. Buffers are registered once. An engine owns a copy of
+    Processes find each other through `store`. Buffers are registered once. An engine owns a copy of
     the bytes that it has fetched. A restarted trainer starts without versions.
 
     Args:
-        store: the same store for all processes. It must outlive the ranks.
-        wire: this process's wire. It is closed with the transport.
+        store: the same store for all processes. The store must exist for longer than the ranks.
+        wire: this process's wire, which is closed with the transport.
         name: the name of this policy, if several policies share the store.
-        owner: true on trainer rank 0, and only there.
+        owner: true only on trainer rank 0.
         device: the device of this process's buffers.
         keep: as for `PackedTransport`.
-        lease_s: how long an engine may take to fetch one version. The owner's value counts.
+        lease_s: how long an engine may take to fetch one version. Only the value that the owner
+            passes is used.
         timeout_s: how long the construction waits for the store.
 
     Raises:
@@ -112,11 +113,11 @@ def PullTransport(
 
 
 def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Transport:
-    """Open the reading end of the transport with this `spec()`.
+    """Open the reading end of the transport that `spec` describes.
 
     Args:
         spec: the result of `transport.spec()` in another process.
-        wires: kind -> constructor, for wires other than "tcp". The constructor gets the other
+        wires: a constructor for each kind of wire other than "tcp". The constructor gets the other
             entries of the wire's `spec()`.
 
     Raises:

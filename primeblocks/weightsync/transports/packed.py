@@ -47,22 +47,23 @@ _CHUNK_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 class PackedTransport:
     """A transport whose trainer ranks pack buffers, and whose engines fetch them at any time.
 
-    Each trainer rank packs its part of a version into one buffer on its device. Two buffers take
-    turns, and a delta has a buffer of its own. An engine has a lease on the version that it
+    Each trainer rank packs its part of a version into one buffer on its device. Two buffers are
+    used in turn, and each delta has a buffer of its own. An engine has a lease on the version it
     fetches. A publish that needs a buffer again waits, until its deadline, for the leases on this
     buffer to end. You may publish again after a failure. A restarted rank or engine joins by
-    constructing its end again. If a trainer rank ends, its versions end too. Engines that have not
-    fetched these versions keep the previous version.
+    constructing its end again. If the process of a trainer rank ends, no engine can fetch its
+    versions any more, and engines keep the versions that they have.
 
     A trainer rank needs memory for twice the bytes that it sends, and for its deltas. An engine
     that reads in place needs memory for about three buckets of each trainer rank. Other engines
-    need memory for the buckets that they want, or for twice these with `keep` or deltas.
+    need memory for the buckets that they want, or for twice as many with `keep` or deltas.
 
     Args:
-        commits: this process's end, which is closed with the transport.
-        carrier: this process's end, which is closed with the transport.
-        keep: whether engines keep the bytes, as the base of deltas and to go back to. Then going
-            back also works after the trainer's end.
+        commits: the `Commits` of this process, which is closed with the transport.
+        carrier: the `Carrier` of this process, which is closed with the transport.
+        keep: whether engines keep the bytes of the loaded version, for deltas and for a return to
+            this version. With `keep`, an engine can also return to the loaded version after the
+            trainer's process has ended.
     """
 
     def __init__(self, commits: Commits, carrier: Carrier, *, keep: bool = False) -> None:
@@ -81,7 +82,7 @@ class PackedTransport:
         return Begun(self.commits.run, newest_only(base, markers))
 
     def send(self, outgoing: Shipment, *, deadline: float) -> None:
-        """Trainer rank: pack its buckets, and post the place of its buffers."""
+        """Trainer rank: pack its buckets, and tell readers where its buffers are."""
         kept = [marker.version for marker in self.commits.markers(deadline=deadline)]
         for pool in (self._full, self._deltas):
             pool.keep(kept)

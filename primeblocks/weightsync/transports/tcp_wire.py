@@ -36,13 +36,13 @@ class TcpWire:
 
     A process with a `host` serves reads. Without a `host`, a process only reads. The server has a
     thread for each connected reader, and sends bytes directly from a buffer. A `read` connects once
-    to each process. A reader needs the random token in a buffer's note. Nothing is encrypted, so
-    use this wire only in a network of trusted machines. A `Subscriber` checks all bytes, as over
-    any carrier.
+    to each process. To read a buffer, a reader needs the random token in the buffer's note. The
+    wire does not encrypt bytes, so use the wire only in a network of trusted machines. A
+    `Subscriber` checks all bytes.
 
     Args:
-        host: an address of this machine that readers can reach. The server listens only on it.
-        port: the port to listen on. 0 takes a free port.
+        host: an address of this machine that readers can reach. The server listens only on `host`.
+        port: the port to listen on. With 0, the server chooses a free port.
 
     Raises:
         UsageError: the server cannot listen on `host` and `port`, or `host` is a wildcard.
@@ -82,7 +82,10 @@ class TcpWire:
                 del self._shared[token]
 
     def read(self, reads: Sequence[Read], *, deadline: float) -> None:
-        """Do all reads, one after the other. Raises CorruptionError for another wire's note."""
+        """Do all reads, one after the other.
+
+        Raises CorruptionError for a note of another kind of wire.
+        """
         links: dict[_Address, socket.socket] = {}
         with ExitStack() as until_read:
             for done, read in enumerate(reads):

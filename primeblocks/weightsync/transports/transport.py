@@ -103,12 +103,12 @@ class Transport(Protocol):
     """Carries versions from trainer ranks to readers.
 
     Trainer rank 0 owns the transport, and calls `begin`, `commit` and `abort`. Every trainer rank
-    sends its buckets. Readers see only committed versions. Deadlines are times of
+    sends its buckets. Readers see only committed versions. Deadlines are values of
     `time.monotonic()`.
     """
 
     def spec(self) -> dict[str, Any]:
-        """Return the argument of `open_transport` for another process. JSON-able.
+        """Return the JSON-able argument with which another process calls `open_transport`.
 
         Raises:
             UnsupportedError: the other process must construct its end itself.
@@ -116,10 +116,10 @@ class Transport(Protocol):
         ...
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: make room for a hidden version, as a delta to `base` if possible.
+        """Owner: make room for a version before its commit, as a delta to `base` if possible.
 
         Raises:
-            CapacityError: there is not enough room.
+            CapacityError: there is not enough room for the version.
         """
         ...
 
@@ -128,8 +128,8 @@ class Transport(Protocol):
 
         Raises:
             DeadlineError: the buckets were not sent in time.
-            TransferError: a reader has ended.
-            CapacityError: there is not enough room.
+            TransferError: the process of a reader has ended.
+            CapacityError: there is not enough room for the version.
         """
         ...
 
@@ -137,7 +137,7 @@ class Transport(Protocol):
         """Owner: make a version visible, atomically.
 
         Raises:
-            TransferError: a reader did not get the whole version. Every reader drops it.
+            TransferError: a reader did not get the whole version. Every reader drops this version.
         """
         ...
 
@@ -146,13 +146,14 @@ class Transport(Protocol):
         ...
 
     def markers(self) -> tuple[Marker, ...]:
-        """Return the committed versions that can be read, oldest first."""
+        """Return the markers of the committed versions that can be read, oldest first."""
         ...
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
-        """Reader: wait for a version, and return its chain, in which this version comes last.
+        """Reader: wait for a version, and return the chain of versions that ends with it.
 
-        A chain begins with a full version, or with a delta to the version held.
+        A chain begins with a full version, or with a delta to the version that the reader holds,
+        and ends with the version of `request`.
 
         Raises:
             DeadlineError: the version was not committed in time.

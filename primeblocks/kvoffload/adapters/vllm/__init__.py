@@ -1,11 +1,11 @@
-"""vLLM 0.32 and 0.33: a `TieredStore` as a secondary tier of their offloading connector.
+"""vLLM 0.32 and 0.33: a `TieredStore` as a secondary tier of vLLM's offloading connector.
 
-vLLM moves pages ("blocks") from the device into a primary pool in host memory. It shares this pool
-with our tier, which copies pages into our store and back. On CUDA the stock copy worker is used. On
-the CPU platform vLLM's own copy worker refuses to start, and ours takes its place.
+vLLM moves pages ("blocks") from the device into a primary pool in host memory. Our tier shares this
+pool with vLLM, and copies pages into our store and back. On CUDA, vLLM's own copy worker is used.
+On the CPU platform, vLLM's copy worker refuses to start, and our copy worker replaces it.
 
-vLLM 0.32 was run. vLLM 0.33 has no build for CPUs, and its engine was never run. Only the Python of
-its scheduler, manager and connector was run, without an engine.
+vLLM 0.32 was run. vLLM 0.33 has no build for CPUs, and its engine was never run. The scheduler,
+manager and connector of vLLM 0.33 were run only as Python code, without an engine.
 """
 
 import logging

@@ -44,31 +44,34 @@ def engine_args(
 ) -> dict[str, Any]:
     """Return arguments that put our store behind vLLM: `LLM(model, **engine_args(...))`. Pure.
 
-    Requests must carry one `cache_salt` per policy version. Hashes of pages include the salt, so
-    pages of different weights never mix. The prefix cache of vLLM must stay on.
+    Give all requests of one policy version the same `cache_salt`, and each version its own salt.
+    Hashes of pages include the salt, so pages of different weights never mix. The prefix cache of
+    vLLM must stay on.
 
     Args:
         primary_bytes: the size of vLLM's pool in shared memory.
         host_bytes: the size of our pages in host memory.
-        disk_path: the folder of our pages on disk. Without `persist`, it is emptied when the engine
-            starts and stops.
-        disk_bytes: the largest size of our pages on disk. The index is not included.
-        max_staleness: pages of versions staler than this number leave first (see `request_args`).
-            With None, all versions are treated alike.
-        evict: "versions" is `VersionAware`. "rollouts" is `RolloutAware`, which has several times
-            the hits if agents queue, and less than half the hits if waits have a heavy tail.
-        offload_prompt_only: leave out generated tokens.
+        disk_path: the folder of our pages on disk. Without `persist`, the folder is emptied when
+            the engine starts and stops.
+        disk_bytes: the largest size of our pages on disk, without the index.
+        max_staleness: pages of versions staler than this number are evicted first (see
+            `request_args`). With None, all versions are treated alike.
+        evict: "versions" is `VersionAware`, and "rollouts" is `RolloutAware`. Compared with `lru`,
+            "rollouts" has several times the hits if agents queue, and less than half the hits if
+            waits have a heavy tail.
+        offload_prompt_only: whether to leave out generated tokens.
         routes_bytes_per_token: with routed-expert capture, the bytes captured per token
-            (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). Routes then travel with their
-            pages. 0 leaves routes in vLLM.
-        persist: keep the pages on disk for the next engine with the same `persist`. Change this
-            name if anything changes that the pages depend on, above all the weights with which the
-            engine starts. Only engines with equal model, layout, parallel sizes and vLLM version
+            (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). With a number above 0, routes
+            are stored with their pages. With 0, routes stay in vLLM.
+        persist: a name for the pages on disk, under which the next engine finds these pages. Change
+            `persist` if the weights with which the engine starts change, or anything else on which
+            the pages depend. Only engines with equal model, layout, parallel sizes and vLLM version
             find the pages. With None, the folder starts empty and is emptied at the end.
 
     Raises:
-        PlanError: the sizes do not fit together.
-        UnsupportedError: there is a disk without host memory.
+        PlanError: a size is out of range, or only one of `disk_path` and `disk_bytes` is given.
+            Also raised if `evict` is unknown, or if `persist` is given without a disk.
+        UnsupportedError: `host_bytes` is not positive.
     """
     if host_bytes <= 0:
         raise UnsupportedError(
@@ -117,7 +120,7 @@ def engine_args(
 
 
 def server_args(**settings: Any) -> list[str]:
-    """Return `engine_args` as arguments of a server's command line, with its errors. Pure."""
+    """Return a server's command-line arguments, with settings and errors of `engine_args`. Pure."""
     return command_line(engine_args(**settings))
 
 
@@ -160,7 +163,8 @@ class EngineStatistics:
 
     Args:
         hits: pages passed to the engine.
-        tokens: prompt tokens that requests took from those pages instead of computing them.
+        tokens: prompt tokens that requests took from the pages of `hits` instead of computing these
+            tokens.
         tiers: the counts of `TierStatistics`, by tier name.
     """
 
@@ -172,7 +176,7 @@ class EngineStatistics:
 def engine_statistics() -> EngineStatistics:
     """Return the counts of the engines of this process. Local.
 
-    Call it in the process of `LLM` or `AsyncLLM`, with the engine's statistics on
+    Call this function in the process of `LLM` or `AsyncLLM`, with the engine's statistics on
     (`disable_log_stats=False`). The engine reports after each step, so writes that end after the
     last step are counted later.
     """

@@ -109,7 +109,8 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
     """vLLM's tiering with our manager, room for routes, and a worker for the CPU platform.
 
     Attributes:
-        tail: the part of a row of the pool that has the routes of its page. None without routes.
+        tail: the part of a row of vLLM's pool that has the routes of the row's page. None without
+            routes.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:

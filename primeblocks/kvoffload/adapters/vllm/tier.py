@@ -76,17 +76,17 @@ def request_args(
 ) -> dict[str, Any]:
     """Describe a request to our tier: `SamplingParams(extra_args=request_args(7, rollout="a/3"))`.
 
-    Put the same dictionary into the JSON of a request to vLLM's server. The dictionary does not
-    replace the request's `cache_salt`. Pure.
+    With vLLM's server, put the returned dictionary into the JSON of the request. The dictionary
+    does not replace the request's `cache_salt`. Pure.
 
     Args:
-        version: the policy version, a count of updates. Keys of different versions differ. The tier
-            advances to the largest version seen. It ignores a jump of more than 2**20, because one
-            mistaken request would make all pages stale.
+        version: the policy version, a count of updates. Pages of different versions have different
+            keys. The tier advances to the largest version seen, but never by more than 2**20 at
+            once. Otherwise, one mistaken request would make all pages stale.
         rollout: the name of the rollout that will need the pages again, in its next turn.
         ends: the names of rollouts that end with this request and do not need their pages any more.
             Name this rollout in its last turn, and rollouts that ended without a last turn.
-        waits: the tool that each rollout between two turns waits for, as {"a/2": "pytest"}. If a
+        waits: the tool that each rollout between two turns waits for, as `{"a/2": "pytest"}`. If a
             rollout has no entry, the tier uses the name "turn" instead of a tool.
 
     Raises:
@@ -145,11 +145,12 @@ class _Running:
 
 
 class StoreTier(SecondaryTierManager):
-    """Our store behind vLLM's primary tier. It runs in the scheduler's process and never blocks it.
+    """A secondary tier of vLLM that keeps its pages in a `TieredStore`.
 
-    A page that is missing, torn or changed is reported as failed, and vLLM computes it again. The
-    next engine may have other weights. So, without `persist`, the store starts empty, and is
-    emptied when the engine ends.
+    The tier runs in the scheduler's process. Calls for requests and jobs return at once, and only
+    `rest`, `drain_jobs`, start and shutdown wait. A page that is missing, torn or changed is
+    reported as failed, and vLLM computes the page again. Without `persist`, the store starts empty
+    and is emptied when the engine ends, because the next engine may have other weights.
     """
 
     def __init__(
@@ -247,8 +248,8 @@ class StoreTier(SecondaryTierManager):
     def rest(self) -> None:
         """Wait a few milliseconds for pages, or return at once if no load is running.
 
-        A scheduler with only waiting requests steps without a pause. The threads that read and copy
-        would then hardly get the interpreter.
+        A scheduler that has only waiting requests runs its steps without a pause. Without `rest`,
+        the threads that read and copy pages would hardly get the interpreter.
         """
         loads = (job for job in self._running.values() if job.transfer.is_promotion)
         if (first := next(loads, None)) is not None:

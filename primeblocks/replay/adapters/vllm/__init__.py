@@ -1,4 +1,4 @@
-"""Arguments that make vLLM return routes, and functions that read its answers as `Routes`.
+"""Arguments that make vLLM return routes, and functions that read vLLM's answers as `Routes`.
 
 Tested with vllm 0.32. This package does not import vLLM, so a trainer can read answers without
 vLLM. On the CPU platform the engine needs our patch `routed_experts_on_cpu` (primeblocks.plugins).

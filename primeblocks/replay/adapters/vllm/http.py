@@ -41,7 +41,7 @@ _Send = Callable[[_Message], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Answer:
-    """The server's answer without routes, and the rows of its choices."""
+    """The server's answer without routes, and the captured rows of each choice."""
 
     json: dict[str, Any]
     rows: tuple[np.ndarray | None, ...]
@@ -50,11 +50,11 @@ class Answer:
     def routes(
         self, choice: int, shape: RouterShape, *, tokens: int, prompt_start: int = 0
     ) -> Routes:
-        """Return the routes of one choice. Arguments and errors as for `routes_from_base64`.
+        """Return the routes of one choice, with the arguments and errors of `routes_from_base64`.
 
         Raises:
             UsageError: `choice` is out of range.
-            CorruptionError: the choice came without rows.
+            CorruptionError: the answer has no rows of this choice.
         """
         if not 0 <= choice < len(self.rows):
             raise UsageError(f"choice must be in 0..{len(self.rows) - 1}; got {choice}")
@@ -68,8 +68,8 @@ def read_answer(body: Bytes) -> Answer:
     """Read a body of `MEDIA_TYPE`. Rows are views of the body. Local.
 
     Raises:
-        CorruptionError: a byte was changed, added or lost, or the body is of another kind.
-        UnsupportedError: the format has another version.
+        CorruptionError: a byte was changed, added or lost, or the body is not of `MEDIA_TYPE`.
+        UnsupportedError: the body has an unknown format version.
     """
     inner = unseal(body, kind=_KIND, format_version=_FORMAT)
     count = int.from_bytes(inner[8:16], "little")
@@ -96,9 +96,9 @@ def read_answer(body: Bytes) -> Answer:
 
 
 class RoutesMiddleware:
-    """ASGI middleware of the server. See the module.
+    """ASGI middleware that makes vLLM's server return routes as bytes.
 
-    Streams, errors and requests of other clients pass unchanged.
+    The middleware does not change streams, errors or requests of other clients.
     """
 
     def __init__(self, app: Any) -> None:

@@ -43,16 +43,16 @@ def routes_from_output(
 ) -> Routes:
     """Read the routes of prompt and generated tokens from a finished `CompletionOutput`.
 
-    The last sampled token is missing, because the model never read it. The prompt before
-    `prompt_start` (vLLM's `routed_experts_prompt_start`) is missing, and so are pages that the
-    engine had forgotten (our plug-in fills them with 0xFF). A request aborted before its first
-    token has no rows, so all its tokens are missing. Local. Copies the rows.
+    The last sampled token is missing, because the model never read it. Prompt tokens before
+    `prompt_start` (vLLM's `routed_experts_prompt_start`) are missing. Tokens whose rows the engine
+    has dropped are missing too, because our plug-in fills these rows with 0xFF. A request aborted
+    before its first token has no rows, so all its tokens are missing. Local. Copies the rows.
 
     Raises:
         UnsupportedError: the engine returned no rows for tokens that it generated.
         ShapeError: rows do not fit the tokens or the model.
-        UsageError: a dense layer has routes, an id is out of range, or a row names an expert
-            twice. Capture under torch.compile on a CPU returns such rows.
+        UsageError: a dense layer has routes, an id is out of range, or a row names an expert twice.
+            On a CPU, capture under torch.compile returns rows that name expert 0 in every slot.
     """
     tokens = prompt_tokens + len(output.token_ids)
     if output.routed_experts is not None:
@@ -74,10 +74,11 @@ def routes_from_base64(
     """Read `choices[i].routed_experts` of vLLM's HTTP answers: a .npy file in base64.
 
     Args:
-        tokens: prompt and generated tokens together.
+        tokens: the number of prompt and generated tokens together.
 
     Raises:
-        CorruptionError: the text is not such a file. Other errors as for `routes_from_output`.
+        CorruptionError: the text is not a .npy file in base64. Also raises the errors of
+            `routes_from_output`.
     """
     try:
         file = base64.b64decode(text, validate=True)
@@ -96,22 +97,25 @@ def join_prefill(
     versions: tuple[int, int],
     prompt_start: int = 0,
 ) -> Routes:
-    """Join a prompt's routes with those of the engine that continued from the prompt's KV cache.
+    """Join a prompt's routes with the routes of the engine that continued from the prompt's pages.
 
     If both engines know a row, the decode engine's row is kept, because later tokens attended to
-    its keys and values. The decode engine computes the last token of the prompt again. Local. One
-    copy.
+    the keys and values of the decode engine. The decode engine computes the last token of the
+    prompt again. Local. One copy.
 
     Args:
-        prefill: routes of the prompt, with or without the unused token that this engine sampled.
-        decode: routes of prompt and completion. Tokens whose pages the engine received are missing.
+        prefill: routes of the prompt, with or without the unused token that the prefill engine
+            sampled.
+        decode: routes of prompt and completion. Tokens whose pages the decode engine received are
+            missing.
         versions: weight versions of the prompt, and of the first token of the completion.
-        prompt_start: the first token whose row was requested. Rows before it stay missing.
+        prompt_start: the first token whose row was requested. Rows before `prompt_start` stay
+            missing.
 
     Raises:
         UsageError: the two versions differ.
-        ShapeError: the two are not of one prompt or one model. Also raised if neither engine knows
-            a row from `prompt_start` on. The last token does not need a row.
+        ShapeError: `prefill` and `decode` belong to different prompts or models. Also raised if
+            neither engine knows a row from `prompt_start` on. The last token does not need a row.
     """
     if versions[0] != versions[1]:
         raise UsageError(

@@ -31,8 +31,9 @@ class RouterShape:
 
     Args:
         num_layers: number of hidden layers. In vLLM's rows, dense layers have zeros.
-        moe_layers: the layers that route, ascending.
-        num_experts: routed experts in each of these layers, without shared experts.
+        moe_layers: the indices of the layers with a router, ascending.
+        num_experts: the number of routed experts in each layer with a router, without shared
+            experts.
         top_k: experts per token.
 
     Raises:
@@ -46,14 +47,15 @@ class RouterShape:
 
     @classmethod
     def from_config(cls, config: Any) -> RouterShape:
-        """Read a model's configuration: transformers', or the dict of a `config.json`. Local.
+        """Read a model's configuration: an object of transformers, or the dict of a `config.json`.
 
-        For a model of several modalities, this method reads the text model.
+        Local. For a model of several modalities, this method reads the text model.
 
         Raises:
             UnsupportedError: the configuration lacks the number of experts, choices or layers, or
                 describes its routing layers in an unknown form.
-            UsageError: `config` is not a configuration, or as for `RouterShape`.
+            UsageError: `config` is not a configuration, or one of its layers or counts is out of
+                range.
         """
         values = _text_values(config)
         num_experts = _first(values, "num_experts", "num_local_experts", "n_routed_experts")
@@ -78,7 +80,7 @@ class RouterShape:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of vLLM's rows and of `Routes`. It depends only on the number of experts."""
+        """The dtype of vLLM's rows and of `Routes`, which depends only on the number of experts."""
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     @property
@@ -96,16 +98,16 @@ def plan_capture_bytes(
 ) -> int:
     """Return how many bytes of rows the engine must keep, so that every cached page has rows. Pure.
 
-    `kvoffload` stores rows with its pages. Rows of other tiers' pages are looked up by page hash in
-    a store of this many bytes. If the store forgot a page, its rows are missing with the plug-in's
-    patch `missing_routes_survive`. Without the patch the *engine dies*.
+    `kvoffload` stores rows with its pages. Rows of pages in other tiers are kept by page hash, in a
+    store of the returned size. If the store has dropped the rows of a page, the plug-in's patch
+    `missing_routes_survive` marks these rows as missing. Without the patch the *engine dies*.
 
     Args:
-        page_tokens: tokens in a KV page (vLLM's block size).
-        device_pages: pages of the engine's own KV cache.
-        offloaded_pages: pages of all tiers that do not store rows.
-        slack: multiplies `offloaded_pages`, because tiers evict in another order than the store.
-            With `offload_prompt_only=True`, pass at least 1 + generated/prompt tokens.
+        page_tokens: the number of tokens in a KV page (vLLM's block size).
+        device_pages: the number of pages of the engine's own KV cache.
+        offloaded_pages: the number of pages of all tiers that do not store rows.
+        slack: a factor for `offloaded_pages`, because tiers and store evict in different orders.
+            With `offload_prompt_only=True`, pass at least 1 + (generated tokens / prompt tokens).
 
     Raises:
         UsageError: a count is not positive, or slack is below 1.
@@ -120,12 +122,13 @@ def plan_capture_bytes(
 
 
 def engine_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
-    """Return the keywords of `LLM` or `AsyncEngineArgs` that switch capture on. Pure.
+    """Return the keywords of `LLM` or `AsyncEngineArgs` that make the engine capture routes. Pure.
 
-    On a CPU, they include `enforce_eager=True`, because torch.compile makes every captured id 0.
+    On a CPU, the keywords include `enforce_eager=True`, because torch.compile makes every captured
+    id 0.
 
     Args:
-        max_bytes: room for rows, from `plan_capture_bytes`.
+        max_bytes: the most bytes of rows that the engine keeps, from `plan_capture_bytes`.
 
     Raises:
         UsageError: `max_bytes` is not positive.
@@ -144,7 +147,7 @@ def engine_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> dict[str, 
 def server_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> list[str]:
     """Return `engine_args` as the command line of vLLM's server, with `RoutesMiddleware`. Pure.
 
-    Arguments and errors as for `engine_args`.
+    Takes the arguments and raises the errors of `engine_args`.
     """
     words = []
     for name, value in engine_args(max_bytes=max_bytes, device=device).items():

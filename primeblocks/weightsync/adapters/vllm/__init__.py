@@ -5,8 +5,8 @@
 each publish, call `update`, or `update_all` for several engines. Offline code uses `attach_llm` and
 `update_llm`.
 
-This module imports vLLM only if you name `PrimeblocksEngine` or `WorkerExtension`. So a trainer can
-drive servers without vLLM.
+This module imports vLLM only if you name `PrimeblocksEngine` or `WorkerExtension`, so that a
+trainer can drive servers without vLLM.
 """
 
 from typing import TYPE_CHECKING, Any

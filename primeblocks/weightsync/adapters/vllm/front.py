@@ -56,7 +56,10 @@ _PAUSE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """The cost of an update. `pause_seconds` counts from the first pause to the last resume."""
+    """The cost of an update.
+
+    `pause_seconds` is the time from the first pause to the last resume.
+    """
 
     version: int
     seconds: float
@@ -71,7 +74,7 @@ async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> li
 
     Args:
         engine: an `AsyncLLM` or a `VllmServer`.
-        checkpoint: all tensors, by the names, global shapes and dtypes that the loader takes.
+        checkpoint: the names, global shapes and dtypes of all tensors that the loader takes.
 
     Raises:
         DeadlineError: the workers did not answer in time.
@@ -104,8 +107,9 @@ async def attach(
 ) -> None:
     """Connect every worker of an engine to a transport. Changes no weights.
 
-    If the plan has one reader, every worker is that reader. If it has several, worker i is reader
-    `first_reader + i`, and checks that the plan sends all that it reads.
+    If the plan has one reader, every worker is that reader. If the plan has several readers, worker
+    i is reader `first_reader + i`. Each worker checks that the plan sends all boxes that the worker
+    reads.
 
     Args:
         engine: an `AsyncLLM` or a `VllmServer`.
@@ -133,10 +137,11 @@ async def update(
 ) -> UpdateReport:
     """Load a published version into an engine that may be generating.
 
-    The same as `update_all` with one engine. You may call it again after a failure.
+    Calls `update_all` for one engine. You may call `update` again after a failure.
 
     Raises:
-        CorruptionError: bytes are not as sent. The engine serves the old weights.
+        CorruptionError: the received bytes differ from the published bytes. The engine serves the
+            old weights.
         TransferError: the version was retired, or loading failed. The engine serves the old
             weights.
         DeadlineError: the update was not done in time. If workers may still be loading, the engine
@@ -156,27 +161,33 @@ async def update_all(
 ) -> UpdateReport:
     """Load a published version into all engines, or into none.
 
-    All engines check every byte while they generate. Only then do they pause and load. Output
-    tokens carry the label `str(version)`. Cached image features are dropped in every mode. If an
-    engine fails, the engines that loaded go back to the previous version. An engine that hangs, or
-    could not go back, stays paused until an update succeeds. So two versions are never served at
-    the same time. Do not address engines through a router, which passes each call to only one.
+    All engines check every byte while they generate. After all checks have passed, the engines
+    pause and load. Output tokens carry the label `str(version)`. Cached image features are dropped
+    with every value of `in_flight`. If an engine fails, the engines that loaded the new version
+    load the previous version again. An engine that hangs, or that could not load the previous
+    version again, stays paused until an update succeeds. Engines never serve two versions at the
+    same time. Do not address engines through a router, because a router passes each call to only
+    one engine.
 
     Args:
         engines: attached engines, each an `AsyncLLM` or a `VllmServer`.
         receipt: the receipt that `publish` returned.
-        in_flight: running requests keep the KV cache of the old weights ("continue"), recompute
-            it with the new weights ("recompute"), or end with finish reason "abort". With
-            "continue" the prefix cache keeps old pages, so use one `cache_salt` per version.
-        prefill: positions of engines whose pages other engines read. These engines pause first.
-            Their pause waits until the pages were read, or for `kv_lease_duration` (30 s).
-        timeout_s: for the whole update. The last two fifths are for going back and resuming.
+        in_flight: with "continue", running requests keep the KV cache of the old weights. With
+            "recompute", running requests compute their KV cache again with the new weights. With
+            "abort", running requests end with finish reason "abort". With "continue", the prefix
+            cache also keeps pages of the old weights, so use another `cache_salt` for each version.
+        prefill: positions of engines whose pages other engines read. Prefill engines pause first.
+            The pause of a prefill engine waits until its pages were read, or for
+            `kv_lease_duration` (30 s).
+        timeout_s: the time limit for the whole update. The last two fifths are reserved for loading
+            the previous version again and for resuming.
 
     Raises:
         UsageError: `in_flight` or a position in `prefill` is unknown. No engine was called.
-        UnsupportedError: "recompute" with engines that read the pages of other engines.
-        PrimeblocksError: as for `update`. `.engines` has the positions of all failed engines.
-            Drop or restart the dead engines and call again.
+        UnsupportedError: `in_flight` is "recompute", and `prefill` contains some but not all
+            engines.
+        PrimeblocksError: as for `update`. The error's attribute `engines` has the positions of all
+            failed engines. Drop or restart the dead engines and call again.
     """
     _check(in_flight, prefill, len(engines))
     start = time.monotonic()
@@ -208,7 +219,10 @@ async def update_all(
 
 
 def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
-    """Ask the workers of an offline `LLM`, as `describe` does. Blocks. Raises the same errors."""
+    """Ask the workers of an offline `LLM`, as `describe` does.
+
+    Blocks. Raises the errors of `describe`.
+    """
     return list(drive_sync(llm, _describe_steps(checkpoint)))
 
 
@@ -228,11 +242,11 @@ def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int 
 def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     """Load a published version into an offline `LLM`, between two calls of `generate`.
 
-    Clears the engine's prefix cache and its image features. `timeout_s` bounds each worker's wait
-    and check. The call itself returns when the engine answers.
+    Clears the engine's prefix cache and its image features. `timeout_s` limits how long each worker
+    waits and checks. The call itself returns when the engine answers.
 
     Raises:
-        EngineError: the load failed, and the workers could not go back to a version.
+        EngineError: the load failed, and the workers could not load an earlier version again.
         PrimeblocksError: as for `update`.
     """
     start = time.monotonic()

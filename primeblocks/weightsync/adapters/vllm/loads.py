@@ -69,14 +69,15 @@ def with_draft(target: Wiring, draft: NamedTensors) -> Wiring: ...
 @overload
 def with_draft(target: NamedTensors, draft: NamedTensors) -> dict[str, Tensor]: ...
 def with_draft(target: Wiring | NamedTensors, draft: NamedTensors) -> Wiring | dict[str, Tensor]:
-    """Return a target's tensors and its drafter's, whose names get the prefix `draft.`. Local.
+    """Return the tensors of a target and its drafter, with `draft.` before the drafter's names.
 
-    The drafter is an EAGLE or Medusa head, or a separate draft model. Pass the result to
-    `describe`, `Publisher` and `verify_engine`. MTP heads need no prefix: they are part of the
-    target's checkpoint.
+    Local. The drafter is an EAGLE or Medusa head, or a separate draft model. Pass the result to
+    `describe`, `Publisher` and `verify_engine`. MTP heads do not need a prefix, because they are
+    part of the target's checkpoint.
 
     Args:
-        target: the target's tensors, or its conversion, such as `to_checkpoint(model)`.
+        target: the tensors of the target model, or the `Wiring` that converts them, such as
+            `to_checkpoint(model)`.
         draft: the drafter's tensors, under the names of its own checkpoint.
 
     Raises:

@@ -1,8 +1,9 @@
 """LoRA adapters in a running vLLM. Versions are served in parallel, by name, without a pause.
 
-Build the engine with `lora_engine_args()`, call `attach_lora` once, and `update_lora` after each
-publish. `update_lora` returns a LoRARequest for the version. Requests that you pass with it use
-exactly this version, until you call `remove_lora`. Offline code uses the `_llm` variants.
+Build the engine with `lora_engine_args()`, and call `attach_lora` once. Call `update_lora` after
+each publish. `update_lora` returns a LoRARequest for the version. Requests that you pass with this
+LoRARequest use exactly its version, until you call `remove_lora`. Offline code uses the functions
+whose names end in `_llm`.
 """
 
 from __future__ import annotations
@@ -106,19 +107,21 @@ async def attach_lora(
 ) -> None:
     """Connect every worker of an `AsyncLLM` to the transport of an adapter.
 
-    Compares names and shapes with the model, once for all versions. If you attach a name again, its
-    transport is replaced, and the versions held stay.
+    Compares names and shapes with the model, once for all versions. If you attach a name again, the
+    new transport replaces the old transport. The engine keeps the versions that it holds.
 
     Args:
         engine: an `AsyncLLM` built with `lora_engine_args()`.
-        plan: the plan of the tensors of `adapter_parameters`. Its target has whole tensors.
+        plan: the plan of the tensors of `adapter_parameters`. The target of the plan has whole
+            tensors.
         transport: any end of the publisher's transport.
-        keep: the most versions held at a time. A version takes twice its bytes in each worker.
+        keep: the most versions held at a time. In each worker, a version needs memory for twice its
+            bytes.
 
     Raises:
-        UnsupportedError: the engine has no LoRA, a lower max_lora_rank or replicas, or the
-            transport is a process group.
-        PlanError: this engine does not adapt one of the modules, or names are not PEFT's.
+        UnsupportedError: the engine has no LoRA, too low a max_lora_rank, or replicas. Also raised
+            if the transport is a process group.
+        PlanError: this engine does not adapt one of the modules, or names are not PEFT names.
         ShapeError: a tensor does not fit its module.
         DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead, or was built without `lora_engine_args()`.
@@ -131,15 +134,17 @@ async def attach_lora(
 async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
     """Load a published version of an adapter into an `AsyncLLM` that may be generating.
 
-    Returns the request to pass to vLLM for this version. Its lora_name is "name@version". The
-    versions held stay unchanged, and their requests go on. You may call it again after a failure.
-    If it raises CorruptionError or TransferError, the engine is unchanged.
+    Returns the request to pass to vLLM for this version. The request's lora_name is "name@version".
+    Versions that the engine holds stay unchanged, and requests for these versions go on. You may
+    call `update_lora` again after a failure. If `update_lora` raises CorruptionError or
+    TransferError, the engine is unchanged.
 
     Raises:
-        CorruptionError: bytes are not as sent.
+        CorruptionError: the received bytes differ from the published bytes.
         TransferError: the name was not attached, or the version was retired.
         CapacityError: the engine holds `keep` versions. Remove one.
-        UsageError: this version is held with other bytes, or another adapter has its id.
+        UsageError: the engine holds this version with other bytes, or another adapter has the id of
+            this version.
         DeadlineError: the workers did not answer in time, and may still finish. Call again.
         EngineError: the engine is dead, or refused the call. A living engine is unchanged.
     """
@@ -151,13 +156,14 @@ async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: fl
 
 
 async def remove_lora(engine: Any, request: LoRARequest, *, timeout_s: float) -> None:
-    """Remove a version from an engine. New requests for it raise vLLM's VLLMValidationError.
+    """Remove a version from an engine.
 
-    If several front ends share an engine, a request of another front end for a removed version ends
-    the engine.
+    New requests for a removed version raise vLLM's VLLMValidationError. If several front ends share
+    an engine, a request of another front end for a removed version ends the engine.
 
     Raises:
-        UsageError: requests of this front end still use the version, or it is not held.
+        UsageError: requests of this front end still use the version, or the engine does not hold
+            it.
         DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead.
     """
@@ -177,7 +183,7 @@ def attach_lora_llm(
 def update_lora_llm(llm: Any, name: str, receipt: Receipt, *, timeout_s: float) -> LoRARequest:
     """Load a version of an adapter into an offline `LLM`. Raises the errors of `update_lora`.
 
-    `timeout_s` bounds each worker's wait and check, not the call.
+    `timeout_s` limits how long each worker waits and checks, but not the whole call.
     """
     steps = _load_steps(name, receipt, time.monotonic() + timeout_s)
     request: LoRARequest = drive_sync(llm, steps)

@@ -22,7 +22,7 @@ _EXTENSION = f"{_WORKER}.WorkerExtension"
 
 
 def register() -> None:
-    """Register the backend with vLLM in this process. Local. Idempotent.
+    """Register our weight transfer backend with vLLM in this process. Local. Idempotent.
 
     Raises:
         MissingPackageError: vLLM is not installed.
@@ -59,22 +59,24 @@ def engine_args() -> dict[str, Any]:
 def server_args() -> list[str]:
     """Return `engine_args` as arguments of a server's command line. Pure.
 
-    The server also needs VLLM_SERVER_DEV_MODE=1 in its environment, and primeblocks installed. This
-    process does not need vLLM.
+    The server also needs VLLM_SERVER_DEV_MODE=1 in its environment, and primeblocks installed. The
+    process that calls `server_args` does not need vLLM.
     """
     transfer = json.dumps({"backend": BACKEND})
     return ["--weight-transfer-config", transfer, "--worker-extension-cls", _EXTENSION]
 
 
 class VllmServer:
-    """The address of one server. Pass it to functions that take an engine. Holds no connection.
+    """The address of one server. Pass a VllmServer to functions that take an engine.
+
+    A VllmServer does not keep a connection open.
 
     Args:
         url: http://host:port of the server itself, never of a router.
-        headers: sent with every request.
+        headers: HTTP headers that are sent with every request.
 
     Raises:
-        UnsupportedError: `url` has another form.
+        UnsupportedError: `url` is not of the form http://host:port.
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:

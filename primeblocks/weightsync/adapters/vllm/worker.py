@@ -162,7 +162,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return observe_worker(self._updated or self.model, self._subscriber, self._reads)
 
     def verify(self, info: UpdateInfo) -> None:
-        """Start to check a version. From now on `receive_weights` only serves this attempt."""
+        """Start to check a version.
+
+        From this call on, `receive_weights` serves only this attempt.
+        """
         self._transaction = info.transaction
         if (subscriber := self._subscriber) is not None:
             self._checking = self._thread.submit(
@@ -170,7 +173,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
 
     def start_weight_update(self) -> None:
-        """Do nothing. Parameters stay in place until a version has passed its digests."""
+        """Do nothing.
+
+        Parameters keep their values until all digests of the new version were checked.
+        """
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the checked version, or leave the old weights in place."""
@@ -237,7 +243,10 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """A mixin for vLLM's worker, named in `engine_args`. Subclass it to add calls of your own."""
+    """A mixin for vLLM's worker, named in `engine_args`.
+
+    Subclass this mixin to add your own calls.
+    """
 
     weight_transfer_engine: Any
     model_runner: Any
@@ -272,7 +281,7 @@ class WorkerExtension:
         self.weight_transfer_engine.verify(UpdateInfo(**info))
 
     def primeblocks_lora(self, act: str, *arguments: Any) -> dict[str, Any]:
-        """Call a method of `Adapters`: "attach", "load" or "remove"."""
+        """Call the method "attach", "load" or "remove" of `Adapters`."""
 
         def do() -> None:
             if self._primeblocks_adapters is None:
