@@ -22,12 +22,12 @@ __all__ = ["RolloutBuffer"]
 class RolloutBuffer:
     """A bounded buffer of finished groups, which returns each group once, the oldest first.
 
-    The oldest group has the lowest `oldest_version`. If several groups have this version, the group
-    that was put first counts as the oldest. Use a buffer from one event loop.
+    The oldest group has the lowest `oldest_version`. If several groups have the lowest version, the
+    group that was put first is the oldest. Use a buffer from one event loop.
 
     Args:
         capacity: the largest number of groups. If the buffer is full, `put` waits.
-        capacity_bytes: the largest total of `Group.nbytes`. By default without a limit.
+        capacity_bytes: the largest total of `Group.nbytes`. By default, the size is not limited.
         staleness: the policy that `take` applies.
         clock: the time of the deadlines.
 

@@ -35,16 +35,16 @@ class Journal:
     """A record of what happened to each prompt of a training run, which survives a crash.
 
     The ordinals of prompts are 0, 1, 2, ... in the order in which prompts are drawn. If a call does
-    not fit the state of its prompt, the call raises UsageError and changes nothing. An example is
-    to train on a prompt twice.
+    not fit the state of its prompt, such as training on a prompt twice, the call raises UsageError
+    and changes nothing.
 
-    SIGKILL does not undo calls that returned. A call that SIGKILL interrupted has taken effect as a
+    SIGKILL does not undo calls that returned. A call that SIGKILL interrupts takes effect as a
     whole or not at all. The journal counts and deletes prompts of final steps and prompts that are
     left out. Therefore the file grows only with prompts that are neither final nor left out.
 
     You may call methods from any thread. One process at a time can open a journal, on a local disk.
-    Other processes may read the file with any SQLite. Three more files are stored next to the file
-    `path`. Their names are `path` with `-wal`, `-shm` and `-lock` appended.
+    Other processes may read the file with any version of SQLite. Three more files are stored next
+    to the file `path`, with `-wal`, `-shm` and `-lock` appended to its name.
 
     Args:
         path: the file. A missing file is created, but a missing folder is an error.
@@ -58,9 +58,10 @@ class Journal:
         UnsupportedError: the file has another schema, or its disk does not support a write-ahead
             log.
         CorruptionError: the file is damaged.
-        CapacityError: in any call, the disk is full. The journal is unchanged.
-        DeadlineError: in any call, another program locked the file. The journal is unchanged.
-        ClosedError: in any call, the journal was closed, or the process is a forked child.
+        CapacityError: raised by any method if the disk is full. The journal is unchanged.
+        DeadlineError: raised by any method if another program locked the file. The journal is
+            unchanged.
+        ClosedError: raised by any method after `close`, or in a forked child.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Journal:
             db.execute("UPDATE progress SET cursor = ?", (ordinal + 1,))
 
     def started(self, ordinal: int, version: int) -> None:
-        """Record that a prompt is in flight under policy `version`. May be called again."""
+        """Record that a prompt is in flight under policy `version`, for the first time or again."""
         version = check_version(version)
         with self._database.transaction() as db:
             (ordinal,) = tables.expect(db, "started", [ordinal])
@@ -167,10 +168,10 @@ class Journal:
             )
 
     def left_out(self, ordinal: int, reason: str) -> None:
-        """Record that a prompt leaves the run without training. The prompt cannot come back.
+        """Record that a prompt leaves the run for good, without being trained on.
 
-        `reason` is "filtered" or "failed", and may continue with ": " and a text. The journal
-        counts and deletes the prompt. It does not store the text of the reason.
+        `reason` is "filtered" or "failed", optionally followed by a colon and a text. The journal
+        counts and deletes the prompt, and does not store the text of the reason.
         """
         end = reason.partition(":")[0]
         if end not in {PromptState.FILTERED, PromptState.FAILED}:
@@ -180,7 +181,7 @@ class Journal:
             db.execute(f"UPDATE progress SET {end} = {end} + 1")
 
     def taken(self, ordinals: Sequence[int], version: int) -> None:
-        """Record that the step from policy `version` trains on these finished prompts.
+        """Record that the step from policy `version` trains on the finished prompts `ordinals`.
 
         Raises:
             UsageError: `ordinals` is empty or repeats a prompt, a prompt is not finished, or the
@@ -243,12 +244,13 @@ class Journal:
             db.execute("UPDATE progress SET trained = trained + ?", (len(ordinals),))
 
     def restore(self, version: int) -> Restored:
-        """Go back to policy `version`, the policy of the loaded weights. Return the remaining work.
+        """Go back to policy `version`, and return the prompts and groups that are left.
 
-        Prompts that the step from `version` or a later step took or trained become finished again.
-        Prompts in flight are generated again, and continue from their trajectories. Earlier steps
-        that took a batch count as trained, because the loaded weights result from these steps.
-        Tokens of policies after `version` count as tokens of `version`.
+        `version` is the policy of the loaded weights. Prompts that were taken for the step from
+        `version` or a later step become finished again. Prompts in flight are generated again, and
+        continue from their trajectories. Earlier steps that took a batch count as trained, because
+        the loaded weights result from these steps. Tokens of policies after `version` count as
+        tokens of `version`.
 
         Raises:
             UsageError: the step from `version` is final, or a step before `version` is not

@@ -42,7 +42,7 @@ __all__ = [
 
 
 class PromptState(StrEnum):
-    """The state of a prompt. The states filtered and failed never change."""
+    """The state of a prompt. A filtered or failed prompt never changes its state."""
 
     DRAWN = "drawn"
     IN_FLIGHT = "in flight"
@@ -96,8 +96,8 @@ T = TypeVar("T", bound=Partial | Rollout)
 def rolled_back(trajectory: T, version: int) -> T:
     """Return a trajectory in which versions after `version` are replaced by `version`. Pure.
 
-    A run that goes back to `version` trains other policies under the same numbers. A token of an
-    abandoned policy would otherwise look younger than it is.
+    A run that goes back to `version` gives later version numbers to new policies. Without the
+    replacement, a token of an abandoned policy would look younger than it is.
     """
     if trajectory.versions.max(initial=UNSAMPLED) <= version:
         return trajectory
@@ -117,7 +117,7 @@ class Restored:
     """The prompts and groups with which a loop continues.
 
     Args:
-        cursor: the number of prompts drawn so far. Skip this number of prompts of the iterable.
+        cursor: the number of prompts drawn so far, which the loop skips in the iterable of prompts.
         again: prompts to generate again, as `(ordinal, prompt, partials)`. `partials` maps the
             position of a sample in its group to its trajectory, which is a `Rollout` if the sample
             is finished.

@@ -59,11 +59,11 @@ class AsyncLoop:
             copy. The loop awaits the awaitable while the next step trains.
         buffer: a buffer for this loop alone. The buffer's staleness policy applies.
         batch_size: the number of groups per batch.
-        max_in_flight: an int or `AdaptiveLimit` of groups in flight, or samples with `group_size`.
+        max_in_flight: limit on groups, or on samples with `group_size`. An int or `AdaptiveLimit`.
         group_size: the number of samples per group, if `generate` makes one sample per call.
         keep: `keep(group)` returns False to leave a finished group out. Batches stay complete.
         retries: rules for calls of `generate` that raise an error or miss their deadline.
-        rollout_timeout_s: the longest time of one call of `generate`. By default without a limit.
+        rollout_timeout_s: the deadline of one call of `generate`, in seconds. None means unlimited.
         source: a function that returns the name of a prompt's source, for the counts in `sources`.
         ledger: a record of the training run, from which the run can be resumed.
         version: the policy version of the engine's weights at the start.
@@ -197,7 +197,7 @@ class AsyncLoop:
             DeadlineError: a wait for a batch, a step or a publish was longer than `step_timeout_s`.
             ClosedError: the loop is not open, a step has failed, or another call makes a step.
             Exception: the last error of `generate`, if the prompts ran out and every prompt since
-                the last step failed. After a trained step, `batch_size` prompts must have failed.
+                the last step failed. If a step was trained, `batch_size` failures are needed.
         """
         for done in range(count):
             try:

@@ -24,7 +24,7 @@ class AdaptiveLimit:
     requests or a queue longer than 1 / 8 of the limit also cut the limit. A cut multiplies the
     smaller of the limit and the requests in flight by 0.8. Preemption is costly, because the engine
     computes preempted requests twice. Pass the object as `max_in_flight` of `AsyncLoop`, and call
-    `observe` with every report. Local, without a clock.
+    `observe` with every report. The limit does not depend on a clock. Local.
 
     Args:
         start: the first limit, in requests.
@@ -69,15 +69,15 @@ class AdaptiveLimit:
 class Retries:
     """The number of attempts per rollout, and of failures after which the training run ends.
 
-    A mistake in code ends the attempts of a rollout at once. Mistakes are TypeError, NameError,
-    AttributeError, ImportError, SyntaxError and NotImplementedError.
+    A mistake in code ends the attempts of a rollout at once. TypeError, NameError, AttributeError,
+    ImportError, SyntaxError and NotImplementedError count as mistakes in code.
 
     Args:
         attempts: the number of attempts per rollout. If the last attempt fails, the prompt of the
             rollout leaves the training run.
         backoff_s: seconds before the second attempt. The wait doubles for each later attempt.
-        give_up_after: if this number of groups fail in a row, the last error ends the training run.
-            After the death of an engine, every group fails.
+        give_up_after: if `give_up_after` groups fail in a row, the last error ends the training
+            run. After the death of an engine, every group fails.
 
     Raises:
         UsageError: a number is out of range.

@@ -26,28 +26,28 @@ class StalenessPolicy:
     the bound. The oldest groups are trained on first.
 
     - "wait" makes the trainer wait for groups that would exceed the bound. The trainer idles until
-      the slowest of these groups has finished. A group can exceed the bound only after a rollback,
-      or if `take` gets no `in_flight`, and is then dropped.
-    - "pace" only limits how many groups are started, and does not enforce the bound. No group is
-      dropped, the trainer does not wait, and a slow group may exceed the bound. Trained rollouts
-      have the same length distribution as sampled rollouts.
+      the slowest group has finished. A group can exceed the bound only after a rollback, or if
+      `take` gets no `in_flight`, and is then dropped.
+    - "pace" only limits how many groups are started, and does not enforce the bound. With "pace",
+      no group is dropped, the trainer does not wait, and a slow group may exceed the bound. Trained
+      rollouts have the same length distribution as sampled rollouts.
     - "mask" removes tokens beyond the bound from the loss. The reward of a rollout with masked
       tokens still counts in the baseline of its group.
     - "drop" discards a group beyond the bound and generates its prompt again. Slow rollouts are
       never trained on, so trained rollouts are shorter than sampled rollouts.
     - "continue" has no bound.
 
-    With every `on_stale`, a token of a policy later than the trainer's policy raises UsageError.
-    The cause is an engine that still serves weights from before a rollback of the trainer.
+    With every `on_stale`, a token of a policy later than the trainer's policy raises UsageError,
+    because the engine serves weights that the trainer rolled back.
 
     Args:
         max_off_policy_steps: the largest number of optimizer steps between the policy that sampled
-            a token and the policy that trains on the token. The value 0 means on-policy training.
+            a token and the policy that trains on the token. A bound of 0 means on-policy training.
         on_stale: "wait", "pace", "mask", "drop" or "continue".
-        correction: the name of the loss correction for older tokens, for logs. Examples are
-            "truncated importance sampling" and "ratio to the engine's log-probabilities". Required
-            if the bound is above 0 or `on_stale` is "continue", because ratios to the trainer's own
-            policy would be wrong.
+        correction: the name of the loss correction for older tokens, for logs. Examples of names
+            are "truncated importance sampling" and "ratio to the engine's log-probabilities". A
+            correction is required if the bound is above 0 or `on_stale` is "continue". Without a
+            correction, ratios to the trainer's own policy would be wrong.
 
     Raises:
         UsageError: the bound is negative, `on_stale` is unknown, or a correction is missing.
@@ -103,7 +103,8 @@ class StalenessPolicy:
         """Return how many more groups may start and still be trained on within the bound. Pure.
 
         If `(max_off_policy_steps + 1) * batch_size` other groups come first, a group cannot be
-        trained on within the bound. If `on_stale` is "continue", the number is not limited.
+        trained on within the bound. If `on_stale` is "continue", the number of groups is not
+        limited.
 
         Args:
             in_flight: the number of groups that are being generated.

@@ -33,8 +33,8 @@ class Step:
         lost: prompts whose attempts all failed, each with the reason.
         masked_tokens: the number of tokens that are masked because of their age.
         trainer_idle_s: seconds that training waited for rollouts.
-        engine_idle_s: seconds in which fewer requests ran than `max_in_flight` allows, because more
-            groups would become too old. Counted since the previous step.
+        engine_idle_s: seconds since the previous step in which the staleness policy kept the number
+            of requests below `max_in_flight`.
         train_s: seconds of `train`.
         publish_s: seconds that training waited for `publish`.
         metrics: the result of `train`. If `metrics` is a mapping, `postfix` shows its "ess" and
@@ -57,7 +57,7 @@ class Step:
 
     @property
     def lags(self) -> Mapping[int, int]:
-        """The number of sampled tokens per age in optimizer steps. Masked tokens count too."""
+        """The number of sampled tokens per age in optimizer steps, masked tokens included."""
         ages: Counter[int] = Counter()
         for group in self.groups:
             for rollout in group.rollouts:
@@ -86,7 +86,7 @@ class Step:
         A missing value, such as the mean reward of rollouts without rewards, is NaN. If `train`
         returned a mapping, the numbers of the mapping are added, and replace values of the same
         name. Metrics of `losses.corrections.off_policy_metrics` get verl's names with the prefix
-        `rollout_corr/`. docs/recipes/metrics.md lists all names.
+        `rollout_corr/`. The page docs/recipes/metrics.md lists all names.
         """
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         lengths = [int(rollout.sampled.sum()) for rollout in rollouts]

@@ -1,7 +1,7 @@
 """Turns of a conversation, made into rollouts with exactly the tokens that the engine saw.
 
-A conversation is a list of branches, and each branch becomes a rollout. A new turn first tries the
-branches that share most tokens with its prompt. Only `append` changes branches.
+A conversation is a list of branches, and each branch becomes a rollout. `append` first tries to
+extend the branch that shares most tokens with the new prompt. Only `append` changes branches.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Turn:
 
     Attributes:
         branch: the position of the turn's rollout in `Conversation.rollouts()`.
-        matched: the number of prompt tokens that the turn's rollout already had. If `continuity` is
-            FORK, the number that another rollout had.
-        added: the number of other prompt tokens, which are not trained on.
+        matched: the number of prompt tokens that the turn's rollout already had, or that another
+            rollout had if `continuity` is FORK.
+        added: the number of remaining prompt tokens, which are not trained on.
         sampled: the number of tokens of the answer.
         dropped: the number of sampled tokens that this turn removed from the rollout.
     """
@@ -73,7 +73,7 @@ class Conversation:
 
     Args:
         max_realigned_tokens: the largest number of sampled tokens that a turn may cut from the end
-            of the last answer. If the value is 0, every sampled token is trained on.
+            of the last answer. If `max_realigned_tokens` is 0, every sampled token is trained on.
 
     Raises:
         UsageError: `max_realigned_tokens` is negative.
@@ -103,16 +103,16 @@ class Conversation:
     ) -> Turn:
         """Add one request: its prompt, and the answer that the engine sampled.
 
-        If the method raises an error, the conversation does not change.
+        If `append` raises an error, the conversation does not change.
 
         Args:
             prompt: `[tokens]`, the ids of the whole prompt, including earlier turns.
             sampled: `[sampled]`, the ids of the answer.
             logprobs: `[sampled]`, the engine's log-probability of each sampled token.
             versions: `[sampled]`, the policy version that sampled each token.
-            attachments: values of the turn. The positions of an `Aligned` value count from the
-                start of the prompt. Rows may begin at any token up to the first token that has no
-                row yet. You may leave out images of earlier turns.
+            attachments: named values of the turn, as in `Rollout`. The positions of an `Aligned`
+                value count from the start of the prompt. Rows may begin at any token up to the
+                first token that has no row yet. You may leave out images of earlier turns.
 
         Raises:
             ShapeError: the prompt or the answer is empty, arrays differ in length, or rows are
@@ -160,7 +160,7 @@ class Conversation:
         reward: float | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> tuple[Rollout, ...]:
-        """Return the rollouts so far, with these arguments of `Rollout`.
+        """Return the rollouts so far, with `prompt_id`, `reward` and `rewards` as in `Rollout`.
 
         The prompt of a rollout is the prompt of its first turn. Attachments with one row per token,
         such as routes, are `Aligned`.
@@ -246,9 +246,9 @@ class _Branch:
 def cut(rollout: Rollout, length: int) -> Rollout:
     """Return at most the first `length` tokens of a rollout. Local. Arrays are views if possible.
 
-    Attachments with one row per token are cut too. If an attachment cannot be cut, such as an
-    image, the rollout ends before the first token of the attachment. If tokens were cut, the result
-    has `finish_reason="length"`.
+    Attachments with one row per token are cut together with the tokens. If an attachment cannot be
+    cut, such as an image, the rollout ends before the first token of the attachment. If tokens were
+    cut, the result has `finish_reason="length"`.
 
     Raises:
         ShapeError: the result would have no sampled token.

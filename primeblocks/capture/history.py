@@ -25,7 +25,7 @@ __all__ = ["History", "Prompt", "Renderer"]
 class Renderer(Protocol):
     """Conversion between messages and token ids in the format of one model. Pure.
 
-    Messages have OpenAI's form. Their content is text, and the arguments of tool calls are objects.
+    Messages have OpenAI's form, with text as content. The arguments of tool calls are objects.
     """
 
     @property
@@ -55,9 +55,10 @@ class Renderer(Protocol):
         follow.
 
         Args:
-            before: the messages up to the answer, which is the last of these messages.
+            before: the messages up to the answer, with the answer last.
             added: the messages after the answer.
-            last_id: the last sampled id of the answer. It is not a stop id if the answer was cut.
+            last_id: the last sampled id of the answer, which is not a stop id if the answer was
+                cut.
 
         Raises:
             UsageError: as for `render`.
@@ -68,8 +69,8 @@ class Renderer(Protocol):
 
         Args:
             ids: the ids of the answer, without the stop id.
-            calls: False if the model has no tools or may not call tools. If False, all ids are read
-                as text.
+            calls: False if the model has no tools or may not call tools. If `calls` is False, all
+                ids are read as text.
         """
 
     def encode(self, text: str) -> list[int]:

@@ -83,7 +83,7 @@ class CaptureJournal:
         attachments: Mapping[str, Any],
         **values: Any,
     ) -> None:
-        """Write the turn that `Conversation.append` returned for these values. Durable on return.
+        """Write a turn that `Conversation.append` returned, with its arguments. Durable on return.
 
         Raises:
             UsageError: `turns` was not called for the session.

@@ -84,13 +84,13 @@ class Generate(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureBounds:
-    """The limits of a recorder. A request beyond a limit is refused with a typed error.
+    """The limits of a recorder. A request beyond a limit gets an error of `primeblocks.errors`.
 
     Args:
         turns: the largest number of turns of one session.
         in_flight: the largest number of requests of all sessions that wait for the engine.
         body_bytes: the largest body of a request, in bytes.
-        max_tokens: the largest number of tokens of one answer, and the default of requests.
+        max_tokens: the largest number of tokens of one answer, which is also the default.
         timeout_s: seconds to wait at most for an answer of the engine.
         transfer_timeout_s: seconds to wait at most until a request has arrived in full, and until
             the agent has read a response.
@@ -115,9 +115,9 @@ class CaptureSession:
     """One conversation that is being recorded. `Recorder.session` makes sessions.
 
     If an agent sends an answer back unchanged, the next prompt contains the answer's sampled ids.
-    Only the text after the answer is then tokenised. If the agent changes an earlier message, only
-    answers before this message keep their sampled ids. In this case the turn in `conversation` is
-    REALIGN or FORK.
+    The recorder tokenises only the text after the answer. If the agent changes an earlier message,
+    only answers before the changed message keep their sampled ids, and `conversation` gets a
+    REALIGN or FORK turn.
 
     Attributes:
         base_url: the base URL for the agent's client, which includes `name`.
@@ -155,7 +155,7 @@ class CaptureSession:
             DeadlineError, EngineError: as for `Generate`. Any other exception of `generate` becomes
                 an EngineError.
             ClosedError: the session has ended.
-            CancelledError: the agent left, and `gone` has this result. Recorded turns stay.
+            CancelledError: the agent closed its connection (see `gone`). Recorded turns stay.
         """
         if self._ended:
             raise self._end()

@@ -72,11 +72,11 @@ class TurnRequest:
     """One request of an agent.
 
     Attributes:
-        messages: the messages of a chat. Their content is text, and the arguments of tool calls are
-            objects.
+        messages: the messages of a chat, with text as content and objects as arguments of tool
+            calls.
         prompt: the prompt of a completion, as text or ids. None for a chat.
         tools: the agent's descriptions of the tools.
-        calls: whether the model may call tools. The value does not change the prompt, as in vLLM.
+        calls: whether the model may call tools. `calls` does not change the prompt, as in vLLM.
     """
 
     model: str

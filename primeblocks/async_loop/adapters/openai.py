@@ -7,9 +7,9 @@ Expert routes become the attachment "routed_experts". The function
 (tested) and newer SGLang (not tested) do. `generate_tokens` uses vLLM's own protocol (with
 `--enable-scale-out`), which labels each token with the version of the weights.
 
-Start vLLM with `--logprobs-mode processed_logprobs`. Otherwise vLLM returns log-probabilities of a
-distribution that it did not sample from. Also pass `--generation-config vllm`. Otherwise the
-checkpoint's sampling defaults apply.
+Start vLLM with `--logprobs-mode processed_logprobs --generation-config vllm`. With other modes,
+vLLM returns log-probabilities of a distribution that it did not sample from. With other generation
+configs, the checkpoint's sampling defaults apply.
 """
 
 import json
@@ -77,10 +77,10 @@ async def generate(
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
-        CapacityError: the server has no room now.
+        CapacityError: the server has no room for the request now.
         EngineError: the server died or failed, or its answer does not have the expected fields.
         PrimeblocksError: the weights changed during the call, or the server aborted the request
-            before the first token. A `Fleet` keeps this server, and `Retries` repeat the request.
+            before the first token. `Retries` repeat the request, and a `Fleet` keeps the server.
         UnsupportedError: the server's answers have no log-probabilities or no token ids.
         UsageError: the server refused the request.
     """
@@ -188,7 +188,7 @@ async def generate_tokens(
     """Sample `n` completions of one prompt on vLLM's server, or on servers behind a router.
 
     Args:
-        client: a client of the server. The path of its base URL is ignored.
+        client: a client of the server. The path of the client's base URL is ignored.
         sampling_params: vLLM's sampling parameters, which override arguments of this function.
         extra_body: more fields of the request, which override arguments of this function.
 
@@ -226,9 +226,9 @@ async def generate_split(
 ) -> tuple[Rollout, Rollout]:
     """Prefill a prompt on one server, and decode from its keys and values on another server.
 
-    Returns two rollouts. The first has one token from the prefill server, and the second has the
-    whole completion from the decode server. Each rollout has the routes that its own server
-    computed. `replay.adapters.vllm.join_prefill` joins the routes of both rollouts.
+    Returns a rollout with one token from the prefill server, and a rollout with the whole
+    completion from the decode server. Each rollout has the routes that its own server computed.
+    `replay.adapters.vllm.join_prefill` joins the routes of both rollouts.
 
     Args:
         options: more arguments of `generate_tokens`, except `n`.

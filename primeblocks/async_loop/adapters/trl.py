@@ -118,8 +118,8 @@ class TrlWorker:
     """Feeds TRL's asynchronous trainer from an `AsyncLoop`, one batch per policy version.
 
     The loop puts each batch into TRL's queue. When TRL reports the next version, the loop treats
-    the reported version as the engine's version. TRL reads a micro-batch of the next step before a
-    step ends. Therefore `max_off_policy_steps` must be at least 1, unless `on_stale` is "continue".
+    the reported version as the engine's version. Because TRL reads a micro-batch of the next step
+    before a step ends, `max_off_policy_steps` must be at least 1, unless `on_stale` is "continue".
     The buffer's staleness policy applies. TRL's own policy, which drops single samples of a batch,
     is off. TRL gets the log-probabilities of the engine. A token that no policy sampled does not
     count in the loss.
@@ -238,7 +238,7 @@ class TrlWorker:
         self._thread.loop.call_soon_threadsafe(self._hear, model_version)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the loop, if it has ended.
+        """Raise the error that ended the loop, if the loop has ended.
 
         Raises:
             PrimeblocksError: an error of `AsyncLoop.steps` or of `generate`.

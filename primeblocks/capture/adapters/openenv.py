@@ -43,16 +43,16 @@ async def play_episode(
     """Play one episode: reset the environment, then call `generate` and `step` until it is done.
 
     If `render` changes tokens of earlier turns, the episode becomes several rollouts. The reward of
-    each rollout is the sum of the steps' rewards, or None if no step had a reward. Each rollout has
-    the attachments of its turns, "step_rewards" and "done". The attachment "done" is False if `act`
-    or `max_turns` ended the episode.
+    each rollout is the sum of the steps' rewards, or None if no step had a reward. In addition to
+    the attachments of its turns, each rollout has the attachments "step_rewards" and "done". The
+    attachment "done" is False if `act` or `max_turns` ended the episode.
 
     Args:
         env: an async client of the environment. The call does not close the client, so you can call
             `await env.state()` afterwards.
         generate: an async function that samples one turn after a prompt of token ids.
-        render: a function that returns the next prompt, as token ids. Its argument is a tuple: the
-            result of reset, the first turn, the result of the first step, and so on.
+        render: a function that returns the next prompt, as token ids. The argument of `render` is a
+            tuple: the result of reset, the first turn, the result of the first step, and so on.
         act: a function that returns the action of a turn, or None to end the episode.
         timeout_s: the deadline of the whole episode, in seconds.
         reset: arguments of `env.reset`.

@@ -28,10 +28,10 @@ class ChatTemplate:
     """A `Renderer` that uses a model's own chat template and does not change sampled ids.
 
     After an answer, the renderer tokenises only the text that the template adds. The renderer finds
-    this text by rendering the messages with and without the added messages. If the template writes
-    earlier messages differently when more messages follow, for instance without their reasoning,
-    the whole prompt is tokenised. If an answer was cut, the renderer adds the token that ends an
-    answer.
+    the added text by comparing the texts of the prompt with and without new messages. If the
+    template writes earlier messages differently when more messages follow, for instance without
+    their reasoning, the whole prompt is tokenised. If an answer was cut, the renderer adds the
+    token that ends an answer.
 
     Tool calls are read in the format of Qwen and Hermes, `<tool_call>{"name":..., "arguments":
     {...}}</tool_call>`. If a `<tool_call>` element is malformed, the whole answer is returned as

@@ -48,7 +48,7 @@ class CaptureServer:
 
     Args:
         host: the address to listen on. An address other than loopback needs `url`.
-        port: the port to listen on. The value 0 chooses a free port.
+        port: the port to listen on. For port 0, the system chooses a free port.
         url: the URL by which agents reach the server, such as "http://trainer-3:8000".
         options: more arguments of `Recorder`.
 
@@ -117,7 +117,7 @@ class CaptureServer:
         await self.close()
 
     def session(self, **options: Any) -> contextlib.AbstractAsyncContextManager[CaptureSession]:
-        """Open a session with `Recorder.session`. The agent needs its `base_url` and `key`.
+        """Open a session with `Recorder.session`, whose `base_url` and `key` the agent needs.
 
         Raises:
             ClosedError: the server is not running.

@@ -1,4 +1,4 @@
-"""Log-probabilities by Apple's cut cross-entropy. We have never run its GPU kernels.
+"""Log-probabilities by Apple's cut cross-entropy, whose GPU kernels we have never run.
 
     logprobs = token_logprobs(hidden, head.weight, ids)
 
@@ -44,15 +44,15 @@ def token_logprobs(
     filter_eps: float | None = None,
     **options: Any,
 ) -> Float[Tensor, " tokens"]:
-    """Return the log-probability of one word per row in float32, like `losses.logprobs`.
+    """Return the log-probability of one word per row, in float32.
 
-    Local. Differentiable once, in `hidden` and `weight`. The host waits for the device once per
-    call.
+    A replacement for `losses.logprobs.token_logprobs`. Local. Differentiable once, in `hidden` and
+    `weight`. The host waits for the device once per call.
 
     For the chosen word's logit, the kernels round each product to the operands' dtype before they
-    sum the products. In bfloat16 this error is as large as the rounding error of bfloat16 logits.
-    The kernels also sum gradients in the operands' dtype and in any order, so two calls can return
-    different bits.
+    sum the products. With bfloat16 operands, the result has an error as large as the rounding error
+    of bfloat16 logits. The kernels also sum gradients in the operands' dtype and in any order, so
+    two calls can return different gradients.
 
     Args:
         hidden: the hidden states.
@@ -61,8 +61,8 @@ def token_logprobs(
         filter_eps: the backward skips a block of logits if all gradients in the block are below
             `filter_eps`. The compared gradient of a logit is its probability, minus one for the
             chosen word. The gradient of the token's result is not a factor of the compared
-            gradient. The package's own default is the dtype's epsilon / 32. If None, the backward
-            skips no block.
+            gradient. The package's own default is the dtype's epsilon / 32. By default, the
+            backward skips no block.
         options: other keyword arguments of `losses.logprobs.token_logprobs`, which must have their
             neutral values.
 

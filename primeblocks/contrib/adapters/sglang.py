@@ -1,8 +1,8 @@
 """A client that updates the weights of an SGLang server over a shared disk. Never run.
 
 We have never run this client with SGLang. The client follows the source code of sglang 0.5.23 (the
-wheel on PyPI), and does not import SGLang. It is tested with a fake server that imitates these
-files of SGLang: `srt/entrypoints/http_server.py`,
+wheel on PyPI), and does not import SGLang. The client is tested with a fake server that imitates
+these files of SGLang: `srt/entrypoints/http_server.py`,
 `srt/managers/{io_struct,tokenizer_manager,tokenizer_control_mixin,scheduler}.py`,
 `srt/managers/scheduler_components/weight_updater.py`, and `weight_updater.py` in
 `srt/model_executor/model_runner_components`.
@@ -16,10 +16,10 @@ Three properties of SGLang explain the design of this client:
 3. SGLang does not verify the loaded bytes. Therefore `ModelFolders` verifies the bytes before a
    load, and this client compares checksums after a load.
 
-Call the methods in this order: `attach` reads the version of the server's weights. `pause` stops
-generation. `load` loads a new version, or restores the old version. `resume` continues generation.
-If `load` raises an error other than TransferError, the weights are unknown and the server stays
-paused.
+Call `attach`, `pause`, `load` and `resume` in this order. `attach` reads the version of the
+server's weights. `pause` stops generation. `load` loads a new version, or restores the old version.
+`resume` continues generation. If `load` raises an error other than TransferError, the weights are
+unknown and the server stays paused.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Sglang:
                 weights computed. "recompute" computes the KV cache again with the new weights.
                 "abort" ends the requests. With "continue" the prefix cache keeps old pages, so use
                 one `cache_salt` per version.
-            timeout_s: the deadline of the whole call, in seconds. The call reserves a part of this
-                time to restore the previous version and to resume.
+            timeout_s: the deadline of the whole call, in seconds. The call reserves a part of
+                `timeout_s` to restore the previous version and to resume.
 
         Raises:
             TransferError: the server refused the folder, and serves the previous version again.
@@ -194,12 +194,12 @@ class Sglang:
         """Load a version into a paused server, and return the checksum of the weights.
 
         You may load the same version again. If the server refuses the folder, `load` loads the
-        previous version again and compares its checksum.
+        previous version again, and compares the checksum with the previous checksum.
 
         Args:
             folder: the result of `ModelFolders.make`.
             timeout_s: the deadline of the whole call, in seconds. The new version must load within
-                half of this time.
+                half of `timeout_s`.
 
         Raises:
             TransferError: the server refused the folder, and has loaded the previous version.
@@ -241,7 +241,8 @@ class Sglang:
     def release_memory(self, *parts: str, timeout_s: float) -> None:
         """Release the device memory of "kv_cache", "weights" or both. Released weights are lost.
 
-        Start the server with --enable-memory-saver. A part that is already released stays released.
+        Start the server with --enable-memory-saver. A part that is already released is not released
+        again.
 
         Raises:
             UsageError: the server is not paused with "recompute" or "abort". SGLang would exit.

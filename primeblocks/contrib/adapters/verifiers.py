@@ -1,13 +1,14 @@
-"""Rollouts made of traces of `verifiers` 0.4. Never run on the answers of a real engine.
+"""Rollouts made of traces of `verifiers` 0.4.
 
-Only `TrainClientConfig` records token ids and log-probabilities in a trace. A client with this
-config calls `/inference/v1/generate` under its `base_url`, but cannot read the answers of vLLM
-0.32. The reason is that its package `renderers` 0.1.12 expects `"token": "token_id:5"`, but vLLM
-sends `"token_id": 5`.
+This module has never run on the answers of a real engine. Only `TrainClientConfig` records token
+ids and log-probabilities in a trace. A client with `TrainClientConfig` calls
+`/inference/v1/generate` under its `base_url`, but cannot read the answers of vLLM 0.32. The client
+uses the package `renderers` 0.1.12, which expects `"token": "token_id:5"`, but vLLM sends
+`"token_id": 5`.
 
 `EvalClientConfig` sends an environment's chats to any OpenAI-compatible server, and records no
-token ids. Set its base URL to a session of a `CaptureServer`, which records token ids and versions.
-A trace does not contain versions.
+token ids. Set the `base_url` of `EvalClientConfig` to a session of a `CaptureServer`, which records
+token ids and versions. A trace does not contain versions.
 
 Read traces from memory or from verifiers' own wire format. The JSON records of verifiers round
 log-probabilities to four digits and leave routes out.
@@ -51,9 +52,8 @@ def trace_rollouts(
     of the kept tokens, and "sampling_mask_counts" contains the number of these ids per token.
 
     Args:
-        version: the version of the policy that sampled all tokens. If there were several policies,
-            a function that maps a sampled message to one version, or to one version per sampled
-            token.
+        version: the version of the policy that sampled all tokens, or a function. The function maps
+            a sampled message to one version, or to one version per sampled token.
 
     Raises:
         UnsupportedError: a sampled message has no token ids, or no log-probabilities.

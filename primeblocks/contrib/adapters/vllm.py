@@ -1,7 +1,8 @@
-"""Engine arguments for vLLM's own KV tiers and transfers. Never run: the workers need a GPU.
+"""Engine arguments for vLLM's own KV tiers and transfers.
 
-vLLM ignores unknown settings, and checks other settings only when its workers start. The builders
-of this module refuse a wrong value at once. `OPTIONS` lists the options of each builder. Call a
+No engine was run with arguments of this module, because vLLM's workers need a GPU. Unknown settings
+are ignored by vLLM, and other settings are checked only when vLLM's workers start. The builders of
+this module refuse a wrong value at once. `OPTIONS` lists the options of each builder. Call a
 builder once per engine, because each configuration contains the id of one engine.
 """
 
@@ -37,10 +38,10 @@ class Option(NamedTuple):
     Args:
         name: vLLM's name of the option, or "" if the builder converts the option to other settings.
         allowed: the allowed values. An int is the smallest allowed integer, a tuple lists the
-            values, and a str is a regular expression. `bool`, `str` and `list` (of names) are
-            types. None allows any value.
+            values, and a str is a regular expression. `bool`, `str` and `list` (of names) are the
+            allowed types. None allows any value.
         meaning: a description of the option, or of the text that a regular expression matches.
-        default: the default value. A builder accepts None only as the default value.
+        default: the default value. A builder accepts the value None only if it equals the default.
         hint: a text at the end of the error message.
     """
 
@@ -128,10 +129,10 @@ _CLASHES: Mapping[str, Mapping[str, Callable[[_Given], Any]]] = {
 def native(**options: Any) -> dict[str, Any]:
     """Configure vLLM's offloading to host memory, and to files if you pass `disk_path`. Pure.
 
-    vLLM's files have no checksum, no quota and no policy version, and stay on disk after the engine
-    ends. Therefore use a new directory or new values of `cache_salt` for each training run. The
-    offloading of `kvoffload.adapters.vllm.engine_args` does not have these limits. The engine needs
-    a GPU, because vLLM refuses `native` offloading on the CPU platform.
+    Unlike files of `kvoffload.adapters.vllm.engine_args`, vLLM's files have no checksum, no quota
+    and no policy version. The files of vLLM stay on disk after the engine ends, so use a new
+    directory or new values of `cache_salt` for each training run. The engine needs a GPU, because
+    vLLM refuses `native` offloading on the CPU platform.
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
@@ -209,8 +210,8 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
     """Combine connectors in one engine: `multi(nixl("prefill"), native(cpu_bytes=...))`. Pure.
 
     The engine saves pages to all parts. A request loads from the first part that has *any* of its
-    tokens, and the engine computes the other tokens. Therefore put NIXL first. If a cache is first,
-    a short prefix in the cache prevents NIXL from loading the whole prompt.
+    tokens, and the engine computes the other tokens. Put NIXL first, because a short prefix in an
+    earlier cache would prevent NIXL from loading the whole prompt.
 
     Args:
         parts: results of `native`, `nixl`, `mooncake` and `engine_args`.

@@ -51,9 +51,9 @@ def tokens_and_entries(sequence: SequencePlan, entries: SequencePlan) -> Sequenc
     """Plan the rows of a layer that attends to tokens and to entries. Pure.
 
     The rows of each rank are its own tokens, followed by its own entries. The id of entry e is
-    `sequence.tokens + e`. Pass the plan to `sparse_attention(..., entries=)` with the rows
-    `torch.cat([tokens, entries])`. With this plan, each gather and each reduce-scatter of gradients
-    moves tokens and entries together.
+    `sequence.tokens + e`. Pass the plan as `entries=` to `sparse_attention`, and
+    `torch.cat([tokens, entries])` as `kv`. The joint plan lets each gather and each reduce-scatter
+    of gradients move tokens and entries together.
 
     Raises:
         PlanError: `sequence` and `entries` have different numbers of ranks.
@@ -78,11 +78,11 @@ def windows(
 ) -> tuple[Tensor, Tensor]:
     """Collect the tokens of each window that this rank owns. Differentiable.
 
-    Forward and backward are collective, with one exchange each. Per run, a rank receives at most
-    `ratio - 1 + overlap` tokens of `x`. The rank receives the tokens of a window that began before
-    the run, and `overlap` tokens before the window. If no window is split between ranks, no rank
-    sends anything. Every rank knows from the plan whether a window is split. Concatenate all
-    tensors that you need per token, so that one exchange sends all of them.
+    Forward and backward are collective, with one exchange each. For each contiguous range of its
+    tokens, a rank receives at most `ratio - 1 + overlap` tokens of `x`. The received tokens are the
+    beginning of a split window and the `overlap` tokens before the window. If no window is split
+    between ranks, no rank sends anything. Every rank knows from the plan whether a window is split.
+    Concatenate all tensors that you need per token, so that one exchange sends all of them.
 
     Args:
         x: `[local_tokens, ...]`, this rank's tokens.
@@ -96,7 +96,7 @@ def windows(
     Returns:
         The tokens `[own_entries, overlap + ratio, ...]`, in the order of `plan_entries(sequence,
         ratio)`, and a bool mask `[own_entries, overlap + ratio]`. If a position is before the start
-        of the document, the mask is False and the token is zeros.
+        of the document, the mask is False and the values of the token are 0.
 
     Raises:
         ShapeError: the length of `x` is not the number of this rank's tokens.
@@ -122,14 +122,14 @@ def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
     """Average each window's tokens, column by column, with the softmax of their gates. Local.
 
     Differentiable. The softmax is computed in float32, or in float64 if `gates` is float64. The sum
-    is computed in the dtype of `values`, because models do so too.
+    is computed in the dtype of `values`, as in the published models.
 
     Args:
         values: `[entries, window, dim]`.
         gates: `[entries, window, dim]`, the logits. The logits include the term that the model adds
             per position in the window.
-        present: bool `[entries, window]`, True for tokens that count. Each window needs at least
-            one such token.
+        present: bool `[entries, window]`, True for tokens that count. Each window needs a token
+            that counts.
 
     Returns:
         `[entries, dim]`.

@@ -31,7 +31,7 @@ class IndexAgreement:
 def compare(one: Indices, other: Indices) -> IndexAgreement:
     """Compare two selections. Local.
 
-    Counts a row only if both selections have the row, and its token can attend to more than `top_k`
+    A row counts only if both selections have the row, and its token can attend to more than `top_k`
     tokens.
 
     Raises:

@@ -31,7 +31,7 @@ class Indexer(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The module, which returns integers `[batch, tokens, width]`: indices into the keys."""
+        """The module whose output is integers `[batch, tokens, width]`, the indices of keys."""
 
     @property
     def layer_id(self) -> int:
@@ -75,9 +75,9 @@ def record(
 ) -> Iterator[IndexTape]:
     """Record the selection of one forward in a `with` block.
 
-    If a layer runs again in the block, the layer must select the same ids again. A recomputation by
-    activation checkpointing does so, but a second forward of other tokens does not. Local. The ids
-    stay on the device until you read `tape.indices`.
+    If a layer runs again in the `with` block, the layer must select the same ids again. A
+    recomputation by activation checkpointing selects the same ids, but a second forward of other
+    tokens does not. Local. The ids stay on the device until you read `tape.indices`.
 
     Args:
         indexers: the indexers of the model.
@@ -112,8 +112,8 @@ class IndexTape:
     def indices(self) -> Indices:
         """The recorded selection as positions inside documents, copied to the host.
 
-        The result leaves out ids after a token's own position. For the first queries, transformers
-        selects and later masks such ids.
+        The result leaves out ids after a token's own position, which transformers selects for the
+        first queries and masks later.
 
         Raises:
             UsageError: a layer has not run, or selected other ids when it ran again.
@@ -169,9 +169,9 @@ def impose(
     """Make the indexers select the ids of `indices` while the `with` block is open.
 
     If a row is missing or has no ids, the model keeps its own selection for this row. A layer that
-    runs again in the block gets the same rows. Open one block per micro-batch. With activation
-    checkpointing, call backward inside of the block, because a recomputation after the block raises
-    UsageError. Local. The ids are copied once to the device of each indexer.
+    runs again in the `with` block gets the same rows. Open one `with` block per micro-batch. With
+    activation checkpointing, call backward inside of the block, because a recomputation after the
+    block raises UsageError. Local. The ids are copied once to the device of each indexer.
 
     Args:
         indexers: the indexers of the model.

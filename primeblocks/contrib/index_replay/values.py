@@ -76,7 +76,8 @@ class Indices:
         Args:
             array: integers `[tokens, layers, width]`, an array or a tensor.
             layer_ids: as in `Indices`.
-            positions: integers `[tokens]`. By default, the tokens are one document from its start.
+            positions: integers `[tokens]`. By default, the tokens are the first tokens of one
+                document.
             top_k: the largest number of ids per row. By default the width of `array`.
             missing: bool `[tokens]` or `[tokens, layers]`, True for missing rows.
 
@@ -208,7 +209,7 @@ class Indices:
         return self._with(ids, positions, np.pad(self.missing, around, constant_values=True))
 
     def take(self, order: Any) -> Indices:
-        """Return the tokens that `order` names, such as one rank's part of a split sequence.
+        """Return the tokens at the indices `order`, such as one rank's part of a split sequence.
 
         Args:
             order: indices of tokens, or a bool mask `[tokens]`, as an array, a tensor or a list.

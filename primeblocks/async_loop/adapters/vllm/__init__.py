@@ -1,8 +1,8 @@
-"""vLLM 0.32's asynchronous engine, from token ids to token ids with logprobs and versions.
+"""vLLM 0.32's asynchronous engine, which reads token ids and returns ids, logprobs and versions.
 
-Set the environment variables that vLLM reads before you start an engine. docs/install.md lists the
-variables that vLLM needs on a CPU. The engine is a *spawned* child process, so a script that starts
-an engine needs `if __name__ == "__main__":`.
+Before you start an engine, set the environment variables that vLLM reads. The page docs/install.md
+lists the variables that vLLM needs on a CPU. The engine is a *spawned* child process, so a script
+that starts an engine needs `if __name__ == "__main__":`.
 
 This package imports vLLM only when you first use `VllmEngine` or a function of this package.
 """

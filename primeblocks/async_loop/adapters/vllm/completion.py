@@ -41,11 +41,11 @@ class Completion:
         reward: float | None = None,
         attachments: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Return the completion as a `Rollout`, which has these arguments too. Local.
+        """Return the completion as a `Rollout`. Local.
 
         Args:
-            attachments: by default "routed_experts" and "draft_tokens", if these fields are not
-                None.
+            attachments: as in `Rollout`. By default "routed_experts" and "draft_tokens", if these
+                fields are not None.
 
         Raises:
             ShapeError, UsageError: as for `Rollout`.

@@ -194,9 +194,9 @@ class VllmEngine:
                 engine that gets images needs `skip_tokenizer_init=False`.
             cache_salt: two requests share KV pages only if their salts are equal. Use one salt per
                 policy version.
-            extra_args: the field of vLLM's request that connectors and plug-ins read.
+            extra_args: values that vLLM passes to its connectors and plug-ins.
             routed_experts_prompt_start: the first prompt token whose routes are returned.
-            lora_request: a LoRA adapter, with which the engine samples all tokens.
+            lora_request: a LoRA adapter, which the engine uses for all tokens of the request.
             adapter_version: the policy version of `lora_request`. The completions have this
                 version, because vLLM labels tokens only with the version of the base weights.
 
@@ -237,7 +237,7 @@ class VllmEngine:
         )
 
     async def call(self, awaitable: Awaitable[T], *, timeout_s: float) -> T:
-        """Await one of `llm`'s coroutines with a deadline. If the engine dies, raises at once.
+        """Await one of `llm`'s coroutines until a deadline, or until the engine dies.
 
         Raises:
             DeadlineError, EngineError, UsageError, ClosedError: as for `generate`.

@@ -31,9 +31,9 @@ async def generate_in_parts(
 ) -> Completion:
     """Sample one completion, and save the trajectory after every `part_tokens` tokens.
 
-    If `draft` contains a trajectory of this sample, the call continues it. The call sends one
-    request per part, whose prompt is the trajectory so far. After a crash, every saved token still
-    has its log-probability, version and routes.
+    If `draft` contains a trajectory of this sample, the call continues the trajectory. The call
+    sends one request per part, with the trajectory so far as the prompt. After a crash, every saved
+    token still has its log-probability, version and routes.
 
     Args:
         sample: the position of the completion in its group.

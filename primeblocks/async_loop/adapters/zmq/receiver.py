@@ -48,7 +48,7 @@ class RolloutReceiver:
             the limit the receiver does not read messages, and ZeroMQ queues at most four messages
             per connection.
         max_group_bytes: the largest payload of a group. The receiver refuses a larger payload. If
-            the payload also exceeds 64 MiB, ZeroMQ closes the connection.
+            the payload exceeds both `max_group_bytes` and 64 MiB, ZeroMQ closes the connection.
         configure: a function that is called with the socket before the socket is bound.
 
     Raises:
@@ -85,7 +85,7 @@ class RolloutReceiver:
         self.close()
 
     def close(self) -> None:
-        """Stop receiving, and remove groups that wait for room. Groups in the buffer stay there."""
+        """Stop receiving, and remove groups that wait for room. The buffer does not change."""
         self._wire.close()
         for known in self._known.values():
             if known.waits is not None:

@@ -28,7 +28,7 @@ class _Kept:
 
 
 class RolloutSender:
-    """Sends finished groups to a `RolloutReceiver`, and keeps a copy until a group is settled.
+    """Sends finished groups to a `RolloutReceiver`, and keeps a copy of each unsettled group.
 
     Use a sender from one event loop. Give every group an ordinal that no other group has.
 
@@ -37,7 +37,7 @@ class RolloutSender:
         capacity_bytes: the largest total payload of unsettled groups, in bytes. `put` waits while
             its group would exceed this limit.
         retry_s: seconds between two requests to the receiver. A lost group is sent again after
-            `retry_s`.
+            `retry_s` seconds.
         clock: the time of the deadlines.
         configure: a function that is called with the socket before the socket connects.
 
@@ -89,9 +89,9 @@ class RolloutSender:
 
         Raises:
             DeadlineError: no receiver answered, the receiver's buffer was full, or unsettled groups
-                fill `capacity_bytes`. The sender deletes its copy. But the receiver may have
-                accepted the group at the last moment, so a group that you put again may be trained
-                on twice.
+                fill `capacity_bytes`. The sender deletes its copy of the group. The receiver may
+                have accepted the group at the last moment, so a group that you put again may be
+                trained on twice.
             CapacityError: the group exceeds `capacity_bytes` or the receiver's `max_group_bytes`.
             UnsupportedError: the receiver refused the group, for example because the group exceeds
                 the buffer's `capacity_bytes`. Also raised if `codec.pack` cannot pack the group.
@@ -110,7 +110,7 @@ class RolloutSender:
         """Wait until every group is settled.
 
         Raises:
-            DeadlineError: some groups are not settled. The sender keeps these groups.
+            DeadlineError: some groups are not settled, and the sender keeps them.
             UnsupportedError: a restarted receiver refused groups that an earlier receiver accepted.
             ClosedError: the sender was closed, or has failed.
         """

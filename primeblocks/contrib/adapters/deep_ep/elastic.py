@@ -51,25 +51,25 @@ def elastic_dispatcher(
     """Build a dispatcher on DeepEP 2. Collective.
 
     The dispatcher uses DeepEP's compact layout, because only the compact layout supports backward.
-    If a rank does not make a collective call, the other ranks wait until DeepEP's deadlines (300 s
-    on the host, 100 s on the device).
+    If a rank does not make a collective call, the other ranks wait until DeepEP's deadlines. The
+    deadlines are 300 s on the host and 100 s on the device.
 
     Args:
         group: the ranks that share the experts, as a group of NCCL. Rank r owns share r of the
             experts.
-        max_tokens: the largest number of tokens that a rank dispatches, equal on all ranks. This
-            number sets the size of the buffer.
+        max_tokens: the largest number of tokens that a rank dispatches, equal on all ranks.
+            `max_tokens` sets the size of the buffer.
         hidden: the number of values in a row, a multiple of 8.
-        top_k: the largest number of experts per token, at most 32. This number sets the size of the
-            buffer.
+        top_k: the largest number of experts per token, at most 32. `top_k` also sets the size of
+            the buffer.
         alignment: the rows of each expert are padded with zero rows to a multiple of `alignment`.
-            FP8 kernels need 128 rows.
+            FP8 kernels need an `alignment` of 128 rows.
         deterministic: whether to sort the rows of an expert by source rank, token and choice. If
-            False, rows keep the order of arrival.
-        num_sms: the number of multiprocessors that communicate. If 0, DeepEP derives the number
-            from bandwidths.
-        check: as for `AllToAllDispatcher`. If False, DeepEP's kernel aborts when an id is out of
-            range or a token chose an expert twice.
+            `deterministic` is False, rows keep the order of arrival.
+        num_sms: the number of multiprocessors that communicate. If `num_sms` is 0, DeepEP derives
+            the number from bandwidths.
+        check: as for `AllToAllDispatcher`. If `check` is False, DeepEP's kernel aborts when an id
+            is out of range or a token chose an expert twice.
 
     Raises:
         MissingPackageError: deep_ep is not installed.

@@ -138,8 +138,9 @@ class DeepEpDispatcher:
         """Send tokens to their experts, as `TokenDispatcher.dispatch` does. Collective.
 
         Raises:
-            ShapeError, PlanError, RankError: as for `TokenDispatcher.dispatch`. Also ShapeError if
-                a rank has more than `max_tokens` tokens or a token has more than `top_k` choices.
+            ShapeError, PlanError, RankError: as for `TokenDispatcher.dispatch`. ShapeError is also
+                raised if a rank has more than `max_tokens` tokens or a token has more than `top_k`
+                choices.
             UnsupportedError: `x` is not bfloat16, or a token chose an expert twice.
             ClosedError: the dispatcher was closed.
         """

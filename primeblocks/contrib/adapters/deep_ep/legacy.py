@@ -53,9 +53,9 @@ def buffer_dispatcher(
             2, 4 or 8 ranks, or a larger number of ranks for which DeepEP has settings.
         hidden: the number of values in a row, a multiple of 8.
         alignment: the rows of each expert are padded with zero rows to a multiple of `alignment`.
-            FP8 kernels need 128 rows.
-        check: as for `AllToAllDispatcher`. If False, values out of range make the results
-            undefined.
+            FP8 kernels need an `alignment` of 128 rows.
+        check: as for `AllToAllDispatcher`. If `check` is False, values out of range make the
+            results undefined.
 
     Raises:
         MissingPackageError: deep_ep is not installed.
