@@ -27,7 +27,7 @@ class RolloutBuffer:
 
     Args:
         capacity: the largest number of groups. If the buffer is full, `put` waits.
-        capacity_bytes: the largest total of `Group.nbytes`. By default, the size is not limited.
+        capacity_bytes: the largest total size (`Group.nbytes`) in bytes. By default, not limited.
         staleness: the policy that `take` applies.
         clock: the time of the deadlines.
 
@@ -111,8 +111,7 @@ class RolloutBuffer:
             in_flight: a function that returns the oldest version of each group that is being
                 generated. Pass `in_flight` if `on_stale` is "wait".
             on_drop: a function that is called with each group that is removed and not returned.
-            unless: a future whose result is an error. When the future is done, `take` raises this
-                error.
+            unless: a future whose result is an error, which `take` raises when the future is done.
 
         Raises:
             DeadlineError: too few groups arrived within `timeout_s`. The call removed only stale

@@ -49,9 +49,8 @@ class AsyncLoop:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
             The loop ends early (`ended`) if the prompts run out before a batch is full.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
-            `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and the
-            next sample can start when any sample ends. With `ledger`, the call also has `draft=`, a
-            `Draft`.
+            `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
+            each sample is a separate request. With `ledger`, the call also has `draft=`, a `Draft`.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
             runs in its own thread, and does not block the event loop.
         publish: `publish(v)`, plain or async, sends the weights of policy `v` to the engine during
@@ -59,7 +58,7 @@ class AsyncLoop:
             copy. The loop awaits the awaitable while the next step trains.
         buffer: a buffer for this loop alone. The buffer's staleness policy applies.
         batch_size: the number of groups per batch.
-        max_in_flight: limit on groups, or on samples with `group_size`. An int or `AdaptiveLimit`.
+        max_in_flight: the limit on groups in flight, or on samples if `group_size` is set.
         group_size: the number of samples per group, if `generate` makes one sample per call.
         keep: `keep(group)` returns False to leave a finished group out. Batches stay complete.
         retries: rules for calls of `generate` that raise an error or miss their deadline.
@@ -197,7 +196,7 @@ class AsyncLoop:
             DeadlineError: a wait for a batch, a step or a publish was longer than `step_timeout_s`.
             ClosedError: the loop is not open, a step has failed, or another call makes a step.
             Exception: the last error of `generate`, if the prompts ran out and every prompt since
-                the last step failed. If a step was trained, `batch_size` failures are needed.
+                the last step failed. Fewer than `batch_size` failures after a step raise nothing.
         """
         for done in range(count):
             try:

@@ -33,8 +33,8 @@ class StalenessPolicy:
       rollouts have the same length distribution as sampled rollouts.
     - "mask" removes tokens beyond the bound from the loss. The reward of a rollout with masked
       tokens still counts in the baseline of its group.
-    - "drop" discards a group beyond the bound and generates its prompt again. Slow rollouts are
-      never trained on, so trained rollouts are shorter than sampled rollouts.
+    - "drop" discards a group beyond the bound and generates its prompt again. With "drop", slow
+      rollouts are never trained on, so trained rollouts are shorter than sampled rollouts.
     - "continue" has no bound.
 
     With every `on_stale`, a token of a policy later than the trainer's policy raises UsageError,
@@ -102,8 +102,8 @@ class StalenessPolicy:
     def room(self, *, batch_size: int, in_flight: int, finished: int, behind: int = 0) -> int:
         """Return how many more groups may start and still be trained on within the bound. Pure.
 
-        If `(max_off_policy_steps + 1) * batch_size` other groups come first, a group cannot be
-        trained on within the bound. If `on_stale` is "continue", the number of groups is not
+        If `(max_off_policy_steps + 1) * batch_size` other groups are trained first, a group cannot
+        be trained on within the bound. If `on_stale` is "continue", the number of groups is not
         limited.
 
         Args:

@@ -1,4 +1,4 @@
-"""Records of agents' conversations, token by token, and rollouts made of these records.
+"""Recording of agents' conversations, token by token, and rollouts made of conversations.
 
 Agents call a model over OpenAI's protocol. A session records one conversation, and has a URL, a key
 and a `Conversation`. A `Recorder` opens sessions in front of an engine that works on token ids.

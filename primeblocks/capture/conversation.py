@@ -66,7 +66,7 @@ class Conversation:
 
     If a prompt does not begin with all tokens of any rollout, the prompt begins another rollout.
     The earlier rollouts stay whole, and shared tokens are trained on once. If a prompt differs from
-    a rollout only at the end of the rollout's last answer, that end may be cut instead. A cut
+    a rollout only at the end of the rollout's last answer, this end may be cut instead. A cut
     avoids another rollout, but the cut tokens are not trained on.
 
     Each call of `append` compares the prompt and its images with every rollout so far.

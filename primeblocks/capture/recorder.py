@@ -90,7 +90,8 @@ class CaptureBounds:
         turns: the largest number of turns of one session.
         in_flight: the largest number of requests of all sessions that wait for the engine.
         body_bytes: the largest body of a request, in bytes.
-        max_tokens: the largest number of tokens of one answer, which is also the default.
+        max_tokens: the largest number of tokens of one answer. Requests without `max_tokens` get
+            this limit.
         timeout_s: seconds to wait at most for an answer of the engine.
         transfer_timeout_s: seconds to wait at most until a request has arrived in full, and until
             the agent has read a response.
@@ -325,7 +326,7 @@ class Recorder:
     async def session(
         self, *, prompt_id: Hashable = None, name: str | None = None
     ) -> AsyncIterator[CaptureSession]:
-        """Open a session, which ends with the context. The recorded turns stay readable.
+        """Open a session, which ends with the `async with` block. Recorded turns stay readable.
 
         Args:
             prompt_id: the prompt id of the session's rollouts.

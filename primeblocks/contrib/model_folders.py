@@ -59,8 +59,8 @@ class ModelFolders:
             previous folder.
 
     Raises:
-        PlanError: the plan lacks tensors of `like`, changes shapes, or gives reader 0 only parts.
-            The plan is refused, because a loader would silently keep old tensors.
+        PlanError: the plan lacks tensors of `like`, has tensors of other shapes, or gives reader 0
+            only parts. From an incomplete folder, a loader would silently keep old tensors.
         UnsupportedError: `like` has no safetensors files.
         UsageError: `keep` is less than 2.
     """

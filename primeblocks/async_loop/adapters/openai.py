@@ -7,9 +7,9 @@ Expert routes become the attachment "routed_experts". The function
 (tested) and newer SGLang (not tested) do. `generate_tokens` uses vLLM's own protocol (with
 `--enable-scale-out`), which labels each token with the version of the weights.
 
-Start vLLM with `--logprobs-mode processed_logprobs --generation-config vllm`. With other modes,
-vLLM returns log-probabilities of a distribution that it did not sample from. With other generation
-configs, the checkpoint's sampling defaults apply.
+Start vLLM with `--logprobs-mode processed_logprobs --generation-config vllm`. With another logprobs
+mode, vLLM returns log-probabilities of a distribution that it did not sample from. With another
+generation config, the checkpoint's sampling defaults apply.
 """
 
 import json
@@ -72,7 +72,7 @@ async def generate(
         client: a client that may retry within `timeout_s`.
         version: the version of the weights. If weights can change during the call, pass an async
             function that reads the version, such as a call of `served_version`. The function runs
-            before and after the request, because this protocol does not label tokens.
+            before and after the request, because the OpenAI protocol does not label tokens.
         extra_body: more fields of the request, which override arguments of this function.
 
     Raises:
@@ -235,7 +235,7 @@ async def generate_split(
 
     Raises:
         UnsupportedError: the prefill server has no connector for KV transfers.
-        DeadlineError: the two requests together took longer than `timeout_s`.
+        DeadlineError: both requests together took longer than `timeout_s`.
         EngineError: as for `generate_tokens`. If `decode` failed, the error names both servers.
         PrimeblocksError: as for `generate_tokens`, or the servers had different weight versions.
     """

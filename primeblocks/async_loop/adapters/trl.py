@@ -129,8 +129,8 @@ class TrlWorker:
     after at most `step_timeout_s` seconds.
 
     Args:
-        thread: the thread that runs the loop. `generate` may use objects that were made in this
-            thread.
+        thread: the thread that runs the loop. `generate` may use objects that were made in
+            `thread`.
         prompts, buffer, batch_size, group_size, step_timeout_s: as for `AsyncLoop`.
         advantages: a function that computes advantages from rewards, both `[groups, members]`, such
             as `losses.advantages.group_advantages`.

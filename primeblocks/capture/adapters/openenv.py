@@ -1,4 +1,4 @@
-"""OpenEnv 0.10: episodes of any OpenEnv environment, played by an engine that takes token ids."""
+"""OpenEnv 0.10: episodes of any OpenEnv environment, played by an engine of token ids."""
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ async def play_episode(
             `await env.state()` afterwards.
         generate: an async function that samples one turn after a prompt of token ids.
         render: a function that returns the next prompt, as token ids. The argument of `render` is a
-            tuple: the result of reset, the first turn, the result of the first step, and so on.
+            tuple of the result of reset, the first turn, the result of the first step, and so on.
         act: a function that returns the action of a turn, or None to end the episode.
         timeout_s: the deadline of the whole episode, in seconds.
         reset: arguments of `env.reset`.

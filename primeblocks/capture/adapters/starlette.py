@@ -60,8 +60,9 @@ def capture_app(recorder: Recorder) -> Starlette:
     connection before the engine has answered, the request to the engine is cancelled.
 
     An error has the JSON form of OpenAI's API. The status is 400 for an unsupported request, 401
-    for a wrong key, 410 for an ended session, and 413 for a long body. The status is 429 with
-    `Retry-After` for a bound, 503 for a failure of the engine, and 504 for a deadline.
+    for a wrong key, 410 for an ended session, and 413 for an oversized body. The status is 429 with
+    `Retry-After` for a reached bound, 503 for a failure of the engine, and 504 for a missed
+    deadline.
     """
 
     async def models(request: Request) -> Response:

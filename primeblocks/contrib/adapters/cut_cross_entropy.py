@@ -46,8 +46,8 @@ def token_logprobs(
 ) -> Float[Tensor, " tokens"]:
     """Return the log-probability of one word per row, in float32.
 
-    A replacement for `losses.logprobs.token_logprobs`. Local. Differentiable once, in `hidden` and
-    `weight`. The host waits for the device once per call.
+    This function replaces `losses.logprobs.token_logprobs`. Local. Differentiable once, in `hidden`
+    and `weight`. The host waits for the device once per call.
 
     For the chosen word's logit, the kernels round each product to the operands' dtype before they
     sum the products. With bfloat16 operands, the result has an error as large as the rounding error
@@ -59,10 +59,9 @@ def token_logprobs(
         weight: the weight of the head.
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
         filter_eps: the backward skips a block of logits if all gradients in the block are below
-            `filter_eps`. The compared gradient of a logit is its probability, minus one for the
-            chosen word. The gradient of the token's result is not a factor of the compared
-            gradient. The package's own default is the dtype's epsilon / 32. By default, the
-            backward skips no block.
+            `filter_eps`. The compared gradient is that of minus the log-probability: for each logit
+            its probability, minus one for the chosen word. The default of Apple's package is the
+            dtype's epsilon / 32. By default, the backward skips no block.
         options: other keyword arguments of `losses.logprobs.token_logprobs`, which must have their
             neutral values.
 

@@ -75,7 +75,7 @@ class _Held:
 
 
 class Sglang:
-    """One SGLang server, without a router in between. All methods block the caller.
+    """One SGLang server, which the client reaches without a router. All methods block the caller.
 
     Call `attach` first, and then `update` for each new version. To update several engines at the
     same time, call `pause`, `load` and `resume` instead of `update`.
@@ -99,7 +99,7 @@ class Sglang:
 
     @property
     def version(self) -> int | None:
-        """The version of the server's weights, or None if the server's label is not an integer."""
+        """The version that was loaded last, or None if the server's label is not an integer."""
         label = "" if self._held is None else self._held.label
         return int(label) if label.isdecimal() else None
 
@@ -136,8 +136,8 @@ class Sglang:
             folder: the result of `ModelFolders.make`.
             in_flight: what happens to running requests. "continue" keeps the KV cache that the old
                 weights computed. "recompute" computes the KV cache again with the new weights.
-                "abort" ends the requests. With "continue" the prefix cache keeps old pages, so use
-                one `cache_salt` per version.
+                "abort" ends the running requests. With "continue" the prefix cache keeps old pages,
+                so use one `cache_salt` per version.
             timeout_s: the deadline of the whole call, in seconds. The call reserves a part of
                 `timeout_s` to restore the previous version and to resume.
 

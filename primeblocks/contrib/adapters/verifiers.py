@@ -52,8 +52,8 @@ def trace_rollouts(
     of the kept tokens, and "sampling_mask_counts" contains the number of these ids per token.
 
     Args:
-        version: the version of the policy that sampled all tokens, or a function. The function maps
-            a sampled message to one version, or to one version per sampled token.
+        version: the version of the policy that sampled all tokens. For several policies, pass a
+            function from a sampled message to one version, or to one version per sampled token.
 
     Raises:
         UnsupportedError: a sampled message has no token ids, or no log-probabilities.

@@ -175,11 +175,10 @@ def nixl(role: str, **options: Any) -> dict[str, Any]:
 def mooncake(run: str, **options: Any) -> dict[str, Any]:
     """Configure a pool of pages in Mooncake's store that several engines share. Pure.
 
-    An engine reads the settings of the store from the file that the environment variable
-    `MOONCAKE_CONFIG_PATH` names. `mooncake_settings` returns the text of this file. The store keeps
-    pages after an engine ends, and identifies a model by the last part of the model's path. Pass a
-    different `run` per training run, because two training runs with one name would use each other's
-    pages.
+    Write the text that `mooncake_settings` returns to a file, and set the engine's environment
+    variable `MOONCAKE_CONFIG_PATH` to the path of the file. The store keeps pages after an engine
+    ends, and identifies a model by the last part of the model's path. Pass a different `run` per
+    training run, because two training runs with one name would use each other's pages.
 
     Raises:
         PlanError: vLLM would refuse or misread a value.

@@ -101,8 +101,7 @@ def windows(
     Raises:
         ShapeError: the length of `x` is not the number of this rank's tokens.
         PlanError: the group does not fit the plan, or `ratio` or `overlap` is out of range.
-        PlanError: ranks differ in `ratio`, in `overlap`, in sizes or in whether they need
-            gradients.
+        PlanError: ranks differ in `ratio`, in `overlap`, in sizes or in the need for gradients.
         RankError: another rank refused its arguments.
     """
     with agreed("windows", x, group=group, check=check) as call:
@@ -119,7 +118,7 @@ def windows(
 
 
 def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
-    """Average each window's tokens, column by column, with the softmax of their gates. Local.
+    """Average each window's tokens, column by column, weighted by the softmax of the gates. Local.
 
     Differentiable. The softmax is computed in float32, or in float64 if `gates` is float64. The sum
     is computed in the dtype of `values`, as in the published models.

@@ -54,8 +54,8 @@ class TopPools:
 
     `select` reads keys `[entries, index_dim]` and returns positions of tokens in the whole
     sequence, `[local_tokens, 1, columns]`. The number of columns is `k`, rounded down to a multiple
-    of `pool`, plus `pool - 1`. The last columns contain the tokens of the query's own incomplete
-    pool, up to the query.
+    of `pool`, plus `pool - 1`. The tokens of the query's own incomplete pool, up to the query,
+    follow the tokens of the selected pools.
 
     Attributes:
         k: the largest number of tokens that a query selects from complete pools.

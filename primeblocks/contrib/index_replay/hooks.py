@@ -182,10 +182,10 @@ def impose(
         PlanError: `indices` and `indexers` are for different layers.
         ShapeError: raised by the forward, if `indices` and the batch differ in positions or in the
             number of tokens.
-        UsageError: `indexers` is empty, an indexer already belongs to an open block, or only one of
-            `positions` and `starts` is given.
-        UsageError: raised at the end of the block, if an indexer never ran. Also raised by
-            backward, if a layer is recomputed after the block.
+        UsageError: `indexers` is empty, an indexer already belongs to an open `impose` block, or
+            only one of `positions` and `starts` is given.
+        UsageError: raised at the end of the `with` block, if an indexer never ran. Also raised by
+            backward, if a layer is recomputed after the `with` block.
     """
     ordered, where = _ordered(indexers), _Where(positions, starts)
     layer_ids = tuple(indexer.layer_id for indexer in ordered)

@@ -94,7 +94,7 @@ class VllmEngine:
 
     Start an engine with `await VllmEngine.start(...)`, and use it as an async context manager. Use
     an engine only in the event loop that started it. The attribute `llm` is vLLM's own `AsyncLLM`,
-    which transfers of weights need.
+    which you need for transfers of weights.
     """
 
     def __init__(self, llm: AsyncLLM, processes: Sequence[BaseProcess], clock: Clock) -> None:
@@ -120,7 +120,7 @@ class VllmEngine:
     ) -> "VllmEngine":
         """Start the engine process and label its weights `version`. Local.
 
-        The event loop is not blocked. The call also works in a process that torchrun started.
+        The call does not block the event loop, and works in a process that torchrun started.
 
         Raises:
             EngineError: the checkpoint is wrong, vLLM refused arguments, or the process died.
@@ -197,8 +197,9 @@ class VllmEngine:
             extra_args: values that vLLM passes to its connectors and plug-ins.
             routed_experts_prompt_start: the first prompt token whose routes are returned.
             lora_request: a LoRA adapter, which the engine uses for all tokens of the request.
-            adapter_version: the policy version of `lora_request`. The completions have this
-                version, because vLLM labels tokens only with the version of the base weights.
+            adapter_version: the policy version of `lora_request`. The call labels tokens with
+                `adapter_version`, because vLLM labels tokens only with the version of the base
+                weights.
 
         Raises:
             DeadlineError: no answer within `timeout_s`, for instance because the engine hangs.

@@ -37,8 +37,8 @@ async def generate_in_parts(
 
     Args:
         sample: the position of the completion in its group.
-        part_tokens: tokens per part, the largest number of tokens that a crash can lose. Each save
-            writes the whole trajectory.
+        part_tokens: the number of tokens per part. A crash loses at most the tokens of one part.
+            Each save writes the whole trajectory.
         timeout_s: the deadline of each part, in seconds.
         options: more arguments of `VllmEngine.generate`, except `n`.
 

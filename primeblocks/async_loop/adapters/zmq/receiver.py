@@ -85,7 +85,7 @@ class RolloutReceiver:
         self.close()
 
     def close(self) -> None:
-        """Stop receiving, and remove groups that wait for room. The buffer does not change."""
+        """Stop receiving and remove groups that wait for room. Other groups stay in the buffer."""
         self._wire.close()
         for known in self._known.values():
             if known.waits is not None:

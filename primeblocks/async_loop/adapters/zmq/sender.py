@@ -35,7 +35,7 @@ class RolloutSender:
     Args:
         address: the address of the receiver, such as "tcp://10.0.0.1:5555".
         capacity_bytes: the largest total payload of unsettled groups, in bytes. `put` waits while
-            its group would exceed this limit.
+            its group would exceed `capacity_bytes`.
         retry_s: seconds between two requests to the receiver. A lost group is sent again after
             `retry_s` seconds.
         clock: the time of the deadlines.

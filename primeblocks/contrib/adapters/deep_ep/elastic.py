@@ -55,8 +55,8 @@ def elastic_dispatcher(
     deadlines are 300 s on the host and 100 s on the device.
 
     Args:
-        group: the ranks that share the experts, as a group of NCCL. Rank r owns share r of the
-            experts.
+        group: the ranks that share the experts, as a process group with NCCL. Rank r owns share r
+            of the experts.
         max_tokens: the largest number of tokens that a rank dispatches, equal on all ranks.
             `max_tokens` sets the size of the buffer.
         hidden: the number of values in a row, a multiple of 8.
