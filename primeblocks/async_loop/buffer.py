@@ -27,9 +27,9 @@ class RolloutBuffer:
 
     Args:
         capacity: the largest number of groups. If the buffer is full, `put` waits.
-        capacity_bytes: the largest total size (`Group.nbytes`) in bytes. By default, not limited.
+        capacity_bytes: the largest total size (`Group.nbytes`), in bytes. None means unlimited.
         staleness: the policy that `take` applies.
-        clock: the time of the deadlines.
+        clock: the clock that measures the deadlines.
 
     Raises:
         UsageError: `capacity` or `capacity_bytes` is not positive.

@@ -88,7 +88,7 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file. May be called twice. Does nothing in a forked child."""
+        """Close the file. You may call `close` twice. In a forked child, `close` does nothing."""
         self._database.close()
 
     def drawn(self, ordinal: int, prompt: Any) -> None:

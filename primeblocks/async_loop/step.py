@@ -67,7 +67,7 @@ class Step:
         return dict(sorted(ages.items()))
 
     def postfix(self) -> dict[str, str]:
-        """Return texts for a progress bar, such as `bar.set_postfix(step.postfix())`."""
+        """Return texts for a progress bar: `bar.set_postfix(step.postfix())`."""
         shown = {"version": str(self.version), "lag": str(max(self.staleness, default=0))}
         for name in ("dropped", "filtered", "masked_tokens"):
             if value := getattr(self, name):

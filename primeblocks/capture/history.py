@@ -38,7 +38,7 @@ class Renderer(Protocol):
         """Return the ids of a prompt, up to the point where the assistant begins to answer.
 
         Raises:
-            UsageError: the model's format does not allow these messages.
+            UsageError: the model's format does not allow the messages.
         """
 
     def go_on(

@@ -70,7 +70,7 @@ class CaptureJournal:
         self.close()
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
+        """Close the file. You may call `close` twice."""
         self._database.close()
 
     def append(

@@ -90,8 +90,8 @@ class CaptureBounds:
         turns: the largest number of turns of one session.
         in_flight: the largest number of requests of all sessions that wait for the engine.
         body_bytes: the largest body of a request, in bytes.
-        max_tokens: the largest number of tokens of one answer. Requests without `max_tokens` get
-            this limit.
+        max_tokens: the largest number of tokens of one answer, also for requests without
+            `max_tokens`.
         timeout_s: seconds to wait at most for an answer of the engine.
         transfer_timeout_s: seconds to wait at most until a request has arrived in full, and until
             the agent has read a response.
@@ -146,8 +146,9 @@ class CaptureSession:
         """Answer a request, and record the turn as soon as the engine has answered.
 
         Args:
-            gone: a future whose result becomes an error when the agent closes its connection. The
-                error cancels the request to the engine, unless the engine has answered.
+            gone: a future whose result becomes an error when the agent closes its connection. When
+                `gone` is done, the request to the engine is cancelled, unless the engine has
+                answered.
 
         Raises:
             UsageError: the request does not fit the engine, the chat template or the bounds.
@@ -330,7 +331,7 @@ class Recorder:
 
         Args:
             prompt_id: the prompt id of the session's rollouts.
-            name: the name of the session, in its URL and in the journal. Random by default.
+            name: the name of the session, in its URL and in the journal. The default is random.
 
         Raises:
             UsageError: the name contains other characters than letters, digits, "-" and "_", or an

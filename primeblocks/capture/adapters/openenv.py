@@ -1,4 +1,4 @@
-"""OpenEnv 0.10: episodes of any OpenEnv environment, played by an engine of token ids."""
+"""OpenEnv 0.10: episodes of OpenEnv environments, played by an engine that reads token ids."""
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace

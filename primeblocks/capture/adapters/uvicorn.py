@@ -130,7 +130,7 @@ class CaptureServer:
         return self.recorder.session(**options)
 
     async def close(self) -> None:
-        """End every session and connection, and stop listening. May be called twice."""
+        """End every session and connection, and stop listening. You may call `close` twice."""
         self.recorder.close()
         if self._server is None or self._serving is None:
             return

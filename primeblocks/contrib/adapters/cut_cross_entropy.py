@@ -59,8 +59,8 @@ def token_logprobs(
         weight: the weight of the head.
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
         filter_eps: the backward skips a block of logits if all gradients in the block are below
-            `filter_eps`. The compared gradient is that of minus the log-probability: for each logit
-            its probability, minus one for the chosen word. The default of Apple's package is the
+            `filter_eps`. The backward compares the gradient of -log p for each logit: the logit's
+            probability, minus one for the chosen word. The default of Apple's package is the
             dtype's epsilon / 32. By default, the backward skips no block.
         options: other keyword arguments of `losses.logprobs.token_logprobs`, which must have their
             neutral values.

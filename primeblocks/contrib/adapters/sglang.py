@@ -193,8 +193,9 @@ class Sglang:
     def load(self, folder: ModelFolder, *, timeout_s: float) -> str:
         """Load a version into a paused server, and return the checksum of the weights.
 
-        You may load the same version again. If the server refuses the folder, `load` loads the
-        previous version again, and compares the checksum with the previous checksum.
+        You may load the version that the server already has. If the server refuses the folder,
+        `load` loads the previous version again, and compares the checksum with the previous
+        checksum.
 
         Args:
             folder: the result of `ModelFolders.make`.

@@ -87,7 +87,8 @@ def episode_rollouts(
     become rollouts too.
 
     Args:
-        version: as for `trace_rollouts`. By default the version of the episode's recorded policy.
+        version: as for `trace_rollouts`. The default is the version of the episode's recorded
+            policy.
 
     Raises:
         UnsupportedError: the episode has no recorded policy, the policy changed during the episode,

@@ -38,8 +38,8 @@ class Option(NamedTuple):
     Args:
         name: vLLM's name of the option, or "" if the builder converts the option to other settings.
         allowed: the allowed values. An int is the smallest allowed integer, a tuple lists the
-            values, and a str is a regular expression. `bool`, `str` and `list` (of names) are the
-            allowed types. None allows any value.
+            allowed values, and a str is a regular expression. `bool`, `str` or `list` (of names) is
+            the required type. None allows any value.
         meaning: a description of the option, or of the text that a regular expression matches.
         default: the default value. A builder accepts the value None only if it equals the default.
         hint: a text at the end of the error message.
@@ -129,14 +129,14 @@ _CLASHES: Mapping[str, Mapping[str, Callable[[_Given], Any]]] = {
 def native(**options: Any) -> dict[str, Any]:
     """Configure vLLM's offloading to host memory, and to files if you pass `disk_path`. Pure.
 
-    Unlike files of `kvoffload.adapters.vllm.engine_args`, vLLM's files have no checksum, no quota
-    and no policy version. The files of vLLM stay on disk after the engine ends, so use a new
-    directory or new values of `cache_salt` for each training run. The engine needs a GPU, because
-    vLLM refuses `native` offloading on the CPU platform.
+    Unlike the pages that `kvoffload.adapters.vllm.engine_args` puts on disk, vLLM's files have no
+    checksum, no quota and no policy version. The files of vLLM stay on disk after the engine ends,
+    so use a new directory or new values of `cache_salt` for each training run. The engine needs a
+    GPU, because vLLM refuses `native` offloading on the CPU platform.
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
-        UnsupportedError: vLLM or router replay does not support these values together.
+        UnsupportedError: vLLM or router replay does not support the combination of options.
     """
     if options.get("disk_path") is not None and options.get("cpu_bytes") == 0:
         raise UnsupportedError(
@@ -164,7 +164,7 @@ def nixl(role: str, **options: Any) -> dict[str, Any]:
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
-        UnsupportedError: vLLM does not support these values together.
+        UnsupportedError: vLLM does not support the combination of options.
     """
     given, extra = _read("nixl", {"role": role, **options})
     extra["backends"] = list(given["backends"])
@@ -175,10 +175,10 @@ def nixl(role: str, **options: Any) -> dict[str, Any]:
 def mooncake(run: str, **options: Any) -> dict[str, Any]:
     """Configure a pool of pages in Mooncake's store that several engines share. Pure.
 
-    Write the text that `mooncake_settings` returns to a file, and set the engine's environment
-    variable `MOONCAKE_CONFIG_PATH` to the path of the file. The store keeps pages after an engine
-    ends, and identifies a model by the last part of the model's path. Pass a different `run` per
-    training run, because two training runs with one name would use each other's pages.
+    Save the text from `mooncake_settings` in a file, and set the engine's environment variable
+    `MOONCAKE_CONFIG_PATH` to the path of the file. The store keeps pages after an engine ends, and
+    identifies a model by the last part of the model's path. Pass a different `run` per training
+    run, because two training runs with one value of `run` would use each other's pages.
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
@@ -219,7 +219,7 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
     Raises:
         PlanError: there are fewer than two parts, a part is not the result of a builder, or two
             parts need different values of one engine argument.
-        UnsupportedError: vLLM does not support these parts together, or not in this order.
+        UnsupportedError: vLLM does not support the parts together, or not in their order.
     """
     if on_load_failure not in ("recompute", "fail"):
         raise PlanError(f"on_load_failure is recompute or fail; got {on_load_failure!r}.")

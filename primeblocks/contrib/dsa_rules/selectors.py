@@ -50,7 +50,7 @@ class TopPools:
 
     A pool is `pool` neighbouring tokens of a document. Each entry of `plan_entries(sequence, pool)`
     is the key of one pool. A query selects `k // pool` pools among the pools that end at or before
-    the query. GLM-5.3-Flash uses this rule.
+    the query. `TopPools` is the rule of GLM-5.3-Flash.
 
     `select` reads keys `[entries, index_dim]` and returns positions of tokens in the whole
     sequence, `[local_tokens, 1, columns]`. The number of columns is `k`, rounded down to a multiple
@@ -100,8 +100,8 @@ class TopEntries:
     """Select the last tokens, and the `k` earlier entries with the highest scores, for each query.
 
     An entry of `plan_entries(sequence, ratio)` represents `ratio` tokens. A query can select an
-    entry if the last token of the entry is at or before the query. DeepSeek-V4 (CSA) uses this
-    rule.
+    entry if the last token of the entry is at or before the query. `TopEntries` is the rule of
+    DeepSeek-V4 (CSA).
 
     `select` reads keys `[entries, index_dim]` and returns row ids of `tokens_and_entries`,
     `[local_tokens, 1, window + k]`. The id of a token is its position in the whole sequence, and

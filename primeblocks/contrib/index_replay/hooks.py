@@ -184,8 +184,8 @@ def impose(
             number of tokens.
         UsageError: `indexers` is empty, an indexer already belongs to an open `impose` block, or
             only one of `positions` and `starts` is given.
-        UsageError: raised at the end of the `with` block, if an indexer never ran. Also raised by
-            backward, if a layer is recomputed after the `with` block.
+        UsageError: raised at the end of the `with` block, if an indexer never ran. UsageError is
+            also raised by backward, if a layer is recomputed after the `with` block.
     """
     ordered, where = _ordered(indexers), _Where(positions, starts)
     layer_ids = tuple(indexer.layer_id for indexer in ordered)

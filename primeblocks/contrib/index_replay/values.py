@@ -25,8 +25,8 @@ class Indices:
     the model's own selection for a missing row.
 
     Args:
-        ids: int32 `[tokens, layers, top_k]`, positions of tokens. Each row has ascending ids first,
-            and -1 in the remaining columns. An id is at most the token's own position.
+        ids: int32 `[tokens, layers, top_k]`, positions of tokens. The ids of each row ascend, and
+            -1 fills the remaining columns. An id is at most the token's own position.
         positions: int32 `[tokens]`, the position of each token in its document, counted from 0.
         layer_ids: for each layer in `ids`, its index among all hidden layers.
         missing: bool `[tokens, layers]`, True for missing rows. All ids of a missing row are -1.
@@ -78,7 +78,7 @@ class Indices:
             layer_ids: as in `Indices`.
             positions: integers `[tokens]`. By default, the tokens are the first tokens of one
                 document.
-            top_k: the largest number of ids per row. By default the width of `array`.
+            top_k: the largest number of ids per row. The default is the width of `array`.
             missing: bool `[tokens]` or `[tokens, layers]`, True for missing rows.
 
         Raises:
@@ -249,7 +249,7 @@ class Indices:
         Raises:
             CorruptionError: a byte was changed, added or removed.
             UnsupportedError: the payload has an unknown version of the format.
-            CapacityError: the ids need more than `max_bytes` of memory.
+            CapacityError: the ids need more memory than `max_bytes`.
         """
         return cls(*code.decode(payload, max_bytes=max_bytes))
 

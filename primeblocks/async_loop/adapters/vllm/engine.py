@@ -206,8 +206,8 @@ class VllmEngine:
             EngineError: the engine died or failed before or during the request, or the label of the
                 engine's weights is not a version.
             UsageError: vLLM refused the request, for instance because the engine lacks the adapter.
-                Also raised if only one of `lora_request` and `adapter_version` is given, or the
-                adapter has `load_inplace`.
+                UsageError is also raised if only one of `lora_request` and `adapter_version` is
+                given, or the adapter has `load_inplace`.
             ClosedError: the engine was closed before or during the request.
         """
         version = _check_adapter(lora_request, adapter_version)

@@ -43,8 +43,8 @@ async def generate_in_parts(
         options: more arguments of `VllmEngine.generate`, except `n`.
 
     Raises:
-        UsageError: as for `VllmEngine.generate`. Also raised if `part_tokens` or `max_tokens` is
-            not positive, or the trajectory in `draft` begins with another prompt.
+        UsageError: as for `VllmEngine.generate`. UsageError is also raised if `part_tokens` or
+            `max_tokens` is not positive, or the trajectory in `draft` begins with another prompt.
         DeadlineError, EngineError, ClosedError: as for `VllmEngine.generate`. Saved parts are not
             lost.
     """

@@ -94,7 +94,7 @@ class RolloutReceiver:
     def settle(self, *groups: Group) -> None:
         """Let the senders delete their copies of groups whose training step is durable. Local.
 
-        Also pass `settle` to `take` as `on_drop=`. Groups that no sender sent are ignored.
+        Pass `settle` to `take` as `on_drop=` too. Groups that no sender sent are ignored.
 
         Raises:
             ClosedError: the receiver has been closed, or has failed.

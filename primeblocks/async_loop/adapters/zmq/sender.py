@@ -38,7 +38,7 @@ class RolloutSender:
             its group would exceed `capacity_bytes`.
         retry_s: seconds between two requests to the receiver. A lost group is sent again after
             `retry_s` seconds.
-        clock: the time of the deadlines.
+        clock: the clock that measures the deadlines.
         configure: a function that is called with the socket before the socket connects.
 
     Raises:
@@ -94,7 +94,8 @@ class RolloutSender:
                 trained on twice.
             CapacityError: the group exceeds `capacity_bytes` or the receiver's `max_group_bytes`.
             UnsupportedError: the receiver refused the group, for example because the group exceeds
-                the buffer's `capacity_bytes`. Also raised if `codec.pack` cannot pack the group.
+                the buffer's `capacity_bytes`. UnsupportedError is also raised if `codec.pack`
+                cannot pack the group.
             UsageError: an unsettled group has the same ordinal.
             ClosedError: the sender was closed, or has failed.
         """

@@ -51,8 +51,8 @@ def elastic_dispatcher(
     """Build a dispatcher on DeepEP 2. Collective.
 
     The dispatcher uses DeepEP's compact layout, because only the compact layout supports backward.
-    If a rank does not make a collective call, the other ranks wait until DeepEP's deadlines. The
-    deadlines are 300 s on the host and 100 s on the device.
+    If a rank does not make a collective call, the other ranks wait until DeepEP's deadlines pass.
+    The deadlines are 300 s on the host and 100 s on the device.
 
     Args:
         group: the ranks that share the experts, as a process group with NCCL. Rank r owns share r
@@ -73,7 +73,7 @@ def elastic_dispatcher(
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: the import of deep_ep fails, or this adapter does not support its version.
+        UnsupportedError: the import of deep_ep fails, or the adapter does not support its version.
         ShapeError: `hidden` is not a positive multiple of 8.
         PlanError: `max_tokens`, `top_k` or `alignment` is out of range.
 

@@ -45,8 +45,8 @@ def buffer_dispatcher(
 
     The dispatcher runs DeepEP's high-throughput kernels, with the settings that DeepEP recommends
     for the size of the group. A rank may dispatch any number of tokens. If a rank does not make a
-    collective call, the other ranks wait until DeepEP's deadline of 100 s. The rows of an expert
-    keep the order of arrival.
+    collective call, the other ranks wait until DeepEP's deadline of 100 s passes. The rows of an
+    expert keep the order of arrival.
 
     Args:
         group: the ranks that share the experts. Rank r owns share r of the experts. The group has
@@ -59,8 +59,8 @@ def buffer_dispatcher(
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: the import of deep_ep fails, this adapter does not support its version, or
-            deep_ep has no settings for this number of ranks.
+        UnsupportedError: the import of deep_ep fails, the adapter does not support its version, or
+            deep_ep has no settings for the number of ranks.
         ShapeError: `hidden` is not a positive multiple of 8.
         PlanError: `alignment` is below 1.
 
