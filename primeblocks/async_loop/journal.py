@@ -40,8 +40,7 @@ class Journal:
 
     SIGKILL does not undo calls that returned. A call that SIGKILL interrupts takes effect as a
     whole or not at all. The journal counts and deletes prompts of final steps and prompts that are
-    left out. Therefore the size of the file depends only on prompts that are not final and not left
-    out.
+    left out. The file therefore grows only with prompts that are not final and not left out.
 
     You may call methods from any thread. One process at a time can open a journal, on a local disk.
     Other processes may read the file with any version of SQLite. Three more files are stored next
@@ -49,8 +48,9 @@ class Journal:
 
     Args:
         path: the file. A missing file is created, but a missing folder is an error.
-        durability: if "process", the death of the process undoes no call, but a power loss may undo
-            the last calls. If "power", a power loss undoes no call, and each call costs an fsync.
+        durability: the death of the process undoes no call. With `durability="process"`, a power
+            loss may undo the last calls. With `durability="power"`, a power loss undoes no call,
+            but each call costs an fsync.
         timeout_s: seconds to wait at most for another program that writes to the file.
 
     Raises:

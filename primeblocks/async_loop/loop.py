@@ -43,7 +43,7 @@ class AsyncLoop:
     An error of `train` or `publish` ends the loop. If `generate` raises an error, `retries` sets
     the number of attempts. The first error of each type is logged with its traceback. Every wait of
     `steps` ends after at most `step_timeout_s` seconds. The end of the `async with` block cancels
-    everything in flight. After an error, make a new loop.
+    all requests and a running publish. After an error, make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.

@@ -25,12 +25,12 @@ class StalenessPolicy:
     Unless `on_stale` is "continue", the loop starts only as many groups as can be trained on within
     the bound. The oldest groups are trained on first.
 
-    - "wait" makes the trainer wait for groups that would exceed the bound. The trainer idles until
-      the slowest group has finished. A group can exceed the bound only after a rollback, or if
-      `take` gets no `in_flight`, and is then dropped.
+    - "wait" makes the trainer wait for groups that would exceed the bound. With "wait", the trainer
+      idles until the slowest group has finished. Groups exceed the bound only after a rollback or
+      if `take` gets no `in_flight`, and "wait" drops such groups.
     - "pace" only limits how many groups are started, and does not enforce the bound. With "pace",
-      no group is dropped, the trainer does not wait, and a slow group may exceed the bound. Trained
-      rollouts have the same length distribution as sampled rollouts.
+      no group is dropped, the trainer does not wait, and a slow group may exceed the bound. With
+      "pace", trained rollouts have the same length distribution as sampled rollouts.
     - "mask" removes tokens beyond the bound from the loss. The reward of a rollout with masked
       tokens still counts in the baseline of its group.
     - "drop" discards a group beyond the bound and generates its prompt again. With "drop", slow

@@ -60,14 +60,14 @@ class Turn:
 class Conversation:
     """The requests of one trajectory, and the exact rollouts made of these requests. Local.
 
-    A conversation stores the ids that the engine read and sampled, and never tokenises text.
-    Therefore the tokens of each rollout are exactly the engine's tokens. The log-probability of
-    each trained token was computed for exactly the tokens before it.
+    A conversation stores the ids that the engine read and sampled, and never tokenises text. The
+    tokens of each rollout are exactly the engine's tokens. The engine computed the log-probability
+    of each trained token from exactly the tokens before it.
 
-    If a prompt does not begin with all tokens of any rollout, the prompt begins another rollout.
-    The earlier rollouts stay whole, and shared tokens are trained on once. If a prompt differs from
-    a rollout only at the end of the rollout's last answer, this end may be cut instead. A cut
-    avoids another rollout, but the cut tokens are not trained on.
+    If a prompt does not begin with all tokens of an earlier rollout, the prompt begins another
+    rollout. The earlier rollouts stay whole, and shared tokens are trained on once. If a prompt
+    differs from a rollout only at the end of the rollout's last answer, this end may be cut
+    instead. A cut avoids another rollout, but the cut tokens are not trained on.
 
     Each call of `append` compares the prompt and its images with every rollout so far.
 

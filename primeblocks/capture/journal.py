@@ -47,7 +47,8 @@ class CaptureJournal:
     space only for the tokens and rows that it adds to the previous turn. A FORK turn writes all its
     rows.
 
-    The errors and the durability are those of `primeblocks.async_loop.Journal` with its defaults.
+    This class has the errors and the durability of `primeblocks.async_loop.Journal` with its
+    defaults.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -331,7 +331,8 @@ class Recorder:
 
         Args:
             prompt_id: the prompt id of the session's rollouts.
-            name: the name of the session, in its URL and in the journal. The default is random.
+            name: the name of the session, in its URL and in the journal. The default is a random
+                name.
 
         Raises:
             UsageError: the name contains other characters than letters, digits, "-" and "_", or an

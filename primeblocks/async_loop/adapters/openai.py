@@ -66,7 +66,7 @@ async def generate(
     extra_body: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
 ) -> tuple[Rollout, ...]:
-    """Sample `n` completions of one prompt. Makes one request, or three if `version` is a function.
+    """Sample `n` completions of one prompt. If `version` is a function, makes three requests.
 
     Args:
         client: a client that may retry within `timeout_s`.
@@ -228,14 +228,14 @@ async def generate_split(
 
     Returns a rollout with one token from the prefill server, and a rollout with the whole
     completion from the decode server. Each rollout has the routes that its own server computed.
-    `replay.adapters.vllm.join_prefill` joins the routes of both rollouts.
+    `replay.adapters.vllm.join_prefill` joins the routes of the two rollouts.
 
     Args:
         options: more arguments of `generate_tokens`, except `n`.
 
     Raises:
         UnsupportedError: the prefill server has no connector for KV transfers.
-        DeadlineError: both requests together took longer than `timeout_s`.
+        DeadlineError: the requests to the two servers together took longer than `timeout_s`.
         EngineError: as for `generate_tokens`. If `decode` failed, the error names both servers.
         PrimeblocksError: as for `generate_tokens`, or the servers had different weight versions.
     """

@@ -1,4 +1,4 @@
-"""A client that updates the weights of an SGLang server over a shared disk. Never run.
+"""A client that updates the weights of an SGLang server over a shared disk.
 
 We have never run this client with SGLang. The client follows the source code of sglang 0.5.23 (the
 wheel on PyPI), and does not import SGLang. The client is tested with a fake server that imitates
@@ -9,12 +9,12 @@ these files of SGLang: `srt/entrypoints/http_server.py`,
 
 Three properties of SGLang explain the design of this client:
 
-1. If a load fails half-way, SGLang "rolls back" by reading the new path again. Therefore this
-   client restores the old version itself.
-2. SGLang can swap the responses to two concurrent loads. Therefore this client runs one load at a
+1. Because SGLang "rolls back" a failed load by reading the new path again, this client restores the
+   old version itself.
+2. Because SGLang can swap the responses to two concurrent loads, this client runs one load at a
    time.
-3. SGLang does not verify the loaded bytes. Therefore `ModelFolders` verifies the bytes before a
-   load, and this client compares checksums after a load.
+3. Because SGLang does not verify the loaded bytes, `ModelFolders` verifies the bytes before a load,
+   and this client compares checksums after a load.
 
 Call `attach`, `pause`, `load` and `resume` in this order. `attach` reads the version of the
 server's weights. `pause` stops generation. `load` loads a new version, or restores the old version.
@@ -104,7 +104,7 @@ class Sglang:
         return int(label) if label.isdecimal() else None
 
     def attach(self, *, timeout_s: float) -> None:
-        """Read the version of the server's weights, which a failed update restores.
+        """Read the version of the server's weights, to restore it after a failed update.
 
         The call does not change weights. The weights must be complete and in memory, because SGLang
         computes their checksum.

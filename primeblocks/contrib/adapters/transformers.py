@@ -32,8 +32,8 @@ class TransformersIndexer:
     def filled(self, ids: torch.Tensor) -> torch.Tensor:
         """Return ids in the form that the attention implementation of the model needs.
 
-        Eager and SDPA attention scatter ids into a mask, and fail for the id -1. Therefore each -1
-        is replaced by an id that the row already has, which does not change the mask.
+        Eager and SDPA attention scatter ids into a mask, and fail for the id -1. Each -1 becomes an
+        id that the row already has, which does not change the attention mask.
         """
         config: Any = self.module.config
         takes = getattr(config, "_attn_implementation", "") not in ("eager", "sdpa")

@@ -53,7 +53,8 @@ def trace_rollouts(
 
     Args:
         version: the version of the policy that sampled all tokens. For several policies, pass a
-            function from a sampled message to one version, or to one version per sampled token.
+            function that maps a sampled message to one version, or to one version per sampled
+            token.
 
     Raises:
         UnsupportedError: a sampled message has no token ids, or no log-probabilities.

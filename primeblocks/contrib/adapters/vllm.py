@@ -41,7 +41,8 @@ class Option(NamedTuple):
             allowed values, and a str is a regular expression. `bool`, `str` or `list` (of names) is
             the required type. None allows any value.
         meaning: a description of the option, or of the text that a regular expression matches.
-        default: the default value. A builder accepts the value None only if it equals the default.
+        default: the default value. A builder refuses the value None, unless the default is None
+            too.
         hint: a text at the end of the error message.
     """
 

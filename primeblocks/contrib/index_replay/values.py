@@ -152,7 +152,7 @@ class Indices:
 
     @staticmethod
     def join(parts: Iterable[Indices]) -> Indices:
-        """Join parts along the tokens, such as packed documents or turns. Copies the parts once.
+        """Join parts along the tokens, such as packed documents or turns, with one copy.
 
         Raises:
             ShapeError: the parts differ in layers or `top_k`, or `parts` is empty.

@@ -7,11 +7,11 @@ The ordinal of a group identifies the group. The receiver stores a state per ord
     SETTLED    its training step is durable (`settle`); the sender deletes its copy
 
 The sender keeps a copy of a group until the group is SETTLED. Every `retry_s` seconds, the sender
-sends the ordinals of all groups that it keeps, and the receiver answers with their states.
-Therefore the next exchange repairs a lost message, a reconnection or a restart. The sender sends a
-group again if the receiver has read the group's message or a later message, but has no state for
-the group. If the newest list of a sender lacks an ordinal, the receiver deletes the ordinal's
-state, unless the group is ACCEPTED.
+sends the ordinals of all groups that it keeps, and the receiver answers with their states. Each
+exchange repairs earlier lost messages, reconnections and restarts. The sender sends a group again
+if the receiver has read the group's message or a later message, but has no state for the group. If
+the newest list of a sender lacks an ordinal, the receiver deletes the ordinal's state, unless the
+group is ACCEPTED.
 
 If a sender dies, the receiver keeps the states of the ordinals in the sender's last list.
 

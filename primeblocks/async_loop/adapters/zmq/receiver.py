@@ -45,8 +45,8 @@ class RolloutReceiver:
         address: ZeroMQ's address to bind, "tcp://10.0.0.1:5555" for instance. For port 0, the
             receiver binds a free port, and the attribute `address` contains the port.
         capacity_bytes: a limit on the payload bytes of groups that wait for room in the buffer. At
-            the limit the receiver does not read messages, and ZeroMQ queues at most four messages
-            per connection.
+            the limit, the receiver reads no message, and ZeroMQ queues at most four messages per
+            connection.
         max_group_bytes: the largest payload of a group. The receiver refuses a larger payload. If
             the payload exceeds both `max_group_bytes` and 64 MiB, ZeroMQ closes the connection.
         configure: a function that is called with the socket before the socket is bound.
@@ -85,7 +85,7 @@ class RolloutReceiver:
         self.close()
 
     def close(self) -> None:
-        """Stop receiving and remove groups that wait for room. Other groups stay in the buffer."""
+        """Stop receiving, and remove groups that wait for room. Groups in the buffer stay."""
         self._wire.close()
         for known in self._known.values():
             if known.waits is not None:
