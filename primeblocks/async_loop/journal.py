@@ -248,10 +248,10 @@ class Journal:
         """Go back to policy `version`, and return the prompts and groups that are left.
 
         `version` is the policy of the loaded weights. Prompts that were taken for the step from
-        `version` or a later step become finished again. Prompts in flight are generated again, and
-        continue from their trajectories. Earlier steps that took a batch count as trained, because
-        the loaded weights result from these steps. Tokens of policies after `version` count as
-        tokens of `version`.
+        `version`, or for a later step, become finished again. Prompts in flight are generated
+        again, and continue from their trajectories. Earlier steps that took a batch count as
+        trained, because the loaded weights result from these steps. Tokens of policies after
+        `version` count as tokens of `version`.
 
         Raises:
             UsageError: the step from `version` is final, or a step before `version` is not

@@ -96,8 +96,8 @@ T = TypeVar("T", bound=Partial | Rollout)
 def rolled_back(trajectory: T, version: int) -> T:
     """Return a trajectory in which versions after `version` are replaced by `version`. Pure.
 
-    After a run goes back to `version`, new policies get the later version numbers again. Without
-    the replacement, a token of an abandoned policy would look younger than it is.
+    After a run goes back to `version`, new policies get the later version numbers again. If
+    versions were not replaced, a token of an abandoned policy would look younger than it is.
     """
     if trajectory.versions.max(initial=UNSAMPLED) <= version:
         return trajectory

@@ -123,9 +123,9 @@ class StalenessPolicy:
     ) -> bool:
         """Return whether the `count` oldest finished groups may be trained on now. Pure.
 
-        If `on_stale` is "wait", the result also depends on the groups in flight. All groups that
-        are not in the batch must fit into later steps of `count` groups before they exceed the
-        bound.
+        If `on_stale` is "wait", the result also depends on the groups in flight. Every group
+        outside of the batch must fit into a later step of `count` groups before the group exceeds
+        the bound.
 
         Args:
             finished: the oldest version of each group that waits to be trained on.

@@ -41,8 +41,7 @@ class Option(NamedTuple):
             allowed values, and a str is a regular expression. `bool`, `str` or `list` (of names) is
             the required type. None allows any value.
         meaning: a description of the option, or of the text that a regular expression matches.
-        default: the default value. A builder refuses the value None, unless the default is None
-            too.
+        default: the default value. A builder accepts the value None only if None is the default.
         hint: a text at the end of the error message.
     """
 
@@ -215,7 +214,7 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
 
     Args:
         parts: results of `native`, `nixl`, `mooncake` and `engine_args`.
-        on_load_failure: the policy for all parts, in place of each part's own policy.
+        on_load_failure: the load-failure policy of all parts, in place of each part's own policy.
 
     Raises:
         PlanError: there are fewer than two parts, a part is not the result of a builder, or two
