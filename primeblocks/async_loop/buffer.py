@@ -27,7 +27,8 @@ class RolloutBuffer:
 
     Args:
         capacity: the largest number of groups. If the buffer is full, `put` waits.
-        capacity_bytes: the largest total size (`Group.nbytes`), in bytes. None means unlimited.
+        capacity_bytes: the largest total size of the groups (`Group.nbytes`), in bytes. None means
+            unlimited.
         staleness: the policy that `take` applies.
         clock: the clock that measures the deadlines.
 
@@ -110,11 +111,12 @@ class RolloutBuffer:
         Args:
             in_flight: a function that returns the oldest version of each group that is being
                 generated. Pass `in_flight` if `on_stale` is "wait".
-            on_drop: a function that is called with each group that is removed and not returned.
+            on_drop: a function that is called at once with each group that is removed and not
+                returned.
             unless: a future whose result is an error, which `take` raises when the future is done.
 
         Raises:
-            DeadlineError: too few groups arrived within `timeout_s`. The call removed only stale
+            DeadlineError: no batch was ready within `timeout_s`. The call removed only stale
                 groups.
             UsageError: `count` is not between 1 and the capacity, or a group contains a policy
                 later than `version`. If you pass `on_drop`, all groups of later policies are

@@ -40,11 +40,11 @@ class Journal:
 
     SIGKILL does not undo calls that returned. A call that SIGKILL interrupts takes effect as a
     whole or not at all. The journal counts and deletes prompts of final steps and prompts that are
-    left out. The file therefore grows only with prompts that are not final and not left out.
+    left out. The file is therefore as large as the other prompts together were at their largest.
 
     You may call methods from any thread. One process at a time can open a journal, on a local disk.
-    Other processes may read the file with any version of SQLite. Three more files are stored next
-    to the file `path`, with `-wal`, `-shm` and `-lock` appended to its name.
+    Other processes may read the file with any SQLite client. Three more files are stored next to
+    the file `path`, with `-wal`, `-shm` and `-lock` appended to its name.
 
     Args:
         path: the file. A missing file is created, but a missing folder is an error.
@@ -59,10 +59,12 @@ class Journal:
         UnsupportedError: the file has another schema, or its disk does not support a write-ahead
             log.
         CorruptionError: the file is damaged.
-        CapacityError: raised by any method if the disk is full. The journal is unchanged.
-        DeadlineError: raised by any method if another program locked the file. The journal is
+        CapacityError: any method may raise CapacityError if the disk is full. The journal is
             unchanged.
-        ClosedError: raised by any method after `close`, or in a forked child.
+        DeadlineError: any method may raise DeadlineError if another program locked the file. The
+            journal is unchanged.
+        ClosedError: any method except `close` raises ClosedError after `close`, or in a forked
+            child.
     """
 
     def __init__(

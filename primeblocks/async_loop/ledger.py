@@ -57,8 +57,7 @@ class PromptState(StrEnum):
 class Partial:
     """An unfinished rollout: the trajectory so far, in read-only arrays.
 
-    `Partial` and `Rollout` have the same arguments and errors, but a `Partial` may have no
-    completion token.
+    The arguments and errors are as for `Rollout`, but a `Partial` may have no completion token.
     """
 
     tokens: NDArray[np.int64]

@@ -43,7 +43,7 @@ class AsyncLoop:
     An error of `train` or `publish` ends the loop. If `generate` raises an error, `retries` sets
     the number of attempts. The first error of each type is logged with its traceback. Every wait of
     `steps` ends after at most `step_timeout_s` seconds. The end of the `async with` block cancels
-    all requests and a running publish. After an error, make a new loop.
+    all requests and a running publish. After an error, leave the block and make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
@@ -59,7 +59,7 @@ class AsyncLoop:
             copy. The loop awaits the awaitable while the next step trains.
         buffer: a buffer for this loop alone. The buffer's staleness policy applies.
         batch_size: the number of groups per batch.
-        max_in_flight: the limit on groups in flight, or on samples if `group_size` is set.
+        max_in_flight: a number or an `AdaptiveLimit` of groups, or of samples with `group_size`.
         group_size: the number of samples per group, if `generate` makes one sample per call.
         keep: `keep(group)` returns False to leave a finished group out. Batches stay complete.
         retries: rules for calls of `generate` that raise an error or miss their deadline.
@@ -77,7 +77,7 @@ class AsyncLoop:
 
     Raises:
         UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, a number is
-            out of range, or a function lacks a documented argument.
+            out of range, or a function's signature does not fit.
     """
 
     def __init__(

@@ -25,16 +25,17 @@ class StalenessPolicy:
     Unless `on_stale` is "continue", the loop starts only as many groups as can be trained on within
     the bound. The oldest groups are trained on first.
 
-    - "wait" makes the trainer wait for groups that would exceed the bound. With "wait", the trainer
-      idles until the slowest group has finished. Groups exceed the bound only after a rollback or
-      if `take` gets no `in_flight`, and "wait" drops such groups.
+    - "wait" makes the trainer wait for groups that would exceed the bound. The bound is hard, and
+      the trainer idles while it waits for the slowest group. Groups exceed the bound only after a
+      rollback or if `take` gets no `in_flight`, and "wait" drops such groups.
     - "pace" only limits how many groups are started, and does not enforce the bound. With "pace",
       no group is dropped, the trainer does not wait, and a slow group may exceed the bound. With
       "pace", trained rollouts have the same length distribution as sampled rollouts.
     - "mask" removes tokens beyond the bound from the loss. The reward of a rollout with masked
       tokens still counts in the baseline of its group.
-    - "drop" discards a group beyond the bound and generates its prompt again. With "drop", slow
-      rollouts are never trained on, so trained rollouts are shorter than sampled rollouts.
+    - "drop" discards a group beyond the bound and generates its prompt again. With "drop", a
+      rollout that takes longer than the bound is never trained on. The lengths of trained rollouts
+      are therefore biased towards short rollouts.
     - "continue" has no bound.
 
     With every `on_stale`, a token of a policy later than the trainer's policy raises UsageError,
@@ -123,9 +124,8 @@ class StalenessPolicy:
     ) -> bool:
         """Return whether the `count` oldest finished groups may be trained on now. Pure.
 
-        If `on_stale` is "wait", the result also depends on the groups in flight. Every group
-        outside of the batch must fit into a later step of `count` groups before the group exceeds
-        the bound.
+        If `on_stale` is "wait", True requires that every other group, finished or in flight, fits
+        into a later step of `count` groups within the bound.
 
         Args:
             finished: the oldest version of each group that waits to be trained on.

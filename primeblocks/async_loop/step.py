@@ -31,7 +31,7 @@ class Step:
         filtered: the number of groups that `keep` left out.
         failures: the number of failed attempts since the previous step, by type of error.
         lost: prompts whose attempts all failed, each with the reason.
-        masked_tokens: the number of tokens that are masked because of their age.
+        masked_tokens: the number of tokens of this batch that are masked because of their age.
         trainer_idle_s: seconds that training waited for rollouts.
         engine_idle_s: seconds since the previous step in which the staleness policy kept the number
             of requests below `max_in_flight`.
@@ -84,9 +84,9 @@ class Step:
         """Return the step as a flat dictionary for a logger. Pure.
 
         A missing value, such as the mean reward of rollouts without rewards, is NaN. If `train`
-        returned a mapping, the numbers of the mapping are added, and replace values of the same
-        name. Metrics of `losses.corrections.off_policy_metrics` get verl's names with the prefix
-        `rollout_corr/`. The page docs/recipes/metrics.md lists all names.
+        returned a mapping, its numbers are added under their own names, and replace values of the
+        same name. Metrics of `losses.corrections.off_policy_metrics` get verl's names with the
+        prefix `rollout_corr/`. The page docs/recipes/metrics.md lists all names.
         """
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         lengths = [int(rollout.sampled.sum()) for rollout in rollouts]

@@ -246,9 +246,9 @@ class _Branch:
 def cut(rollout: Rollout, length: int) -> Rollout:
     """Return at most the first `length` tokens of a rollout. Local. Arrays are views if possible.
 
-    Attachments with one row per token are cut together with the tokens. If an attachment cannot be
-    cut, such as an image, the rollout ends before the first token of the attachment. If tokens were
-    cut, the result has `finish_reason="length"`.
+    Attachments that belong to tokens are cut together with the tokens. If the cut falls inside an
+    attachment that cannot be cut, such as an image, the rollout ends before the first token of the
+    attachment. If tokens were cut, the result has `finish_reason="length"`.
 
     Raises:
         ShapeError: the result would have no sampled token.

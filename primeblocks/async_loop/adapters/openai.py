@@ -1,15 +1,15 @@
 """Engines behind HTTP servers, called with token ids through the `openai` client.
 
-Expert routes become the attachment "routed_experts". The function
+Rollouts keep expert routes as the server sent them, in the attachment "routed_experts".
 `replay.adapters.vllm.routes_from_base64` decodes vLLM's routes.
 
 `generate` uses the OpenAI protocol. The server must support `return_token_ids`, as vLLM 0.32
 (tested) and newer SGLang (not tested) do. `generate_tokens` uses vLLM's own protocol (with
 `--enable-scale-out`), which labels each token with the version of the weights.
 
-Start vLLM with `--logprobs-mode processed_logprobs --generation-config vllm`. With another logprobs
-mode, vLLM returns log-probabilities of a distribution that it did not sample from. With another
-generation config, the checkpoint's sampling defaults apply.
+Start vLLM with `--logprobs-mode processed_logprobs --generation-config vllm`. Without these
+options, vLLM returns log-probabilities of a distribution that it did not sample from, and applies
+the checkpoint's sampling defaults.
 """
 
 import json
@@ -66,19 +66,19 @@ async def generate(
     extra_body: Mapping[str, Any] | None = None,
     clock: Clock | None = None,
 ) -> tuple[Rollout, ...]:
-    """Sample `n` completions of one prompt. If `version` is a function, makes three requests.
+    """Sample `n` completions of one prompt. Makes one request, or three if `version` is a function.
 
     Args:
         client: a client that may retry within `timeout_s`.
         version: the version of the weights. If weights can change during the call, pass an async
-            function that reads the version, such as a call of `served_version`. The function runs
-            before and after the request, because the OpenAI protocol does not label tokens.
+            function that asks the server, for vLLM with `served_version`. The function runs before
+            and after the request, because the OpenAI protocol does not label tokens with versions.
         extra_body: more fields of the request, which override arguments of this function.
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
         CapacityError: the server has no room for the request now.
-        EngineError: the server died or failed, or its answer does not have the expected fields.
+        EngineError: the server died or failed, or its answer does not have the expected form.
         PrimeblocksError: the weights changed during the call, or the server aborted the request
             before the first token. `Retries` repeat the request, and a `Fleet` keeps the server.
         UnsupportedError: the server's answers have no log-probabilities or no token ids.
@@ -227,8 +227,8 @@ async def generate_split(
     """Prefill a prompt on one server, and decode from its keys and values on another server.
 
     Returns a rollout with one token from the prefill server, and a rollout with the whole
-    completion from the decode server. Each rollout has the routes that its own server computed.
-    `replay.adapters.vllm.join_prefill` joins the routes of the two rollouts.
+    completion from the decode server. The decode server samples the first token again. Each rollout
+    has the routes that its own server computed. `replay.adapters.vllm.join_prefill` joins them.
 
     Args:
         options: more arguments of `generate_tokens`, except `n`.

@@ -78,7 +78,8 @@ class EventThread:
         """Run a coroutine in the event loop and return its result. Blocks the caller.
 
         Raises:
-            DeadlineError: the coroutine took longer than `timeout_s`, and was cancelled.
+            DeadlineError: the coroutine took longer than `timeout_s`. `call` cancels the coroutine,
+                but does not wait for its end.
             ClosedError: the thread was closed.
         """
         future = self.spawn(work)
@@ -131,7 +132,10 @@ class TrlWorker:
     Args:
         thread: the thread that runs the loop. `generate` may use objects that were made in
             `thread`.
-        prompts, buffer, batch_size, group_size, step_timeout_s: as for `AsyncLoop`.
+        prompts, buffer, batch_size, max_in_flight, group_size, step_timeout_s, options: as for
+            `AsyncLoop`.
+        generate: as for `AsyncLoop` with `group_size`. Each call returns one rollout, which must
+            have a reward.
         advantages: a function that computes advantages from rewards, both `[groups, members]`, such
             as `losses.advantages.group_advantages`.
 

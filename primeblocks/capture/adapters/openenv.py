@@ -40,7 +40,7 @@ async def play_episode(
     prompt_id: Hashable = None,
     clock: Clock | None = None,
 ) -> tuple[Rollout, ...]:
-    """Play one episode: reset the environment, then call `generate` and `step` until it is done.
+    """Play one episode: reset, then call `generate` and `step` until the environment is done.
 
     If `render` changes tokens of earlier turns, the episode becomes several rollouts. The reward of
     each rollout is the sum of the steps' rewards, or None if no step had a reward. In addition to

@@ -1,4 +1,4 @@
-"""transformers 5: a renderer that uses a chat template and does not change sampled ids."""
+"""transformers 5: a renderer that uses a model's chat template and keeps sampled ids."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """A `Renderer` that uses a model's own chat template and does not change sampled ids.
+    """A `Renderer` that uses a model's own chat template, so that sampled ids stay unchanged.
 
     After an answer, the renderer tokenises only the text that the template adds. The renderer finds
     the added text by comparing the texts of the prompt with and without new messages. If the
     template writes earlier messages differently when more messages follow, for instance without
-    their reasoning, the whole prompt is tokenised. If an answer was cut, the renderer adds the
-    token that ends an answer.
+    their reasoning, the whole prompt is tokenised. Tokenisation of the whole prompt may change
+    sampled ids. If an answer was cut, the renderer adds the token that ends an answer.
 
     Tool calls are read in the format of Qwen and Hermes, `<tool_call>{"name":..., "arguments":
     {...}}</tool_call>`. If a `<tool_call>` element is malformed, the whole answer is returned as
@@ -97,7 +97,7 @@ class ChatTemplate:
         return _CALL.sub("", text).strip(), [each for each in found if each is not None]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without the special tokens that a tokenizer adds."""
+        """Return the ids of a text, without special tokens that a tokenizer adds around a text."""
         if self._fast is None:
             return list(self._tokenizer(text, add_special_tokens=False).input_ids)
         return self._fast.encode(text, add_special_tokens=False).ids

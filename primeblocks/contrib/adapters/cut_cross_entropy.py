@@ -46,8 +46,8 @@ def token_logprobs(
 ) -> Float[Tensor, " tokens"]:
     """Return the log-probability of one word per row, in float32.
 
-    This function replaces `losses.logprobs.token_logprobs`. Local. Differentiable once, in `hidden`
-    and `weight`. The host waits for the device once per call.
+    You can call this function like `losses.logprobs.token_logprobs`. Local. Differentiable once, in
+    `hidden` and `weight`. The host waits for the device once per call.
 
     For the chosen word's logit, the kernels round each product to the operands' dtype before they
     sum the products. With bfloat16 operands, the result has an error as large as the rounding error
@@ -60,8 +60,9 @@ def token_logprobs(
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
         filter_eps: the backward skips a block of logits if all gradients in the block are below
             `filter_eps`. The backward compares the gradient of -log p for each logit: the logit's
-            probability, minus one for the chosen word. The default of Apple's package is the
-            dtype's epsilon / 32. By default, the backward skips no block.
+            probability, minus one for the chosen word. This gradient is not yet multiplied by the
+            gradient of the token's result. With None, the backward skips no block. The default of
+            Apple's package is the dtype's epsilon / 32.
         options: other keyword arguments of `losses.logprobs.token_logprobs`, which must have their
             neutral values.
 

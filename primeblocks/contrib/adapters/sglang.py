@@ -106,8 +106,8 @@ class Sglang:
     def attach(self, *, timeout_s: float) -> None:
         """Read the version of the server's weights, to restore it after a failed update.
 
-        The call does not change weights. The weights must be complete and in memory, because SGLang
-        computes their checksum.
+        The call does not change weights. The weights must be complete and in memory, because the
+        call makes SGLang compute their checksum once.
 
         Raises:
             UnsupportedError: the server is older than 0.5.23. An older server exits if it refuses

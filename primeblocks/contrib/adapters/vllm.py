@@ -159,8 +159,8 @@ def native(**options: Any) -> dict[str, Any]:
 def nixl(role: str, **options: Any) -> dict[str, Any]:
     """Configure NIXL transfers from engines that prefill to engines that decode. Pure.
 
-    If engines run on several machines, set `VLLM_NIXL_SIDE_CHANNEL_HOST` in the environment of each
-    engine.
+    If engines run on several machines, each engine needs its own value of the environment variable
+    `VLLM_NIXL_SIDE_CHANNEL_HOST`.
 
     Raises:
         PlanError: vLLM would refuse or misread a value.

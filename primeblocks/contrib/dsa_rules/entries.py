@@ -80,9 +80,9 @@ def windows(
 
     Forward and backward are collective, with one exchange each. For each contiguous range of its
     tokens, a rank receives at most `ratio - 1 + overlap` tokens of `x`. The received tokens are the
-    beginning of a split window and the `overlap` tokens before the window. If no window is split
-    between ranks, no rank sends anything. Every rank knows from the plan whether a window is split.
-    Concatenate all tensors that you need per token, so that one exchange sends all of them.
+    beginning of a split window and the `overlap` tokens before the window. If no rank needs tokens
+    of another rank, which every rank knows from the plan, no rank sends anything. Concatenate all
+    tensors that you need per token, so that one exchange sends all of them.
 
     Args:
         x: `[local_tokens, ...]`, this rank's tokens.

@@ -42,8 +42,8 @@ def indexer_loss(
 
     For each query the loss is KL(p || s) over the tokens in `indices`. The distribution p is
     attention's probability of each token, summed over heads and normalised. The distribution s is
-    the softmax of the query's index scores. Divide the loss by the number of queries of all ranks,
-    so that the sum of gradients over ranks is the gradient of the mean.
+    the softmax of the query's index scores of these tokens. Divide the loss by the number of
+    queries of all ranks, so that the sum of gradients over ranks is the gradient of the mean.
 
     Differentiable in the indexer's q, k and weights. Attention's q, kv and sinks get no gradient.
     Use this loss only with selectors that return one list of tokens per query.

@@ -49,8 +49,8 @@ class TopPools:
     """Select all tokens of the pools with the highest scores, and of the query's incomplete pool.
 
     A pool is `pool` neighbouring tokens of a document. Each entry of `plan_entries(sequence, pool)`
-    is the key of one pool. A query selects `k // pool` pools among the pools that end at or before
-    the query. `TopPools` is the rule of GLM-5.3-Flash.
+    is the key of one pool. A query selects at most `k // pool` pools, among the pools that end at
+    or before the query. `TopPools` is the rule of GLM-5.3-Flash.
 
     `select` reads keys `[entries, index_dim]` and returns positions of tokens in the whole
     sequence, `[local_tokens, 1, columns]`. The number of columns is `k`, rounded down to a multiple

@@ -90,7 +90,7 @@ def record(
         UsageError: `indexers` is empty, or only one of `positions` and `starts` is given.
         UsageError: raised by `tape.indices`, if a layer selected other ids when it ran again.
         ShapeError: raised by the forward, if an output is not integers `[batch, tokens, width]`, or
-            `positions` does not have one entry per token.
+            `positions` and `starts` do not have one entry per token.
     """
     where = _Where(positions, starts)
     layers = [_Recorded(indexer, where) for indexer in _ordered(indexers)]

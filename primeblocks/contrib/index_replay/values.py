@@ -20,9 +20,9 @@ class Indices:
     """The positions that each token attended to, in each layer with its own indexer.
 
     A value on the host, made of read-only numpy arrays. A slice is a view. Positions count from the
-    start of the token's document, even if the trainer packs documents. Layers that use the
-    selection of another layer are left out. An unknown row is marked as missing, and `impose` keeps
-    the model's own selection for a missing row.
+    start of the token's document, as in an engine, even if the trainer packs documents. Layers that
+    use the selection of another layer are left out. An unknown row is marked as missing, and
+    `impose` keeps the model's own selection for a missing row.
 
     Args:
         ids: int32 `[tokens, layers, top_k]`, positions of tokens. The ids of each row ascend, and

@@ -44,8 +44,8 @@ class Completion:
         """Return the completion as a `Rollout`. Local.
 
         Args:
-            attachments: as in `Rollout`. The default contains "routed_experts" and "draft_tokens",
-                if these fields are not None.
+            attachments: as in `Rollout`. The default contains "routed_experts", "draft_tokens" or
+                both, if the engine returned them.
 
         Raises:
             ShapeError, UsageError: as for `Rollout`.

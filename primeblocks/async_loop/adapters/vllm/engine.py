@@ -195,7 +195,8 @@ class VllmEngine:
             cache_salt: two requests share KV pages only if their salts are equal. Use one salt per
                 policy version.
             extra_args: values that vLLM passes to its connectors and plug-ins.
-            routed_experts_prompt_start: the first prompt token whose routes are returned.
+            routed_experts_prompt_start: the index of the first prompt token whose routes are
+                returned.
             lora_request: a LoRA adapter, which the engine uses for all tokens of the request.
             adapter_version: the policy version of `lora_request`. The call labels tokens with
                 `adapter_version`, because vLLM labels tokens only with the version of the base

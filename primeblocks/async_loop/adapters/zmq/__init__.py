@@ -19,9 +19,9 @@ If only a sender or only the receiver dies, no accepted group is lost. The accep
 sender are in the buffer. If the receiver dies, every sender sends its unsettled groups again. An
 accepted group is lost only if its sender and the receiver both die before the group is settled.
 
-Messages are JSON and `codec` payloads, and the receiver unpickles nothing. Any process that reaches
-the port can add groups. Bind to a private address, or set ZeroMQ's CURVE keys in a function that
-you pass as `configure=`.
+Messages are JSON and `codec` payloads. Sender and receiver unpickle nothing. Any process that
+reaches the port can add groups. Bind to a private address, or set ZeroMQ's CURVE keys in a function
+that you pass as `configure=`.
 """
 
 from .receiver import RolloutReceiver

@@ -89,9 +89,9 @@ class RolloutSender:
 
         Raises:
             DeadlineError: no receiver answered, the receiver's buffer was full, or unsettled groups
-                fill `capacity_bytes`. The sender deletes its copy of the group. The receiver may
-                have accepted the group at the last moment, so a group that you put again may be
-                trained on twice.
+                fill `capacity_bytes`. The sender withdraws the group. If the receiver accepted the
+                group at the last moment, the group is trained on. A group that you put again may
+                therefore be trained on twice.
             CapacityError: the group exceeds `capacity_bytes` or the receiver's `max_group_bytes`.
             UnsupportedError: the receiver refused the group, for example because the group exceeds
                 the buffer's `capacity_bytes`. UnsupportedError is also raised if `codec.pack`

@@ -83,7 +83,7 @@ class DeepEpBuffer(Protocol):
         ...
 
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
-        """Send rows to the ranks of an earlier `send`, in the order of this `send`."""
+        """Send rows to the ranks of an earlier `send`. Rows arrive in the order of that `send`."""
         ...
 
     def sum_back(
