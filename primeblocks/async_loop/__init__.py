@@ -1,8 +1,9 @@
 """Reinforcement learning that generates rollouts while it trains.
 
 `AsyncLoop` generates, trains and publishes at the same time. A `RolloutBuffer` bounds the number of
-finished groups and their staleness, and `adapters.zmq` fills it from other processes. `scheduler`
-limits and retries requests of the engine. A `Journal` lets a training run resume after a crash.
+finished groups and their staleness, and `adapters.zmq` fills the buffer from other processes.
+`scheduler` limits requests to the engine and retries failed requests. A `Journal` lets a training
+run resume after a crash.
 """
 
 from ..rollout import Group, Rollout, cache_salt

@@ -20,19 +20,20 @@ __all__ = ["RolloutBuffer"]
 
 
 class RolloutBuffer:
-    """A bounded buffer of finished groups. It returns each group once, the oldest first.
+    """A bounded buffer of finished groups, which returns each group once, the oldest first.
 
-    The oldest group has the lowest `oldest_version`. Among equal groups, it is the first that was
-    put. Use a buffer from one event loop.
+    The oldest group has the lowest `oldest_version`. If several groups have the lowest version, the
+    group that was put first is the oldest. Use a buffer from one event loop.
 
     Args:
-        capacity: the most groups. If the buffer is full, `put` waits.
-        capacity_bytes: the most bytes of rollouts (`Group.nbytes`). By default unbounded.
+        capacity: the largest number of groups. If the buffer is full, `put` waits.
+        capacity_bytes: the largest total size of the groups (`Group.nbytes`), in bytes. None means
+            unlimited.
         staleness: the policy that `take` applies.
-        clock: the time of the deadlines.
+        clock: the clock that measures the deadlines.
 
     Raises:
-        UsageError: a capacity is not positive.
+        UsageError: `capacity` or `capacity_bytes` is not positive.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class RolloutBuffer:
         return self._count
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
-        """Add a group. Waits until there is room for the group, or until it is taken.
+        """Add a group. Waits until the buffer has room for the group, or `take` removes the group.
 
         Raises:
             DeadlineError: the buffer stayed full. The group was not added.
@@ -102,20 +103,24 @@ class RolloutBuffer:
         on_drop: Callable[[Group], None] | None = None,
         unless: asyncio.Future[BaseException] | None = None,
     ) -> tuple[Group, ...]:
-        """Remove `count` groups that the policy `version` may train on, oldest first.
+        """Remove and return `count` groups that the policy `version` may train on, oldest first.
 
-        Stale data is removed too: groups under "drop" and "wait". Under "mask", stale tokens are
-        removed from `loss_mask`.
+        If `on_stale` is "drop" or "wait", `take` also removes stale groups. If `on_stale` is
+        "mask", `take` removes stale tokens from `loss_mask`.
 
         Args:
-            in_flight: returns the versions of groups that are being generated. "wait" needs it.
-            on_drop: called at once with each group that is removed and not returned.
-            unless: a future whose result is an error. If it is done, its error is raised here.
+            in_flight: a function that returns the oldest version of each group that is being
+                generated. Pass `in_flight` if `on_stale` is "wait".
+            on_drop: a function that is called at once with each group that is removed and not
+                returned.
+            unless: a future whose result is an error, which `take` raises when the future is done.
 
         Raises:
-            DeadlineError: there were not enough groups in time. Only stale groups were removed.
+            DeadlineError: no batch was ready within `timeout_s`. The call removed only stale
+                groups.
             UsageError: `count` is not between 1 and the capacity, or a group contains a policy
-                later than `version`. With `on_drop`, all such groups are removed first.
+                later than `version`. If you pass `on_drop`, all groups of later policies are
+                removed first.
         """
         if not 1 <= count <= self.capacity:
             raise UsageError(
@@ -131,7 +136,7 @@ class RolloutBuffer:
         )
 
     def look_again(self) -> None:
-        """Make a waiting `take` look again, because groups in flight have changed. Local."""
+        """Let a waiting `take` repeat its checks, after groups in flight have changed. Local."""
         self._arrived.set()
 
     async def _take(

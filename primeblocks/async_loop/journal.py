@@ -32,33 +32,39 @@ __all__ = ["Journal"]
 
 
 class Journal:
-    """A record of what happened to each prompt of a training run. It survives a crash.
+    """A record of what happened to each prompt of a training run, which survives a crash.
 
-    Prompts are numbered 0, 1, 2, ... as they are drawn. A call that does not fit the state of its
-    prompt, such as training a prompt twice, raises UsageError and changes nothing.
+    The ordinals of prompts are 0, 1, 2, ... in the order in which prompts are drawn. If a call does
+    not fit the state of its prompt, such as training on a prompt twice, the call raises UsageError
+    and changes nothing.
 
-    After SIGKILL every call that returned has taken effect. A call that was interrupted has taken
-    effect as a whole or not at all. Prompts of final steps, and prompts that are left out, are
-    counted and deleted. So the file is as large as the other prompts were at most.
+    SIGKILL does not undo calls that returned. A call that SIGKILL interrupts takes effect as a
+    whole or not at all. The journal counts and deletes prompts of final steps and prompts that are
+    left out. The file is therefore as large as the other prompts together were at their largest.
 
-    Calls may come from any thread. One process at a time owns a journal, on a local disk. Other
-    processes may read the file with any SQLite. Files named like `path`, with `-wal`, `-shm` and
-    `-lock` appended, are stored next to it.
+    You may call methods from any thread. One process at a time can open a journal, on a local disk.
+    Other processes may read the file with any SQLite client. Three more files are stored next to
+    the file `path`, with `-wal`, `-shm` and `-lock` appended to its name.
 
     Args:
-        path: the file. It is made if absent, in a folder that exists.
-        durability: with "process", no call is lost if the process dies, but a power loss may undo
-            the last calls. With "power", a power loss undoes no call, and each call costs an fsync.
-        timeout_s: the longest wait for another program that writes to the file.
+        path: the file. A missing file is created, but a missing folder is an error.
+        durability: the death of the process undoes no call. With `durability="process"`, a power
+            loss may undo the last calls. With `durability="power"`, a power loss undoes no call,
+            but each call costs an fsync.
+        timeout_s: seconds to wait at most for another program that writes to the file.
 
     Raises:
-        UsageError: the file is open already or of another program, or its folder does not exist.
-        UnsupportedError: it has another schema, or its disk cannot have a write-ahead log.
+        UsageError: the file is already open or belongs to another program, or its folder does not
+            exist.
+        UnsupportedError: the file has another schema, or its disk does not support a write-ahead
+            log.
         CorruptionError: the file is damaged.
-        CapacityError: any call may raise it if the disk is full. Nothing was changed.
-        DeadlineError: any call may raise it if another program locked the file. Nothing was
-            changed.
-        ClosedError: any call may raise it after `close`, or in a forked child.
+        CapacityError: any method may raise CapacityError if the disk is full. The journal is
+            unchanged.
+        DeadlineError: any method may raise DeadlineError if another program locked the file. The
+            journal is unchanged.
+        ClosedError: any method except `close` raises ClosedError after `close`, or in a forked
+            child.
     """
 
     def __init__(
@@ -84,15 +90,15 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file. May be called twice. Does nothing in a forked child."""
+        """Close the file. You may call `close` twice. In a forked child, `close` does nothing."""
         self._database.close()
 
     def drawn(self, ordinal: int, prompt: Any) -> None:
-        """Add the next prompt of the iterable.
+        """Add the next prompt that was drawn from the iterable of prompts.
 
         Raises:
-            UsageError: its ordinal is not the number of prompts drawn so far.
-            UnsupportedError: the prompt is of a type that `codec.pack` does not take.
+            UsageError: `ordinal` is not the number of prompts drawn so far.
+            UnsupportedError: `codec.pack` does not support the type of the prompt.
         """
         ordinal = tables.integer(ordinal)
         value = codec.pack(prompt, name=f"the value of {name_of(ordinal)}")
@@ -104,7 +110,7 @@ class Journal:
             db.execute("UPDATE progress SET cursor = ?", (ordinal + 1,))
 
     def started(self, ordinal: int, version: int) -> None:
-        """Put a prompt in flight under policy `version`, for the first time or again."""
+        """Record that a prompt is in flight under policy `version`, for the first time or again."""
         version = check_version(version)
         with self._database.transaction() as db:
             (ordinal,) = tables.expect(db, "started", [ordinal])
@@ -114,11 +120,11 @@ class Journal:
             )
 
     def sampled(self, ordinal: int, sample: int, partial: Partial | Rollout) -> None:
-        """Store a trajectory of a prompt in flight. It replaces the sample's last trajectory.
+        """Store a trajectory of a prompt in flight, in place of the sample's last trajectory.
 
         Raises:
             UnsupportedError: an attachment cannot be packed.
-            CapacityError: the trajectory is larger than SQLite's largest value, 1 GB.
+            CapacityError: the trajectory is larger than 1 GB, the limit of a value in SQLite.
         """
         payload = pack_trajectory(partial, name=name_of(ordinal, sample))
         with self._database.transaction() as db:
@@ -130,13 +136,13 @@ class Journal:
             )
 
     def finished(self, ordinal: int, group: Group) -> None:
-        """Store the group of a prompt in flight. It replaces the prompt's trajectories.
+        """Store the group of a prompt in flight, in place of the prompt's trajectories.
 
-        `drawn` stored the prompt itself, which is not written again.
+        This method does not write the prompt again, because `drawn` stored the prompt.
 
         Raises:
             UnsupportedError: an attachment cannot be packed.
-            CapacityError: a rollout is larger than SQLite's largest value, 1 GB.
+            CapacityError: a rollout is larger than 1 GB, the limit of a value in SQLite.
         """
         ordinal = tables.integer(ordinal)
         head = pack_group(group, name=name_of(ordinal))
@@ -156,7 +162,7 @@ class Journal:
             )
 
     def dropped(self, ordinal: int) -> None:
-        """Delete the samples of a prompt, which is generated again from the start."""
+        """Delete the samples of a prompt, which must be generated again from the start."""
         with self._database.transaction() as db:
             (ordinal,) = tables.expect(db, "dropped", [ordinal])
             db.execute("DELETE FROM trajectories WHERE ordinal = ?", (ordinal,))
@@ -165,10 +171,10 @@ class Journal:
             )
 
     def left_out(self, ordinal: int, reason: str) -> None:
-        """End a prompt without training on it. No later call changes this.
+        """Record that a prompt leaves the run for good, without being trained on.
 
-        `reason` is "filtered" or "failed", and may continue with ": " and a text. The prompt is
-        counted and deleted. The reason is not stored.
+        `reason` is "filtered" or "failed", optionally followed by a colon and a text. The journal
+        counts and deletes the prompt, and does not store the text of the reason.
         """
         end = reason.partition(":")[0]
         if end not in {PromptState.FILTERED, PromptState.FAILED}:
@@ -178,11 +184,11 @@ class Journal:
             db.execute(f"UPDATE progress SET {end} = {end} + 1")
 
     def taken(self, ordinals: Sequence[int], version: int) -> None:
-        """Take finished prompts for the step from policy `version`.
+        """Record that the step from policy `version` trains on the finished prompts `ordinals`.
 
         Raises:
-            UsageError: `ordinals` is empty, repeats a prompt or names one that is not finished, or
-                the step is past.
+            UsageError: `ordinals` is empty or repeats a prompt, a prompt is not finished, or the
+                journal is at a later policy than `version`.
         """
         version = check_version(version)
         with self._database.transaction() as db:
@@ -199,7 +205,7 @@ class Journal:
             )
 
     def trained(self, version: int) -> None:
-        """End the step from policy `version`. The policy is `version + 1` then."""
+        """Record the end of the step from policy `version` to policy `version + 1`."""
         version = check_version(version)
         with self._database.transaction() as db:
             now, _ = tables.progress_of(db)
@@ -219,9 +225,9 @@ class Journal:
             db.execute("UPDATE progress SET version = ?", (version + 1,))
 
     def checkpointed(self, version: int) -> None:
-        """Make the steps before policy `version` final, because its weights are durable.
+        """Make the steps before policy `version` final. The weights of `version` must be durable.
 
-        Their groups are deleted.
+        The groups of final steps are deleted.
         """
         version = check_version(version)
         with self._database.transaction() as db:
@@ -241,16 +247,18 @@ class Journal:
             db.execute("UPDATE progress SET trained = trained + ?", (len(ordinals),))
 
     def restore(self, version: int) -> Restored:
-        """Go back to policy `version`, the policy of the loaded weights. Return where to continue.
+        """Go back to policy `version`, and return the prompts and groups that are left.
 
-        Prompts of steps from `version` on, taken or trained, are finished again. Prompts in flight
-        are generated again, and continue from their trajectories. Earlier steps with a batch count
-        as completed, because the loaded weights result from them. Tokens of policies after
+        `version` is the policy of the loaded weights. Prompts that were taken for the step from
+        `version`, or for a later step, become finished again. Prompts in flight are generated
+        again, and continue from their trajectories. Earlier steps that took a batch count as
+        trained, because the loaded weights result from these steps. Tokens of policies after
         `version` count as tokens of `version`.
 
         Raises:
-            UsageError: steps from `version` on are final, or the steps before it are not recorded.
-            CorruptionError: bytes of a prompt or a trajectory changed. Nothing was rolled back.
+            UsageError: the step from `version` is final, or a step before `version` is not
+                recorded.
+            CorruptionError: bytes of a prompt or a trajectory changed. The journal is unchanged.
         """
         version = check_version(version)
         with self._database.transaction() as db:
@@ -268,12 +276,12 @@ class Journal:
             return Restored(tables.cursor_of(db), _again(db, version), _finished(db, version))
 
     def counts(self) -> dict[PromptState, int]:
-        """Return the number of prompts in each state. Final prompts count as trained."""
+        """Return the number of prompts per state. Prompts of final steps count as trained."""
         with self._database.transaction() as db:
             return tables.counts_of(db)
 
     def table(self) -> str:
-        """Return a table with one line per state: the number of its prompts."""
+        """Return a table with the number of prompts per state."""
         with self._database.transaction() as db:
             counts, (version, final) = tables.counts_of(db), tables.progress_of(db)
         lines = [f"{state:<12}{count:>10}" for state, count in counts.items()]

@@ -1,14 +1,14 @@
 """The values of a journal and their bytes: states, unfinished rollouts, the point of a restart.
 
-A prompt is in one state. The loop changes the state with the call at the arrow:
+Each prompt has one state. An arrow names the call that changes the state:
 
     drawn --started--> in flight --finished--> finished --taken--> taken --trained--> trained
 
 `dropped` moves a prompt from in flight or finished back to drawn, because the prompt is generated
-again. `left_out` moves a prompt from one of the first three states to filtered or failed.
+again. `left_out` moves a prompt from drawn, in flight or finished to filtered or failed.
 `checkpointed` deletes trained prompts of steps that cannot be rolled back. `restore` moves prompts
-in flight back to drawn. For steps after the restored weights, it moves taken and trained prompts
-back to finished. For earlier steps, it moves taken prompts to trained.
+from in flight back to drawn. For steps after the restored weights, `restore` moves taken and
+trained prompts back to finished. For earlier steps, `restore` moves taken prompts to trained.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 
 
 class PromptState(StrEnum):
-    """The state of a prompt. A prompt that is filtered or failed never changes state again."""
+    """The state of a prompt. A filtered or failed prompt never changes its state."""
 
     DRAWN = "drawn"
     IN_FLIGHT = "in flight"
@@ -55,9 +55,9 @@ class PromptState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partial:
-    """An unfinished rollout: the trajectory so far. Its arrays are read-only.
+    """An unfinished rollout: the trajectory so far, in read-only arrays.
 
-    Arguments and errors are those of `Rollout`, but all tokens may be prompt tokens.
+    The arguments and errors are as for `Rollout`, but a `Partial` may have no completion token.
     """
 
     tokens: NDArray[np.int64]
@@ -75,7 +75,7 @@ class Partial:
 
     @property
     def completion(self) -> NDArray[np.int64]:
-        """Ids of the completion so far."""
+        """The token ids of the completion so far."""
         return self.tokens[self.prompt_length :]
 
     @property
@@ -85,7 +85,7 @@ class Partial:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token. There must be a sampled token."""
+        """The oldest policy version that sampled a token. At least one token must be sampled."""
         return int(self.versions[self.sampled].min())
 
 
@@ -95,8 +95,8 @@ T = TypeVar("T", bound=Partial | Rollout)
 def rolled_back(trajectory: T, version: int) -> T:
     """Return a trajectory in which versions after `version` are replaced by `version`. Pure.
 
-    A run that goes back to `version` trains other policies under the same numbers. A token of an
-    abandoned policy would otherwise look younger than it is.
+    After a run goes back to `version`, new policies get the later version numbers again. If
+    versions were not replaced, a token of an abandoned policy would look younger than it is.
     """
     if trajectory.versions.max(initial=UNSAMPLED) <= version:
         return trajectory
@@ -116,10 +116,11 @@ class Restored:
     """The prompts and groups with which a loop continues.
 
     Args:
-        cursor: the number of prompts drawn so far. The iterable continues there.
-        again: prompts to generate again: `(ordinal, prompt, partials)`, with partials by sample. A
-            finished sample of an unfinished group is a `Rollout` among them.
-        finished: groups to train on, in the order in which they finished: `(ordinal, group)`.
+        cursor: the number of prompts drawn so far, which the loop skips in the iterable of prompts.
+        again: prompts to generate again, as `(ordinal, prompt, partials)`. `partials` maps the
+            position of a sample in its group to its trajectory, which is a `Rollout` if the sample
+            is finished.
+        finished: groups to train on, as `(ordinal, group)`, in the order in which they finished.
     """
 
     cursor: int
@@ -128,7 +129,7 @@ class Restored:
 
 
 class Draft:
-    """The trajectories of one prompt so far. `generate` continues them and saves new ones."""
+    """The trajectories of one prompt so far, which `generate` continues and saves."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ class Draft:
         self.ordinal, self.partials, self._store = ordinal, partials, store
 
     def save(self, sample: int, partial: Partial) -> None:
-        """Store a trajectory. It is durable when this returns."""
+        """Store a trajectory. On return, the trajectory is durable."""
         self._store(self.ordinal, sample, partial)
         self.partials[sample] = partial
 
@@ -151,7 +152,8 @@ def pack_trajectory(trajectory: Partial | Rollout, *, name: str) -> bytes:
     """Pack every field of a trajectory.
 
     Raises:
-        UnsupportedError: it is not a Partial or a Rollout, or an attachment cannot be packed.
+        UnsupportedError: `trajectory` is not a Partial or a Rollout, or an attachment cannot be
+            packed.
     """
     for kind, cls in _TRAJECTORIES.items():
         if type(trajectory) is cls:
@@ -161,11 +163,11 @@ def pack_trajectory(trajectory: Partial | Rollout, *, name: str) -> bytes:
 
 
 def unpack_trajectory(payload: bytes, *, name: str) -> Partial | Rollout:
-    """Return the trajectory that was packed.
+    """Return the trajectory that `pack_trajectory` packed.
 
     Raises:
         CorruptionError: bytes changed after packing.
-        UnsupportedError: it has fields that this version of primeblocks does not know.
+        UnsupportedError: the payload has fields that this version of primeblocks does not know.
     """
     kind, values = unpack(payload, name=name)
     return _TRAJECTORIES[kind](**_known(values, _TRAJECTORIES[kind], name))
@@ -178,11 +180,11 @@ def pack_group(group: Group, *, name: str) -> bytes:
 
 
 def unpack_group(payload: bytes, prompt: Any, rollouts: Sequence[Any], *, name: str) -> Group:
-    """Return a group, given its prompt and its rollouts.
+    """Return the group that `pack_group` packed, with its prompt and its rollouts.
 
     Raises:
         CorruptionError: bytes changed after packing.
-        UnsupportedError: it has fields that this version of primeblocks does not know.
+        UnsupportedError: the payload has fields that this version of primeblocks does not know.
     """
     values = _known(unpack(payload, name=name), Group, name)
     return Group(prompt=prompt, rollouts=tuple(rollouts), **values)
@@ -204,11 +206,11 @@ def pack_whole_group(group: Group) -> bytes:
 
 
 def unpack_whole_group(payload: bytes, ordinal: int) -> Group:
-    """Return the group that was packed. Forged bytes may raise other errors.
+    """Return the group that `pack_whole_group` packed. Forged bytes may raise other errors.
 
     Raises:
         CorruptionError: bytes changed after packing, or the group has another ordinal.
-        UnsupportedError: it has fields that this version of primeblocks does not know.
+        UnsupportedError: the payload has fields that this version of primeblocks does not know.
     """
     name = _named(ordinal)
     values = _known(unpack(payload, name=name), Group, name)

@@ -40,43 +40,44 @@ Publish = Callable[[int], Any]
 class AsyncLoop:
     """A loop that keeps rollouts in flight while it trains and updates weights.
 
-    An error of `train` or `publish` ends the loop. `retries` handles errors of `generate`, and the
-    first of each type is logged with its traceback. Every wait of `steps` ends at `step_timeout_s`.
-    Leaving the context cancels everything in flight. After an error, leave it and make a new loop.
+    An error of `train` or `publish` ends the loop. If `generate` raises an error, `retries` sets
+    the number of attempts. The first error of each type is logged with its traceback. Every wait of
+    `steps` ends after at most `step_timeout_s` seconds. The end of the `async with` block cancels
+    all requests and a running publish. After an error, leave the block and make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
-            The loop ends early (`ended`) if prompts run out and no full batch is left.
+            The loop ends early (`ended`) if the prompts run out before a batch is full.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
-            `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, so that
-            the engine is kept full sample by sample. With `ledger`, the call also has `draft=`, a
+            `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
+            each sample is a separate request. With `ledger`, the call also gets `draft=`, a
             `Draft`.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
-            runs in its own thread, so that the event loop goes on.
-        publish: `publish(v)`, plain or async, gives the engine policy `v` during rollouts. If a
-            plain function returns an awaitable, it is awaited while the next step trains: let the
-            call copy the weights, and the awaitable send them.
-        buffer: the loop uses its staleness policy.
-        batch_size: groups in a training batch.
+            runs in its own thread, and does not block the event loop.
+        publish: `publish(v)`, plain or async, sends the weights of policy `v` to the engine during
+            rollouts. A plain function may copy the weights and return an awaitable that sends the
+            copy. The loop awaits the awaitable while the next step trains.
+        buffer: a buffer for this loop alone. The buffer's staleness policy applies.
+        batch_size: the number of groups per batch.
         max_in_flight: a number or an `AdaptiveLimit` of groups, or of samples with `group_size`.
-        group_size: samples of a group, if `generate` makes one sample per call.
-        keep: `keep(group)` says whether to train on a finished group. Batches stay complete.
-        retries: rules for rollouts that raise or take too long.
-        rollout_timeout_s: the longest time of one call of `generate`. By default unbounded.
-        source: returns the name of a prompt's source. `sources` counts by this name.
-        ledger: records the run, so that it can be resumed.
-        version: the policy with which the engine starts.
-        step_timeout_s: the longest wait for a batch, a training step or a publish.
+        group_size: the number of samples per group, if `generate` makes one sample per call.
+        keep: `keep(group)` returns False to leave a finished group out. Batches stay complete.
+        retries: rules for calls of `generate` that raise an error or miss their deadline.
+        rollout_timeout_s: the deadline of one call of `generate`, in seconds. None means unlimited.
+        source: a function that returns the name of a prompt's source, for the counts in `sources`.
+        ledger: a record of the training run, from which the run can be resumed.
+        version: the policy version of the engine's weights at the start.
+        step_timeout_s: seconds to wait at most for a batch, a training step or a publish.
 
     Attributes:
-        version: the trainer's policy.
-        published: the engine's policy.
-        sources: for each source, prompts trained, dropped, filtered, failed, and tokens masked.
+        version: the policy version of the trainer.
+        published: the policy version of the engine.
+        sources: counts per source: prompts trained, dropped, filtered or failed, and tokens masked.
         ended: the reason why `steps` ended early, or None.
 
     Raises:
         UsageError: a batch does not fit the buffer, `buffer` is not a `RolloutBuffer`, a number is
-            out of range, or a function takes other arguments.
+            out of range, or a function's signature does not fit.
     """
 
     def __init__(
@@ -190,13 +191,13 @@ class AsyncLoop:
             self._worker = None
 
     async def steps(self, count: int) -> AsyncIterator[Step]:
-        """Make `count` training steps. Yields a `Step` after each.
+        """Make `count` training steps, and yield a `Step` after each step.
 
         Raises:
-            DeadlineError: a batch, a step or a publish took longer than `step_timeout_s`.
-            ClosedError: the loop is not open, or another step has failed or is running.
+            DeadlineError: a wait for a batch, a step or a publish was longer than `step_timeout_s`.
+            ClosedError: the loop is not open, a step has failed, or another call makes a step.
             Exception: the last error of `generate`, if the prompts ran out and every prompt since
-                the last step failed. These prompts must fill a batch, unless no step was trained.
+                the last step failed. Fewer than `batch_size` failures after a step raise nothing.
         """
         for done in range(count):
             try:
@@ -210,7 +211,7 @@ class AsyncLoop:
 
     @property
     def lost(self) -> tuple[tuple[Any, str], ...]:
-        """Prompts that used up their attempts since the last step, each with the reason."""
+        """Prompts whose attempts all failed since the last step, each with the reason."""
         return tuple(self._lost)
 
     async def _step(self) -> Step:

@@ -1,4 +1,4 @@
-"""Limits on the requests of an engine, and rules for failed requests."""
+"""A limit on requests to an engine, and rules for failed requests."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class AdaptiveLimit:
     """A limit on requests in flight that follows the reports of the engine.
 
     A report raises the limit by 4 requests if the limit is reached and less than 0.6 of the KV
-    cache is used. It cuts the limit if 0.9 of the cache is used, requests were preempted, or more
-    than 1 / 8 of the limit are queued. The new limit is then 0.8 times the old limit or the
-    requests in flight, whichever is less. Preemption is costly, because the engine computes
-    preempted requests twice. Pass the object as `max_in_flight`, and call `observe` at every poll
-    of the engine. Local, without a clock.
+    cache is used. A report cuts the limit if at least 0.9 of the KV cache is used. Preempted
+    requests or a queue longer than 1 / 8 of the limit also cut the limit. A cut multiplies the
+    smaller of the limit and the requests in flight by 0.8. Preemption is costly, because the engine
+    computes preempted requests twice. Pass the object as `max_in_flight` of `AsyncLoop`, and call
+    `observe` with every report. The limit does not depend on a clock. Local.
 
     Args:
-        start: the first limit.
-        most: the largest limit.
-        least: the smallest limit.
+        start: the first limit, in requests.
+        most: the largest limit, in requests.
+        least: the smallest limit, in requests.
 
     Raises:
-        UsageError: the limits are not in ascending order.
+        UsageError: `1 <= least <= start <= most` is false.
 
     Source: Chiu and Jain 1989; prime-rl's dispatcher has such a controller.
     """
@@ -48,13 +48,14 @@ class AdaptiveLimit:
     def observe(
         self, *, kv_used: float, in_flight: int, preempted: int = 0, waiting: int = 0
     ) -> int:
-        """Return the new limit, given a report of the engine.
+        """Update the limit from a report of the engine, and return the new limit.
 
         Args:
-            kv_used: the used part of the KV cache, from 0 to 1.
-            in_flight: the requests that the engine has.
-            preempted: all requests preempted since the engine started. The count only grows.
-            waiting: requests in the engine's queue that do not run yet.
+            kv_used: the used fraction of the KV cache, from 0 to 1.
+            in_flight: the number of requests that the engine runs or queues.
+            preempted: the number of preemptions since the engine started, a counter that only
+                grows.
+            waiting: the number of requests in the engine's queue that do not run yet.
         """
         more, self._preempted = preempted - self._preempted, preempted
         if kv_used >= _CUT_ABOVE or more > 0 or waiting * _QUEUED > self.limit:
@@ -66,16 +67,17 @@ class AdaptiveLimit:
 
 @dataclass(frozen=True)
 class Retries:
-    """The attempts of a rollout, and the failures after which the training run ends.
+    """The number of attempts per rollout, and of failures after which the training run ends.
 
-    Mistakes in code are not tried again, and end the attempts of a rollout. These are TypeError,
-    NameError, AttributeError, ImportError, SyntaxError and NotImplementedError.
+    A mistake in code ends the attempts of a rollout at once. TypeError, NameError, AttributeError,
+    ImportError, SyntaxError and NotImplementedError count as mistakes in code.
 
     Args:
-        attempts: of one rollout. After the last attempt, its prompt leaves the run.
-        backoff_s: the wait before the second attempt. It doubles for each later attempt.
-        give_up_after: after this number of groups fail in a row, the last error ends the run. If
-            an engine has died, every group fails.
+        attempts: the number of attempts per rollout. If the last attempt fails, the prompt of the
+            rollout leaves the training run.
+        backoff_s: seconds before the second attempt. The wait doubles for each later attempt.
+        give_up_after: if `give_up_after` groups fail in a row, the last error ends the training
+            run. After the death of an engine, every group fails.
 
     Raises:
         UsageError: a number is out of range.
@@ -93,5 +95,5 @@ class Retries:
             )
 
     def wait_s(self, attempt: int) -> float:
-        """Seconds between attempt number `attempt`, which counts from 1, and the next. Pure."""
+        """Return the seconds to wait after attempt number `attempt`, counted from 1. Pure."""
         return self.backoff_s * 2.0 ** (attempt - 1)

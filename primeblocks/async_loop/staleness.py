@@ -20,34 +20,35 @@ _ON_STALE = ("wait", "pace", "mask", "drop", "continue")
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """A bound on staleness, and what happens to a group that would exceed it.
+    """A bound on staleness, and the rule for groups that would exceed the bound.
 
-    Except under "continue", only as many groups are started as can be trained on in time. The
-    oldest groups are trained on first.
+    Unless `on_stale` is "continue", the loop starts only as many groups as can be trained on within
+    the bound. The oldest groups are trained on first.
 
     - "wait" makes the trainer wait for groups that would exceed the bound. The bound is hard, and
-      the trainer idles for the slowest group. A group can exceed the bound after a rollback, or if
-      `take` does not know what is in flight. It is then dropped.
-    - "pace" does not enforce the bound. Nothing is dropped and the trainer does not wait. A group
-      that takes long may exceed the bound. Trained rollouts have the
-      length distribution of sampled rollouts.
-    - "mask" removes tokens beyond the bound from the loss. Their rollout stays in the baseline of
-      its group.
-    - "drop" discards the group and generates its prompt again. A rollout that takes longer than the
-      bound is never trained on, so lengths are biased.
+      the trainer idles while it waits for the slowest group. Groups exceed the bound only after a
+      rollback or if `take` gets no `in_flight`, and "wait" drops such groups.
+    - "pace" only limits how many groups are started, and does not enforce the bound. With "pace",
+      no group is dropped, the trainer does not wait, and a slow group may exceed the bound. With
+      "pace", trained rollouts have the same length distribution as sampled rollouts.
+    - "mask" removes tokens beyond the bound from the loss. The reward of a rollout with masked
+      tokens still counts in the baseline of its group.
+    - "drop" discards a group beyond the bound and generates its prompt again. With "drop", a
+      rollout that takes longer than the bound is never trained on. The lengths of trained rollouts
+      are therefore biased towards short rollouts.
     - "continue" has no bound.
 
-    With every `on_stale`, a token of a later policy than the trainer's raises UsageError. The
-    engine then serves weights that the trainer rolled back.
+    With every `on_stale`, a token of a policy later than the trainer's policy raises UsageError,
+    because the engine serves weights that the trainer rolled back.
 
     Args:
-        max_off_policy_steps: the most optimizer steps between the policy that sampled a token and
-            the policy that trains on it. 0 is on-policy.
-        on_stale: one of the five words above.
-        correction: names the correction of the loss for older tokens, for logs. Examples are
-            "truncated importance sampling" and "ratio to the engine's log-probabilities". Required
-            if the bound is above 0 or `on_stale` is "continue". Without a correction, ratios to the
-            trainer's own policy would be wrong.
+        max_off_policy_steps: the largest number of optimizer steps between the policy that sampled
+            a token and the policy that trains on the token. A bound of 0 means on-policy training.
+        on_stale: "wait", "pace", "mask", "drop" or "continue".
+        correction: the name of the loss correction for older tokens, for logs. Examples of names
+            are "truncated importance sampling" and "ratio to the engine's log-probabilities". A
+            correction is required if the bound is above 0 or `on_stale` is "continue". Without a
+            correction, ratios to the trainer's own policy would be wrong.
 
     Raises:
         UsageError: the bound is negative, `on_stale` is unknown, or a correction is missing.
@@ -72,9 +73,9 @@ class StalenessPolicy:
             )
 
     def fresh(self, rollout: Rollout, *, version: int) -> NDArray[np.bool_]:
-        """`[completion]`: a mask of tokens within the bound, for the policy `version`. Pure.
+        """Return a mask `[completion]` of tokens within the bound, for the policy `version`. Pure.
 
-        Tokens that no policy sampled are always within the bound.
+        The mask is True for tokens that no policy sampled.
 
         Raises:
             UsageError: as for `staleness`.
@@ -100,15 +101,16 @@ class StalenessPolicy:
         return replace(group, rollouts=tuple(rollouts))
 
     def room(self, *, batch_size: int, in_flight: int, finished: int, behind: int = 0) -> int:
-        """Return how many more groups may be started and still be trained on in time. Pure.
+        """Return how many more groups may start and still be trained on within the bound. Pure.
 
-        A group after `(max_off_policy_steps + 1) * batch_size` other groups cannot be trained on in
-        time. Under "continue" there is always room.
+        If `(max_off_policy_steps + 1) * batch_size` other groups are trained first, a group cannot
+        be trained on within the bound. If `on_stale` is "continue", the number of groups is not
+        limited.
 
         Args:
-            in_flight: groups that are being generated.
-            finished: groups that are generated and not yet trained on.
-            behind: versions by which the engine is behind the trainer.
+            in_flight: the number of groups that are being generated.
+            finished: the number of groups that are generated and not yet trained on.
+            behind: the number of versions by which the engine is behind the trainer.
 
         Source: the capacity law of AReaL, arXiv:2505.24298, section 5.1.
         """
@@ -120,14 +122,14 @@ class StalenessPolicy:
     def ready(
         self, finished: Iterable[int], in_flight: Iterable[int], *, count: int, version: int
     ) -> bool:
-        """Say whether `count` finished groups may be trained on now, the oldest first. Pure.
+        """Return whether the `count` oldest finished groups may be trained on now. Pure.
 
-        Under "wait" this is true only if enough old groups are among them. The remaining old groups
-        must fit into later steps of `count` groups, before they exceed the bound.
+        If `on_stale` is "wait", True requires that every other group, finished or in flight, fits
+        into a later step of `count` groups within the bound.
 
         Args:
-            finished: versions of the groups that wait to be trained on.
-            in_flight: versions of the groups that are being generated.
+            finished: the oldest version of each group that waits to be trained on.
+            in_flight: the oldest version of each group that is being generated.
         """
         done = Counter(finished)
         if sum(done.values()) < count:
@@ -145,7 +147,7 @@ class StalenessPolicy:
 
 
 def staleness(item: Group | Rollout, *, version: int) -> int:
-    """Return the optimizer steps between the oldest policy in `item` and `version`. Pure.
+    """Return the number of optimizer steps from the oldest policy in `item` to `version`. Pure.
 
     Raises:
         UsageError: `item` contains a policy later than `version`.

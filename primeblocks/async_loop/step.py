@@ -20,23 +20,25 @@ _CORRECTED = {"ess": "ess", "k1": "kl", "k2": "k2_kl", "k3": "k3_kl"}
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One optimizer step.
+    """The record of one optimizer step.
 
     Args:
-        version: the policy after the step.
+        version: the policy version after the step.
         groups: the groups of the batch.
-        staleness: for each group, the steps between its oldest policy and the trained policy.
-        dropped: groups that were too old to train on. Their prompts are generated again.
-        filtered: groups that `keep` left out.
-        failures: failed attempts since the previous step, by type of error.
-        lost: prompts that used up their attempts, each with the reason.
-        masked_tokens: tokens of this batch that do not count in the loss because of their age.
+        staleness: for each group, the number of optimizer steps from its oldest policy to the
+            trained policy.
+        dropped: the number of groups that were too old to train on, and are generated again.
+        filtered: the number of groups that `keep` left out.
+        failures: the number of failed attempts since the previous step, by type of error.
+        lost: prompts whose attempts all failed, each with the reason.
+        masked_tokens: the number of tokens of this batch that are masked because of their age.
         trainer_idle_s: seconds that training waited for rollouts.
-        engine_idle_s: seconds since the previous step in which fewer requests ran than allowed,
-            because more groups would become too old.
+        engine_idle_s: seconds since the previous step in which the staleness policy kept the number
+            of requests below `max_in_flight`.
         train_s: seconds of `train`.
-        publish_s: seconds of `publish` in which training waited.
-        metrics: the result of `train`. If it is a mapping, `postfix` shows its "ess" and "k3".
+        publish_s: seconds that training waited for `publish`.
+        metrics: the result of `train`. If `metrics` is a mapping, `postfix` shows its "ess" and
+            "k3".
     """
 
     version: int
@@ -55,7 +57,7 @@ class Step:
 
     @property
     def lags(self) -> Mapping[int, int]:
-        """A histogram of sampled tokens by age in optimizer steps, with masked tokens."""
+        """The number of sampled tokens per age in optimizer steps, masked tokens included."""
         ages: Counter[int] = Counter()
         for group in self.groups:
             for rollout in group.rollouts:
@@ -65,7 +67,7 @@ class Step:
         return dict(sorted(ages.items()))
 
     def postfix(self) -> dict[str, str]:
-        """Return values for a progress bar: `bar.set_postfix(step.postfix())`."""
+        """Return texts for a progress bar: `bar.set_postfix(step.postfix())`."""
         shown = {"version": str(self.version), "lag": str(max(self.staleness, default=0))}
         for name in ("dropped", "filtered", "masked_tokens"):
             if value := getattr(self, name):
@@ -81,10 +83,10 @@ class Step:
     def metrics_dict(self) -> dict[str, float]:
         """Return the step as a flat dictionary for a logger. Pure.
 
-        A value that this step does not have, such as the reward of rollouts without rewards, is
-        NaN. If `train` returned a mapping, its numbers are added under their own names, and replace
-        values of the same name. Metrics of `losses.corrections.off_policy_metrics` get verl's names
-        after `rollout_corr/`. docs/recipes/metrics.md lists all names.
+        A missing value, such as the mean reward of rollouts without rewards, is NaN. If `train`
+        returned a mapping, its numbers are added under their own names, and replace values of the
+        same name. Metrics of `losses.corrections.off_policy_metrics` get verl's names with the
+        prefix `rollout_corr/`. The page docs/recipes/metrics.md lists all names.
         """
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         lengths = [int(rollout.sampled.sum()) for rollout in rollouts]

@@ -1,8 +1,8 @@
-"""Conversations that become rollouts, and a recorder of agents, token by token.
+"""Recording of agents' conversations, token by token, and rollouts made of conversations.
 
-Agents call a model over OpenAI's protocol. A session is one conversation that is being recorded. It
-has a URL, a key and a `Conversation`. A `Recorder` opens sessions in front of an engine that takes
-ids, and `adapters.uvicorn.CaptureServer` serves them over HTTP.
+Agents call a model over OpenAI's protocol. A session records one conversation, and has a URL, a key
+and a `Conversation`. A `Recorder` opens sessions in front of an engine that works on token ids.
+`adapters.uvicorn.CaptureServer` serves sessions over HTTP.
 """
 
 from .conversation import Continuity, Conversation

@@ -1,7 +1,7 @@
 """Turns of a conversation, made into rollouts with exactly the tokens that the engine saw.
 
-A conversation is a list of branches, and each branch becomes a rollout. A new turn first tries the
-branches that share most tokens with its prompt. Only `append` changes branches.
+A conversation is a list of branches, and each branch becomes a rollout. `append` first tries to
+extend the branch that shares most tokens with the new prompt. Only `append` changes branches.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ __all__ = ["Continuity", "Conversation", "Turn", "common_prefix", "cut"]
 
 
 class Continuity(StrEnum):
-    """The relation of a prompt to the tokens of earlier turns.
+    """The relation between a prompt and the tokens of earlier turns.
 
-    START begins the conversation. CLEAN continues exactly where an earlier turn ended. REALIGN cuts
-    the end of a rollout's last answer. FORK begins another rollout.
+    A START prompt begins the conversation. A CLEAN prompt continues exactly where an earlier turn
+    ended. A REALIGN prompt cuts the end of a rollout's last answer. A FORK prompt begins another
+    rollout.
     """
 
     START = "start"
@@ -37,15 +38,15 @@ class Continuity(StrEnum):
 
 @dataclass(frozen=True)
 class Turn:
-    """One request to the engine, and its relation to earlier turns.
+    """One request to the engine, and the relation of its prompt to earlier turns.
 
     Attributes:
-        branch: the position of its rollout.
-        matched: prompt tokens that its rollout already had, or that another rollout had if
-            `continuity` is FORK.
-        added: the other prompt tokens. They are not trained on.
-        sampled: tokens of the answer.
-        dropped: sampled tokens that this turn removed from the rollout, and so from training.
+        branch: the position of the turn's rollout in `Conversation.rollouts()`.
+        matched: the number of prompt tokens that the turn's rollout already had, or that another
+            rollout had if `continuity` is FORK.
+        added: the number of remaining prompt tokens, which are not trained on.
+        sampled: the number of tokens of the answer.
+        dropped: the number of sampled tokens that this turn removed from the rollout.
     """
 
     continuity: Continuity
@@ -57,22 +58,22 @@ class Turn:
 
 
 class Conversation:
-    """The requests of one trajectory, from which exact rollouts are made. Local.
+    """The requests of one trajectory, and the exact rollouts made of these requests. Local.
 
-    Takes the ids that the engine was given and returned, and never tokenises. So each rollout has
-    the tokens that the engine saw. Each trained token has the log-probability with which it was
-    sampled after exactly the tokens before it.
+    A conversation stores the ids that the engine read and sampled, and never tokenises text. The
+    tokens of each rollout are exactly the engine's tokens. The engine computed the log-probability
+    of each trained token from exactly the tokens before it.
 
-    If a prompt does not continue any rollout where its last answer ended, the prompt begins another
-    rollout. The earlier rollout stays whole, and tokens common to both are trained on once. If only
-    the end of the last answer differs, the answer may be cut there instead. A cut saves a rollout
-    and loses the cut tokens.
+    If a prompt does not begin with all tokens of an earlier rollout, the prompt begins another
+    rollout. The earlier rollouts stay whole, and shared tokens are trained on once. If a prompt
+    differs from a rollout only at the end of the rollout's last answer, this end may be cut
+    instead. A cut avoids another rollout, but the cut tokens are not trained on.
 
-    Cost per turn: the prompt and its images are compared with each rollout so far.
+    Each call of `append` compares the prompt and its images with every rollout so far.
 
     Args:
-        max_realigned_tokens: the most sampled tokens that a turn may cut from the end of the last
-            answer. With 0 every sampled token is trained on.
+        max_realigned_tokens: the largest number of sampled tokens that a turn may cut from the end
+            of the last answer. If `max_realigned_tokens` is 0, every sampled token is trained on.
 
     Raises:
         UsageError: `max_realigned_tokens` is negative.
@@ -87,7 +88,7 @@ class Conversation:
 
     @property
     def counts(self) -> Mapping[Continuity, int]:
-        """The number of turns of each continuity."""
+        """The number of turns per `Continuity`."""
         return Counter(turn.continuity for turn in self.turns)
 
     def append(
@@ -102,19 +103,20 @@ class Conversation:
     ) -> Turn:
         """Add one request: its prompt, and the answer that the engine sampled.
 
-        A turn that is refused changes nothing.
+        If `append` raises an error, the conversation does not change.
 
         Args:
-            prompt: ids of the whole prompt, including earlier turns.
-            sampled: ids of the answer.
-            logprobs: the engine's log-probability of each sampled token.
-            versions: the policy version that sampled each token.
-            attachments: `Aligned` counts tokens of this prompt and answer. Rows may begin at any
-                token up to the first token that has no row yet. Images of earlier turns may be left
-                out.
+            prompt: `[tokens]`, the ids of the whole prompt, including earlier turns.
+            sampled: `[sampled]`, the ids of the answer.
+            logprobs: `[sampled]`, the engine's log-probability of each sampled token.
+            versions: `[sampled]`, the policy version that sampled each token.
+            attachments: named values of the turn, as in `Rollout`. The positions of an `Aligned`
+                value count from the start of the prompt. Rows may begin at any token up to the
+                first token that has no row yet. You may leave out images of earlier turns.
 
         Raises:
-            ShapeError: the prompt or the answer is empty, lengths do not fit, or rows are missing.
+            ShapeError: the prompt or the answer is empty, arrays differ in length, or rows are
+                missing.
             UsageError: as for `Rollout`.
         """
         asked, answer = np.asarray(prompt), np.asarray(sampled)
@@ -158,10 +160,10 @@ class Conversation:
         reward: float | None = None,
         rewards: Mapping[str, float] | None = None,
     ) -> tuple[Rollout, ...]:
-        """Return the rollouts so far. A rollout begins with its first prompt. Arguments as
-        `Rollout`.
+        """Return the rollouts so far, with `prompt_id`, `reward` and `rewards` as in `Rollout`.
 
-        Attachments with one row per token, such as routes, are `Aligned`.
+        The prompt of a rollout is the prompt of its first turn. Attachments with one row per token,
+        such as routes, are `Aligned`.
         """
         return tuple(
             Rollout(
@@ -242,14 +244,14 @@ class _Branch:
 
 
 def cut(rollout: Rollout, length: int) -> Rollout:
-    """Return the first tokens of a rollout, at most `length`. Local. Arrays are views if possible.
+    """Return at most the first `length` tokens of a rollout. Local. Arrays are views if possible.
 
-    Values that belong to tokens are cut with them. A value that cannot be cut, such as an image, is
-    removed with all its tokens: the rollout ends before the first of them. The result has
-    `finish_reason="length"` if anything was cut.
+    Attachments that belong to tokens are cut together with the tokens. If the cut falls inside an
+    attachment that cannot be cut, such as an image, the rollout ends before the first token of the
+    attachment. If tokens were cut, the result has `finish_reason="length"`.
 
     Raises:
-        ShapeError: no sampled token would be left.
+        ShapeError: the result would have no sampled token.
     """
     if length >= len(rollout.tokens):
         return rollout
@@ -275,7 +277,7 @@ def cut(rollout: Rollout, length: int) -> Rollout:
 
 
 def common_prefix(held: NDArray[np.int64], prompt: NDArray[np.int64]) -> int:
-    """Return the number of leading ids that are equal."""
+    """Return the number of leading ids that `held` and `prompt` share."""
     length = min(len(held), len(prompt))
     differs = held[:length] != prompt[:length]
     return int(differs.argmax()) if differs.any() else length

@@ -1,8 +1,8 @@
-"""The ids of an agent's earlier answers, so that its next prompt repeats them unchanged.
+"""The ids of an agent's earlier answers, which its next prompt repeats unchanged.
 
-A history maps a digest of messages that end with an answer to the ids of prompt and answer.
+A history maps the digest of messages that end with an answer to the ids of prompt and answer.
 `prompt` looks for the longest known beginning of a request, and tokenises only the rest. `keep`
-adds an answer. Nothing is removed while the session lives.
+adds an answer. A history keeps all answers until the session ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["History", "Prompt", "Renderer"]
 
 
 class Renderer(Protocol):
-    """Conversion between messages and ids in one model's format. Pure.
+    """Conversion between messages and token ids in the format of one model. Pure.
 
-    Messages are OpenAI's, with text as content and objects as the arguments of tool calls.
+    Messages have OpenAI's form, with text as content. The arguments of tool calls are objects.
     """
 
     @property
@@ -35,10 +35,10 @@ class Renderer(Protocol):
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """Return the ids of a prompt, up to where the assistant begins to answer.
+        """Return the ids of a prompt, up to the point where the assistant begins to answer.
 
         Raises:
-            UsageError: the model's format does not allow these messages.
+            UsageError: the model's format does not allow the messages.
         """
 
     def go_on(
@@ -49,34 +49,37 @@ class Renderer(Protocol):
         *,
         last_id: int,
     ) -> list[int] | None:
-        """Return the ids after an answer, up to where the assistant answers again.
+        """Return the ids between an answer and the next answer of the assistant.
 
-        Return None if the format writes any of `before` differently now that more messages follow.
+        Return None if the format writes a message of `before` differently because more messages
+        follow.
 
         Args:
-            before: messages, with the answer last.
+            before: the messages up to the answer, with the answer last.
             added: the messages after the answer.
-            last_id: the last sampled id of the answer, which may lack its stop id.
+            last_id: the last sampled id of the answer, which is not a stop id if the answer was
+                cut.
 
         Raises:
             UsageError: as for `render`.
         """
 
     def parse(self, ids: Sequence[int], *, calls: bool) -> tuple[str, list[tuple[str, str]]]:
-        """Return the text of an answer, and its calls as pairs of name and JSON arguments.
+        """Return the text of an answer, and its tool calls as pairs of a name and JSON arguments.
 
         Args:
-            ids: of the answer, without the stop id.
-            calls: False if the model has no tools or may not call them. Then all ids are text.
+            ids: the ids of the answer, without the stop id.
+            calls: False if the model has no tools or may not call tools. If `calls` is False, all
+                ids are read as text.
         """
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text that is the whole prompt or follows other ids."""
+        """Return the ids of a text, which is a whole prompt or the continuation of other ids."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The ids of a prompt, and the known answer that they continue."""
+    """The ids of a prompt, and the known answer that the prompt continues."""
 
     ids: list[int]
     held: _Held | None = None
@@ -84,7 +87,7 @@ class Prompt:
 
 
 class History:
-    """The prompts and answers of a session. All messages up to an answer identify it."""
+    """The prompts and answers of a session. All messages up to an answer identify the answer."""
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer

@@ -1,4 +1,4 @@
-"""Recorded turns on disk, so that they survive the process that recorded them.
+"""Recorded turns on disk, which survive the process that recorded them.
 
 A journal takes turns of a session after `turns` was called for the session. It then keeps the
 session's last tokens in memory until `leave` or `forget`, and writes only the tokens and rows that
@@ -33,7 +33,7 @@ _APPLICATION = 0x50424350  # "PBCP"
 
 @dataclass(frozen=True, eq=False)
 class KeptTurn:
-    """A recorded turn. `values` are the named arguments of `Conversation.append`."""
+    """A recorded turn. `values` contains the keyword arguments of `Conversation.append`."""
 
     prompt: NDArray[np.int64]
     sampled: NDArray[np.int64]
@@ -41,12 +41,14 @@ class KeptTurn:
 
 
 class CaptureJournal:
-    """The turns of sessions in one SQLite file. Each turn is written as a whole.
+    """The turns of sessions in one SQLite file. Each turn is written in one transaction.
 
-    A turn is on disk before the agent gets its answer, and survives SIGKILL. It takes disk space
-    only for the tokens and rows that it adds to the previous turn. A FORK also writes all its rows.
+    A turn is on disk before the agent gets its answer, and survives SIGKILL. A turn takes disk
+    space only for the tokens and rows that it adds to the previous turn. A FORK turn writes all its
+    rows.
 
-    Errors: as for `primeblocks.async_loop.Journal`, whose default durability it has.
+    This class has the errors and the durability of `primeblocks.async_loop.Journal` with its
+    defaults.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -69,7 +71,7 @@ class CaptureJournal:
         self.close()
 
     def close(self) -> None:
-        """Close the file. May be called twice."""
+        """Close the file. You may call `close` twice."""
         self._database.close()
 
     def append(
@@ -82,11 +84,11 @@ class CaptureJournal:
         attachments: Mapping[str, Any],
         **values: Any,
     ) -> None:
-        """Write a turn that `Conversation.append` returned, with its values. Durable on return.
+        """Write a turn that `Conversation.append` returned, with its arguments. Durable on return.
 
         Raises:
             UsageError: `turns` was not called for the session.
-            UnsupportedError: an attachment is of a type that cannot be packed.
+            UnsupportedError: `codec.pack` cannot pack an attachment.
             CapacityError, DeadlineError, CorruptionError, ClosedError: as for `async_loop.Journal`.
         """
         if session not in self._last:
@@ -121,15 +123,15 @@ class CaptureJournal:
         self._last[session] = (place + 1, np.concatenate([asked, np.asarray(sampled, np.int64)]))
 
     def sessions(self) -> list[str]:
-        """Return the names of the sessions that have turns."""
+        """Return the names of all sessions with turns in the journal."""
         with self._database.transaction() as db:
             return [name for (name,) in db.execute("SELECT DISTINCT session FROM turns ORDER BY 1")]
 
     def turns(self, session: str) -> list[KeptTurn]:
-        """Return the turns of a session in order, and accept more turns of this session.
+        """Return the turns of a session in order, and let `append` accept turns of the session.
 
         Raises:
-            CorruptionError: bytes changed after they were written.
+            CorruptionError: bytes in the file changed after the journal wrote these bytes.
         """
         found = self._read(session)
         ends = [np.concatenate([turn.prompt, turn.sampled]) for turn in found[-1:]]
@@ -150,13 +152,13 @@ class CaptureJournal:
         return found
 
     def load(self, session: str, *, max_realigned_tokens: int = 0) -> Conversation:
-        """Return the conversation as it was after its last recorded turn.
+        """Return the conversation of a session, up to the last recorded turn.
 
         Args:
-            max_realigned_tokens: as for the recorded conversation.
+            max_realigned_tokens: the value that the recorded `Conversation` had.
 
         Raises:
-            CorruptionError: bytes changed after they were written.
+            CorruptionError: bytes in the file changed after the journal wrote these bytes.
         """
         conversation = Conversation(max_realigned_tokens=max_realigned_tokens)
         for turn in self._read(session):
@@ -164,12 +166,12 @@ class CaptureJournal:
         return conversation
 
     def leave(self, session: str) -> None:
-        """Free the memory of a session that gets no more turns. Its turns stay on disk."""
+        """Free the memory of a session that gets no more turns. The turns stay on disk."""
         self._last.pop(session, None)
         self._gapped.discard(session)
 
     def forget(self, session: str) -> None:
-        """Delete the turns of a session, when you do not need them or stored them elsewhere."""
+        """Delete the turns of a session from disk and memory."""
         with self._database.transaction() as db:
             db.execute("DELETE FROM turns WHERE session = ?", (session,))
         self.leave(session)

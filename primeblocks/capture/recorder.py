@@ -1,4 +1,4 @@
-"""Recording of rollouts in front of one engine. Sessions are found by their names and keys.
+"""Recording of rollouts in front of one engine. A name and a key identify a session.
 
 A session forwards an agent's requests to the engine and records each turn token by token. A turn is
 recorded when the engine has answered, even if the agent has left. A session is open until its
@@ -39,11 +39,11 @@ __all__ = ["CaptureBounds", "CaptureSession", "Generate", "Recorder", "Sampled"]
 
 
 class Sampled(Protocol):
-    """A completion, such as `adapters.vllm.Completion`.
+    """A completion, such as `async_loop.adapters.vllm.Completion`.
 
-    Each sequence has one entry per sampled token. `routed_experts` has a row for each token of
-    prompt and completion except the last. The engine may leave out rows of the first tokens. An
-    engine without routes returns None.
+    `token_ids`, `logprobs` and `versions` have one entry per sampled token. `routed_experts` has
+    one row per token of prompt and completion, except the last token. The engine may leave out rows
+    of the first tokens. `routed_experts` must be None if the engine does not return routes.
     """
 
     @property
@@ -59,7 +59,7 @@ class Sampled(Protocol):
 
 
 class Generate(Protocol):
-    """An engine that samples one completion of ids. The completion includes its stop id."""
+    """An engine that samples one completion of token ids, including the stop id."""
 
     async def __call__(
         self,
@@ -76,23 +76,25 @@ class Generate(Protocol):
 
         Raises:
             UsageError: the request does not fit the engine.
-            CapacityError: the engine has no room now.
+            CapacityError: the engine has no room for the request now.
             DeadlineError: the engine did not answer within `timeout_s`.
-            EngineError: the engine died or refused.
+            EngineError: the engine died or refused the request.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureBounds:
-    """The limits of a recorder. Requests beyond a limit are refused with a typed error.
+    """The limits of a recorder. A request beyond a limit gets an error of `primeblocks.errors`.
 
     Args:
-        turns: turns of one session.
-        in_flight: requests that wait for the engine, over all sessions.
-        body_bytes: bytes of one request.
-        max_tokens: tokens of one answer. Also the default of a request without a limit.
-        timeout_s: seconds until an answer.
-        transfer_timeout_s: seconds for a request to arrive in full, and for a response to be read.
+        turns: the largest number of turns of one session.
+        in_flight: the largest number of requests of all sessions that wait for the engine.
+        body_bytes: the largest body of a request, in bytes.
+        max_tokens: the largest number of tokens of one answer, also for requests without
+            `max_tokens`.
+        timeout_s: seconds to wait at most for an answer of the engine.
+        transfer_timeout_s: seconds to wait at most until a request has arrived in full, and until
+            the agent has read a response.
 
     Raises:
         UsageError: a limit is not positive.
@@ -111,16 +113,17 @@ class CaptureBounds:
 
 
 class CaptureSession:
-    """One conversation that is being recorded. `Recorder.session` makes it.
+    """One conversation that is being recorded. `Recorder.session` makes sessions.
 
-    If an agent sends an answer back unchanged, the next prompt has the answer's sampled ids. Only
-    the text after the answer is tokenised. If the agent changes an earlier message, only answers
-    before this message keep their sampled ids. The turn in `conversation` is then REALIGN or FORK.
+    If an agent sends an answer back unchanged, the next prompt contains the answer's sampled ids.
+    The recorder tokenises only the text after the answer. If the agent changes an earlier message,
+    only answers before the changed message keep their sampled ids, and `conversation` gets a
+    REALIGN or FORK turn.
 
     Attributes:
-        base_url: for the agent's client. It includes `name`.
-        key: the secret that requests need, as `api_key`.
-        conversation: the turns so far.
+        base_url: the base URL for the agent's client, which includes `name`.
+        key: the secret that the agent's client needs as `api_key`.
+        conversation: the recorded turns so far.
     """
 
     def __init__(self, recorder: Recorder, name: str, *, prompt_id: Hashable) -> None:
@@ -143,16 +146,18 @@ class CaptureSession:
         """Answer a request, and record the turn as soon as the engine has answered.
 
         Args:
-            gone: a future that gets an error as its result when the agent has left. The engine's
-                request is then cancelled, unless the engine has answered.
+            gone: a future whose result becomes an error when the agent closes its connection. When
+                `gone` is done, the request to the engine is cancelled, unless the engine has
+                answered.
 
         Raises:
-            UsageError: the request does not fit.
-            CapacityError: the session has too many turns, or too many requests are running.
+            UsageError: the request does not fit the engine, the chat template or the bounds.
+            CapacityError: the session has `bounds.turns` turns, or `bounds.in_flight` requests are
+                running.
             DeadlineError, EngineError: as for `Generate`. Any other exception of `generate` becomes
                 an EngineError.
             ClosedError: the session has ended.
-            CancelledError: the result of `gone`. Recorded turns stay.
+            CancelledError: the agent closed its connection (see `gone`). Recorded turns stay.
         """
         if self._ended:
             raise self._end()
@@ -174,7 +179,7 @@ class CaptureSession:
         return self.conversation.rollouts(prompt_id=self.prompt_id, reward=reward, rewards=rewards)
 
     def close(self) -> None:
-        """Refuse later requests, and cancel running ones. Recorded turns stay."""
+        """Refuse later requests, and cancel running requests. Recorded turns stay readable."""
         self._ended = True
         for gone in self._waiting:
             if not gone.done():
@@ -285,17 +290,17 @@ class CaptureSession:
 
 
 class Recorder:
-    """The sessions of one engine. Use it from one event loop.
+    """The sessions of one engine. Use a recorder from one event loop.
 
     Args:
-        generate: the engine, an `async` callable of ids as in `Generate`.
-        renderer: makes ids from messages, such as `adapters.transformers.ChatTemplate`.
+        generate: the engine, as an async callable (see `Generate`).
+        renderer: the converter of messages to ids, such as `adapters.transformers.ChatTemplate`.
         model: the model name that agents see.
-        journal: writes turns to disk. The caller closes it.
+        journal: a journal that writes turns to disk. The recorder does not close the journal.
         max_realigned_tokens: as for `Conversation`.
 
     Attributes:
-        url: the beginning of the URLs of sessions. The server of the recorder sets it.
+        url: the beginning of the sessions' URLs, which `CaptureServer` sets.
     """
 
     def __init__(
@@ -322,14 +327,16 @@ class Recorder:
     async def session(
         self, *, prompt_id: Hashable = None, name: str | None = None
     ) -> AsyncIterator[CaptureSession]:
-        """Open a session until the context ends. Its recorded turns stay readable.
+        """Open a session, which ends with the `async with` block. Recorded turns stay readable.
 
         Args:
-            prompt_id: of its rollouts.
-            name: part of its URL, and its name in the journal. Random by default.
+            prompt_id: the prompt id of the session's rollouts.
+            name: the name of the session, in its URL and in the journal. The default is a random
+                name.
 
         Raises:
-            UsageError: the name is not made of letters, digits, "-" and "_", or is in use.
+            UsageError: the name contains other characters than letters, digits, "-" and "_", or an
+                open session has this name.
             ClosedError: the recorder is closed.
         """
         if self._closed:
@@ -351,7 +358,7 @@ class Recorder:
     def find(self, name: str, key: str) -> CaptureSession | None:
         """Return an open session, or None if the name is unknown or the key is wrong.
 
-        Takes the same time in both cases.
+        The time of the call does not depend on whether the name or the key is wrong.
         """
         session = self._sessions.get(name)
         expected = secrets.token_urlsafe(32) if session is None else session.key
@@ -359,7 +366,7 @@ class Recorder:
         return session if is_right else None
 
     def close(self) -> None:
-        """Close every session, and open no more."""
+        """Close every session, and refuse to open more sessions."""
         self._closed = True
         for session in self._sessions.values():
             session.close()

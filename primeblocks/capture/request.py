@@ -72,10 +72,11 @@ class TurnRequest:
     """One request of an agent.
 
     Attributes:
-        messages: of a chat, as templates take them: content is text, arguments are objects.
-        prompt: of a completion, as text or ids. None for a chat.
-        tools: as the agent described them.
-        calls: whether the model may call tools. The prompt is the same either way, as in vLLM.
+        messages: the messages of a chat, with text as content and objects as arguments of tool
+            calls.
+        prompt: the prompt of a completion, as text or ids. None for a chat.
+        tools: the agent's descriptions of the tools.
+        calls: whether the model may call tools. `calls` does not change the prompt, as in vLLM.
     """
 
     model: str
@@ -96,7 +97,7 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
 
     Raises:
         UsageError: the body is not JSON, or a field is missing or has a wrong type.
-        UnsupportedError: the request asks for something that would not be done. Only nulls and
+        UnsupportedError: the request has a field or a value that is not supported. Only nulls and
             fields that do not affect sampling are ignored.
     """
     fields = _read_json(body)
@@ -134,7 +135,7 @@ def read_request(body: bytes, *, is_chat: bool) -> TurnRequest:
 
 
 def read_messages(values: list[Any]) -> tuple[dict[str, Any], ...]:
-    """Return messages as templates take them. Errors as `read_request`."""
+    """Return messages in the form that templates read. The errors are those of `read_request`."""
     if not values:
         raise UsageError("messages is empty. Give at least one message.")
     return tuple(_message(value, f"messages[{i}]") for i, value in enumerate(values))
@@ -291,7 +292,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class TurnAnswer:
-    """The answer to a request. `finish_reason` is the word of the engine."""
+    """The answer to a request. `finish_reason` is the value that the engine returned."""
 
     id: str
     content: str
@@ -321,7 +322,7 @@ def response_body(request: TurnRequest, answer: TurnAnswer, *, created: int) -> 
 
 
 def response_events(request: TurnRequest, answer: TurnAnswer, *, created: int) -> Iterator[bytes]:
-    """Return the server-sent events of a response whose answer is complete already."""
+    """Return the server-sent events of a response. The answer must be complete."""
     head = _head(request, answer, created, ".chunk")
     if request.include_usage:
         head["usage"] = None

@@ -1,6 +1,6 @@
-"""A committed version as a folder that stock loaders read: safetensors next to config.json.
+"""A committed version as a folder for stock loaders, with safetensors and config.json.
 
-Only `adapters/sglang.py` needs such folders, and that adapter has never met its host.
+Only `adapters/sglang.py` needs model folders, and this adapter has never run on SGLang.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OURS = re.compile(r"\d+-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A version whose bytes were checked, in a folder that engines load by its path."""
+    """A folder with the checked bytes of one version, which engines load by its path."""
 
     version: int
     path: Path
@@ -45,22 +45,23 @@ class ModelFolder:
 
 
 class ModelFolders:
-    """Makes one folder per version, for engines that load by path and do not check bytes.
+    """Makes one folder per version, for engines that load folders without checks of the bytes.
 
-    The small files of `like` are copied, so that an engine can also start from the folder. A folder
-    appears only when it is complete. Folders with equal names have equal bytes.
+    All files of `like` except weights are copied, so that an engine can also start from the new
+    folder. A folder appears only when it is complete. Folders with equal names have equal bytes.
 
     Args:
-        plan: the publisher's plan. Its reader 0 must want whole tensors.
+        plan: the publisher's plan. In the plan, reader 0 must want whole tensors.
         transport: any transport that stores versions, opened for reading.
         like: the checkpoint that the engines started from.
-        root: the directory of the folders. It is made if missing.
-        keep: how many of the newest folders to keep. Engines may go back to the previous folder.
+        root: the directory of the folders, which is created if missing.
+        keep: the number of newest folders to keep, at least 2, because engines may go back to the
+            previous folder.
 
     Raises:
-        PlanError: the plan lacks tensors of `like`, or has them in other shapes, or its reader 0
-            wants only parts. A loader would then silently keep old tensors.
-        UnsupportedError: `like` has no safetensors.
+        PlanError: the plan lacks tensors of `like`, has tensors of other shapes, or gives reader 0
+            only parts. From an incomplete folder, a loader would silently keep old tensors.
+        UnsupportedError: `like` has no safetensors files.
         UsageError: `keep` is less than 2.
     """
 
@@ -80,14 +81,15 @@ class ModelFolders:
         _check_covers(plan, self._like)
 
     def make(self, version: int, *, timeout_s: float) -> ModelFolder:
-        """Wait for a version, check every byte and make its folder. Local.
+        """Wait for a version, check all its bytes and make its folder. Local.
 
-        Cost: one digest and one write of the bytes. The write may continue after the deadline.
+        The call computes one digest of the bytes and writes the bytes once. The write may continue
+        after the deadline.
 
         Raises:
             DeadlineError, CorruptionError, PlanError, TransferError: as for `Subscriber.receive`.
             CapacityError: the disk has too little free space for the weights.
-            TransferError: `root` cannot be written to.
+            TransferError: the folder cannot be written to `root`.
         """
         whole: dict[str, Tensor] = {}
         with Subscriber(self._plan, whole.update, self._transport) as subscriber:

@@ -1,14 +1,15 @@
-"""Servers as engines, through the `openai` client. They take token ids and return ids and logprobs.
+"""Engines behind HTTP servers, called with token ids through the `openai` client.
 
-Expert routes become the attachment "routed_experts", in the form that the server sent.
-`replay.adapters.vllm.routes_from_base64` reads the base64 text that vLLM sends.
+Rollouts keep expert routes as the server sent them, in the attachment "routed_experts".
+`replay.adapters.vllm.routes_from_base64` decodes vLLM's routes.
 
-`generate` speaks the OpenAI protocol, and the server must know `return_token_ids`: vLLM (tested
-with 0.32) or a newer SGLang (not tested). `generate_tokens` speaks vLLM's own protocol (with
-`--enable-scale-out`), in which the answer labels each token with the version of the weights.
+`generate` uses the OpenAI protocol. The server must support `return_token_ids`, as vLLM 0.32
+(tested) and newer SGLang (not tested) do. `generate_tokens` uses vLLM's own protocol (with
+`--enable-scale-out`), which labels each token with the version of the weights.
 
-Start vLLM with `--logprobs-mode processed_logprobs`, or it returns log-probabilities of another
-distribution. Also pass `--generation-config vllm`, or the checkpoint's sampling defaults apply.
+Start vLLM with `--logprobs-mode processed_logprobs --generation-config vllm`. Without these
+options, vLLM returns log-probabilities of a distribution that it did not sample from, and applies
+the checkpoint's sampling defaults.
 """
 
 import json
@@ -68,18 +69,18 @@ async def generate(
     """Sample `n` completions of one prompt. Makes one request, or three if `version` is a function.
 
     Args:
-        client: may retry, within `timeout_s`.
-        version: of the weights, if they cannot change during the call. Otherwise an async function
-            that asks the server. It is called before and after the request, because this protocol
-            does not label tokens with versions. For vLLM use `served_version`.
-        extra_body: more fields of the request. They override these arguments.
+        client: a client that may retry within `timeout_s`.
+        version: the version of the weights. If weights can change during the call, pass an async
+            function that asks the server, for vLLM with `served_version`. The function runs before
+            and after the request, because the OpenAI protocol does not label tokens with versions.
+        extra_body: more fields of the request, which override arguments of this function.
 
     Raises:
         DeadlineError: no answer within `timeout_s`.
-        CapacityError: the server has no room now.
-        EngineError: the server died or failed, or its answer is not in the expected form.
-        PrimeblocksError: the weights changed during the call, or the request was aborted before its
-            first token. The engine works: a `Fleet` keeps it, and `Retries` repeat the request.
+        CapacityError: the server has no room for the request now.
+        EngineError: the server died or failed, or its answer does not have the expected form.
+        PrimeblocksError: the weights changed during the call, or the server aborted the request
+            before the first token. `Retries` repeat the request, and a `Fleet` keeps the server.
         UnsupportedError: the server's answers have no log-probabilities or no token ids.
         UsageError: the server refused the request.
     """
@@ -117,11 +118,11 @@ async def generate(
 async def served_version(
     client: AsyncOpenAI, *, timeout_s: float = 10.0, clock: Clock | None = None
 ) -> int:
-    """Ask vLLM's server (with VLLM_SERVER_DEV_MODE=1) at `/weight_info` for its weights' version.
+    """Ask vLLM's server (with VLLM_SERVER_DEV_MODE=1) for the version of its weights.
 
     Raises:
         DeadlineError, CapacityError, EngineError: as for `generate`.
-        UsageError: the server does not have this path, or its label is not a version.
+        UsageError: the server lacks `/weight_info`, or the label of its weights is not a version.
     """
     what = f"the version of the weights of {client.base_url}"
     url = str(client.base_url.join("/weight_info"))
@@ -187,13 +188,12 @@ async def generate_tokens(
     """Sample `n` completions of one prompt on vLLM's server, or on servers behind a router.
 
     Args:
-        client: its base URL may have any path below the server's address.
-        sampling_params: more sampling parameters of vLLM. They override these arguments.
-        extra_body: more fields of the request. They override these arguments.
+        client: a client of the server. The path of the client's base URL is ignored.
+        sampling_params: vLLM's sampling parameters, which override arguments of this function.
+        extra_body: more fields of the request, which override arguments of this function.
 
     Raises:
-        EngineError: as for `generate`, or the label of the server's weights was never set to a
-            version.
+        EngineError: as for `generate`, or the label of the server's weights is not a version.
         UnsupportedError: the server's answers have no log-probabilities, or no versions.
         DeadlineError, CapacityError, PrimeblocksError, UsageError: as for `generate`.
     """
@@ -224,21 +224,20 @@ async def generate_split(
     clock: Clock | None = None,
     **options: Any,
 ) -> tuple[Rollout, Rollout]:
-    """Let one server compute the prompt, and another continue from the prompt's keys and values.
+    """Prefill a prompt on one server, and decode from its keys and values on another server.
 
-    Returns the prompt with one token of the first server, and the completion of the second server.
-    The second server samples that token again. Each result has the routes that its server computed.
-    `replay.adapters.vllm.join_prefill` joins these routes.
+    Returns a rollout with one token from the prefill server, and a rollout with the whole
+    completion from the decode server. The decode server samples the first token again. Each rollout
+    has the routes that its own server computed. `replay.adapters.vllm.join_prefill` joins them.
 
     Args:
-        options: of `generate_tokens`, except `n`.
+        options: more arguments of `generate_tokens`, except `n`.
 
     Raises:
-        UnsupportedError: the first server has no connector for transfers.
-        DeadlineError: the two requests together took longer than `timeout_s`.
-        EngineError: as for `generate_tokens`. The error names both servers if the second failed.
-        PrimeblocksError: as for `generate_tokens`, or the weights changed between the prompt and
-            the completion.
+        UnsupportedError: the prefill server has no connector for KV transfers.
+        DeadlineError: the requests to the two servers together took longer than `timeout_s`.
+        EngineError: as for `generate_tokens`. If `decode` failed, the error names both servers.
+        PrimeblocksError: as for `generate_tokens`, or the servers had different weight versions.
     """
     tokens, extra = [int(token) for token in prompt], dict(extra_body or {})
     clock = MonotonicClock() if clock is None else clock

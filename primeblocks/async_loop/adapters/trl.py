@@ -1,9 +1,9 @@
-"""TRL 1.16's `AsyncGRPOTrainer`, fed by an `AsyncLoop`.
+"""Rollouts of an `AsyncLoop` for TRL 1.16's `AsyncGRPOTrainer`.
 
-Pass a `TrlWorker` as `rollout_worker=` of that trainer, and `TrlWorker.config_args()` to its
-`AsyncGRPOConfig`. An engine needs an event loop, which TRL does not have. `EventThread` runs an
-event loop for the worker, the engine and the transfer of weights. `TrlWorker` is started once. It
-runs until `stop`, an error, or the end of the prompts.
+Pass a `TrlWorker` to the trainer as `rollout_worker=`. Pass the result of `TrlWorker.config_args()`
+to `AsyncGRPOConfig`. An engine needs an event loop, which TRL does not have. `EventThread` runs an
+event loop for the worker, the engine and the transfer of weights. A `TrlWorker` can be started
+once, and runs until `stop`, an error, or the end of the prompts.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _CLEANUP_S = 10.0
 
 
 class EventThread:
-    """An event loop in its own thread, for callers without an event loop.
+    """An event loop in its own thread, for code that has no event loop.
 
-    The thread is a daemon, so a call that hangs does not keep the process alive. The caller of
-    this call gets an error.
+    The thread is a daemon, so a call that hangs does not keep the process alive. If a coroutine
+    hangs, `call` raises DeadlineError.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,8 @@ class EventThread:
         """Run a coroutine in the event loop and return its result. Blocks the caller.
 
         Raises:
-            DeadlineError: it took longer than `timeout_s`. It is cancelled, and not awaited.
+            DeadlineError: the coroutine took longer than `timeout_s`. `call` cancels the coroutine,
+                but does not wait for its end.
             ClosedError: the thread was closed.
         """
         future = self.spawn(work)
@@ -117,26 +118,30 @@ class EventThread:
 class TrlWorker:
     """Feeds TRL's asynchronous trainer from an `AsyncLoop`, one batch per policy version.
 
-    The loop hands a batch to TRL. When TRL reports the next version, the loop takes this as the
-    engine's version. TRL takes a micro-batch of the next step before it ends a step, so
-    `max_off_policy_steps` must be at least 1, unless `on_stale` is "continue". The buffer's
-    staleness policy applies. TRL's own policy, which drops single samples of a batch, is off.
-    Log-probabilities are the engine's. A token that no policy sampled does not count in the loss.
+    The loop puts each batch into TRL's queue. When TRL reports the next version, the loop treats
+    the reported version as the engine's version. Because TRL reads a micro-batch of the next step
+    before a step ends, `max_off_policy_steps` must be at least 1, unless `on_stale` is "continue".
+    The buffer's staleness policy applies. TRL's own policy, which drops single samples of a batch,
+    is off. TRL gets the log-probabilities of the engine. A token that no policy sampled does not
+    count in the loss.
 
     `check_health` raises the error that ended the loop, such as the death of the engine. TRL calls
-    `check_health` after the queue has been empty for five seconds. Every wait of the loop ends at
-    `step_timeout_s`.
+    `check_health` after the queue has been empty for five seconds. Every wait of the loop ends
+    after at most `step_timeout_s` seconds.
 
     Args:
-        thread: runs the loop. `generate` may use objects that were made in this thread.
-        prompts, generate, buffer, batch_size, max_in_flight, group_size, step_timeout_s, options:
-            as for `AsyncLoop`. `generate` makes one rollout, with its reward.
-        advantages: makes advantages from rewards `[groups, members]`, as
-            `losses.advantages.group_advantages` does.
+        thread: the thread that runs the loop. `generate` may use objects that were made in
+            `thread`.
+        prompts, buffer, batch_size, max_in_flight, group_size, step_timeout_s, options: as for
+            `AsyncLoop`.
+        generate: as for `AsyncLoop` with `group_size`. Each call returns one rollout, which must
+            have a reward.
+        advantages: a function that computes advantages from rewards, both `[groups, members]`, such
+            as `losses.advantages.group_advantages`.
 
     Attributes:
         rollout_buffer: the queue from which TRL takes samples.
-        metrics_queue: one mapping per batch, which TRL logs.
+        metrics_queue: the metrics that TRL logs, one mapping per batch.
 
     Raises:
         UsageError: the buffer's staleness policy allows no off-policy step.
@@ -189,14 +194,14 @@ class TrlWorker:
         self._task: asyncio.Task[Any] | None = None
 
     def config_args(self, *, world_size: int = 1, accumulate: int = 1) -> dict[str, Any]:
-        """Return arguments for `AsyncGRPOConfig`, so that a step trains one batch. Pure.
+        """Return arguments for `AsyncGRPOConfig` with which each step trains one batch. Pure.
 
         Args:
-            world_size: trainer ranks.
-            accumulate: micro-batches of a step.
+            world_size: the number of trainer ranks.
+            accumulate: the number of micro-batches per step.
 
         Raises:
-            UsageError: the batch is not divisible by ranks times micro-batches.
+            UsageError: the rollouts of a batch are not divisible by `world_size * accumulate`.
         """
         rows, parts = self._batch_size * self._group_size, world_size * accumulate
         if rows % parts:
@@ -216,10 +221,10 @@ class TrlWorker:
         }
 
     def start(self) -> None:
-        """Start to generate, with the version that TRL reported last.
+        """Start the loop with the version that TRL reported last.
 
         Raises:
-            UsageError: it was started before.
+            UsageError: the worker was started before.
             ClosedError: the thread was closed.
         """
         if self._running is not None:
@@ -227,23 +232,23 @@ class TrlWorker:
         self._running = self._thread.spawn(self._run())
 
     def stop(self) -> None:
-        """End the loop and cancel everything in flight. The thread goes on. Idempotent."""
+        """End the loop and cancel all its requests, but do not end the thread. Idempotent."""
         if self._running is None or self._running.done():
             return
         self._thread.call(self._cancel(), timeout_s=self._timeout_s + _CLEANUP_S)
 
     def update_model_version(self, model_version: int) -> None:
-        """Receive from TRL the policy version that the engine has now."""
+        """Receive from TRL the policy version of the engine's weights."""
         self._thread.loop.call_soon_threadsafe(self._hear, model_version)
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the loop, if it has ended.
+        """Raise the error that ended the loop, if the loop has ended.
 
         Raises:
-            PrimeblocksError: as for `AsyncLoop.steps` and `generate`.
+            PrimeblocksError: an error of `AsyncLoop.steps` or of `generate`.
             DeadlineError: the event loop gave no answer within `stale_after_s`.
             ClosedError: the worker was stopped.
-            UsageError: the prompts are used up, or the worker was not started.
+            UsageError: the prompts are used up, or `start` was not called.
         """
         if self._running is None:
             raise UsageError("the worker was not started. Call start() first.")

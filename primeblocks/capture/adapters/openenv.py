@@ -1,4 +1,4 @@
-"""OpenEnv 0.10: episodes of any OpenEnv environment, played by an engine that takes token ids."""
+"""OpenEnv 0.10: episodes of OpenEnv environments, played by an engine that reads token ids."""
 
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -40,25 +40,26 @@ async def play_episode(
     prompt_id: Hashable = None,
     clock: Clock | None = None,
 ) -> tuple[Rollout, ...]:
-    """Play one episode: reset, then generate and step until the environment is done.
+    """Play one episode: reset, then call `generate` and `step` until the environment is done.
 
-    If `render` changes tokens of earlier turns, `Conversation` makes several rollouts. The reward
-    of each rollout is the sum of the steps' rewards, or None if no step had one. Its attachments
-    are those of the turns, "step_rewards" and "done". "done" is False if `act` or `max_turns` ended
-    the episode.
+    If `render` changes tokens of earlier turns, the episode becomes several rollouts. The reward of
+    each rollout is the sum of the steps' rewards, or None if no step had a reward. In addition to
+    the attachments of its turns, each rollout has the attachments "step_rewards" and "done". The
+    attachment "done" is False if `act` or `max_turns` ended the episode.
 
     Args:
-        env: a client in async use. It stays open, so `await env.state()` may follow.
-        generate: samples one turn after a prompt.
-        render: returns the next prompt, given all results and turns: the result of reset, the first
-            turn, the result of its step, and so on.
-        act: returns the action of a turn, or None to end the episode.
-        timeout_s: for the whole episode.
-        reset: arguments of the environment's reset.
+        env: an async client of the environment. The call does not close the client, so you can call
+            `await env.state()` afterwards.
+        generate: an async function that samples one turn after a prompt of token ids.
+        render: a function that returns the next prompt, as token ids. The argument of `render` is a
+            tuple of the result of reset, the first turn, the result of the first step, and so on.
+        act: a function that returns the action of a turn, or None to end the episode.
+        timeout_s: the deadline of the whole episode, in seconds.
+        reset: arguments of `env.reset`.
 
     Raises:
-        DeadlineError: the episode did not end within `timeout_s`, or the environment's client
-            stopped waiting for an answer.
+        DeadlineError: the episode did not end within `timeout_s`, or `env` stopped waiting for an
+            answer.
         OpenEnvError: the environment failed.
         UsageError: no turn was played, because the environment was done after its reset or
             `max_turns` is below 1.

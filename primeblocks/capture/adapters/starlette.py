@@ -1,7 +1,7 @@
-"""Starlette 1.10: OpenAI's chat completions, completions and models, answered by a `Recorder`.
+"""Starlette 1.10: an application that answers OpenAI's chat completions, completions and models.
 
-`capture_app(recorder)` returns an ASGI application for any ASGI server. `adapters.uvicorn` serves
-this application inside of a program.
+`capture_app(recorder)` returns an ASGI application for any ASGI server. `adapters.uvicorn` runs the
+application inside of your program.
 """
 
 import asyncio
@@ -51,16 +51,18 @@ _STATUS = (
 
 
 def capture_app(recorder: Recorder) -> Starlette:
-    """Return the application. Each session has its own base URL, `/s/{session}/v1`.
+    """Return the application. The base URL of each session ends in `/s/{session}/v1`.
 
-    A request needs the key of its session, as `Authorization: Bearer`. An answer is sampled in full
-    before it is sent. So errors have a status in streams too, and all events come at once. A turn
-    is recorded when the engine has answered, even if the agent does not read the answer. If the
-    agent leaves before that, the engine's request is cancelled.
+    A request must contain the key of its session, as `Authorization: Bearer`. An answer is sampled
+    in full before the response begins. A failed request has an HTTP status even if the agent asked
+    for a stream, and a stream sends all events at once. A turn is recorded when the engine has
+    answered, even if the agent does not read the answer. If the agent closes the connection before
+    the engine has answered, the request to the engine is cancelled.
 
-    Errors are OpenAI's JSON. An unsupported request gets status 400, a wrong key 401, an ended
-    session 410, and a body that is too long 413. A bound gives 429 with `Retry-After`, a failure of
-    the engine 503, and a deadline 504.
+    An error has the JSON form of OpenAI's API. The status is 400 for an unsupported request, 401
+    for a wrong key, 410 for an ended session, and 413 for an oversized body. The status is 429 with
+    `Retry-After` for a reached bound, 503 for a failure of the engine, and 504 for a missed
+    deadline.
     """
 
     async def models(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""transformers 5: a renderer made of a tokenizer and its chat template. It keeps sampled ids."""
+"""transformers 5: a renderer that uses a model's chat template and keeps sampled ids."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """A model's own chat template, used so that sampled ids stay unchanged.
+    """A `Renderer` that uses a model's own chat template, so that sampled ids stay unchanged.
 
-    Only the text that the template adds after an answer is tokenised. A comparison of texts finds
-    this text. Some templates write earlier messages differently when more messages follow, for
-    instance without their reasoning. Then the whole prompt is tokenised. If an answer was cut, the
-    token that ends an answer is added.
+    After an answer, the renderer tokenises only the text that the template adds. The renderer finds
+    the added text by comparing the texts of the prompt with and without new messages. If the
+    template writes earlier messages differently when more messages follow, for instance without
+    their reasoning, the whole prompt is tokenised. Tokenisation of the whole prompt may change
+    sampled ids. If an answer was cut, the renderer adds the token that ends an answer.
 
-    Calls are read in the format of Qwen and Hermes, `<tool_call>{"name":..., "arguments":
-    {...}}</tool_call>`. If one of these elements contains anything else, the whole answer is text.
+    Tool calls are read in the format of Qwen and Hermes, `<tool_call>{"name":..., "arguments":
+    {...}}</tool_call>`. If a `<tool_call>` element is malformed, the whole answer is returned as
+    text.
 
     Args:
-        tokenizer: the tokens that end a turn must be added tokens of its vocabulary.
-        stop_token_ids: ids that end an answer, in addition to the template's own.
-        options: variables of the template, such as `enable_thinking`.
+        tokenizer: the model's tokenizer. The token that ends an answer must be an added token of
+            the vocabulary.
+        stop_token_ids: ids that end an answer, in addition to the id that the template writes.
+        options: variables of the chat template, such as `enable_thinking`.
 
     Raises:
         UnsupportedError: the template ends an answer without an added token.
@@ -65,13 +68,13 @@ class ChatTemplate:
         self.stop_token_ids = tuple(dict.fromkeys([self._end_id, *stop_token_ids]))
 
     def render(self, messages: Messages, tools: Messages) -> list[int]:
-        """Return a prompt. See `Renderer`."""
+        """Return the ids of a prompt. See `Renderer.render`."""
         return self.encode(self._text(messages, tools, answers=True))
 
     def go_on(
         self, before: Messages, added: Messages, tools: Messages, *, last_id: int
     ) -> list[int] | None:
-        """Return the ids after an answer, or None. See `Renderer`."""
+        """Return the ids that follow an answer, or None. See `Renderer.go_on`."""
         asked = self._text(before[:-1], tools, answers=False)
         answered = self._text(before, tools, answers=False)
         whole = self._text([*before, *added], tools, answers=True)
@@ -84,7 +87,7 @@ class ChatTemplate:
         return ids[1:] if last_id == self._end_id else ids
 
     def parse(self, ids: Sequence[int], *, calls: bool) -> tuple[str, list[tuple[str, str]]]:
-        """Return the text of an answer and its calls. See `Renderer`."""
+        """Return the text and the tool calls of an answer. See `Renderer.parse`."""
         text = self._tokenizer.decode(
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -94,7 +97,7 @@ class ChatTemplate:
         return _CALL.sub("", text).strip(), [each for each in found if each is not None]
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without ids that the tokenizer would add around it."""
+        """Return the ids of a text, without special tokens that a tokenizer adds around a text."""
         if self._fast is None:
             return list(self._tokenizer(text, add_special_tokens=False).input_ids)
         return self._fast.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""uvicorn 0.54: a `Recorder` served over HTTP, in the event loop of the program that trains."""
+"""uvicorn 0.54: an HTTP server for a `Recorder`, in the event loop of the training program."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ class CaptureServer:
                 ...  # Any agent that uses this client.
             rollouts = session.rollouts(reward=1.0)
 
-    Requests are answered in the event loop that entered the context, so that loop must not be
-    blocked. The server does not handle signals. HTTP is not encrypted: anyone who reads the network
-    can read keys. Use a tunnel or a proxy with TLS for other machines.
+    Do not block the event loop that entered the context, because this loop answers requests. The
+    server does not handle signals. HTTP is not encrypted, so anyone who reads the network can read
+    keys. If agents run on other machines, use a tunnel or a proxy with TLS.
 
     Args:
-        host: loopback by default. An address of another network needs `url`.
-        port: 0 takes a free port.
+        host: the address to listen on. An address other than loopback needs `url`.
+        port: the port to listen on. For port 0, the system chooses a free port.
         url: the URL by which agents reach the server, such as "http://trainer-3:8000".
-        options: of `Recorder`.
+        options: more arguments of `Recorder`.
 
     Raises:
-        UsageError: `host` is not loopback and `url` is missing, or the address cannot be used.
+        UsageError: `host` is not loopback and `url` is missing, or the server cannot listen on
+            `host` and `port`.
     """
 
     def __init__(
@@ -116,10 +117,10 @@ class CaptureServer:
         await self.close()
 
     def session(self, **options: Any) -> contextlib.AbstractAsyncContextManager[CaptureSession]:
-        """Open a session, as `Recorder.session` does. The agent gets its `base_url` and `key`.
+        """Open a session with `Recorder.session`. The agent needs its `base_url` and `key`.
 
         Raises:
-            ClosedError: the server does not run.
+            ClosedError: the server is not running.
             UsageError: as for `Recorder.session`.
         """
         if self._server is None:
@@ -129,7 +130,7 @@ class CaptureServer:
         return self.recorder.session(**options)
 
     async def close(self) -> None:
-        """End every session and connection, and stop listening. May be called twice."""
+        """End every session and connection, and stop listening. You may call `close` twice."""
         self.recorder.close()
         if self._server is None or self._serving is None:
             return

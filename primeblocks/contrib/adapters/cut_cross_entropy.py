@@ -1,10 +1,10 @@
-"""Log-probabilities by Apple's cut cross-entropy. Its kernels have never run here.
+"""Log-probabilities by Apple's cut cross-entropy, whose GPU kernels we have never run.
 
     logprobs = token_logprobs(hidden, head.weight, ids)
 
-On CUDA the package's Triton kernels run, which never store logits. On a CPU its plain computation
-runs, compiled by torch. That one stores all logits and is for tests. Checked against version 25.1.1
-on a CPU.
+On CUDA, the package runs its Triton kernels, which never store logits. On a CPU, the package runs a
+plain computation, compiled by torch. The plain computation stores all logits and is for tests. This
+module was checked with version 25.1.1 of the package on a CPU.
 """
 
 from __future__ import annotations
@@ -44,27 +44,31 @@ def token_logprobs(
     filter_eps: float | None = None,
     **options: Any,
 ) -> Float[Tensor, " tokens"]:
-    """Return log-probabilities of one word per row in float32, as `losses.logprobs` does.
+    """Return the log-probability of one word per row, in float32.
 
-    Local. Differentiable once, in `hidden` and `weight`. The host reads once per call.
+    You can call this function like `losses.logprobs.token_logprobs`. Local. Differentiable once, in
+    `hidden` and `weight`. The host waits for the device once per call.
 
     For the chosen word's logit, the kernels round each product to the operands' dtype before they
-    sum the products. In bfloat16 the error is as large as that of logits in bfloat16. The kernels
-    also sum gradients in this dtype, in any order, so gradients do not repeat bit for bit.
+    sum the products. With bfloat16 operands, the result has an error as large as the rounding error
+    of bfloat16 logits. The kernels also sum gradients in the operands' dtype and in any order, so
+    two calls can return different gradients.
 
     Args:
         hidden: the hidden states.
         weight: the weight of the head.
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
-        filter_eps: the backward skips blocks of logits whose gradients are all below this number.
-            Such a gradient is the probability, minus one for the chosen word. It is not yet
-            multiplied by the gradient of the token's result. The package's own default is the
-            dtype's epsilon / 32. With None, no block is skipped.
-        options: the other keywords of `losses.logprobs.token_logprobs`, at their neutral values.
+        filter_eps: the backward skips a block of logits if all gradients in the block are below
+            `filter_eps`. The backward compares the gradient of -log p for each logit: the logit's
+            probability, minus one for the chosen word. This gradient is not yet multiplied by the
+            gradient of the token's result. With None, the backward skips no block. The default of
+            Apple's package is the dtype's epsilon / 32.
+        options: other keyword arguments of `losses.logprobs.token_logprobs`, which must have their
+            neutral values.
 
     Raises:
-        UnsupportedError: an option is not neutral, `ids` has several words per row, or the kernels
-            do not take the dtype or the device.
+        UnsupportedError: an option does not have its neutral value, `ids` has several words per
+            row, or the kernels do not support the dtype or the device.
         ShapeError, UsageError: as for `losses.logprobs.token_logprobs`.
 
     Source: arXiv:2411.09009; github.com/apple/ml-cross-entropy.

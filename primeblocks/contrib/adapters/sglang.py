@@ -1,23 +1,25 @@
-"""Never run: a client that updates the weights of a running SGLang server over a shared disk.
+"""A client that updates the weights of an SGLang server over a shared disk.
 
-No SGLang was run with this client. It follows the source of sglang 0.5.23 (the wheel on PyPI). It
-is tested against our fake, which behaves as these files read: srt/entrypoints/http_server.py,
-srt/managers/{io_struct,tokenizer_manager,tokenizer_control_mixin,scheduler}.py,
-srt/managers/scheduler_components/weight_updater.py, and weight_updater.py in
-srt/model_executor/model_runner_components. The client imports no code of SGLang.
+We have never run this client with SGLang. The client follows the source code of sglang 0.5.23 (the
+wheel on PyPI), and does not import SGLang. The client is tested with a fake server that imitates
+these files of SGLang: `srt/entrypoints/http_server.py`,
+`srt/managers/{io_struct,tokenizer_manager,tokenizer_control_mixin,scheduler}.py`,
+`srt/managers/scheduler_components/weight_updater.py`, and `weight_updater.py` in
+`srt/model_executor/model_runner_components`.
 
-Three facts about SGLang shape this client:
+Three properties of SGLang explain the design of this client:
 
-1. After a load that fails half-way, SGLang "rolls back" by reading the new path again. So this
-   client restores the old version itself.
-2. SGLang can swap the responses to two concurrent loads. So the client runs one load at a time.
-3. SGLang does not check a load. So `ModelFolders` verifies bytes before the server gets the path,
-   and the client compares checksums afterwards.
+1. Because SGLang "rolls back" a failed load by reading the new path again, this client restores the
+   old version itself.
+2. Because SGLang can swap the responses to two concurrent loads, this client runs one load at a
+   time.
+3. Because SGLang does not verify the loaded bytes, `ModelFolders` verifies the bytes before a load,
+   and this client compares checksums after a load.
 
-A client goes through these states: `attach` learns the version that the server holds. `pause` stops
-generation. `load` changes the version, or restores the old one. `resume` continues generation. If
-`load` fails with another error than TransferError, the weights are unknown and the server stays
-paused.
+Call `attach`, `pause`, `load` and `resume` in this order. `attach` reads the version of the
+server's weights. `pause` stops generation. `load` loads a new version, or restores the old version.
+`resume` continues generation. If `load` raises an error other than TransferError, the weights are
+unknown and the server stays paused.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ _PAUSE: dict[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class SglangReport:
-    """Cost of an update, and SGLang's checksum over the weights of all its ranks.
+    """The cost of an update in seconds, and SGLang's checksum of the weights of all its ranks.
 
     Engines with equal sharding and version have equal checksums.
     """
@@ -73,17 +75,18 @@ class _Held:
 
 
 class Sglang:
-    """One SGLang server, addressed directly and not through a router. Methods block.
+    """One SGLang server, which the client reaches without a router. All methods block the caller.
 
-    Call `attach` first, then `update` after each publish. To change several engines together, call
-    `pause`, `load` and `resume` instead.
+    Call `attach` first, and then `update` for each new version. To update several engines at the
+    same time, call `pause`, `load` and `resume` instead of `update`.
 
     Args:
-        url: http://host:port. The server must see folders under the paths that you pass here.
-        api_key: the server's --admin-api-key or --api-key.
+        url: the address of the server, http://host:port. The server must find each `ModelFolder`
+            under the same path as this process.
+        api_key: the value of the server's option --admin-api-key or --api-key.
 
     Raises:
-        UnsupportedError: `url` is not plain http.
+        UnsupportedError: `url` is not of the form http://host:port.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None) -> None:
@@ -96,18 +99,19 @@ class Sglang:
 
     @property
     def version(self) -> int | None:
-        """The version loaded last, or None if the server's label for it is not an integer."""
+        """The version that was loaded last, or None if the server's label is not an integer."""
         label = "" if self._held is None else self._held.label
         return int(label) if label.isdecimal() else None
 
     def attach(self, *, timeout_s: float) -> None:
-        """Read which version the server holds, so that a failed update can restore it.
+        """Read the version of the server's weights, to restore it after a failed update.
 
-        Weights do not change. They must be complete and in memory. SGLang hashes them once.
+        The call does not change weights. The weights must be complete and in memory, because the
+        call makes SGLang compute their checksum once.
 
         Raises:
-            UnsupportedError: the server is older than 0.5.23. Older servers exit if a flush of the
-                cache is refused.
+            UnsupportedError: the server is older than 0.5.23. An older server exits if it refuses
+                to flush its cache.
             DeadlineError, EngineError: as for `load`.
         """
         deadline = time.monotonic() + timeout_s
@@ -123,22 +127,24 @@ class Sglang:
     def update(
         self, folder: ModelFolder, *, in_flight: InFlight = "continue", timeout_s: float
     ) -> SglangReport:
-        """Pause, load, check and resume. You may call it again after a failure.
+        """Pause, load, check and resume. You may call `update` again after a failure.
 
-        Responses contain `meta_info["weight_versions"]`, which gives the version of each token as
-        the text `str(version)`.
+        SGLang's responses contain `meta_info["weight_versions"]`, the version of each token as
+        `str(version)`.
 
         Args:
             folder: the result of `ModelFolders.make`.
-            in_flight: the fate of running requests. "continue" keeps their KV cache of the old
-                weights, "recompute" computes it with the new weights, and "abort" ends them. With
-                "continue" the prefix cache keeps old pages, so use one `cache_salt` per version.
-            timeout_s: for the whole call. A part of it is reserved to restore and to resume.
+            in_flight: what happens to running requests. "continue" keeps the KV cache that the old
+                weights computed. "recompute" computes the KV cache again with the new weights.
+                "abort" ends the running requests. With "continue" the prefix cache keeps old pages,
+                so use one `cache_salt` per version.
+            timeout_s: the deadline of the whole call, in seconds. The call reserves a part of
+                `timeout_s` to restore the previous version and to resume.
 
         Raises:
-            TransferError: the server refused the folder, and serves the previous version.
-            DeadlineError, EngineError: as for `load`. The server stays paused, so that it makes no
-                token with mixed weights. Update again, or restart the server.
+            TransferError: the server refused the folder, and serves the previous version again.
+            DeadlineError, EngineError: as for `load`. The server stays paused, so that it samples
+                no token with mixed weights. Call `update` again, or restart the server.
         """
         start = time.monotonic()
         try:
@@ -160,11 +166,11 @@ class Sglang:
         return SglangReport(folder.version, end - start, end - paused, checksum)
 
     def pause(self, in_flight: InFlight, *, timeout_s: float) -> None:
-        """Stop generation until `resume`. See `update` for the fate of requests.
+        """Stop generation until `resume`. See `update` for the meaning of `in_flight`.
 
         Raises:
             DeadlineError, EngineError: as for `load`.
-            UsageError: `attach` was not called, or `in_flight` is unknown.
+            UsageError: `attach` was not called, or the value of `in_flight` is unknown.
         """
         self._attached()
         if in_flight not in _PAUSE:
@@ -174,9 +180,9 @@ class Sglang:
         self._flush = flush
 
     def resume(self, *, timeout_s: float) -> None:
-        """Continue generation.
+        """Continue generation after `pause`.
 
-        After a `load` that failed with another error than TransferError, the weights are unknown.
+        If `load` raised an error other than TransferError, the server's weights are unknown.
 
         Raises:
             DeadlineError, EngineError: as for `load`.
@@ -185,20 +191,23 @@ class Sglang:
         self._flush = None
 
     def load(self, folder: ModelFolder, *, timeout_s: float) -> str:
-        """Load a version while paused, and return its checksum.
+        """Load a version into a paused server, and return the checksum of the weights.
 
-        You may load the same version again. If the server refuses the folder, the previous version
-        is loaded again. Its weights must then have their old checksum.
+        You may load the version that the server already has. If the server refuses the folder,
+        `load` loads the previous version again, and compares the checksum with the previous
+        checksum.
 
         Args:
             folder: the result of `ModelFolders.make`.
-            timeout_s: for the whole call. Half of it is for the new version.
+            timeout_s: the deadline of the whole call, in seconds. The new version must load within
+                half of `timeout_s`.
 
         Raises:
             TransferError: the server refused the folder, and has loaded the previous version.
-            DeadlineError: the server did not respond in time, and may still load. Load again.
-            EngineError: the server died, gave a response that SGLang never gives, or holds mixed
-                weights. Restart it.
+            DeadlineError: the server did not respond in time, and may still load the version. Call
+                `load` again.
+            EngineError: the server died, sent an unexpected response, or has mixed weights. Restart
+                the server.
             UsageError: `attach` or `pause` was not called.
         """
         before = self._attached()
@@ -231,12 +240,13 @@ class Sglang:
         raise TransferError(f"{text}. Version {before.label!r} was loaded again.")
 
     def release_memory(self, *parts: str, timeout_s: float) -> None:
-        """Release device memory: "kv_cache", "weights" (their contents are lost), or both.
+        """Release the device memory of "kv_cache", "weights" or both. Released weights are lost.
 
-        The server must be started with --enable-memory-saver. Released parts stay released.
+        Start the server with --enable-memory-saver. A part that is already released is not released
+        again.
 
         Raises:
-            UsageError: the server is not paused by "recompute" or "abort". SGLang would exit.
+            UsageError: the server is not paused with "recompute" or "abort". SGLang would exit.
             DeadlineError, EngineError: as for `load`.
         """
         if not self._flush:
@@ -248,7 +258,7 @@ class Sglang:
             self._ask("POST", "/release_memory_occupation", {"tags": wanted}, deadline)
 
     def resume_memory(self, *parts: str, timeout_s: float) -> None:
-        """Allocate released memory again. Weights then need a `load` before `resume`.
+        """Allocate released memory again. If weights were released, call `load` before `resume`.
 
         Raises:
             DeadlineError, EngineError: as for `load`.

@@ -30,10 +30,10 @@ class TransformersIndexer:
     layer_id: int
 
     def filled(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return ids in the form that the model's attention implementation needs.
+        """Return ids in the form that the attention implementation of the model needs.
 
-        Eager and SDPA attention scatter ids into a mask and cannot take -1. Each -1 becomes an id
-        that the row already has, which changes nothing.
+        Eager and SDPA attention scatter ids into a mask, and fail for the id -1. Each -1 becomes an
+        id that the row already has, which does not change the attention mask.
         """
         config: Any = self.module.config
         takes = getattr(config, "_attn_implementation", "") not in ("eager", "sdpa")
@@ -45,10 +45,10 @@ class TransformersIndexer:
 def indexers(model: nn.Module) -> list[TransformersIndexer]:
     """Return every indexer of a transformers model whose selection can be replayed. Local.
 
-    Layers that share another layer's selection have no indexer of their own.
+    A layer that uses the selection of another layer has no indexer.
 
     Raises:
-        UnsupportedError: the model has no indexer, or one that does not select tokens.
+        UnsupportedError: the model has no indexer, or an indexer that does not select tokens.
     """
     found = []
     for name, module in model.named_modules():

@@ -1,15 +1,17 @@
-"""Traces of `verifiers` 0.4 as rollouts. Never run on the answers of a real engine.
+"""Rollouts made of traces of `verifiers` 0.4.
 
-Only `TrainClientConfig` records token ids and log-probabilities in a trace. It calls
-`/inference/v1/generate` under its `base_url`, but cannot read the answers of vLLM 0.32. Its package
-`renderers` 0.1.12 expects `"token": "token_id:5"`, and vLLM sends `"token_id": 5`.
+This module has never run on the answers of a real engine. Only `TrainClientConfig` records token
+ids and log-probabilities in a trace. A client with `TrainClientConfig` calls
+`/inference/v1/generate` under its `base_url`, but cannot read the answers of vLLM 0.32. The client
+uses the package `renderers` 0.1.12, which expects `"token": "token_id:5"`, but vLLM sends
+`"token_id": 5`.
 
-`EvalClientConfig` sends an environment's chats to any OpenAI-compatible server, and records no ids.
-Point it at a `CaptureServer`, which records ids and also versions. A trace has no
-versions.
+`EvalClientConfig` sends an environment's chats to any OpenAI-compatible server, and records no
+token ids. Set the `base_url` of `EvalClientConfig` to a session of a `CaptureServer`, which records
+token ids and versions. A trace does not contain versions.
 
-Take traces from memory or from verifiers' own wire format. Its JSON records round log-probabilities
-to four digits and leave routes out.
+Read traces from memory or from verifiers' own wire format. The JSON records of verifiers round
+log-probabilities to four digits and leave routes out.
 """
 
 from collections.abc import Callable, Hashable
@@ -38,19 +40,22 @@ def trace_rollouts(
     version: int | Callable[[MessageNode], ArrayLike],
     prompt_id: Hashable = None,
 ) -> tuple[Rollout, ...]:
-    """Make a rollout of each branch of a trace that adds sampled tokens. Local.
+    """Make a rollout of each branch of a trace, if the branch adds sampled tokens. Local.
 
-    A sampled token is trained in one rollout. In the rollouts of other branches it belongs to the
-    prompt. Failed compactions are left out, because verifiers does not train on them. The reward is
-    the trace's, or None if part of the scoring did not run. Its components are `rewards`.
+    A sampled token is trained on in one rollout, and belongs to the prompt in the rollouts of other
+    branches. Failed compactions are left out, because verifiers does not train on them. The reward
+    of a rollout is the reward of the trace, or None if part of the scoring did not run. The
+    components of the reward are in `rewards`.
 
-    Expert routes of a branch become the attachment "routed_experts" with rows
-    `[tokens - 1, layers, top_k]`. The tokens that sampling kept become two attachments:
-    "sampling_mask" has all their ids, and "sampling_mask_counts" the number of ids per token.
+    Expert routes of a branch become the attachment "routed_experts" with rows `[tokens - 1, layers,
+    top_k]`. The tokens that sampling kept become two attachments. The attachment "sampling_mask"
+    contains all ids of these tokens, and "sampling_mask_counts" contains the number of ids per
+    token.
 
     Args:
-        version: the version of the policy, if one policy sampled all tokens. Otherwise a function
-            that maps a sampled message to one version, or to one version per sampled token.
+        version: the version of the policy that sampled all tokens. For several policies, pass a
+            function that maps a sampled message to one version, or to one version per sampled
+            token.
 
     Raises:
         UnsupportedError: a sampled message has no token ids, or no log-probabilities.
@@ -77,17 +82,19 @@ def episode_rollouts(
     *,
     version: int | Callable[[MessageNode], ArrayLike] | None = None,
 ) -> tuple[Rollout, ...]:
-    """Make the rollouts of an episode's trainable agents, as `trace_rollouts` does. Local.
+    """Make rollouts of the traces of an episode's trainable agents, with `trace_rollouts`. Local.
 
-    Their `prompt_id` is the id of the episode's group, or the key of its task. The rollouts of
-    failed traces are included: check `episode.ok` first.
+    The `prompt_id` of the rollouts is the id of the episode's group. If the episode has no group,
+    `prompt_id` is the key of the episode's task. Check `episode.ok` first, because failed traces
+    become rollouts too.
 
     Args:
-        version: by default the version of the policy that is recorded in the episode.
+        version: as for `trace_rollouts`. The default is the version of the episode's recorded
+            policy.
 
     Raises:
-        UnsupportedError: no policy is recorded, the policy changed during the episode, or a trace
-            lacks ids or log-probabilities.
+        UnsupportedError: the episode has no recorded policy, the policy changed during the episode,
+            or a trace lacks token ids or log-probabilities.
         ShapeError, UsageError: as for `trace_rollouts`.
     """
     if version is None:

@@ -1,8 +1,9 @@
-"""Arguments of engines with vLLM's own KV tiers and transfers. Never run: the workers need a GPU.
+"""Engine arguments for vLLM's own KV tiers and transfers.
 
-vLLM ignores settings that it does not know, and checks others only when its workers start. These
-builders refuse a wrong value at once. `OPTIONS` lists the options of each builder. Call a builder
-once per engine, because its configuration names the engine.
+No engine was run with arguments of this module, because vLLM's workers need a GPU. Unknown settings
+are ignored by vLLM, and other settings are checked only when vLLM's workers start. The builders of
+this module refuse a wrong value at once. `OPTIONS` lists the options of each builder. Call a
+builder once per engine, because each configuration contains the id of one engine.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class Option(NamedTuple):
     """An option of a builder.
 
     Args:
-        name: vLLM's name of the option. Empty if the builder converts the option.
-        allowed: the smallest whole number, a tuple of values, a pattern of text, `bool`, `str`,
-            `list` (of names), or None for any value.
-        meaning: what the option sets, or what a pattern stands for.
-        default: the default value. You may pass None only if the default equals None.
-        hint: text that an error message adds.
+        name: vLLM's name of the option, or "" if the builder converts the option to other settings.
+        allowed: the allowed values. An int is the smallest allowed integer, a tuple lists the
+            allowed values, and a str is a regular expression. `bool`, `str` or `list` (of names) is
+            the required type. None allows any value.
+        meaning: a description of the option, or of the text that a regular expression matches.
+        default: the default value. A builder accepts the value None only if None is the default.
+        hint: a text at the end of the error message.
     """
 
     name: str
@@ -125,15 +127,16 @@ _CLASHES: Mapping[str, Mapping[str, Callable[[_Given], Any]]] = {
 
 
 def native(**options: Any) -> dict[str, Any]:
-    """Configure vLLM's offloading to host memory, and to files if a path is given. Pure.
+    """Configure vLLM's offloading to host memory, and to files if you pass `disk_path`. Pure.
 
-    vLLM's files have no checksum, no quota and no policy version, and stay after the engine ends.
-    So use a new directory or new `cache_salt`s for each training run. `engine_args` does not have
-    these limits. The engine needs a GPU, because vLLM refuses this offloading on the CPU platform.
+    Unlike the pages that `kvoffload.adapters.vllm.engine_args` puts on disk, vLLM's files have no
+    checksum, no quota and no policy version. The files of vLLM stay on disk after the engine ends,
+    so use a new directory or new values of `cache_salt` for each training run. The engine needs a
+    GPU, because vLLM refuses `native` offloading on the CPU platform.
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
-        UnsupportedError: vLLM, or router replay, cannot combine the values.
+        UnsupportedError: vLLM or router replay does not support the combination of options.
     """
     if options.get("disk_path") is not None and options.get("cpu_bytes") == 0:
         raise UnsupportedError(
@@ -154,13 +157,14 @@ def native(**options: Any) -> dict[str, Any]:
 
 
 def nixl(role: str, **options: Any) -> dict[str, Any]:
-    """Configure transfers from engines that prefill to engines that decode, by NIXL. Pure.
+    """Configure NIXL transfers from engines that prefill to engines that decode. Pure.
 
-    Across machines each engine needs its own `VLLM_NIXL_SIDE_CHANNEL_HOST` in its environment.
+    If engines run on several machines, each engine needs its own value of the environment variable
+    `VLLM_NIXL_SIDE_CHANNEL_HOST`.
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
-        UnsupportedError: vLLM cannot combine the values.
+        UnsupportedError: vLLM does not support the combination of options.
     """
     given, extra = _read("nixl", {"role": role, **options})
     extra["backends"] = list(given["backends"])
@@ -169,15 +173,16 @@ def nixl(role: str, **options: Any) -> dict[str, Any]:
 
 
 def mooncake(run: str, **options: Any) -> dict[str, Any]:
-    """Configure a pool of pages that several engines share, in Mooncake's store. Pure.
+    """Configure a pool of pages in Mooncake's store that several engines share. Pure.
 
-    The engine finds the store by the file that `MOONCAKE_CONFIG_PATH` names. `mooncake_settings`
-    returns its text. The store outlives engines, and identifies a model by the last part of its
-    path. So two training runs with one name would use each other's pages.
+    Save the text from `mooncake_settings` in a file, and set the engine's environment variable
+    `MOONCAKE_CONFIG_PATH` to the path of the file. The store keeps pages after an engine ends, and
+    identifies a model by the last part of the model's path. Pass a different `run` per training
+    run, because two training runs with one value of `run` would use each other's pages.
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
-        UnsupportedError: the engine also captures routes.
+        UnsupportedError: `capture` is True, but pages that other engines computed have no routes.
     """
     given, extra = _read("mooncake", {"run": run, **options})
     role, policy = _ROLES[given["role"]], given["on_load_failure"]
@@ -188,7 +193,7 @@ def mooncake(run: str, **options: Any) -> dict[str, Any]:
 def mooncake_settings(**options: Any) -> str:
     """Return the JSON text of the file that an engine's `MOONCAKE_CONFIG_PATH` names. Pure.
 
-    `segment_bytes` is 0 if a Mooncake client owns the memory.
+    Pass `segment_bytes=0` if a separate Mooncake client owns the memory of the store.
 
     Raises:
         PlanError: vLLM or Mooncake would refuse a value.
@@ -203,18 +208,18 @@ def mooncake_settings(**options: Any) -> str:
 def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict[str, Any]:
     """Combine connectors in one engine: `multi(nixl("prefill"), native(cpu_bytes=...))`. Pure.
 
-    Saves go to all parts. A request loads from the first part that has *any* of its tokens, and
-    computes the rest. So put NIXL first. Otherwise a short prefix in a cache would keep the request
-    from loading its whole prompt by NIXL.
+    The engine saves pages to all parts. A request loads from the first part that has *any* of its
+    tokens, and the engine computes the other tokens. Put NIXL first, because a short prefix in an
+    earlier cache would prevent NIXL from loading the whole prompt.
 
     Args:
         parts: results of `native`, `nixl`, `mooncake` and `engine_args`.
-        on_load_failure: the policy of all parts. It replaces their own policies.
+        on_load_failure: the load-failure policy of all parts, in place of each part's own policy.
 
     Raises:
-        PlanError: there are fewer than two parts, a part is not the result of a builder, or parts
-            need different values of one argument.
-        UnsupportedError: vLLM cannot combine the parts, or not in this order.
+        PlanError: there are fewer than two parts, a part is not the result of a builder, or two
+            parts need different values of one engine argument.
+        UnsupportedError: vLLM does not support the parts together, or not in their order.
     """
     if on_load_failure not in ("recompute", "fail"):
         raise PlanError(f"on_load_failure is recompute or fail; got {on_load_failure!r}.")

@@ -1,7 +1,7 @@
-"""Rules of sparse attention beyond the k best tokens, and the loss that trains an indexer.
+"""Selection rules for sparse attention other than top-k, and the loss that trains an indexer.
 
 Pass a selector of pools, tiles or compressed entries as `selector=` to `select` of
-`parallel.attention.dsa`. The module `entries` makes the rows of pools and windows.
+`parallel.attention.dsa`. The module `entries` pools or compresses windows of tokens into entries.
 """
 
 from . import entries

@@ -1,8 +1,8 @@
-"""Entries that pool or compress neighbouring tokens, over a sequence that ranks share.
+"""Entries that pool or compress neighbouring tokens of a sequence that is split over ranks.
 
-A window is `ratio` tokens of one document, counted from its first token. Each complete window makes
-an entry. If a window is split over ranks, the rank of its last token owns the entry and fetches the
-other tokens. Everything is made of plans and plain tensors:
+A window is `ratio` neighbouring tokens of one document. The first window begins at the first token
+of the document. Each complete window becomes one entry. If a window is split over ranks, the rank
+with the last token of the window owns the entry and fetches the other tokens. An example:
 
     entries = plan_entries(sequence, 4)
     tokens, present = windows(torch.cat([k, gate], -1), sequence=sequence, group=group, ratio=4)
@@ -32,12 +32,13 @@ __all__ = ["gated_mean", "plan_entries", "tokens_and_entries", "windows"]
 
 
 def plan_entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
-    """Plan the entries of all documents: one for each complete window of `ratio` tokens. Pure.
+    """Plan the entries of all documents: one entry per complete window of `ratio` tokens. Pure.
 
-    The result is a plan like that of the tokens. `positions(rank) * ratio` gives the first position
-    of each of the rank's windows, counted in its document. `gather_tokens` gathers the entries of
-    all ranks in the order of the sequence. Left-over tokens at the end of a document make no entry.
-    The rank that holds the last token of a window owns its entry.
+    The result is a `SequencePlan` of entries instead of tokens. `positions(rank) * ratio` is the
+    first position of each window of the rank, counted from the start of the window's document.
+    `gather_tokens` gathers the entries of all ranks in the order of the sequence. An incomplete
+    window at the end of a document does not become an entry. The rank with the last token of a
+    window owns the entry.
 
     Raises:
         PlanError: `ratio` is not a whole number of at least 1.
@@ -49,13 +50,13 @@ def plan_entries(sequence: SequencePlan, ratio: int) -> SequencePlan:
 def tokens_and_entries(sequence: SequencePlan, entries: SequencePlan) -> SequencePlan:
     """Plan the rows of a layer that attends to tokens and to entries. Pure.
 
-    Each rank holds its own tokens, followed by its own entries. The id of entry e is
-    `sequence.tokens + e`. Pass the plan to `sparse_attention(..., entries=)` with
-    `torch.cat([tokens, entries])`. Each gather and each reduce-scatter of gradients then moves
-    tokens and entries together.
+    The rows of each rank are its own tokens, followed by its own entries. The id of entry e is
+    `sequence.tokens + e`. Pass the plan as `entries=` to `sparse_attention`, and
+    `torch.cat([tokens, entries])` as `kv`. The joint plan lets each gather and each reduce-scatter
+    of gradients move tokens and entries together.
 
     Raises:
-        PlanError: the two plans have different numbers of ranks.
+        PlanError: `sequence` and `entries` have different numbers of ranks.
     """
     if sequence.ranks != entries.ranks:
         raise PlanError(
@@ -77,31 +78,30 @@ def windows(
 ) -> tuple[Tensor, Tensor]:
     """Collect the tokens of each window that this rank owns. Differentiable.
 
-    Collective, and so is its backward: one exchange each. A rank receives at most
-    `ratio - 1 + overlap` tokens of `x` per run. These are the tokens of a window that began before
-    the run, and the `overlap` tokens before that window. No rank sends anything if no window is
-    split between ranks. All ranks know this from the plan. Concatenate everything that you need of
-    a token, so that there is only one exchange.
+    Forward and backward are collective, with one exchange each. For each contiguous range of its
+    tokens, a rank receives at most `ratio - 1 + overlap` tokens of `x`. The received tokens are the
+    beginning of a split window and the `overlap` tokens before the window. If no rank needs tokens
+    of another rank, which every rank knows from the plan, no rank sends anything. Concatenate all
+    tensors that you need per token, so that one exchange sends all of them.
 
     Args:
-        x: `[local_tokens, ...]`.
+        x: `[local_tokens, ...]`, this rank's tokens.
         sequence: the plan of the tokens.
         group: the ranks that share the sequence.
-        ratio: tokens of a window.
-        overlap: tokens before the window that are included. DeepSeek-V4's CSA includes the `ratio`
-            tokens of the previous window.
+        ratio: the number of tokens per window.
+        overlap: the number of tokens before each window that are collected too. DeepSeek-V4's CSA
+            collects the `ratio` tokens of the previous window.
         check: as in `ring_attention`.
 
     Returns:
-        The tokens, `[own_entries, overlap + ratio, ...]`, in the order of
-        `plan_entries(sequence, ratio)`. Then bool `[own_entries, overlap + ratio]`, which is False
-        before the document begins. The tokens there are zeros.
+        The tokens `[own_entries, overlap + ratio, ...]`, in the order of `plan_entries(sequence,
+        ratio)`, and a bool mask `[own_entries, overlap + ratio]`. If a position is before the start
+        of the document, the mask is False and the values of the token are 0.
 
     Raises:
-        ShapeError: `x` does not hold this rank's tokens.
+        ShapeError: the length of `x` is not the number of this rank's tokens.
         PlanError: the group does not fit the plan, or `ratio` or `overlap` is out of range.
-        PlanError: ranks differ in `ratio`, in `overlap`, in sizes or in whether they need
-            gradients.
+        PlanError: ranks differ in `ratio`, in `overlap`, in sizes or in the need for gradients.
         RankError: another rank refused its arguments.
     """
     with agreed("windows", x, group=group, check=check) as call:
@@ -118,16 +118,17 @@ def windows(
 
 
 def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
-    """Average each window's tokens, column by column, with the softmax of their gates. Local.
+    """Average each window's tokens, column by column, weighted by the softmax of the gates. Local.
 
-    Differentiable. The softmax is computed in float32, or in float64 for float64. The sum is
-    computed in the dtype of `values`, as models do.
+    Differentiable. The softmax is computed in float32, or in float64 if `gates` is float64. The sum
+    is computed in the dtype of `values`, as in the published models.
 
     Args:
         values: `[entries, window, dim]`.
-        gates: the logits, in the shape of `values`. They include the term that the model adds for
-            each place in the window.
-        present: bool `[entries, window]`: tokens that count. Each window has at least one.
+        gates: `[entries, window, dim]`, the logits. The logits include the term that the model adds
+            per position in the window.
+        present: bool `[entries, window]`, True for tokens that count. Each window needs a token
+            that counts.
 
     Returns:
         `[entries, dim]`.

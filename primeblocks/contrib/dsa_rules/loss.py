@@ -40,25 +40,26 @@ def indexer_loss(
 ) -> Tensor:
     """Return the divergence of the indexer from attention, summed over this rank's queries.
 
-    For each query the loss is KL(p || softmax of its index scores), both over the tokens in
-    `indices`. Here p is attention's probability of these tokens, summed over heads and normalised.
-    Divide the loss by the number of queries of all ranks. Gradients that are summed over ranks then
-    belong to the mean.
+    For each query the loss is KL(p || s) over the tokens in `indices`. The distribution p is
+    attention's probability of each token, summed over heads and normalised. The distribution s is
+    the softmax of the query's index scores of these tokens. Divide the loss by the number of
+    queries of all ranks, so that the sum of gradients over ranks is the gradient of the mean.
 
     Differentiable in the indexer's q, k and weights. Attention's q, kv and sinks get no gradient.
-    Use this loss with selectors of tokens that return one list per query.
+    Use this loss only with selectors that return one list of tokens per query.
 
-    Collective: forward gathers kv and indexer.k, as `dsa_attention` does. Backward gathers
-    indexer.k again, and reduces as many rows of gradients in float32. A float32 tensor
+    Collective. Forward gathers kv and indexer.k, as `dsa_attention` does. Backward gathers
+    indexer.k again, and reduce-scatters the gradients of all its rows in float32. A float32 tensor
     `[local_tokens, k]` stays in memory from forward to backward.
 
     Args:
         q, kv, rows, scale, sinks, check: as in `dsa_attention`.
-        indices: `[local_tokens, 1, k]`, returned by `dsa_attention`.
-        chunk_bytes: the approximate memory of a call. A call computes at least one query at a time.
+        indices: `[local_tokens, 1, k]`, the ids that `dsa_attention` returned.
+        chunk_bytes: the approximate memory of a call, in bytes. If one query needs more memory, the
+            call computes one query at a time.
 
     Returns:
-        A scalar in float32, or float64 for float64.
+        A scalar in float32, or in float64 if the indexer's q is float64.
 
     Raises:
         ShapeError, PlanError, RankError: as for `dsa_attention`.

@@ -46,19 +46,20 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TopPools:
-    """Select all tokens of the pools with the highest scores, and the tokens after the last pool.
+    """Select all tokens of the pools with the highest scores, and of the query's incomplete pool.
 
-    A pool is `pool` tokens of a document. Its key is an entry of `plan_entries(sequence, pool)`.
-    A query sees the pools that are complete at its own position, and selects `k // pool` of them.
-    GLM-5.3-Flash selects this way.
+    A pool is `pool` neighbouring tokens of a document. Each entry of `plan_entries(sequence, pool)`
+    is the key of one pool. A query selects at most `k // pool` pools, among the pools that end at
+    or before the query. `TopPools` is the rule of GLM-5.3-Flash.
 
-    `select` takes keys `[entries, index_dim]`. It returns places of tokens. The columns are `k`,
-    rounded down to whole pools, and `pool - 1` columns for the tail. The tail has the tokens of the
-    query's own incomplete pool, up to the query. The shape is `[local_tokens, 1, columns]`.
+    `select` reads keys `[entries, index_dim]` and returns positions of tokens in the whole
+    sequence, `[local_tokens, 1, columns]`. The number of columns is `k`, rounded down to a multiple
+    of `pool`, plus `pool - 1`. The tokens of the query's own incomplete pool, up to the query,
+    follow the tokens of the selected pools.
 
     Attributes:
-        k: the most tokens of pools that a query selects.
-        pool: tokens of a pool.
+        k: the largest number of tokens that a query selects from complete pools.
+        pool: the number of tokens per pool.
         chunk_bytes: as in `TopK`.
     """
 
@@ -96,18 +97,20 @@ class TopPools:
 
 @dataclass(frozen=True)
 class TopEntries:
-    """Select the last tokens, and the `k` earlier entries with the highest scores.
+    """Select the last tokens, and the `k` earlier entries with the highest scores, for each query.
 
-    An entry stands for `ratio` tokens, as in `plan_entries(sequence, ratio)`. A query sees the
-    entries that are complete at its own position. DeepSeek-V4 (CSA) selects this way.
+    An entry of `plan_entries(sequence, ratio)` represents `ratio` tokens. A query can select an
+    entry if the last token of the entry is at or before the query. `TopEntries` is the rule of
+    DeepSeek-V4 (CSA).
 
-    `select` takes keys `[entries, index_dim]`. It returns rows of `tokens_and_entries`,
-    `[local_tokens, 1, window + k]`: places of tokens, and `sequence.tokens` plus ids of entries.
+    `select` reads keys `[entries, index_dim]` and returns row ids of `tokens_and_entries`,
+    `[local_tokens, 1, window + k]`. The id of a token is its position in the whole sequence, and
+    the id of entry e is `sequence.tokens + e`.
 
     Attributes:
-        k: entries that a query selects.
-        ratio: tokens of an entry.
-        window: tokens that are always selected, up to the query and including it.
+        k: the largest number of entries that a query selects.
+        ratio: the number of tokens per entry.
+        window: the number of last tokens that a query always selects, its own token included.
         chunk_bytes: as in `TopK`.
     """
 
@@ -152,13 +155,14 @@ def all_entries(
     device: torch.device | str = "cpu",
     chunk_bytes: int = 64 << 20,
 ) -> Tensor:
-    """Return the last tokens of each query and all entries that it sees. Local.
+    """Return the last tokens and all earlier entries, for each query. Local.
 
-    The result serves layers that select nothing, such as DeepSeek-V4's HCA. It equals the result of
-    `TopEntries` if `k` is at least the number of entries of any document.
+    Use this function for layers without an indexer, such as DeepSeek-V4's HCA. `TopEntries` selects
+    the same ids if `k` is at least the number of entries of every document.
 
     Returns:
-        Int32 `[local_tokens, 1, window + entries]`, as wide as the longest document needs.
+        Int32 ids `[local_tokens, 1, window + entries]`, where `entries` is the number of entries of
+        the longest document.
 
     Raises:
         PlanError: `ratio` is below 1, or `window` is below 0.

@@ -18,22 +18,22 @@ __all__ = ["TopTiles"]
 
 @dataclass(frozen=True)
 class TopTiles:
-    """Select the tokens of the tiles of keys with the highest scores, for each key head.
+    """Select all tokens of the tiles with the highest scores, for each key head separately.
 
-    A tile is `tile_tokens` tokens of a document. A query sees its own tile only up to itself. A
-    tile's score is the highest score of its tokens. A token's score is
-    `weights[t, group] * q[t, group] . k[s]`, without ReLU. MiniMax M3 (MSA) selects this way, with
-    weights of 1.
+    A tile is `tile_tokens` neighbouring tokens of a document. In its own tile, a query selects only
+    tokens up to itself. The score of a tile is the highest score of its tokens. The score of token
+    s for query t is `weights[t, group] * q[t, group] . k[s]`, without ReLU. `TopTiles` is the rule
+    of MiniMax M3 (MSA), with weights of 1.
 
-    `select` takes `q [local_tokens, groups, index_dim]`, with one index head per key head, and keys
-    `[tokens, index_dim]`. It returns `[local_tokens, groups, budget * tile_tokens]`. It computes
-    scores itself, so leave out `scores=`.
+    `select` reads `q [local_tokens, groups, index_dim]`, with one index head per key head, and keys
+    `[tokens, index_dim]`. The result is `[local_tokens, groups, budget * tile_tokens]`. Leave out
+    the argument `scores=`, because `TopTiles` computes its own scores.
 
     Attributes:
-        budget: tiles that a query selects, local tiles included.
-        tile_tokens: tokens of a tile.
-        local: the number of tiles that are always selected: the query's own tile and the tiles
-            directly before it.
+        budget: the largest number of tiles that a query selects, local tiles included.
+        tile_tokens: the number of tokens per tile.
+        local: the number of tiles that a query always selects: its own tile and the tiles directly
+            before its own tile.
         chunk_bytes: as in `TopK`.
     """
 

@@ -1,8 +1,8 @@
-"""Replay an engine's selection of tokens: sparse attention with an indexer (DSA).
+"""Replay an engine's selection of tokens, for sparse attention with an indexer (DSA).
 
-`record` stores a selection, and `Indices` holds it. You can slice, join and pack `Indices` without
-loss. `impose` makes another model's indexers select the same. `compare` measures the agreement of
-two selections.
+`record` stores a model's selection as `Indices`, which you can slice, join and pack without loss.
+`impose` makes the indexers of another model select the same tokens. `compare` measures the
+agreement of two selections.
 """
 
 from .agreement import IndexAgreement, compare

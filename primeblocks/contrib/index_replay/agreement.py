@@ -17,9 +17,10 @@ class IndexAgreement:
     """Agreement of two selections of the same tokens, by layer.
 
     Attributes:
-        equal_rows: fraction of rows that hold the same ids.
-        overlap: the mean over rows of this ratio: common ids over ids of the larger row.
-        rows: the number of rows that `compare` counted.
+        equal_rows: for each layer, the fraction of rows with equal ids.
+        overlap: for each layer, the mean over rows of this ratio: the number of common ids, divided
+            by the number of ids of the larger row.
+        rows: for each layer, the number of rows that `compare` counted.
     """
 
     equal_rows: dict[int, float]
@@ -30,10 +31,11 @@ class IndexAgreement:
 def compare(one: Indices, other: Indices) -> IndexAgreement:
     """Compare two selections. Local.
 
-    Counts the rows that both selections have, if the token sees more than `top_k` tokens.
+    A row counts only if both selections have the row, and its token can attend to more than `top_k`
+    tokens.
 
     Raises:
-        ShapeError: the selections differ in tokens or layers.
+        ShapeError: the selections differ in the positions of tokens or in layers.
     """
     same = one.layer_ids == other.layer_ids and np.array_equal(one.positions, other.positions)
     if not same:

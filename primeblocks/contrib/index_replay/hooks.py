@@ -1,4 +1,4 @@
-"""Record the selection of an indexer, and make another indexer select the same.
+"""Record the selection of an indexer, and make another indexer select the same tokens.
 
 An indexer is free, or belongs to one open `impose`. Forwards inside the context replace its output,
 and rows are never used up, so recomputation sees the same rows. After the context closes, a
@@ -23,22 +23,22 @@ __all__ = ["IndexTape", "Indexer", "impose", "record"]
 
 @runtime_checkable
 class Indexer(Protocol):
-    """One indexer of a model: a module that returns the ids that its layer attends to.
+    """One indexer of a model: a module that selects the tokens that its layer attends to.
 
-    Adapters make indexers: `adapters.transformers.indexers(model)`. Layers that share another
-    layer's selection have no indexer.
+    `contrib.adapters.transformers.indexers(model)` returns the indexers of a model. A layer that
+    uses the selection of another layer has no indexer.
     """
 
     @property
     def module(self) -> nn.Module:
-        """A module whose output is integers `[batch, tokens, width]`: places of keys."""
+        """The module whose output is integers `[batch, tokens, width]`, the indices of keys."""
 
     @property
     def layer_id(self) -> int:
-        """Index among all hidden layers of the model."""
+        """The index of the indexer's layer among all hidden layers of the model."""
 
     def filled(self, ids: Tensor) -> Tensor:
-        """Return ids, followed by -1, in the form that the model's attention needs."""
+        """Return ids, with -1 at the end of rows, in the form that the model's attention needs."""
 
 
 class _Where:
@@ -73,24 +73,24 @@ class _Where:
 def record(
     indexers: Sequence[Indexer], *, positions: Any = None, starts: Any = None
 ) -> Iterator[IndexTape]:
-    """Record the selection of one forward, in a `with` block.
+    """Record the selection of one forward in a `with` block.
 
-    A layer that runs again in the same context must select the same ids. A recomputation under
-    activation checkpointing does so. A second forward of other tokens does not. Local. Keeps ids on
-    the device until you read `tape.indices`.
+    If a layer runs again in the `with` block, the layer must select the same ids again. A
+    recomputation by activation checkpointing selects the same ids, but a second forward of other
+    tokens does not. Local. The ids stay on the device until you read `tape.indices`.
 
     Args:
         indexers: the indexers of the model.
-        positions: integers `[rows]`, the place of each token in its document. Default: each row of
-            the batch is one document.
-        starts: integers `[rows]`, for each token the place among the keys where its document
-            begins. Pass both for packed documents, and for a rank's part of them.
+        positions: integers `[rows]`, the position of each token in its document. By default, each
+            row of the batch is one document.
+        starts: integers `[rows]`, the index of the first key of each token's document. If documents
+            are packed, or split over ranks, pass `positions` and `starts`.
 
     Raises:
-        UsageError: `indexers` is empty, or `positions` came without `starts`.
-        UsageError: from `tape.indices`, if a layer selected differently when it ran again.
-        ShapeError: from the forward, if an output is not integers `[batch, tokens, width]`, or has
-            other tokens.
+        UsageError: `indexers` is empty, or only one of `positions` and `starts` is given.
+        UsageError: raised by `tape.indices`, if a layer selected other ids when it ran again.
+        ShapeError: raised by the forward, if an output is not integers `[batch, tokens, width]`, or
+            `positions` and `starts` do not have one entry per token.
     """
     where = _Where(positions, starts)
     layers = [_Recorded(indexer, where) for indexer in _ordered(indexers)]
@@ -110,14 +110,14 @@ class IndexTape:
 
     @property
     def indices(self) -> Indices:
-        """The recorded selection, as positions inside documents. Copied to the host.
+        """The recorded selection as positions inside documents, copied to the host.
 
-        Ids after a token's own position are left out. transformers selects some for the first
-        queries, and masks them afterwards.
+        The result leaves out ids after a token's own position, which transformers selects for the
+        first queries and masks later.
 
         Raises:
-            UsageError: a layer has not run, or selected differently when it ran again.
-            ShapeError: the layers saw different numbers of tokens.
+            UsageError: a layer has not run, or selected other ids when it ran again.
+            ShapeError: the selections of the layers differ in the number of tokens or in width.
         """
         silent = [one.indexer.layer_id for one in self._layers if one.ids is None]
         changed = [one.indexer.layer_id for one in self._layers if one.changed]
@@ -168,10 +168,10 @@ def impose(
 ) -> Iterator[None]:
     """Make the indexers select the ids of `indices` while the `with` block is open.
 
-    For a missing row, and for a known row without ids, the model keeps its own selection. A layer
-    that runs again gets the same rows. Use one context per micro-batch. With activation
-    checkpointing call backward inside it too. A recomputation outside of the context is refused.
-    Local. The ids are copied once to the device of each indexer.
+    If a row is missing or has no ids, the model keeps its own selection for this row. A layer that
+    runs again in the `with` block gets the same rows. Open one `with` block per micro-batch. With
+    activation checkpointing, call backward inside of the block, because a recomputation after the
+    block raises UsageError. Local. The ids are copied once to the device of each indexer.
 
     Args:
         indexers: the indexers of the model.
@@ -179,13 +179,13 @@ def impose(
         positions, starts: as in `record`.
 
     Raises:
-        PlanError: the indices have other layers than the indexers.
-        ShapeError: from the forward, if the indices differ from the batch in positions or in the
+        PlanError: `indices` and `indexers` are for different layers.
+        ShapeError: raised by the forward, if `indices` and the batch differ in positions or in the
             number of tokens.
-        UsageError: `indexers` is empty, an indexer already belongs to a context, or `positions`
-            came without `starts`.
-        UsageError: at the end of the block, if an indexer never ran. From backward, if a layer was
-            recomputed after the block.
+        UsageError: `indexers` is empty, an indexer already belongs to an open `impose` block, or
+            only one of `positions` and `starts` is given.
+        UsageError: raised at the end of the `with` block, if an indexer never ran. UsageError is
+            also raised by backward, if a layer is recomputed after the `with` block.
     """
     ordered, where = _ordered(indexers), _Where(positions, starts)
     layer_ids = tuple(indexer.layer_id for indexer in ordered)

@@ -19,21 +19,21 @@ __all__ = ["Indices"]
 class Indices:
     """The positions that each token attended to, in each layer with its own indexer.
 
-    A value on the host, made of read-only numpy arrays. A slice costs nothing. Positions count from
-    the start of the token's document, as in an engine, even if the trainer packs documents. Layers
-    that share another layer's selection are left out. A row that is not known is marked as missing.
-    `impose` lets a missing row keep the model's own selection.
+    A value on the host, made of read-only numpy arrays. A slice is a view. Positions count from the
+    start of the token's document, as in an engine, even if the trainer packs documents. Layers that
+    use the selection of another layer are left out. An unknown row is marked as missing, and
+    `impose` keeps the model's own selection for a missing row.
 
     Args:
-        ids: int32 `[tokens, layers, top_k]`. Each row ascends without gaps and is followed by -1.
-            An id is at most the token's own position.
-        positions: int32 `[tokens]`, the place of each token in its document, from 0.
+        ids: int32 `[tokens, layers, top_k]`, positions of tokens. The ids of each row ascend, and
+            -1 fills the remaining columns. An id is at most the token's own position.
+        positions: int32 `[tokens]`, the position of each token in its document, counted from 0.
         layer_ids: for each layer in `ids`, its index among all hidden layers.
-        missing: bool `[tokens, layers]`. Missing rows hold -1.
+        missing: bool `[tokens, layers]`, True for missing rows. All ids of a missing row are -1.
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. The values are not checked, so use
-            `from_array` for data from outside.
+            `from_array` for ids that another program made.
     """
 
     ids: np.ndarray
@@ -69,21 +69,22 @@ class Indices:
         top_k: int | None = None,
         missing: Any = None,
     ) -> Indices:
-        """Check ids from outside, which may have any order in a row, with -1 for no id. Local.
+        """Check and sort ids that another program made. Local.
 
-        Sorts every row.
+        The ids of a row may have any order, and -1 means no id.
 
         Args:
             array: integers `[tokens, layers, width]`, an array or a tensor.
             layer_ids: as in `Indices`.
-            positions: integers `[tokens]`. Default: those of one document from its start.
-            top_k: the most ids that a row may hold. Default: the width.
-            missing: bool `[tokens]` or `[tokens, layers]`.
+            positions: integers `[tokens]`. By default, the tokens are the first tokens of one
+                document.
+            top_k: the largest number of ids per row. The default is the width of `array`.
+            missing: bool `[tokens]` or `[tokens, layers]`, True for missing rows.
 
         Raises:
-            ShapeError: shapes or dtypes do not fit together, or a row holds more than `top_k` ids.
-            UsageError: a row has a position twice, a position after its token, or a number below
-                -1.
+            ShapeError: shapes or dtypes do not fit together, or a row has more than `top_k` ids.
+            UsageError: a row has an id twice, an id above the token's own position, or a number
+                below -1.
         """
         ids = _host(array)
         if ids.ndim != 3 or ids.dtype.kind not in "iu":
@@ -146,15 +147,15 @@ class Indices:
         )
 
     def __getitem__(self, tokens: slice) -> Indices:
-        """`indices[a:b]`: a view of these tokens, which keep their positions."""
+        """`indices[a:b]`: a view of the tokens a to b - 1, which keep their positions."""
         return self._with(self.ids[tokens], self.positions[tokens], self.missing[tokens])
 
     @staticmethod
     def join(parts: Iterable[Indices]) -> Indices:
-        """Join parts along the tokens: packed documents, or turns. Copies once.
+        """Join parts along the tokens, such as packed documents or turns, with one copy.
 
         Raises:
-            ShapeError: the parts come from different models, or `parts` is empty.
+            ShapeError: the parts differ in layers or `top_k`, or `parts` is empty.
         """
         parts = list(parts)
         if not parts:
@@ -172,10 +173,10 @@ class Indices:
         )
 
     def split(self, lengths: Sequence[int]) -> list[Indices]:
-        """The inverse of `join`: views of consecutive tokens.
+        """Split into views of consecutive tokens, the inverse of `join`.
 
         Raises:
-            ShapeError: the lengths do not add up to the tokens.
+            ShapeError: the lengths do not add up to the number of tokens.
         """
         if sum(lengths) != self.tokens or any(length < 0 for length in lengths):
             raise ShapeError(
@@ -186,10 +187,10 @@ class Indices:
         return [self[end - n : end] for n, end in zip(lengths, ends, strict=True)]
 
     def with_missing(self, *, before: int = 0, after: int = 0) -> Indices:
-        """Add tokens with missing rows, before the first token and after the last.
+        """Add tokens with missing rows, before the first token and after the last token.
 
-        The last sampled token has no row (`after=1`). An omitted prompt has no rows (`before=`).
-        Add padding with `after` as well.
+        Pass `after=1` for the last sampled token, which has no row. Pass `before=` for a prompt
+        whose rows were not recorded. Pass `after=` for padding too.
 
         Raises:
             ShapeError: a count is negative, or `before` exceeds the first position.
@@ -208,13 +209,14 @@ class Indices:
         return self._with(ids, positions, np.pad(self.missing, around, constant_values=True))
 
     def take(self, order: Any) -> Indices:
-        """Return the tokens at `order`, such as one rank's part of a split sequence.
+        """Return the tokens at the indices `order`, such as one rank's part of a split sequence.
 
         Args:
-            order: indices, or a bool mask `[tokens]`, as an array, a tensor or a list.
+            order: indices of tokens, or a bool mask `[tokens]`, as an array, a tensor or a list.
 
         Raises:
-            ShapeError: an index is out of range or not an integer, or a mask has another length.
+            ShapeError: an index is out of range or not an integer, or the length of a mask is not
+                the number of tokens.
         """
         index = np.asarray(_host(order))
         if index.dtype == np.bool_ and index.shape == (self.tokens,):
@@ -231,22 +233,23 @@ class Indices:
     def pack(self) -> memoryview:
         """Return one self-describing, checksummed buffer, coded without loss. See `code`. Local.
 
-        The result is a view of memory. Pass `bytes(payload)` to code that pickles.
+        A memoryview cannot be pickled, so pass `bytes(payload)` to code that pickles the result.
         """
         return code.encode(self.ids, self.positions, self.layer_ids, self.missing)
 
     @classmethod
     def unpack(cls, payload: Bytes, *, max_bytes: int | None = None) -> Indices:
-        """Return the value that was packed. Local.
+        """Return the value that `pack` packed. Local.
 
         Args:
-            max_bytes: refuse ids that would take more memory. A row with its whole prefix takes no
-                bytes of the payload, so a payload from a stranger may expand without bound.
+            max_bytes: the largest memory that the ids may need, in bytes. A row that selects its
+                whole prefix takes no bytes in the payload, so a small payload from a stranger may
+                need unlimited memory.
 
         Raises:
             CorruptionError: a byte was changed, added or removed.
-            UnsupportedError: the payload has another version of the format.
-            CapacityError: the ids would take more than `max_bytes`.
+            UnsupportedError: the payload has an unknown version of the format.
+            CapacityError: the ids need more memory than `max_bytes`.
         """
         return cls(*code.decode(payload, max_bytes=max_bytes))
 

@@ -1,10 +1,10 @@
-"""vLLM 0.32's asynchronous engine. It takes tokens and returns tokens, logprobs and versions.
+"""vLLM 0.32's asynchronous engine, which reads token ids and returns ids, logprobs and versions.
 
-The caller sets the environment variables that vLLM reads. docs/install.md lists the variables
-that a CPU needs. The engine is a *spawned* child process, so a script that starts an engine needs
-`if __name__ == "__main__":`.
+Before you start an engine, set the environment variables that vLLM reads. The page docs/install.md
+lists the variables that vLLM needs on a CPU. The engine is a *spawned* child process, so a script
+that starts an engine needs `if __name__ == "__main__":`.
 
-vLLM is imported only when `VllmEngine` or a function of this package is first used.
+This package imports vLLM only when you first use `VllmEngine` or a function of this package.
 """
 
 from importlib import import_module

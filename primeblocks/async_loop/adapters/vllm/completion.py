@@ -15,14 +15,14 @@ __all__ = ["Completion", "completion_of"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """One completion as the engine returned it.
+    """One completion of the engine.
 
     `token_ids`, `logprobs` and `versions` have one entry per completion token. `routed_experts` is
     vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion, or None if the engine
-    does not return routes. It lacks the rows that `routed_experts_prompt_start` skips.
-    `num_cached_tokens` counts the prompt tokens that came from the KV cache. `draft_tokens` has the
-    numbers of accepted and of all draft tokens, if the engine has
-    `per_request_spec_decode_metrics="summary"`.
+    does not return routes. The array lacks the rows that `routed_experts_prompt_start` skips.
+    `num_cached_tokens` is the number of prompt tokens that came from the KV cache. If the engine
+    has `per_request_spec_decode_metrics="summary"`, `draft_tokens` contains the number of accepted
+    draft tokens and the number of all draft tokens.
     """
 
     prompt: tuple[int, ...]
@@ -41,11 +41,11 @@ class Completion:
         reward: float | None = None,
         attachments: Mapping[str, Any] | None = None,
     ) -> Rollout:
-        """Return the completion as a `Rollout`. Arguments are those of `Rollout`. Local.
+        """Return the completion as a `Rollout`. Local.
 
         Args:
-            attachments: by default "routed_experts" and "draft_tokens", if the engine returned
-                them.
+            attachments: as in `Rollout`. The default contains "routed_experts", "draft_tokens" or
+                both, if the engine returned them.
 
         Raises:
             ShapeError, UsageError: as for `Rollout`.

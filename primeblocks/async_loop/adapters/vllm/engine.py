@@ -62,13 +62,14 @@ def base_engine_args(
 ) -> dict[str, Any]:
     """Return engine arguments for rollouts. Pure.
 
-    The engine takes and returns token ids, without a tokenizer. It returns log-probabilities of the
-    distribution that it sampled from, and ignores the checkpoint's own sampling defaults. The KV
-    cache has the given size. Nothing is compiled, because compiled models on a CPU return zeros as
-    routes. Pixels are taken as they are: vLLM would otherwise normalise them again.
+    The engine works on token ids, without a tokenizer. The engine returns log-probabilities of the
+    distribution that it sampled from, and ignores the checkpoint's own sampling defaults. The model
+    is not compiled, because compiled models on a CPU return zeros as routes. The KV cache has
+    `kv_bytes` bytes. The engine does not normalise pixels, because transformers' processor has
+    normalised them.
 
     Args:
-        more: any other arguments of vLLM. They override the defaults here.
+        more: other arguments of vLLM, which override the arguments that this function sets.
     """
     arguments = {
         "model": str(model),
@@ -91,8 +92,9 @@ def base_engine_args(
 class VllmEngine:
     """A running vLLM engine.
 
-    Make one with `await VllmEngine.start(...)`, and use it as an async context manager. It belongs
-    to the event loop that started it. `llm` is vLLM's own `AsyncLLM`, for weight transfer.
+    Start an engine with `await VllmEngine.start(...)`, and use it as an async context manager. Use
+    an engine only in the event loop that started it. The attribute `llm` is vLLM's own `AsyncLLM`,
+    which you need for transfers of weights.
     """
 
     def __init__(self, llm: AsyncLLM, processes: Sequence[BaseProcess], clock: Clock) -> None:
@@ -118,11 +120,12 @@ class VllmEngine:
     ) -> "VllmEngine":
         """Start the engine process and label its weights `version`. Local.
 
-        The event loop keeps running. Works in a process that torchrun started.
+        The call does not block the event loop, and works in a process that torchrun started.
 
         Raises:
             EngineError: the checkpoint is wrong, vLLM refused arguments, or the process died.
-            DeadlineError: the engine was not ready within `timeout_s`. Its processes are killed.
+            DeadlineError: the engine was not ready within `timeout_s`, and its processes were
+                killed.
             UnsupportedError: the installed vLLM is not 0.32.
         """
         if not vllm.__version__.startswith("0.32."):
@@ -160,7 +163,7 @@ class VllmEngine:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Ids of the engine's processes."""
+        """The process ids of the engine."""
         return tuple(p.pid for p in self._processes if p.pid is not None)
 
     async def generate(
@@ -182,28 +185,30 @@ class VllmEngine:
     ) -> tuple[Completion, ...]:
         """Sample `n` completions of one prompt.
 
-        A call that is cancelled or misses its deadline removes its request from the engine.
+        If the call is cancelled or misses its deadline, the engine removes the request.
 
         Args:
-            images: for Qwen-VL's families. The prompt already has the placeholders of the images.
-                Each `value` is a dict of `pixel_values` and `image_grid_thw`, the arrays that
-                transformers' processor returns for one image. The engine then needs a processor:
-                `skip_tokenizer_init=False`.
-            cache_salt: requests share KV pages only with requests of the same salt. Use one salt
-                per policy version.
-            extra_args: vLLM's own field for connectors and plug-ins.
-            routed_experts_prompt_start: routes of the prompt tokens before it are not returned.
-            lora_request: a LoRA adapter. It samples all tokens of every completion.
-            adapter_version: the policy version of `lora_request`. It labels the tokens, because
-                vLLM's own labels are of the base weights.
+            images: images for models of the Qwen-VL families. The prompt must contain the
+                placeholder tokens of the images. Each `value` is a dict of `pixel_values` and
+                `image_grid_thw`, the arrays that transformers' processor returns for one image. An
+                engine that gets images needs `skip_tokenizer_init=False`.
+            cache_salt: two requests share KV pages only if their salts are equal. Use one salt per
+                policy version.
+            extra_args: values that vLLM passes to its connectors and plug-ins.
+            routed_experts_prompt_start: the index of the first prompt token whose routes are
+                returned.
+            lora_request: a LoRA adapter, which the engine uses for all tokens of the request.
+            adapter_version: the policy version of `lora_request`. The call labels tokens with
+                `adapter_version`, because vLLM labels tokens only with the version of the base
+                weights.
 
         Raises:
             DeadlineError: no answer within `timeout_s`, for instance because the engine hangs.
-            EngineError: the engine died or failed, before or during the request, or the label of
-                its weights is not a version.
-            UsageError: the request does not fit the engine, or the engine does not have the
-                adapter. Also raised if only one of `lora_request` and `adapter_version` is given,
-                or the adapter has `load_inplace`.
+            EngineError: the engine died or failed before or during the request, or the label of the
+                engine's weights is not a version.
+            UsageError: vLLM refused the request, for instance because the engine lacks the adapter.
+                UsageError is also raised if only one of `lora_request` and `adapter_version` is
+                given, or the adapter has `load_inplace`.
             ClosedError: the engine was closed before or during the request.
         """
         version = _check_adapter(lora_request, adapter_version)
@@ -234,7 +239,7 @@ class VllmEngine:
         )
 
     async def call(self, awaitable: Awaitable[T], *, timeout_s: float) -> T:
-        """Await one of `llm`'s coroutines with a deadline. Ends at once if the engine dies.
+        """Await one of `llm`'s coroutines until a deadline, or until the engine dies.
 
         Raises:
             DeadlineError, EngineError, UsageError, ClosedError: as for `generate`.
@@ -262,7 +267,7 @@ class VllmEngine:
             raise UsageError(f"vLLM refused the request: {error}") from error
 
     async def close(self, *, timeout_s: float = 10.0) -> None:
-        """Stop the engine. Processes that do not end in time are killed."""
+        """Stop the engine, and kill its processes that do not end within `timeout_s`."""
         if self._closed:
             return
         self._closed = True

@@ -31,20 +31,22 @@ async def generate_in_parts(
 ) -> Completion:
     """Sample one completion, and save the trajectory after every `part_tokens` tokens.
 
-    Continues the trajectory that `draft` has for this sample. Each part is a request whose prompt
-    is the trajectory so far. Every token keeps its log-probability, version and routes, also across
-    a crash.
+    If `draft` contains a trajectory of this sample, the call continues the trajectory. The call
+    sends one request per part, with the trajectory so far as the prompt. After a crash, every saved
+    token still has its log-probability, version and routes.
 
     Args:
         sample: the position of the completion in its group.
-        part_tokens: the most tokens that a crash may cost. Each save writes the whole trajectory.
-        timeout_s: of each part.
-        options: of `VllmEngine.generate`, except `n`.
+        part_tokens: the number of tokens per part. A crash loses at most the tokens of one part.
+            Each save writes the whole trajectory.
+        timeout_s: the deadline of each part, in seconds.
+        options: more arguments of `VllmEngine.generate`, except `n`.
 
     Raises:
-        UsageError: `part_tokens` or `max_tokens` is not positive, or the draft is of another
-            prompt. Also as for `VllmEngine.generate`.
-        DeadlineError, EngineError, ClosedError: as for `VllmEngine.generate`. Saved parts stay.
+        UsageError: as for `VllmEngine.generate`. UsageError is also raised if `part_tokens` or
+            `max_tokens` is not positive, or the trajectory in `draft` begins with another prompt.
+        DeadlineError, EngineError, ClosedError: as for `VllmEngine.generate`. Saved parts are not
+            lost.
     """
     if part_tokens < 1 or max_tokens < 1:
         raise UsageError(

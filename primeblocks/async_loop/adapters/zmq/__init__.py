@@ -1,26 +1,27 @@
-"""Groups from other processes and machines into a `RolloutBuffer`, over ZeroMQ.
+"""Transfer of groups from other processes and machines into a `RolloutBuffer`, over ZeroMQ.
 
-A group is identified by its ordinal. The receiver has a state for each ordinal that it knows:
+The ordinal of a group identifies the group. The receiver stores a state per ordinal:
 
     ARRIVED    decoded, waits for room in the buffer
     ACCEPTED   in the buffer, or taken from it; `put` returns
     SETTLED    its training step is durable (`settle`); the sender deletes its copy
 
-The sender keeps a group until the group is SETTLED, and names all groups that it keeps once per
-`retry_s`. The receiver answers with the states of these groups, so the next exchange repairs every
-lost message, reconnection and restart. The sender sends a group again if the receiver has read
-the group's message or a later message, but does not know the group. The receiver forgets an ordinal
-that its sender does not name any more, unless the group is ACCEPTED.
+The sender keeps a copy of a group until the group is SETTLED. Every `retry_s` seconds, the sender
+sends the ordinals of all groups that it keeps, and the receiver answers with their states. Each
+exchange repairs earlier lost messages, reconnections and restarts. The sender sends a group again
+if the receiver has read the group's message or a later message, but has no state for the group. If
+the newest list of a sender lacks an ordinal, the receiver deletes the ordinal's state, unless the
+group is ACCEPTED.
 
-If a sender dies, the receiver keeps the ordinals of the groups that the sender named last.
+If a sender dies, the receiver keeps the states of the ordinals in the sender's last list.
 
-One death therefore loses no accepted group. If a sender dies, its accepted groups are in the
-buffer. If the receiver dies, every sender sends again its groups that are not settled. An accepted
-group is lost only if its sender and the receiver both die before the group is settled.
+If only a sender or only the receiver dies, no accepted group is lost. The accepted groups of a dead
+sender are in the buffer. If the receiver dies, every sender sends its unsettled groups again. An
+accepted group is lost only if its sender and the receiver both die before the group is settled.
 
-Messages are JSON and `codec` payloads. Nothing is unpickled. Any process that reaches the port can
-add groups. Bind to a private address, or pass `configure=` a function that sets ZeroMQ's CURVE
-keys.
+Messages are JSON and `codec` payloads. Sender and receiver unpickle nothing. Any process that
+reaches the port can add groups. Bind to a private address, or set ZeroMQ's CURVE keys in a function
+that you pass as `configure=`.
 """
 
 from .receiver import RolloutReceiver

@@ -29,24 +29,27 @@ class _Known:
 
 
 class RolloutReceiver:
-    """Puts the groups of all senders into a buffer. Use it in the event loop of the buffer:
+    """Puts the groups of all senders into a buffer. Use a receiver in the buffer's event loop:
 
         async with RolloutReceiver(buffer, "tcp://127.0.0.1:5555") as receiver:
             groups = await buffer.take(8, version=v, timeout_s=600, on_drop=receiver.settle)
             ...  # train, save
             receiver.settle(*groups)
 
-    Do not give this buffer to an `AsyncLoop`, which counts only the groups that it starts itself.
+    Do not pass the buffer of a receiver to an `AsyncLoop`, which counts only groups that it
+    started.
 
     Args:
-        buffer: its capacity bounds the groups that are accepted and not taken.
-        address: ZeroMQ's address to bind, "tcp://10.0.0.1:5555" for instance. Port 0 takes a free
-            port, which the attribute `address` then names.
-        capacity_bytes: payload bytes of groups that wait for room. From this number on, no message
-            is read, and ZeroMQ queues at most four messages per connection.
-        max_group_bytes: the largest payload of a group. A larger payload is refused. If it also
-            has more than 64 MiB, its connection is closed instead.
-        configure: called with the socket before it is bound.
+        buffer: the capacity of the buffer limits the number of accepted groups that wait for
+            `take`.
+        address: ZeroMQ's address to bind, "tcp://10.0.0.1:5555" for instance. For port 0, the
+            receiver binds a free port, and the attribute `address` contains the port.
+        capacity_bytes: a limit on the payload bytes of groups that wait for room in the buffer. At
+            the limit, the receiver reads no message, and ZeroMQ queues at most four messages per
+            connection.
+        max_group_bytes: the largest payload of a group. The receiver refuses a larger payload. If
+            the payload exceeds both `max_group_bytes` and 64 MiB, ZeroMQ closes the connection.
+        configure: a function that is called with the socket before the socket is bound.
 
     Raises:
         UsageError: the address cannot be bound, or a size is not a positive integer.
@@ -82,16 +85,16 @@ class RolloutReceiver:
         self.close()
 
     def close(self) -> None:
-        """Stop receiving. Groups in the buffer stay. Groups that wait for room are removed."""
+        """Stop receiving, and remove groups that wait for room. Groups in the buffer stay."""
         self._wire.close()
         for known in self._known.values():
             if known.waits is not None:
                 known.waits.cancel()
 
     def settle(self, *groups: Group) -> None:
-        """Let the senders delete their copies of these groups, whose step is durable. Local.
+        """Let the senders delete their copies of groups whose training step is durable. Local.
 
-        Pass `settle` to `take` as `on_drop=` too. A group from another source is ignored.
+        Pass `settle` to `take` as `on_drop=` too. Groups that no sender sent are ignored.
 
         Raises:
             ClosedError: the receiver has been closed, or has failed.

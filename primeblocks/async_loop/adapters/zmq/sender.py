@@ -28,18 +28,18 @@ class _Kept:
 
 
 class RolloutSender:
-    """Sends finished groups to a `RolloutReceiver`, and keeps each group until it is settled.
+    """Sends finished groups to a `RolloutReceiver`, and keeps a copy of each unsettled group.
 
     Use a sender from one event loop. Give every group an ordinal that no other group has.
 
     Args:
-        address: of the receiver, such as "tcp://10.0.0.1:5555".
-        capacity_bytes: the most payload bytes of unsettled groups. `put` waits while its group
-            would exceed this limit.
+        address: the address of the receiver, such as "tcp://10.0.0.1:5555".
+        capacity_bytes: the largest total payload of unsettled groups, in bytes. `put` waits while
+            its group would exceed `capacity_bytes`.
         retry_s: seconds between two requests to the receiver. A lost group is sent again after
-            this time.
-        clock: the time of the deadlines.
-        configure: called with the socket before it connects.
+            `retry_s` seconds.
+        clock: the clock that measures the deadlines.
+        configure: a function that is called with the socket before the socket connects.
 
     Raises:
         UsageError: the address is malformed, or a size or `retry_s` is not positive.
@@ -76,24 +76,26 @@ class RolloutSender:
         self.close()
 
     def close(self) -> None:
-        """Stop sending, and delete all copies. Await `settled` first to lose nothing."""
+        """Stop sending, and delete all copies. To lose no group, await `settled` first."""
         self._wire.close()
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Ordinals of the groups that are not settled."""
+        """The ordinals of the groups that are not settled."""
         return tuple(self._kept)
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
-        """Send a group. Returns when the receiver's buffer has it.
+        """Send a group, and return when the group is in the receiver's buffer.
 
         Raises:
-            DeadlineError: no receiver answered, its buffer was full, or unsettled groups fill
-                `capacity_bytes`. The group is withdrawn. If the receiver accepted it at the same
-                moment, it is trained on. If you then put it again, it may be trained on twice.
-            CapacityError: it is larger than `capacity_bytes` or the receiver's `max_group_bytes`.
-            UnsupportedError: the receiver refused it, for example because it is larger than the
-                buffer's `capacity_bytes`, or `codec.pack` cannot pack it.
+            DeadlineError: no receiver answered, the receiver's buffer was full, or unsettled groups
+                fill `capacity_bytes`. The sender withdraws the group. If the receiver accepted the
+                group at the last moment, the group is trained on. A group that you put again may
+                therefore be trained on twice.
+            CapacityError: the group exceeds `capacity_bytes` or the receiver's `max_group_bytes`.
+            UnsupportedError: the receiver refused the group, for example because the group exceeds
+                the buffer's `capacity_bytes`. UnsupportedError is also raised if `codec.pack`
+                cannot pack the group.
             UsageError: an unsettled group has the same ordinal.
             ClosedError: the sender was closed, or has failed.
         """
@@ -109,7 +111,7 @@ class RolloutSender:
         """Wait until every group is settled.
 
         Raises:
-            DeadlineError: some groups are not settled. The sender keeps these groups.
+            DeadlineError: some groups are not settled, and the sender keeps them.
             UnsupportedError: a restarted receiver refused groups that an earlier receiver accepted.
             ClosedError: the sender was closed, or has failed.
         """

@@ -1,8 +1,9 @@
-"""Dispatchers on DeepEP's two buffers, for GPUs joined by NVLink and RDMA. Never run on DeepEP.
+"""Dispatchers on DeepEP's two buffers, for GPUs joined by NVLink and RDMA.
 
-`elastic_dispatcher` uses `deep_ep.ElasticBuffer` (DeepEP 2), and `buffer_dispatcher` uses
-`deep_ep.Buffer` (DeepEP 1.2). Both return a `TokenDispatcher` that sends a token once to each rank
-that owns one of its experts. Building a dispatcher imports deep_ep.
+The dispatchers have never run on DeepEP. `elastic_dispatcher` uses `deep_ep.ElasticBuffer` (DeepEP
+2), and `buffer_dispatcher` uses `deep_ep.Buffer` (DeepEP 1.2). Both functions return a
+`TokenDispatcher`, which sends a token once to each rank that owns one of the token's experts. Both
+functions import deep_ep when you call them.
 """
 
 from .elastic import elastic_dispatcher

@@ -50,28 +50,32 @@ def elastic_dispatcher(
 ) -> DeepEpDispatcher:
     """Build a dispatcher on DeepEP 2. Collective.
 
-    Uses DeepEP's compact layout, because only that layout has a backward. If a rank never calls,
-    DeepEP's own deadlines end the wait: 300 s on the host and 100 s on the device.
+    The dispatcher uses DeepEP's compact layout, because only the compact layout supports backward.
+    If a rank does not make a collective call, the other ranks wait until DeepEP's deadlines pass.
+    The deadlines are 300 s on the host and 100 s on the device.
 
     Args:
-        group: the ranks that share the experts, on NCCL. Rank r owns the r-th share.
-        max_tokens: the most tokens that any rank dispatches, equal on all ranks. Sizes the buffer.
-        hidden: the width of a row, a multiple of 8.
-        top_k: the most experts that a token chooses, up to 32. Sizes the buffer.
-        alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
-            kernels need 128.
-        deterministic: sort the rows of an expert by source rank, token and choice. Otherwise they
-            keep the order of arrival.
-        num_sms: the number of multiprocessors that communicate. With 0 DeepEP derives the number
-            from bandwidths.
-        check: as for `AllToAllDispatcher`. With False, DeepEP's kernel aborts if an id is out of
-            range or a token chose an expert twice.
+        group: the ranks that share the experts, as a process group with NCCL. Rank r owns share r
+            of the experts.
+        max_tokens: the largest number of tokens that a rank dispatches, equal on all ranks.
+            `max_tokens` sets the size of the buffer.
+        hidden: the number of values in a row, a multiple of 8.
+        top_k: the largest number of experts per token, at most 32. `top_k` also sets the size of
+            the buffer.
+        alignment: the rows of each expert are padded with zero rows to a multiple of `alignment`.
+            FP8 kernels need an `alignment` of 128 rows.
+        deterministic: whether to sort the rows of an expert by source rank, token and choice. If
+            `deterministic` is False, rows keep the order of arrival.
+        num_sms: the number of multiprocessors that communicate. If `num_sms` is 0, DeepEP derives
+            the number from bandwidths.
+        check: as for `AllToAllDispatcher`. If `check` is False, DeepEP's kernel aborts when an id
+            is out of range or a token chose an expert twice.
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: deep_ep fails to import, or is not the version that this adapter knows.
+        UnsupportedError: the import of deep_ep fails, or the adapter does not support its version.
         ShapeError: `hidden` is not a positive multiple of 8.
-        PlanError: another size is out of range.
+        PlanError: `max_tokens`, `top_k` or `alignment` is out of range.
 
     Source: github.com/deepseek-ai/DeepEP, version 2.1.
     """

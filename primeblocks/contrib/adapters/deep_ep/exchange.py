@@ -63,8 +63,8 @@ class Received(NamedTuple):
         rows: `[rows, hidden]`.
         scores: `[rows, top_k]`, as sent. A score is undefined if its expert is on another rank.
         expert_ids: `[rows, top_k]`, local ids, with -1 if the expert is on another rank.
-        counts: the number of choices of each local expert. They are on the host, because DeepEP has
-            waited for them.
+        counts: the number of choices of each local expert. The counts are on the host, because
+            DeepEP has waited for them.
         handle: DeepEP's own handle, which remembers the layout.
     """
 
@@ -76,20 +76,20 @@ class Received(NamedTuple):
 
 
 class DeepEpBuffer(Protocol):
-    """One of DeepEP's buffers. It moves rows and has no gradients. Each call is collective."""
+    """One of DeepEP's buffers, which moves rows without gradients. Each call is collective."""
 
     def send(self, x: Tensor, scores: Tensor, expert_ids: Tensor, num_experts: int) -> Received:
         """Send each token once to every rank that owns one of its experts."""
         ...
 
     def send_again(self, x: Tensor, handle: Any) -> Tensor:
-        """Send rows to the ranks of an earlier `send`. They arrive in the same order as there."""
+        """Send rows to the ranks of an earlier `send`. Rows arrive in the order of that `send`."""
         ...
 
     def sum_back(
         self, rows: Tensor, scores: Tensor | None, handle: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Send rows back and sum those of each token. Send each choice's score back, too."""
+        """Send rows back and sum the rows of each token. Also send each choice's score back."""
         ...
 
     def close(self) -> None:
@@ -106,14 +106,15 @@ class _Sent(NamedTuple):
 
 
 class DeepEpDispatcher:
-    """A `TokenDispatcher` for bfloat16, which shares experts over a process group with DeepEP.
+    """A `TokenDispatcher` for bfloat16 that sends tokens between ranks with DeepEP.
 
-    Build one with `elastic_dispatcher` or `buffer_dispatcher`. It serves any number of layers, one
-    call at a time. It owns device memory, so call `close()`. `dispatch`, `combine`, their backwards
-    and `close` are collective.
+    Build a dispatcher with `elastic_dispatcher` or `buffer_dispatcher`. Any number of layers may
+    use one dispatcher, but only one call may run at a time. Call `close()` to free the device
+    memory. `dispatch`, `combine`, their backwards and `close` are collective.
 
-    The backward of a send is a sum, and the backward of a sum is the same send again. Both use the
-    layout of DeepEP's handle, which autograd keeps until backward.
+    The backward of `dispatch` sums rows, and the backward of `combine` sends rows to the same ranks
+    as `dispatch`. Both backwards use the layout in DeepEP's handle, which autograd keeps until
+    backward.
     """
 
     def __init__(
@@ -138,8 +139,9 @@ class DeepEpDispatcher:
 
         Raises:
             ShapeError, PlanError, RankError: as for `TokenDispatcher.dispatch`. ShapeError is also
-                raised if the buffer is too small for the tokens or choices.
-            UnsupportedError: the dtype is not bfloat16, or a token chose an expert twice.
+                raised if a rank has more than `max_tokens` tokens or a token has more than `top_k`
+                choices.
+            UnsupportedError: `x` is not bfloat16, or a token chose an expert twice.
             ClosedError: the dispatcher was closed.
         """
         buffer = self._open()
@@ -166,11 +168,11 @@ class DeepEpDispatcher:
         return Dispatched(arrived, counts, _Sent(handle, row_map, weights, places, tokens))
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Send results back, as `TokenDispatcher.combine` does. Collective.
+        """Send the experts' results back, as `TokenDispatcher.combine` does. Collective.
 
         Raises:
             ShapeError: `y` does not have one row for each dispatched row.
-            UnsupportedError: the dtype is not bfloat16.
+            UnsupportedError: `y` is not bfloat16.
             ClosedError: the dispatcher was closed.
         """
         buffer = self._open()
@@ -185,7 +187,7 @@ class DeepEpDispatcher:
         return out if tokens else out[:0]
 
     def close(self) -> None:
-        """Free the buffer. Afterwards backward cannot run. Collective. Call it once."""
+        """Free the buffer, after which backward cannot run. Collective. Call `close` once."""
         if self._buffer is not None:
             self._buffer.close()
             self._buffer = None

@@ -43,24 +43,26 @@ def buffer_dispatcher(
 ) -> DeepEpDispatcher:
     """Build a dispatcher on DeepEP 1.2. Collective.
 
-    Runs DeepEP's high-throughput kernels with its recommended settings for the size of the group. A
-    batch may have any length. If a rank never calls, DeepEP's own deadline of 100 s ends the wait.
-    The rows of an expert keep the order of arrival.
+    The dispatcher runs DeepEP's high-throughput kernels, with the settings that DeepEP recommends
+    for the size of the group. A rank may dispatch any number of tokens. If a rank does not make a
+    collective call, the other ranks wait until DeepEP's deadline of 100 s passes. The rows of an
+    expert keep the order of arrival.
 
     Args:
-        group: the ranks that share the experts. Rank r owns the r-th share. The group has 2, 4 or 8
-            ranks, or a larger number for which DeepEP has settings.
-        hidden: the width of a row, a multiple of 8.
-        alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
-            kernels need 128.
-        check: as for `AllToAllDispatcher`. With False, values out of range give undefined results.
+        group: the ranks that share the experts. Rank r owns share r of the experts. The group has
+            2, 4 or 8 ranks, or a larger number of ranks for which DeepEP has settings.
+        hidden: the number of values in a row, a multiple of 8.
+        alignment: the rows of each expert are padded with zero rows to a multiple of `alignment`.
+            FP8 kernels need an `alignment` of 128 rows.
+        check: as for `AllToAllDispatcher`. If `check` is False, values out of range make the
+            results undefined.
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: deep_ep fails to import, is not the version that this adapter knows, or
-            has no settings for this number of ranks.
+        UnsupportedError: the import of deep_ep fails, the adapter does not support its version, or
+            deep_ep has no settings for the number of ranks.
         ShapeError: `hidden` is not a positive multiple of 8.
-        PlanError: the alignment is below 1.
+        PlanError: `alignment` is below 1.
 
     Source: github.com/deepseek-ai/DeepEP, version 1.2.1.
     """

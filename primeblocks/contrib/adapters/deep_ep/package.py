@@ -21,7 +21,7 @@ def load_deep_ep(needed: Mapping[str, Sequence[str]], *, written_for: str) -> An
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: its import fails, or it lacks a name or a parameter.
+        UnsupportedError: the import of deep_ep fails, or deep_ep lacks a name or a parameter.
     """
     try:
         package = importlib.import_module("deep_ep")
