@@ -1,9 +1,9 @@
-"""Convert the layers and experts of a mixture-of-experts model to float8, and train it.
+"""Convert the layers and experts of a mixture-of-experts model to float8, and train the model.
 
-The script prints the error that rounding causes, and how often weights are rounded with and without
-a cache. It compares the loss with that of a float32 model. It then audits the weights for the
-engine, and prints the fingerprint that the engine must have. This takes ten seconds on a CPU, where
-products are exact and slow.
+The script prints the rounding error of each weight, and the number of roundings with and without a
+cache. The script also compares the loss with the loss of a float32 model. At the end, the script
+audits the weights for the engine, and prints the fingerprint that the engine must have. The script
+takes ten seconds on a CPU, where FP8 products are exact and slow.
 
     python examples/fp8_layers.py
 """
@@ -31,7 +31,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 def text(generator: torch.Generator) -> torch.Tensor:
-    """Draw a row of tokens, of which each second token follows from the token before it."""
+    """Draw a row of tokens in which every second token is a function of the previous token."""
     tokens = torch.randint(64, (1, TOKENS + 1), generator=generator)
     for t in range(1, TOKENS + 1, 2):
         tokens[:, t] = (5 * tokens[:, t - 1] + 3) % 64
@@ -39,7 +39,7 @@ def text(generator: torch.Generator) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the loss of each step."""
+    """Train the model. Return the loss of each step."""
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in tqdm(range(STEPS)):
         total = 0.0
@@ -57,7 +57,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
 
 
 def exported(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what an engine is sent: bfloat16, or codes and scales of what is quantized."""
+    """Return the tensors for an engine: codes and scales of quantized weights, else bfloat16."""
     encode, tensors = fp8.encode_weights(RECIPE, only=ONLY, layouts=None), {}
     for name, weight in model.state_dict().items():
         tensors |= encode(name, weight.bfloat16())
@@ -89,7 +89,7 @@ def main() -> None:
     for step in (0, STEPS // 2, STEPS - 1):
         print(f"{step:4} {float32[step]:8.4f} {float8[step]:8.4f}")
 
-    # What an engine holds is compared with what the trainer multiplies with, before step 0.
+    # The engine's weights are compared with the rounded weights of the trainer, before step 0.
     engine, master = exported(model), dataclasses.replace(RECIPE, source="float32")
     print(f"audit: {fp8.audit(model, engine, RECIPE, only=ONLY).table()}")
     apart = fp8.audit(model, engine, master, only=ONLY)

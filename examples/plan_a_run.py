@@ -2,11 +2,12 @@
 
     python examples/plan_a_run.py
 
-The script prints how many GPUs the trainer and the engines get. Then it runs the training loop in
-virtual time, and prints its throughput, lag and memory. It also prints how much longer a
-synchronous loop takes. The plan assumes that all rollouts have the same length, and the simulation
-has a few long rollouts. Replace the constants by your own measurements. MEASURED marks values that
-others published, and ASSUMED marks values that were not measured.
+The script prints how many GPUs the trainer and the engines get. The script also simulates the
+training loop in virtual time, and prints the throughput, the lag and the memory of the loop. For
+comparison, the script simulates a synchronous loop. The plan assumes that all rollouts have the
+same length, but the simulation can have a few long rollouts. Replace the constants by your own
+measurements. MEASURED marks values that other projects published, and ASSUMED marks values that
+were not measured.
 """
 
 from tqdm import tqdm
@@ -56,12 +57,12 @@ LENGTHS = {
 
 
 def decode_s(requests: int) -> float:
-    """Return the seconds of a decode step of one engine."""
+    """Return the seconds that one engine needs for a decode step."""
     return DECODE_OVERHEAD_S + (PARAMETERS + requests * READ_BYTES) / ENGINE_BYTES_PER_S
 
 
 def costs(lengths: Distribution) -> tuple[CostTable, CostTable]:
-    """Return the costs of a sample of both sides."""
+    """Return the costs of a sample in the trainer and in an engine."""
     sample_s = lengths.mean / TRAINER_TOKENS_PER_S * TRAINER_GPUS / TRAINER_DEGREE
     trainer = CostTable(
         {(1, TRAINER_DEGREE): sample_s},
@@ -78,7 +79,7 @@ def costs(lengths: Distribution) -> tuple[CostTable, CostTable]:
 
 
 def run(plan: SplitPlan, lengths: Distribution, bound: int) -> Simulation:
-    """Simulate the loop on the GPUs of the plan."""
+    """Simulate the training loop on the GPUs of the plan."""
     most = plan.engine.micro_batch
     with tqdm(total=STEPS, desc=f"bound {bound}", unit="step", leave=False) as bar:
         return simulate(

@@ -1,7 +1,7 @@
-"""Load a checkpoint of transformers into the shards of many ranks, train, and save it again.
+"""Load a transformers checkpoint into the shards of many ranks, train, and save the model.
 
-No rank ever stores the whole model. Run the script twice, the second time on another number of
-ranks: it resumes.
+No rank stores the whole model. If you run the script a second time, with another number of ranks,
+the second run continues the first run.
 
     torchrun --nproc-per-node 4 examples/pretrained_to_shards.py
     torchrun --nproc-per-node 2 examples/pretrained_to_shards.py
@@ -41,7 +41,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(model, optimizer, meshes, step: int) -> float:
-    """One step on this rank's rows, and the mean loss of all."""
+    """Make one step on this rank's rows. Return the mean loss over all ranks."""
     ids = batch(step).tensor_split(dist.get_world_size())[dist.get_rank()]
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     loss = -logits.gather(-1, ids[:, 1:, None]).sum() / (ROWS * (TOKENS - 1))
@@ -69,10 +69,10 @@ def main() -> None:
         AutoModelForCausalLM.from_config(CONFIG).save_pretrained(CHECKPOINT)
     dist.barrier()
 
-    with torch.device("meta"):  # Names and shapes alone.
+    with torch.device("meta"):  # Only names and shapes.
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CHECKPOINT))
     meshes = parallel.plan_mesh(world_size=ranks, expert=2).build("cpu")
-    parallelize(model, meshes)  # Memory for this rank's parts.
+    parallelize(model, meshes)  # Allocates memory for this rank's parts.
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 
     saved = sorted(FOLDER.glob("step-*"), key=lambda path: int(path.name[5:]))

@@ -1,1 +1,1 @@
-"""The parts of `async_grpo_moe.py` that another task or another engine would change."""
+"""Parts of `async_grpo_moe.py`. Change these files for another task or another engine."""

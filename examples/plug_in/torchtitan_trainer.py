@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 1 examples/plug_in/torchtitan_trainer.py
 
-A batch carries its operands next to the tokens: log-probabilities of the engine, and advantages.
-Weights are published under the names of the checkpoint, by torchtitan's own conversion.
+In addition to the tokens, a batch contains the engine's log-probabilities and the advantages.
+Published weights have the names of the checkpoint, which torchtitan's own conversion creates.
 """
 
 import os
@@ -61,7 +61,7 @@ class PolicyTrainer(Trainer):
 
 
 def build(folder: str, *, steps: int = STEPS) -> PolicyTrainer:
-    """Make a trainer whose every step takes all rollouts."""
+    """Return a trainer that trains on all rollouts in every step."""
     trainer = PolicyTrainer(
         Trainer.Config(
             model_spec=torchtitan_on_cpu.tiny_spec(),
