@@ -8,9 +8,9 @@ process and reads the result, or gives its answer. Most equations take three tur
 learns from demonstrations how to write a call of the calculator. Half of the demonstrations use a
 wrong operation, so the score must teach the model the right operation. After the demonstrations,
 the script runs asynchronous GRPO twice. In the first run, the trainer imposes the engine's experts.
-In the second run, the trainer uses its own choices. The script kills each run once with SIGKILL,
-and starts the run again from its last saved step. The script writes its results to `curve.json` and
-`curve.svg` in `outputs/reasoning_gym`.
+In the second run, the trainer uses its own choices of experts. The script kills each run once with
+SIGKILL, and starts the run again from its last saved step. The script writes its results to
+`curve.json` and `curve.svg` in `outputs/reasoning_gym`.
 
 On GPUs, start each run separately. Run this command on each node:
 

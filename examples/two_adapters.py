@@ -163,7 +163,8 @@ class Tenant:
     """A policy, which has an adapter, an optimizer, a loop, and versions in the engine.
 
     Args:
-        fault: the method that fails from version `FAULT_AT` on: "train", "generate" or "" (none).
+        fault: the method that fails from version `FAULT_AT` on, which is "train", "generate" or ""
+            (none).
     """
 
     def __init__(self, name: str, trainer: Trainer, engine: VllmEngine, fault: str = "") -> None:
@@ -187,7 +188,7 @@ class Tenant:
 
     @property
     def version(self) -> int:
-        """The newest version of this adapter in the engine."""
+        """The newest version of the tenant's adapter in the engine."""
         return max(self.served)
 
     async def attach(self) -> None:
@@ -239,9 +240,9 @@ class Tenant:
     def restore(self) -> None:
         """Restore the weights and moments of the newest version in the engine.
 
-        Python cannot end a thread, so a step of the failed run may end later than the run. If the
-        step ended before this call, the call undoes the step. If the step still waits for its turn,
-        the step raises `ClosedError`."""
+        Python cannot end a thread, so a step of the failed run may still be running. `restore`
+        undoes a step that ended after the failure. A step that has not begun raises
+        `ClosedError`."""
         weights, moments = copy.deepcopy(self.saved[self.version])
         with self.trainer.adapted(self.name):
             self.runs += 1
@@ -395,12 +396,12 @@ def engine_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 async def train_all(tenants: Sequence[Tenant], steps: int) -> dict[str, BaseException | None]:
-    """Run all tenants. An error ends only its own tenant. Return the error of each tenant."""
+    """Run all tenants, and return the errors. An error of one tenant stops only this tenant."""
 
     async def end_of(tenant: Tenant) -> BaseException | None:
         try:
             await tenant.run(steps)
-        except Exception as error:  # An error ends only its own tenant.
+        except Exception as error:  # An error stops only this tenant.
             versions = ", ".join(f"{each.name}@{each.version}" for each in tenants)
             print(f"{tenant.name!r} has failed ({versions}): {error!r}", flush=True)
             return error

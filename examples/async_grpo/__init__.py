@@ -1,1 +1,1 @@
-"""Parts of `async_grpo_moe.py`. Change these files for another task or another engine."""
+"""The files of `async_grpo_moe.py` that you change for another task or another engine."""

@@ -71,13 +71,13 @@ class Calculator:
         await process.wait()
 
     async def close(self) -> None:
-        """End all processes. Before, all calculations must have ended."""
+        """End all processes. Call this method after all calculations have ended."""
         while self._free:
             await self._end(self._free.pop())
 
 
 def evaluate(node: ast.AST) -> float:
-    """Return the value of an arithmetic expression. Raise ValueError for other expressions."""
+    """Return the value of an expression. Raise ValueError if the expression is not arithmetic."""
     if isinstance(node, ast.Expression):
         return evaluate(node.body)
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):

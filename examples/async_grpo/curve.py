@@ -1,6 +1,6 @@
 """Write the log, the picture and the table of `reasoning_gym_grpo.py`.
 
-    python examples/async_grpo/curve.py FROM.json TO.svg
+python examples/async_grpo/curve.py FROM.json TO.svg
 """
 
 import json
@@ -60,7 +60,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def draw(summary: dict, path: Path) -> None:
-    """Draw solved questions and mismatch by step, with one line per arm. Dots mark a resume."""
+    """Draw solved questions and mismatch by step, one line per arm. Dotted lines mark resumes."""
     plt.rcParams.update({"svg.hashsalt": "primeblocks", "svg.fonttype": "none"})
     fig, (above, below) = plt.subplots(
         2, figsize=(7, 5.5), sharex=True, height_ratios=(3, 2), layout="constrained"

@@ -300,7 +300,7 @@ def follow(trainer: Trainer) -> None:
 
 
 def demonstration(text: str, answer: str) -> Rollout:
-    """Return a demonstration as a rollout. The log-probabilities of its tokens are 0."""
+    """Return a demonstration as a rollout, with log-probabilities of 0."""
     prompt, completion = prompt_of(text), answer_of(answer)
     return Rollout(
         tokens=np.array(prompt + completion),
