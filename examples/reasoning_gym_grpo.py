@@ -4,7 +4,7 @@
 
 The questions and the function that scores answers come from `simple_equations` of reasoning-gym.
 The model is a tiny mixture of experts. In each turn, the model calls a calculator in a sandboxed
-process and reads the result, or gives its answer. Most equations take three turns. First, the model
+process and reads the result, or gives its answer. Most equations need three turns. First, the model
 learns from demonstrations how to write a call of the calculator. Half of the demonstrations use a
 wrong operation, so the score must teach the model the right operation. After the demonstrations,
 the script runs asynchronous GRPO twice. In the first run, the trainer imposes the engine's experts.
@@ -91,7 +91,7 @@ async def warm_start(trainer: Trainer, episodes, options: argparse.Namespace) ->
 
 
 async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> None:
-    """Run one arm on rank 0: warm start, engine, loop, and a log of each step."""
+    """Run one arm of the comparison on rank 0: warm start, engine, loop, and a log of each step."""
     # Imported here, because the other ranks do not need vLLM.
     from async_grpo.episodes import Episodes, engine_arguments
     from async_grpo.equations import Questions

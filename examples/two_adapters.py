@@ -10,8 +10,8 @@ its own loop, with its own prompts, buffer, staleness bound, optimizer and versi
 loads each version of an adapter under its own name ("up@7"), in addition to older versions.
 Requests of both policies continue during a load. A request keeps the adapter with which it began,
 so all tokens of a request have one version. With `--fault`, the policy "down" fails at one step and
-stops, while the policy "up" continues to its end. The script then repairs the policy "down", which
-continues from its newest version in the engine.
+stops, while the policy "up" continues to its end. After the failure, the script repairs the policy
+"down", which continues from its newest version in the engine.
 
 For your own experiment, change the constants in this file. The trainer computes on the CPU.
 """
@@ -241,8 +241,8 @@ class Tenant:
         """Restore the weights and moments of the newest version in the engine.
 
         Python cannot end a thread, so a step of the failed run may still be running. `restore`
-        undoes a step that ended after the failure. A step that has not begun raises
-        `ClosedError`."""
+        undoes a step that ended after the failure. A step of the failed run that has not begun
+        raises `ClosedError`."""
         weights, moments = copy.deepcopy(self.saved[self.version])
         with self.trainer.adapted(self.name):
             self.runs += 1

@@ -2,8 +2,8 @@
 
 An episode ends when the model does not call the calculator, or at a limit of turns or tokens. The
 last text of the model is the answer, and the data set scores the answer. In each turn, the template
-renders only new messages. Each turn therefore begins with exactly the tokens of the earlier turns,
-and an episode is one rollout.
+renders only new messages, so each turn begins with exactly the tokens of earlier turns. One rollout
+contains a whole episode.
 """
 
 import asyncio
