@@ -65,7 +65,7 @@ STORE = {"primary_bytes": 2 << 20, "host_bytes": 6 << 20, "disk_bytes": 16 << 20
 
 @dataclass
 class Round:
-    """The engine's answers to all agents with one version of the weights, and the costs."""
+    """The answers to all agents for one version of the weights, with token counts and times."""
 
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)

@@ -5,10 +5,10 @@
 A small policy learns to spell the word that a prompt names, in an asynchronous loop with a journal.
 The script starts two runs as child processes. The first run is not disturbed, and the second run
 gets SIGKILL at random moments. A killed run continues from its last saved weights, and repeats the
-later steps. The run also continues its unfinished rollouts, and trains on groups that were finished
-before the kill. No prompt is lost or trained on twice. After each restart, the script prints how
-many groups and tokens the journal restored. At the end, the script prints the tables of both
-journals. The script takes half a minute on a CPU.
+steps after the save. The run also continues its unfinished rollouts, and trains on groups that were
+finished before the kill. No prompt is lost or trained on twice. After each restart, the script
+prints how many groups and tokens the journal restored. At the end, the script prints the tables of
+both journals. The script takes half a minute on a CPU.
 """
 
 import argparse

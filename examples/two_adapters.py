@@ -163,8 +163,8 @@ class Tenant:
     """A policy, which has an adapter, an optimizer, a loop, and versions in the engine.
 
     Args:
-        fault: the method that fails from version `FAULT_AT` on, which is "train", "generate" or ""
-            (none).
+        fault: the method ("train" or "generate") that fails from version `FAULT_AT` on. With "",
+            the run does not fail.
     """
 
     def __init__(self, name: str, trainer: Trainer, engine: VllmEngine, fault: str = "") -> None:

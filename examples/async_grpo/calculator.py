@@ -71,7 +71,7 @@ class Calculator:
         await process.wait()
 
     async def close(self) -> None:
-        """End all processes. Call this method after all calculations have ended."""
+        """End all processes. Call `close` after all calculations have ended."""
         while self._free:
             await self._end(self._free.pop())
 

@@ -1,4 +1,4 @@
-"""Replacements with which torchtitan 0.3.0's Trainer runs a tiny model on a CPU, with torch 2.13.
+"""Replace functions of torch 2.13 and torchtitan 0.3.0, so that torchtitan's Trainer runs on a CPU.
 
 Import this file before torchtitan. The Trainer reads memory counters, which a CPU does not have,
 and the attention of torchtitan needs CUDA. The Trainer also calls `torch.distributed.set_timeout`,
