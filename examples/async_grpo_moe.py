@@ -237,7 +237,7 @@ def main() -> None:
         help="compute the prompt that a group shares once, where its routes agree",
     )
     options = parser.parse_args()
-    # torchrun ends the other ranks with SIGTERM: leave as after an error, cleaning up on the way.
+    # torchrun ends the other ranks with SIGTERM. They exit as after an error, and clean up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     disable_progress_bar()
     torch.set_num_threads(1)

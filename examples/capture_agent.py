@@ -161,7 +161,7 @@ async def record(path: Path, template: ChatTemplate) -> None:
 
         async def generate(prompt: list[int], **options: Any) -> Any:
             version = int(len(returned) >= QUESTIONS)
-            if len(returned) == QUESTIONS:  # Where a trainer would have published new weights.
+            if len(returned) == QUESTIONS:  # A trainer would publish new weights here.
                 await engine.call(engine.llm.update_weight_version("1"), timeout_s=TIMEOUT_S)
             salt = cache_salt(version)
             (completion,) = await engine.generate(prompt, cache_salt=salt, **options)

@@ -123,7 +123,7 @@ def main() -> None:
     off = float((hidden - sequence.split(whole, group=group)).detach().abs().max())
     named = dict(layers.named_parameters())
     worst = max(float((g - named[n].grad).norm() / named[n].grad.norm()) for n, g in found.items())
-    ids = indices[:, 0].long()  # Ascending places in the whole sequence, -1 behind the last one.
+    ids = indices[:, 0].long()  # Ascending positions in the whole sequence, then -1.
     mine = torch.zeros(len(ids), len(x) + 1, dtype=torch.bool)
     mine.scatter_(1, ids.where(ids >= 0, len(x)), True)
     assert torch.equal(mine[:, :-1], sequence.split(chosen, group=group))

@@ -20,7 +20,7 @@ from primeblocks import fp8
 from primeblocks.fp8.adapters.transformers import convert
 
 STEPS, MICRO_BATCHES, TOKENS, RATE = 16, 4, 64, 3e-3
-ONLY = r"self_attn\.[qkvo]_proj|mlp\.experts"  # Not the router, nor the head.
+ONLY = r"self_attn\.[qkvo]_proj|mlp\.experts"  # Without the router and the head.
 # In training on a GPU: gemm= and quantizer= of primeblocks.fp8.adapters.
 RECIPE = fp8.Recipe(activations=fp8.Tile(1, 128), weights=fp8.Tile(128, 128), wgrad="bfloat16")
 CONFIG = Qwen3MoeConfig(
@@ -46,7 +46,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
         for _ in range(MICRO_BATCHES):
             tokens = text(generator)
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-            # By the tokens of the whole batch, as a count over all ranks would be.
+            # Divides by the tokens of the whole batch, over all micro-batches.
             loss = cross_entropy(logits[0], tokens[0, 1:], reduction="sum") / MICRO_BATCHES / TOKENS
             loss.backward()
             total += loss.item()
@@ -65,7 +65,7 @@ def exported(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # At these sizes more only wait for each other.
+    torch.set_num_threads(1)  # With tiny tensors, more threads are not faster.
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(CONFIG)
     model = copy.deepcopy(plain)
@@ -95,7 +95,7 @@ def main() -> None:
     apart = fp8.audit(model, engine, master, only=ONLY)
     print(f"audit, if the trainer rounds its master weights: findings {len(apart.findings)}")
     print(f"  {apart.findings[0].name}: {apart.findings[0].reason}")
-    print(f"fingerprint {RECIPE.fingerprint(names)}")  # The engine's must be the same.
+    print(f"fingerprint {RECIPE.fingerprint(names)}")  # The engine must have the same fingerprint.
 
 
 if __name__ == "__main__":

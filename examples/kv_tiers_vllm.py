@@ -46,13 +46,13 @@ MODEL = {"num_layers": 4, "hidden": 256, "num_experts": 16, "top_k": 4, "vocab":
 VERSIONS, AGENTS, TURNS = 3, 5, 4
 PROMPT, TOOL, GENERATED = 512, 96, 8
 LR = 1e-4
-CLOSE = 1e-4  # of log-probabilities in float32; prompts are cut into other batches
+CLOSE = 1e-4  # of log-probabilities in float32, because the batches differ
 TIMEOUT_S = 60.0
 ENGINE = {
     "dtype": "float32",
     "enforce_eager": True,
     "block_size": 32,
-    "num_gpu_blocks_override": 40,  # pages; one agent grows to 26
+    "num_gpu_blocks_override": 40,  # pages. One agent needs up to 26 pages
     "max_model_len": 1024,
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
@@ -81,7 +81,7 @@ def play(llm: vllm.LLM, version: int, vocab: int) -> Round:
     contexts = random.integers(4, vocab, (AGENTS, PROMPT)).tolist()
     before = kv.engine_statistics().tiers
     for _ in range(TURNS):
-        for agent in random.permutation(AGENTS):  # tools take their time
+        for agent in random.permutation(AGENTS):  # random order, because tools need different times
             context = contexts[agent]
             sampling = vllm.SamplingParams(
                 max_tokens=GENERATED,

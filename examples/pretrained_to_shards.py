@@ -27,7 +27,7 @@ from primeblocks.parallel.adapters.transformers import (
 )
 
 FOLDER = Path(tempfile.gettempdir()) / "pretrained_to_shards"
-CHECKPOINT = FOLDER / "pretrained"  # Made here if missing; else a folder, or "Qwen/Qwen3-30B-A3B".
+CHECKPOINT = FOLDER / "pretrained"  # A folder, or "Qwen/Qwen3-30B-A3B". Made if missing.
 STEPS, ROWS, TOKENS, RATE = 2, 8, 32, 1e-2  # Of each run; rows of a batch, over all ranks.
 CONFIG = Qwen3MoeConfig(
     vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
@@ -77,7 +77,7 @@ def main() -> None:
 
     saved = sorted(FOLDER.glob("step-*"), key=lambda path: int(path.name[5:]))
     start = int(saved[-1].name[5:]) if saved else 0
-    if saved:  # Weights and moments, whatever number of ranks wrote them.
+    if saved:  # Any number of ranks may have saved the weights and moments.
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=saved[-1])
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -96,7 +96,7 @@ def main() -> None:
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=FOLDER / f"step-{end}")
     with tqdm(desc="save", unit="tensor", disable=rank > 0) as bar:
-        # What from_pretrained and engines read.
+        # The files that from_pretrained and engines read.
         save_pretrained(model, FOLDER / "trained", progress=shown_in(bar))
     dist.barrier()  # Else a rank may abort at its end: Gloo drops the last tensors in a thread.
     dist.destroy_process_group()

@@ -26,7 +26,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import async_grpo_moe as demo  # First: it sets what vLLM reads from the environment.
+import async_grpo_moe as demo  # First, because it sets environment variables for vLLM.
 import ray
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ LOCAL_CLUSTER = {
     "num_cpus": RANKS + ENGINES,  # Ray does not check this number. A laptop may have fewer.
     "object_store_memory": 200 << 20,
     "include_dashboard": False,
-    # Else the process of an engine would outlive its actor.
+    # Without this setting, an engine's process would outlive its actor.
     "_system_config": {"process_group_cleanup_enabled": True},
 }
 # --- the run: the task, the model and its learning rates are the demo's ---
@@ -122,7 +122,7 @@ class Engine:
         self._engine = await VllmEngine.start(arguments, timeout_s=START_S)
         self._rollouts = Rollouts(self._engine)
         plan, spec = source
-        with open_transport(spec) as transport:  # The engine's worker opens one of its own.
+        with open_transport(spec) as transport:  # The engine's worker opens its own transport.
             await into_vllm.attach(
                 self._engine.llm, weightsync.Plan.from_json(plan), transport, timeout_s=TIMEOUT_S
             )
@@ -157,7 +157,7 @@ class Seat:
 
     bundle: int
     actor: ray.actor.ActorHandle = None
-    version: int = -1  # that its engine has, at least
+    version: int = -1  # the oldest version that its engine may have
     joined: list[int] = field(default_factory=list)  # the version that each engine got first
     rollouts: list[int] = field(default_factory=list)  # of each engine
 
@@ -167,7 +167,7 @@ class Serving:
 
     def __init__(self, place, files: dict[str, bytes], source: tuple[str, dict]) -> None:
         self._place, self._files, self._source = place, files, source
-        self._changing = asyncio.Lock()  # An engine joins before a version comes, or after it.
+        self._changing = asyncio.Lock()  # An engine does not join during an update.
         self._replacing: dict[str, asyncio.Task] = {}
         self.seats = {f"engine-{i}": Seat(bundle=RANKS + i) for i in range(ENGINES)}
         self.fleet: Fleet | None = None
@@ -253,10 +253,10 @@ class Serving:
         """Close the engine of a seat, and start another engine in the seat."""
         running = self._replacing.get(name)
         if running is not None and not running.done():
-            return  # It is the error of another request.
+            return  # Another request already reported the death.
         print(f"{name} is replaced: {str(error).splitlines()[0]}", flush=True)
         self.fleet.drain(name)
-        ray.kill(self.seats[name].actor)  # Where its engine's own process is dead, and no more.
+        ray.kill(self.seats[name].actor)  # The actor may outlive its engine's process.
         self._replacing[name] = asyncio.create_task(self._start(name))
 
 

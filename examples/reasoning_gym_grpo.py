@@ -37,7 +37,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import async_grpo_moe as demo  # First: it sets what vLLM needs on a CPU.
+import async_grpo_moe as demo  # First, because it sets environment variables for vLLM.
 import psutil
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ async def warm_start(trainer: Trainer, episodes, options: argparse.Namespace) ->
     for step in tqdm(range(steps), desc="warm start"):
         chosen = chance.sample(episodes.questions.training, WARM_BATCH)
         rows = [await episodes.demonstration(i, wrong=chance.random() < WRONG) for i in chosen]
-        share = min(1.0, (step + 1) / 50, 2 * (steps - step) / steps)  # Up, along, and down.
+        share = min(1.0, (step + 1) / 50, 2 * (steps - step) / steps)  # Warm-up, constant, decay.
         on_all_ranks(trainer, "imitate_share", rows, WARM_LR * share)
 
 
@@ -149,7 +149,8 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
             log.write(version=run.version, solved_greedily=before)
         chance = random.Random(options.seed + 99)
         loop = async_loop.AsyncLoop(
-            # The same questions in the same order after a kill: the journal counts them.
+            # After a kill, the questions and their order are equal, because the journal counts
+            # questions.
             prompts=(chance.choice(questions.training) for _ in itertools.count()),
             generate=episodes.one,
             train=train,

@@ -115,7 +115,7 @@ class Engine:
             choices = self._logprobs[prompt["word"], len(tokens)]
             tokens.append(int(torch.multinomial(choices.exp(), 1)))
             logprobs.append(float(choices[tokens[-1]]))
-            versions.append(self._version)  # A publish in the middle is no reason to stop.
+            versions.append(self._version)  # Continue after a publish.
             fields = {
                 "tokens": np.array([prompt["word"], *tokens]),
                 "prompt_length": 1,
@@ -137,7 +137,7 @@ async def run(folder: Path) -> None:
         restored = journal.restore(trainer.version)  # Only to print it. The loop restores too.
         tell(came_back=came_back(restored, step=trainer.version), step=trainer.version)
         loop = AsyncLoop(
-            # The same prompts in the same order: the journal knows how many were drawn.
+            # Prompts and order must not change, because the journal only counts the drawn prompts.
             prompts=({"name": f"prompt {i}", "word": i % WORDS} for i in range(PROMPTS)),
             generate=engine.generate,
             train=trainer.train,

@@ -83,7 +83,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-5)
     with replay.impose(routers(trainer), routes):
         replayed = logprobs()
-        advantages = torch.ones_like(replayed)  # yours go here
+        advantages = torch.ones_like(replayed)  # put your advantages here
         (-advantages * (replayed - rollout).exp()).mean().backward()
     optimizer.step()
 

@@ -160,7 +160,7 @@ def run(options: argparse.Namespace, folder: str, thread: EventThread, transport
     trainer = trl_on_cpu.build(
         model=path,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": [""]}),  # Not read: the worker has the prompts.
+        train_dataset=Dataset.from_dict({"prompt": [""]}),  # Not read. The worker has the prompts.
         rollout_worker=worker,
         weight_transfer=transfer,
         callbacks=[watch],

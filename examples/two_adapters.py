@@ -34,7 +34,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-# What vLLM needs on a CPU, set before it is imported: no model hub, no compilation, one thread.
+# Settings for vLLM on a CPU, before the import of vLLM: no model hub, no compilation, one thread.
 for name, value in {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -72,9 +72,9 @@ WARM_STEPS, WARM_BATCH, WARM_LR = 150, 64, 3e-3
 RANK, ALPHA, LR = 8, 16, 3e-3
 STEPS, PROMPTS, GROUP = 30, 8, 8
 MAX_OFF_POLICY_STEPS = 2
-FAULT_AT = 10  # the version of "down" that cannot be trained, or cannot be asked
+FAULT_AT = 10  # the version of "down" at which `train` or `generate` fails
 TIMEOUT_S = 120.0
-# Of each tenant: those that the bound lets be in flight, the next one, and one on its way out.
+# Versions per tenant: versions with requests, the next version, and a version to be removed.
 VERSIONS_HELD = MAX_OFF_POLICY_STEPS + 3
 
 
@@ -290,7 +290,7 @@ class Tenant:
             loss = losses.grpo_loss(logprobs, sampled, advantages, mask=mask)
             if self.fault == "train" and version >= FAULT_AT:
                 raise FloatingPointError(f"the loss of {self.name!r} is not finite")
-            self.optimizer.zero_grad()  # First: a step that failed may have left gradients.
+            self.optimizer.zero_grad()  # First, because a failed step may have left gradients.
             (loss.sum / loss.tokens).backward()
             nn.utils.clip_grad_norm_(self.tensors.values(), 1.0)
             self.optimizer.step()
@@ -466,7 +466,7 @@ async def main(options: argparse.Namespace) -> None:
     base = tiny_models.build("qwen3", seed=SEED, dtype="float32", **MODEL)
     print(f"warm start: loss {warm_start(base):.3f} nats a token", flush=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        base.save_pretrained(folder)  # Before PEFT puts its modules into it.
+        base.save_pretrained(folder)  # Before PEFT adds its modules.
         trainer = Trainer(base, list(TENANTS))
         async with await VllmEngine.start(
             engine_arguments(Path(folder)), timeout_s=5 * TIMEOUT_S

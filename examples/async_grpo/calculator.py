@@ -14,7 +14,7 @@ from pathlib import Path
 DEADLINE_S = 5.0  # For one expression, which takes a millisecond on an idle machine.
 PROCESSES = 4
 START_S = 30.0
-MEMORY_BYTES, PROCESSOR_S = 256 << 20, 600  # The latter ends a process that lost its parent.
+MEMORY_BYTES, PROCESSOR_S = 256 << 20, 600  # The second limit ends a process without a parent.
 LONGEST = 200  # characters of an expression, and of a result
 OPERATORS = {
     ast.Add: operator.add,
@@ -44,7 +44,7 @@ class Calculator:
                 said = await asyncio.wait_for(process.stdout.readline(), self.deadline_s)
             except TimeoutError:
                 pass
-            finally:  # After a cancelled call too: no other call may read its result.
+            finally:  # Also after a cancelled call, whose result no other call may read.
                 if said:
                     self._free.append(process)
                 else:

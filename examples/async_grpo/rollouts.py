@@ -87,8 +87,7 @@ class Rollouts:
     async def one(
         self, text: str, *, version: int, sample: int = 0, draft: Draft | None = None
     ) -> Rollout:
-        """Sample a rollout, or continue the rollout in `draft`. `version` selects the cache
-        salt."""
+        """Sample a rollout, or continue a saved `draft`. `version` selects the cache salt."""
         answer = await self.ask(text, version=version, temperature=1.0, sample=sample, draft=draft)
         self.tokens += len(answer.token_ids)
         return answer.to_rollout(prompt_id=text, reward=reward_of(text, answer.token_ids))

@@ -77,7 +77,7 @@ class Trainer:
             from primeblocks.fp8.adapters.transformers import convert
             from primeblocks.fp8.reference import SimulatedGemm
 
-            # 32 rows: each rank's shard of every projection is a multiple of it.
+            # Each rank's shard of every projection has a multiple of 32 rows.
             recipe = fp8.Recipe(weights=fp8.Tile(32, 128), gemm=SimulatedGemm())
             layers = convert(model, recipe, only=r"self_attn\.[qkvo]_proj|mlp\.experts")
         plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
@@ -86,7 +86,7 @@ class Trainer:
         load_pretrained(model, checkpoint)
         held = weightsync.describe(model)
         if use_fp8:
-            # In bfloat16: vLLM has no float8 kernels on a CPU.
+            # In bfloat16, because vLLM does not have float8 kernels on a CPU.
             transfer_encoding = fp8.encode_weights(
                 recipe,
                 only=layers,
@@ -263,7 +263,7 @@ class Trainer:
         # log-probabilities, so no matrix of logits is stored.
         head.forward = lambda hidden: losses.logprobs.token_logprobs(
             hidden[0, places], head.weight, ids
-        ).clone()  # FSDP2 asks for no view
+        ).clone()  # FSDP2 does not accept a view
         sequence = parallel.plan_sequence(lengths, ranks=1, parents=parents)
         group = self.meshes.context.get_group()
         return self.model(**local_inputs(tokens, sequence=sequence, group=group)).logits

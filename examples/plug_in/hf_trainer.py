@@ -64,7 +64,7 @@ def build(folder: str, *, micro_batches: int = 1, steps: int = STEPS) -> PolicyT
         learning_rate=LR,
         per_device_train_batch_size=ROLLOUTS // micro_batches,
         gradient_accumulation_steps=micro_batches,
-        remove_unused_columns=False,  # They are operands of the loss.
+        remove_unused_columns=False,  # The loss needs all columns.
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,

@@ -12,7 +12,7 @@ from functools import partial
 
 import tiny
 import torch
-import torchtitan_on_cpu  # Before torchtitan, which looks for a GPU when it is imported.
+import torchtitan_on_cpu  # Import before torchtitan, whose import looks for a GPU.
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss, compute_logprobs
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw

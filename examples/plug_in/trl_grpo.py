@@ -36,7 +36,7 @@ class PolicyTrainer(GRPOTrainer):
         advantages = inputs["advantages"][:, None].expand_as(logprobs)
         ratio = inputs.get("importance_sampling_ratio", torch.ones(1)).to(old).expand_as(old)
         loss = losses.grpo_loss(logprobs, old, advantages, mask=mask, clip_high=0.28, weights=ratio)
-        # TRL counts the tokens of all steps that one generation feeds, over all ranks.
+        # TRL counts the tokens over all ranks and all steps that train on one generation.
         parts = self.current_gradient_accumulation_steps
         tokens = inputs["num_items_in_batch"] * parts / self.args.steps_per_generation
         value = loss.sum / tokens.clamp(min=1.0) * self.accelerator.num_processes

