@@ -160,7 +160,7 @@ def tensors_of(rollouts: Sequence[async_loop.Rollout]) -> tuple[Tensor, Tensor, 
 
 
 class Tenant:
-    """A policy, which has an adapter, an optimizer, a loop, and versions in the engine.
+    """A policy with an adapter, an optimizer, a loop, and versions in the engine.
 
     Args:
         fault: the method ("train" or "generate") that fails from version `FAULT_AT` on. With "",

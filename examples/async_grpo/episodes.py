@@ -89,7 +89,7 @@ class Episodes:
         draft: object = None,
         temperature: float = 1.0,
     ) -> Rollout:
-        """Run an episode with one cache salt, the salt of the policy version at its start.
+        """Run an episode. `version` selects the cache salt of all turns.
 
         A killed run keeps its finished groups. After a kill, an unfinished episode starts again
         from the question, so `draft` is not used.
