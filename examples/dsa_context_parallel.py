@@ -96,7 +96,7 @@ def main() -> None:
     layers = nn.ModuleList([LatentAttention(selects=True), LatentAttention(selects=False)])
     x = torch.randn(sum(DOCUMENTS), HIDDEN)
 
-    # Tokens are assigned to ranks by their cost. k is so small that the scores are a large part.
+    # Tokens are assigned to ranks by their cost. Scores are a large part, because k is small.
     sizes = DsaSizes(
         heads=HEADS, index_heads=INDEX_HEADS, layers=2, index_layers=1, top_k=TOP_K,
         key_dim=LATENT + ROPE, value_dim=LATENT, index_dim=INDEX_DIM,

@@ -89,7 +89,7 @@ def main() -> None:
     for step in (0, STEPS // 2, STEPS - 1):
         print(f"{step:4} {float32[step]:8.4f} {float8[step]:8.4f}")
 
-    # The engine's weights are compared with the rounded weights of the trainer, before step 0.
+    # In your run, compare the engine's weights with the trainer's rounded weights before step 0.
     engine, master = exported(model), dataclasses.replace(RECIPE, source="float32")
     print(f"audit: {fp8.audit(model, engine, RECIPE, only=ONLY).table()}")
     apart = fp8.audit(model, engine, master, only=ONLY)

@@ -3,9 +3,9 @@
     python examples/plan_a_run.py
 
 The script prints how many GPUs the trainer and the engines get. The script also simulates the
-training loop in virtual time, and prints the throughput, the lag and the memory of the loop. For
-comparison, the script simulates a synchronous loop. The plan assumes that all rollouts have the
-same length, but the simulation can have a few long rollouts. Replace the constants by your own
+training loop in virtual time, and prints the throughput, the lag and the memory of the loop. The
+script also prints how much longer a synchronous loop takes. The plan assumes that all rollouts have
+the same length, but the simulation can have a few long rollouts. Replace the constants by your own
 measurements. MEASURED marks values that other projects published, and ASSUMED marks values that
 were not measured.
 """

@@ -241,8 +241,8 @@ class Tenant:
         """Restore the weights and moments of the newest version in the engine.
 
         Python cannot end a thread, so a step of the failed run may still be running. `restore`
-        undoes a step that ended after the failure. A step of the failed run that has not begun
-        raises `ClosedError`."""
+        undoes a step that ended after the failure. If a step of the failed run still waits for its
+        turn, the step raises `ClosedError`."""
         weights, moments = copy.deepcopy(self.saved[self.version])
         with self.trainer.adapted(self.name):
             self.runs += 1

@@ -1,8 +1,8 @@
 """A task of `reasoning-gym`: equations, a calculator tool, and demonstrations.
 
 The remaining files of the example use only questions, answers and scores. For another data set,
-replace the constants of this file, and `teacher`. If your checkpoint can already use tools, you do
-not need `teacher`.
+change `DATASET` and `SETTINGS`, and replace `teacher`. If your checkpoint can already use tools,
+you do not need `teacher`.
 """
 
 import json

@@ -24,7 +24,7 @@ from primeblocks.weightsync.adapters import vllm as weightsync_vllm
 from .task import EOS, SNIPPET, prompt_of, reward_of
 
 # The device cache is too small for all requests at a time. vLLM's own pool in host memory is small
-# too, and passes evicted pages on to our store.
+# too, because pages only pass through this pool on their way to our store.
 PAGE_TOKENS, DEVICE_PAGES, PASSAGE_PAGES, HOST_PAGES, DISK_PAGES = 32, 48, 4, 128, 256
 ENGINE_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PART_TOKENS = 5  # of an answer, after which a run with a journal saves the answer
