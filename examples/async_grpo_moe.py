@@ -1,21 +1,24 @@
-"""Asynchronous GRPO of a mixture-of-experts model, on real vLLM, from real text, on a laptop.
+"""Train a mixture-of-experts model with asynchronous GRPO and a real vLLM, on a laptop.
 
     torchrun --nproc-per-node 2 examples/async_grpo_moe.py
 
 The model learns to write a few words of Python's own documentation backwards. First, a short
 supervised training on demonstrations teaches the letters. Half of the demonstrations copy the text
-instead of reversing it, so the reward must teach the model to reverse. FSDP2 splits the dense
-weights over the two trainer ranks, and each rank has half of the experts. Meanwhile vLLM samples in
-its own process. After every optimizer step the ranks send their shards to the running engine. If
-you pass `--state FOLDER`, a killed run continues from its last saved step when you start it again.
+instead of reversing the text, so the reward must teach the model to reverse. FSDP2 splits the dense
+weights over the two trainer ranks, and each rank has half of the experts. While the trainer trains,
+vLLM samples in its own process. After every optimizer step, the trainer ranks send their shards to
+the running engine. With `--state FOLDER`, you can start a killed run again, and the run continues
+from its last saved step.
 
-Several nodes need not share memory or files, because the weights travel over TCP. Run on each node:
+Several nodes do not need shared memory or shared files, because the weights are sent over TCP. Run
+this command on each node:
 
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-id RUN --rdzv-backend c10d \
         --rdzv-endpoint FIRST_NODE:29400 examples/async_grpo_moe.py
 
-For your own experiment, change the constants below. The engine uses a GPU if the machine has one.
-The trainer uses GPUs if the machine has one more for each of its ranks, and otherwise the CPU.
+For your own experiment, change the constants in this file. The engine uses a GPU if the machine has
+a GPU. The trainer uses GPUs if the machine has one further GPU per trainer rank. With fewer GPUs,
+the trainer uses the CPU.
 """
 
 import argparse
@@ -32,8 +35,8 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-# What vLLM needs on a CPU, set before it is imported: no model hub, one process besides this one,
-# no compilation, one thread (the model is tiny, and the trainer wants the other cores).
+# Settings for vLLM on a CPU, before the import of vLLM: no model hub, one process besides this one,
+# no compilation, one thread (the model is tiny, and the trainer needs the other cores).
 for name, value in {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -75,14 +78,14 @@ TIMEOUT_S, START_S = 120.0, 600.0  # of the engine, on a busy machine too
 
 
 async def probe(trainer: Trainer, rollouts, texts: list[str], version: int) -> tuple:
-    """Engine and trainer at the same version, on fresh rollouts of held-out prompts."""
+    """Measure the mismatch of engine and trainer at one version, on new rollouts of `texts`."""
     fresh = await rollouts.each(texts, version=version)
     return version, *await asyncio.to_thread(on_all_ranks, trainer, "mismatch", fresh)
 
 
 async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> None:
-    """Rank 0: warm start, start the engine, run the loop, measure."""
-    # Here, for the other ranks need no vLLM.
+    """Run the experiment on rank 0: warm start, engine, loop and measurements."""
+    # Imported here, because the other ranks do not need vLLM.
     import vllm
     from async_grpo.report import record_of, report
     from async_grpo.rollouts import Rollouts, engine_arguments
@@ -138,7 +141,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
                 capacity=(options.max_off_policy_steps + 1) * PROMPTS,
                 staleness=async_loop.StalenessPolicy(
                     options.max_off_policy_steps,
-                    on_stale="wait",  # A hard bound; answers are of one length, nobody is slow.
+                    on_stale="wait",  # A hard bound. Answers have similar lengths, so none is slow.
                     correction=f"{options.loss}, with the engine's log-probabilities",
                 ),
             ),
@@ -196,7 +199,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
 
 
 def trainer_device() -> torch.device:
-    """A GPU of this rank's own behind the engine's first, where every rank finds one."""
+    """Return the CPU, or a GPU for this rank alone if the node has enough GPUs."""
     if torch.cuda.device_count() <= int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     device = torch.device("cuda", 1 + int(os.environ["LOCAL_RANK"]))
@@ -234,7 +237,7 @@ def main() -> None:
         help="compute the prompt that a group shares once, where its routes agree",
     )
     options = parser.parse_args()
-    # torchrun ends the other ranks with SIGTERM: leave as after an error, cleaning up on the way.
+    # torchrun ends the other ranks with SIGTERM. They exit as after an error, and clean up.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     disable_progress_bar()
     torch.set_num_threads(1)

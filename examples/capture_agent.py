@@ -1,14 +1,15 @@
-"""Record an agent token by token, although the agent knows nothing about training.
+"""Record the tokens of an agent that does not know about the training.
 
     python examples/capture_agent.py
 
-The agent uses only the `openai` client: it asks a model, runs the tools that the model calls, and
-asks again. It gets a base URL and a key. `CaptureServer` receives the agent's requests, renders the
-messages and asks vLLM. For each turn it stores the ids, log-probabilities, versions and routes that
-vLLM sampled. The tiny model learns within seconds to call a tool with the numbers that it reads,
-and to repeat the tool's result. In the middle of the conversation, the engine's weights get a new
-version number. The script prints the conversation and the rollouts. It also prints whether the
-engine returned each token that the rollouts train on.
+The agent uses only the `openai` client, with a base URL and a key. The agent asks a model, runs the
+tools that the model calls, and asks the model again. `CaptureServer` receives the agent's requests,
+renders the messages and asks vLLM for an answer. For each turn, `CaptureServer` stores the ids,
+log-probabilities, versions and routes that vLLM returned. The tiny model learns within seconds to
+call a tool with the name of an article, and to repeat the tool's result. In the middle of the
+conversation, the engine's weights get a new version number. The script prints the conversation and
+the rollouts. The script also prints whether the engine returned each token that the rollouts train
+on.
 """
 
 import asyncio
@@ -75,13 +76,13 @@ PRICES = {"tea": "3", "milk": "2", "bread": "4"}
 
 
 async def agent(client: openai.AsyncOpenAI, articles: list[str]) -> list[dict[str, Any]]:
-    """Ask for prices, one after the other. Return the messages."""
+    """Ask for the price of each article. Return the messages."""
     messages: list[Any] = []
     for article in articles:
         messages.append({"role": "user", "content": f"{article}?"})
         while True:
             ask = {"model": "policy", "messages": messages, "tools": [TOOL], "max_tokens": 60}
-            ask |= {"temperature": 0}  # Greedy answers are those that the model was taught.
+            ask |= {"temperature": 0}  # The model was taught its greedy answers.
             async with client.chat.completions.stream(**ask) as events:
                 async for _ in events:
                     pass
@@ -100,7 +101,7 @@ async def agent(client: openai.AsyncOpenAI, articles: list[str]) -> list[dict[st
 
 
 def conversation(articles: list[str]) -> list[dict[str, Any]]:
-    """Return what the model is to say."""
+    """Return a conversation that the model must learn to write."""
     messages: list[dict[str, Any]] = []
     for article in articles:
         call = {"name": "price", "arguments": {"article": article}}
@@ -114,7 +115,7 @@ def conversation(articles: list[str]) -> list[dict[str, Any]]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on this file, and give it ChatML's tokens."""
+    """Train a byte-level BPE tokenizer on this file, and add ChatML's special tokens."""
     made = ByteLevelBPETokenizer()
     made.train_from_iterator([Path(__file__).read_text()], vocab_size=600, show_progress=False)
     words = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
@@ -123,7 +124,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def teach(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast) -> float:
-    """Train on such conversations. Return the last loss."""
+    """Train the model on conversations about prices. Return the last loss."""
     draw = np.random.default_rng(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -160,7 +161,7 @@ async def record(path: Path, template: ChatTemplate) -> None:
 
         async def generate(prompt: list[int], **options: Any) -> Any:
             version = int(len(returned) >= QUESTIONS)
-            if len(returned) == QUESTIONS:  # Where a trainer would have published new weights.
+            if len(returned) == QUESTIONS:  # A trainer would publish new weights here.
                 await engine.call(engine.llm.update_weight_version("1"), timeout_s=TIMEOUT_S)
             salt = cache_salt(version)
             (completion,) = await engine.generate(prompt, cache_salt=salt, **options)

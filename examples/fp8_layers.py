@@ -1,9 +1,9 @@
-"""Convert the layers and experts of a mixture-of-experts model to float8, and train it.
+"""Convert the layers and experts of a mixture-of-experts model to float8, and train the model.
 
-The script prints the error that rounding causes, and how often weights are rounded with and without
-a cache. It compares the loss with that of a float32 model. It then audits the weights for the
-engine, and prints the fingerprint that the engine must have. This takes ten seconds on a CPU, where
-products are exact and slow.
+The script prints the rounding error of each weight, and the number of roundings with and without a
+cache. The script also compares the loss with the loss of a float32 model. At the end, the script
+audits the weights for the engine, and prints the fingerprint that the engine must have. The script
+takes ten seconds on a CPU, where FP8 products are exact and slow.
 
     python examples/fp8_layers.py
 """
@@ -20,7 +20,7 @@ from primeblocks import fp8
 from primeblocks.fp8.adapters.transformers import convert
 
 STEPS, MICRO_BATCHES, TOKENS, RATE = 16, 4, 64, 3e-3
-ONLY = r"self_attn\.[qkvo]_proj|mlp\.experts"  # Not the router, nor the head.
+ONLY = r"self_attn\.[qkvo]_proj|mlp\.experts"  # Without the router and the head.
 # In training on a GPU: gemm= and quantizer= of primeblocks.fp8.adapters.
 RECIPE = fp8.Recipe(activations=fp8.Tile(1, 128), weights=fp8.Tile(128, 128), wgrad="bfloat16")
 CONFIG = Qwen3MoeConfig(
@@ -31,7 +31,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 def text(generator: torch.Generator) -> torch.Tensor:
-    """Draw a row of tokens, of which each second token follows from the token before it."""
+    """Draw a row of tokens in which every second token is a function of the previous token."""
     tokens = torch.randint(64, (1, TOKENS + 1), generator=generator)
     for t in range(1, TOKENS + 1, 2):
         tokens[:, t] = (5 * tokens[:, t - 1] + 3) % 64
@@ -39,14 +39,14 @@ def text(generator: torch.Generator) -> torch.Tensor:
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the loss of each step."""
+    """Train the model. Return the loss of each step."""
     generator, losses = torch.Generator().manual_seed(1), []
     for _ in tqdm(range(STEPS)):
         total = 0.0
         for _ in range(MICRO_BATCHES):
             tokens = text(generator)
             logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-            # By the tokens of the whole batch, as a count over all ranks would be.
+            # Divides by the tokens of the whole batch, over all micro-batches.
             loss = cross_entropy(logits[0], tokens[0, 1:], reduction="sum") / MICRO_BATCHES / TOKENS
             loss.backward()
             total += loss.item()
@@ -57,7 +57,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
 
 
 def exported(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return what an engine is sent: bfloat16, or codes and scales of what is quantized."""
+    """Return the tensors for an engine: codes and scales of quantized weights, else bfloat16."""
     encode, tensors = fp8.encode_weights(RECIPE, only=ONLY, layouts=None), {}
     for name, weight in model.state_dict().items():
         tensors |= encode(name, weight.bfloat16())
@@ -65,7 +65,7 @@ def exported(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    torch.set_num_threads(1)  # At these sizes more only wait for each other.
+    torch.set_num_threads(1)  # With tiny tensors, more threads are not faster.
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(CONFIG)
     model = copy.deepcopy(plain)
@@ -89,13 +89,13 @@ def main() -> None:
     for step in (0, STEPS // 2, STEPS - 1):
         print(f"{step:4} {float32[step]:8.4f} {float8[step]:8.4f}")
 
-    # What an engine holds is compared with what the trainer multiplies with, before step 0.
+    # In your run, compare the engine's weights with the trainer's rounded weights before step 0.
     engine, master = exported(model), dataclasses.replace(RECIPE, source="float32")
     print(f"audit: {fp8.audit(model, engine, RECIPE, only=ONLY).table()}")
     apart = fp8.audit(model, engine, master, only=ONLY)
     print(f"audit, if the trainer rounds its master weights: findings {len(apart.findings)}")
     print(f"  {apart.findings[0].name}: {apart.findings[0].reason}")
-    print(f"fingerprint {RECIPE.fingerprint(names)}")  # The engine's must be the same.
+    print(f"fingerprint {RECIPE.fingerprint(names)}")  # The engine must have the same fingerprint.
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""Agents take turns on a vLLM engine with a small cache, with our page store and without it.
+"""Run agents on a vLLM engine with a small KV cache, with and without our page store.
 
     python examples/kv_tiers_vllm.py
 
-Each agent asks, calls a tool, and asks again with the whole conversation. Between its turns, the
-other agents push its pages out of the engine's cache. Without a store, the engine computes the
-whole conversation again at every turn. With a store, the engine loads the pages from host memory
-and disk. After each round of agents, the weights get a training step and a new version. The next
-agents have the same prompts, and the version's `cache_salt` keeps them from finding pages of the
-old weights. For each version, the script prints the prompt tokens that were not computed, the time
-to the first token, and the counts of the tiers. The answers of both engines must be equal. The
-model is tiny and random. To use another model, pass its path.
+In each turn, an agent sends its whole conversation to the engine, and then calls a tool. Between
+two turns of an agent, the engine evicts the agent's pages, because other agents use the cache.
+Without a store, the engine computes the whole conversation again at every turn. With a store, the
+engine loads the pages from host memory and disk. Before each round of agents, the trainer makes a
+step and publishes a new version of the weights. The prompts of all rounds are equal, and a
+`cache_salt` per version prevents requests from reading pages of old weights. For each version, the
+script prints the prompt tokens that were not computed, the time to the first token, and the counts
+of the tiers. The engines with and without the store must return equal answers. The model is tiny
+and random. To use another model, pass its path.
 """
 
 import os
@@ -45,25 +46,26 @@ MODEL = {"num_layers": 4, "hidden": 256, "num_experts": 16, "top_k": 4, "vocab":
 VERSIONS, AGENTS, TURNS = 3, 5, 4
 PROMPT, TOOL, GENERATED = 512, 96, 8
 LR = 1e-4
-CLOSE = 1e-4  # of log-probabilities in float32; prompts are cut into other batches
+CLOSE = 1e-4  # of log-probabilities in float32, because the batches differ
 TIMEOUT_S = 60.0
 ENGINE = {
     "dtype": "float32",
     "enforce_eager": True,
     "block_size": 32,
-    "num_gpu_blocks_override": 40,  # pages; one agent grows to 26
+    "num_gpu_blocks_override": 40,  # pages. One agent needs up to 26 pages
     "max_model_len": 1024,
     "skip_tokenizer_init": True,
     "logprobs_mode": "processed_logprobs",
     "disable_log_stats": False,
 }
-# A page of this model has 64 KiB. vLLM's own pool, through which all pages pass, has 32 of them.
+# A page of this model has 64 KiB. vLLM's own pool, through which all pages pass, has room for 32
+# pages.
 STORE = {"primary_bytes": 2 << 20, "host_bytes": 6 << 20, "disk_bytes": 16 << 20}
 
 
 @dataclass
 class Round:
-    """The answers that the agents of one version got, and their costs."""
+    """The answers to all agents for one version of the weights, with token counts and times."""
 
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[float]] = field(default_factory=list)
@@ -74,12 +76,12 @@ class Round:
 
 
 def play(llm: vllm.LLM, version: int, vocab: int) -> Round:
-    """All agents, turn by turn. Equal prompts, tools and order for each version."""
+    """Run all turns of all agents. Prompts, tool results and order are equal for all versions."""
     round_, random = Round(), np.random.default_rng(0)
     contexts = random.integers(4, vocab, (AGENTS, PROMPT)).tolist()
     before = kv.engine_statistics().tiers
     for _ in range(TURNS):
-        for agent in random.permutation(AGENTS):  # tools take their time
+        for agent in random.permutation(AGENTS):  # random order, because tools need different times
             context = contexts[agent]
             sampling = vllm.SamplingParams(
                 max_tokens=GENERATED,
@@ -113,7 +115,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -
 
 
 def rollouts(path: str, arguments: dict) -> list[Round]:
-    """One engine over all versions of the weights."""
+    """Run one engine with all versions of the weights. Return one `Round` per version."""
     llm = vllm.LLM(path, **ENGINE, **into_vllm.engine_args(), **arguments)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)

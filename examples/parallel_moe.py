@@ -1,7 +1,7 @@
-"""One step of a mixture-of-experts model on four ranks.
+"""Compute the loss and the gradients of a mixture-of-experts model on four ranks.
 
-Experts, sequences and weights are split over the ranks. The script prints the plans, and how far
-the loss and the gradients differ from those of one rank.
+Experts, sequences and weights are split over the ranks. The script prints the plans, and the
+differences of loss and gradients between four ranks and one rank.
 
     torchrun --nproc-per-node 4 examples/parallel_moe.py
 """

@@ -2,11 +2,12 @@
 
     python examples/plan_a_run.py
 
-The script prints how many GPUs the trainer and the engines get. Then it runs the training loop in
-virtual time, and prints its throughput, lag and memory. It also prints how much longer a
-synchronous loop takes. The plan assumes that all rollouts have the same length, and the simulation
-has a few long rollouts. Replace the constants by your own measurements. MEASURED marks values that
-others published, and ASSUMED marks values that were not measured.
+The script prints how many GPUs the trainer and the engines get. The script also simulates the
+training loop in virtual time, and prints the throughput, the lag and the memory of the loop. The
+script also prints how much longer a synchronous loop takes. The plan assumes that all rollouts have
+the same length, but the simulation can have a few long rollouts. Replace the constants by your own
+measurements. MEASURED marks values that other projects published, and ASSUMED marks values that
+were not measured.
 """
 
 from tqdm import tqdm
@@ -29,15 +30,15 @@ NODES, GPUS_A_NODE = 28, 8  # prime-rl 0.6.0: GLM-5.1, "28 H200 nodes, < 5 min a
 MEMORY_BYTES = 141e9  # H200, data sheet
 ROLLOUTS, SAMPLES = 256, 16  # a step, as published; ASSUMED: groups of 16
 CONTEXT = 131_072
-BOUND = 8  # max_off_policy_steps of their example
+BOUND = 8  # max_off_policy_steps in prime-rl's example
 STEPS = 60
 
-# MEASURED (prime-rl #2130): their GLM-5 trainer makes 17,150 tokens a second.
-# ASSUMED: on the 16 nodes of their example, with replicas of 32 GPUs (context 4 x expert 8).
+# MEASURED (prime-rl #2130): prime-rl's GLM-5 trainer trains on 17,150 tokens per second.
+# ASSUMED: on 16 nodes, as in prime-rl's example, with replicas of 32 GPUs (context 4 x expert 8).
 TRAINER_GPUS, TRAINER_TOKENS_PER_S, TRAINER_DEGREE = 128, 17_150, 32
 PARAMETERS = 744e9  # GLM-5, of which 40e9 are active
 TRAINER_BYTES = 14 * PARAMETERS  # bf16 weights and gradients, float32 master weights, bf16 moments
-TRAINER_SHARDS = 4  # ASSUMED: FSDP spreads them over all replicas
+TRAINER_SHARDS = 4  # ASSUMED: FSDP shards these bytes over all replicas
 ACTIVATION_BYTES = 32 * 40e9  # ASSUMED: of one rollout of 131k tokens, with checkpointing
 
 # ASSUMED: an engine of 16 GPUs in fp8. A decode step reads the weights, and for each request keys
@@ -56,12 +57,12 @@ LENGTHS = {
 
 
 def decode_s(requests: int) -> float:
-    """Return the seconds of a decode step of one engine."""
+    """Return the seconds that one engine needs for a decode step."""
     return DECODE_OVERHEAD_S + (PARAMETERS + requests * READ_BYTES) / ENGINE_BYTES_PER_S
 
 
 def costs(lengths: Distribution) -> tuple[CostTable, CostTable]:
-    """Return the costs of a sample of both sides."""
+    """Return the costs of a sample in the trainer and in an engine."""
     sample_s = lengths.mean / TRAINER_TOKENS_PER_S * TRAINER_GPUS / TRAINER_DEGREE
     trainer = CostTable(
         {(1, TRAINER_DEGREE): sample_s},
@@ -78,7 +79,7 @@ def costs(lengths: Distribution) -> tuple[CostTable, CostTable]:
 
 
 def run(plan: SplitPlan, lengths: Distribution, bound: int) -> Simulation:
-    """Simulate the loop on the GPUs of the plan."""
+    """Simulate the training loop on the GPUs of the plan."""
     most = plan.engine.micro_batch
     with tqdm(total=STEPS, desc=f"bound {bound}", unit="step", leave=False) as bar:
         return simulate(
@@ -87,7 +88,7 @@ def run(plan: SplitPlan, lengths: Distribution, bound: int) -> Simulation:
             * plan.engine.replicas,
             train_s=plan.trainer.step_s,
             publish_s=plan.publish_s,
-            # The plan's throughput is that of a trainer that does not wait for slow groups.
+            # The plan assumes a trainer that does not wait for slow groups.
             staleness=StalenessPolicy(bound, "pace", "truncated importance sampling"),
             batch_size=ROLLOUTS // SAMPLES,
             max_in_flight=most * plan.engine.replicas,
@@ -99,7 +100,7 @@ def run(plan: SplitPlan, lengths: Distribution, bound: int) -> Simulation:
 
 
 def report(plan: SplitPlan, found: Simulation, synchronous: Simulation, mean: float) -> str:
-    # A rollout in the loop: tokens in 4 bytes, log-probabilities in 4, versions in 8.
+    # Bytes per token of a rollout: 4 for the id, 4 for the log-probability, 8 for the version.
     held = (found.lag + 1) * ROLLOUTS * mean * 16
     return (
         f"\n{found.table()}\n"

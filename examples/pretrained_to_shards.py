@@ -1,7 +1,7 @@
-"""Load a checkpoint of transformers into the shards of many ranks, train, and save it again.
+"""Load a transformers checkpoint into the shards of many ranks, train, and save the model.
 
-No rank ever stores the whole model. Run the script twice, the second time on another number of
-ranks: it resumes.
+No rank stores the whole model. If you run the script a second time, with another number of ranks,
+the second run continues the first run.
 
     torchrun --nproc-per-node 4 examples/pretrained_to_shards.py
     torchrun --nproc-per-node 2 examples/pretrained_to_shards.py
@@ -27,7 +27,7 @@ from primeblocks.parallel.adapters.transformers import (
 )
 
 FOLDER = Path(tempfile.gettempdir()) / "pretrained_to_shards"
-CHECKPOINT = FOLDER / "pretrained"  # Made here if missing; else a folder, or "Qwen/Qwen3-30B-A3B".
+CHECKPOINT = FOLDER / "pretrained"  # A folder, or "Qwen/Qwen3-30B-A3B". Made if missing.
 STEPS, ROWS, TOKENS, RATE = 2, 8, 32, 1e-2  # Of each run; rows of a batch, over all ranks.
 CONFIG = Qwen3MoeConfig(
     vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
@@ -41,7 +41,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def train(model, optimizer, meshes, step: int) -> float:
-    """One step on this rank's rows, and the mean loss of all."""
+    """Make one step on this rank's rows. Return the mean loss over all ranks."""
     ids = batch(step).tensor_split(dist.get_world_size())[dist.get_rank()]
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1)
     loss = -logits.gather(-1, ids[:, 1:, None]).sum() / (ROWS * (TOKENS - 1))
@@ -69,15 +69,15 @@ def main() -> None:
         AutoModelForCausalLM.from_config(CONFIG).save_pretrained(CHECKPOINT)
     dist.barrier()
 
-    with torch.device("meta"):  # Names and shapes alone.
+    with torch.device("meta"):  # Only names and shapes.
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CHECKPOINT))
     meshes = parallel.plan_mesh(world_size=ranks, expert=2).build("cpu")
-    parallelize(model, meshes)  # Memory for this rank's parts.
+    parallelize(model, meshes)  # Allocates memory for this rank's parts.
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 
     saved = sorted(FOLDER.glob("step-*"), key=lambda path: int(path.name[5:]))
     start = int(saved[-1].name[5:]) if saved else 0
-    if saved:  # Weights and moments, whatever number of ranks wrote them.
+    if saved:  # Any number of ranks may have saved the weights and moments.
         weights, moments = get_state_dict(model, optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=saved[-1])
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -96,7 +96,7 @@ def main() -> None:
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=FOLDER / f"step-{end}")
     with tqdm(desc="save", unit="tensor", disable=rank > 0) as bar:
-        # What from_pretrained and engines read.
+        # The files that from_pretrained and engines read.
         save_pretrained(model, FOLDER / "trained", progress=shown_in(bar))
     dist.barrier()  # Else a rank may abort at its end: Gloo drops the last tensors in a thread.
     dist.destroy_process_group()

@@ -1,15 +1,16 @@
-"""Asynchronous GRPO on Ray: trainer ranks and two vLLM engines as actors, one of which is killed.
+"""Run asynchronous GRPO with trainer ranks and vLLM engines as Ray actors, and kill one engine.
 
     python examples/ray_async_grpo.py
 
 The script uses the task, model, trainer and report of the demo (async_grpo_moe.py). Every trainer
 rank and every engine is a Ray actor in a bundle of one placement group. Each rank sends weights to
 each engine over TCP, and actors share neither memory nor files. After `KILL_AT` steps, the script
-kills an engine's actor while it answers requests. The other engine gets these requests. A new actor
-replaces the killed actor, and loads the newest weights before its first request. At the end, every
-prompt was trained on once, and `verify_engine` has compared each engine with the trainer's weights.
+kills the actor of an engine that is answering requests. The second engine gets the requests of the
+killed engine. A new actor replaces the killed actor, and loads the newest weights before its first
+request. At the end, every prompt was trained on once, and `verify_engine` has compared each
+engine's weights with the trainer's weights.
 
-Ray's cluster is this one machine, so connections between actors use the loopback address.
+The Ray cluster consists of one machine, so connections between actors use the loopback address.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import async_grpo_moe as demo  # First: it sets what vLLM reads from the environment.
+import async_grpo_moe as demo  # First, because it sets environment variables for vLLM.
 import ray
 import torch
 import torch.distributed as dist
@@ -51,12 +52,12 @@ from primeblocks.weightsync.transports import open_transport
 # --- where it runs ---
 ADDRESS = "local"
 RANKS, ENGINES = 2, 2
-BUNDLE = {"CPU": 1}  # What Ray sets aside for each actor.
+BUNDLE = {"CPU": 1}  # Ray reserves this for each actor.
 LOCAL_CLUSTER = {
-    "num_cpus": RANKS + ENGINES,  # A promise that nobody checks: a laptop may have fewer.
+    "num_cpus": RANKS + ENGINES,  # Ray does not check this number. A laptop may have fewer.
     "object_store_memory": 200 << 20,
     "include_dashboard": False,
-    # Else the process of an engine would outlive its actor.
+    # Without this setting, an engine's process would outlive its actor.
     "_system_config": {"process_group_cleanup_enabled": True},
 }
 # --- the run: the task, the model and its learning rates are the demo's ---
@@ -67,13 +68,13 @@ HANG_S = 1.5 * TIMEOUT_S  # An actor has its own deadlines, which are shorter.
 
 
 def own_address() -> str:
-    """The address at which actors reach this one."""
+    """Return the address under which other actors can reach the calling process."""
     return "127.0.0.1" if ADDRESS == "local" else ray.util.get_node_ip_address()
 
 
 @ray.remote
 class TrainerRank:
-    """One rank of the demo's trainer."""
+    """A Ray actor that runs one trainer rank of the demo."""
 
     def __init__(self, rank: int, store: tuple[str, int], files: dict[str, bytes]) -> None:
         torch.set_num_threads(1)
@@ -88,14 +89,14 @@ class TrainerRank:
             self.trainer = demo.Trainer(Path(folder), torch.device("cpu"), transport)
 
     def source(self) -> tuple[str, dict]:
-        """Return the arguments with which an engine reads the weights."""
+        """Return the plan and the transport specification with which an engine reads weights."""
         return self.trainer.sync_plan.to_json(), self.trainer.transport.spec()
 
     def call(self, method: str, *args):
         return getattr(self.trainer, method)(*args)
 
     def verify(self, seen: list) -> weightsync.verify.Verified:
-        """Compare what an engine holds with the weights of now. Collective."""
+        """Compare an engine's weights with the trainer's current weights. Collective."""
         trainer = self.trainer
         engine = seen if trainer.rank == 0 else None
         return weightsync.verify_engine(
@@ -105,7 +106,7 @@ class TrainerRank:
 
 @ray.remote
 class Engine:
-    """A vLLM engine that reads its weights where the trainer's ranks hold them."""
+    """A Ray actor that runs a vLLM engine, which reads weights from the trainer ranks."""
 
     async def start(self, files: dict[str, bytes], source: tuple[str, dict]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="primeblocks-")
@@ -121,7 +122,7 @@ class Engine:
         self._engine = await VllmEngine.start(arguments, timeout_s=START_S)
         self._rollouts = Rollouts(self._engine)
         plan, spec = source
-        with open_transport(spec) as transport:  # The engine's worker opens one of its own.
+        with open_transport(spec) as transport:  # The engine's worker opens its own transport.
             await into_vllm.attach(
                 self._engine.llm, weightsync.Plan.from_json(plan), transport, timeout_s=TIMEOUT_S
             )
@@ -141,7 +142,7 @@ class Engine:
 
 
 async def answers(calls: Iterable[Awaitable], timeout_s: float = HANG_S) -> list:
-    """Await calls of actors. One that is dead or hangs is an `EngineError`, as an engine is."""
+    """Await calls of actors. Raise `EngineError` if an actor is dead or hangs."""
     try:
         return await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
     except ray.exceptions.RayActorError as error:
@@ -152,21 +153,21 @@ async def answers(calls: Iterable[Awaitable], timeout_s: float = HANG_S) -> list
 
 @dataclass
 class Seat:
-    """A place for an engine, in which one follows the other."""
+    """A place for one engine at a time. If an engine dies, a new engine replaces it."""
 
     bundle: int
     actor: ray.actor.ActorHandle = None
-    version: int = -1  # that its engine has, at least
+    version: int = -1  # the oldest version that its engine may have
     joined: list[int] = field(default_factory=list)  # the version that each engine got first
     rollouts: list[int] = field(default_factory=list)  # of each engine
 
 
 class Serving:
-    """The engines: requests to those that have the weights, weights to all, others for the dead."""
+    """Sends requests to engines, updates the weights of engines, and replaces dead engines."""
 
     def __init__(self, place, files: dict[str, bytes], source: tuple[str, dict]) -> None:
         self._place, self._files, self._source = place, files, source
-        self._changing = asyncio.Lock()  # An engine joins before a version comes, or after it.
+        self._changing = asyncio.Lock()  # An engine does not join during an update.
         self._replacing: dict[str, asyncio.Task] = {}
         self.seats = {f"engine-{i}": Seat(bundle=RANKS + i) for i in range(ENGINES)}
         self.fleet: Fleet | None = None
@@ -179,7 +180,7 @@ class Serving:
         self.fleet = Fleet(generate, max_in_flight=MAX_IN_FLIGHT)
 
     async def update(self, receipt: weightsync.marker.Receipt) -> None:
-        """Give a version to all engines that are open. One that cannot take it is replaced."""
+        """Send a version to all open engines. Replace each engine that cannot load the version."""
         async with self._changing:
             self._receipt = receipt
             await asyncio.gather(*map(self._update, self.in_flight()))
@@ -189,17 +190,17 @@ class Serving:
         return {state.name: state.in_flight for state in self.fleet.states()}
 
     async def ask(self, name: str, method: str, *args, **options):
-        """Ask one engine, beside the fleet."""
+        """Call a method of one engine directly, without the fleet."""
         (answer,) = await answers([self.seats[name].actor.ask.remote(method, *args, **options)])
         return answer
 
     async def prove(self, name: str, ranks: list) -> bool:
-        """Tell whether an engine holds the weights that the trainer's ranks have now."""
+        """Return whether an engine has the current weights of the trainer ranks."""
         (seen,) = await answers([self.seats[name].actor.observe.remote()])
         return (await answers([rank.verify.remote(seen) for rank in ranks]))[0].is_proved
 
     async def settled(self) -> None:
-        """Wait until all replacements have ended, or raise the error of a failed one."""
+        """Wait until all dead engines are replaced. Raise the error of a failed replacement."""
         await asyncio.gather(*self._replacing.values())
 
     async def close(self) -> None:
@@ -209,7 +210,7 @@ class Serving:
         await answers([asyncio.gather(*closing, return_exceptions=True)])
 
     async def _start(self, name: str) -> None:
-        """Start an engine in its seat, and open it when it has the newest version."""
+        """Start an engine in its seat, and open the engine when it has the newest version."""
         seat = self.seats[name]
         where = PlacementGroupSchedulingStrategy(
             self._place, placement_group_bundle_index=seat.bundle
@@ -249,18 +250,18 @@ class Serving:
         return rollout
 
     def _replace(self, name: str, error: PrimeblocksError) -> None:
-        """Close a seat, and start another engine in it."""
+        """Close the engine of a seat, and start another engine in the seat."""
         running = self._replacing.get(name)
         if running is not None and not running.done():
-            return  # It is the error of another request.
+            return  # Another request already reported the death.
         print(f"{name} is replaced: {str(error).splitlines()[0]}", flush=True)
         self.fleet.drain(name)
-        ray.kill(self.seats[name].actor)  # Where its engine's own process is dead, and no more.
+        ray.kill(self.seats[name].actor)  # The actor may outlive its engine's process.
         self._replacing[name] = asyncio.create_task(self._start(name))
 
 
 class Run:
-    """The functions that the loop calls, which run on the actors, and counts of events."""
+    """Calls actors for the loop, and counts events."""
 
     def __init__(self, ranks: list, serving: Serving) -> None:
         self.ranks, self.serving = ranks, serving
@@ -268,7 +269,7 @@ class Run:
         self.trained, self.lost, self.killed = Counter(), 0, {}
 
     async def on_all(self, method: str, *args, timeout_s: float = HANG_S):
-        """Call a method of the trainer on every rank. Return rank 0's result."""
+        """Call a method of the trainer on all ranks. Return the result of rank 0."""
         calls = [rank.call.remote(method, *args) for rank in self.ranks]
         return (await answers(calls, timeout_s))[0]
 
@@ -282,7 +283,7 @@ class Run:
         self.sync_seconds.append(time.monotonic() - began)
 
     async def kill(self, name: str) -> None:
-        """Kill an engine's actor while it answers."""
+        """Kill the actor of an engine as soon as the engine has unfinished requests."""
         async with asyncio.timeout(TIMEOUT_S):
             while not (requests := self.serving.in_flight()[name]):
                 await asyncio.sleep(0.01)
@@ -296,12 +297,12 @@ class Run:
         self.lost += len(step.lost)
 
     async def probe(self, name: str, texts: list[str], version: int) -> None:
-        """One engine and the trainer at the same version, on fresh rollouts."""
+        """Measure the mismatch of one engine and the trainer at one version, on new rollouts."""
         fresh = await self.serving.ask(name, "each", texts, version=version)
         self.probes.append((version, *await self.on_all("mismatch", ray.put(fresh))))
 
     async def greedy_rewards(self, texts: list[str], version: int) -> list[float]:
-        """The reward of each engine."""
+        """Return the mean reward of each engine's greedy answers."""
         asked = (
             self.serving.ask(name, "greedy_reward", texts, version=version)
             for name in self.serving.seats
@@ -333,9 +334,9 @@ class Run:
 
 
 def place_actors() -> tuple:
-    """Start the trainer's ranks in a placement group with room for all. Engines start later."""
+    """Start the trainer ranks in a placement group that also has room for the engines."""
     here = own_address()
-    # This process outlives the actors, and with it what they leave here for each other.
+    # This process outlives the actors, so the data that actors exchange through the store remain.
     store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="primeblocks-") as folder:
         tiny_models.save("qwen3_moe", folder, seed=demo.SEED, **demo.MODEL)
@@ -368,14 +369,14 @@ def loop_over(run: Run, prompts: list[str], *, version: int) -> async_loop.Async
         batch_size=demo.PROMPTS,
         max_in_flight=MAX_IN_FLIGHT,
         group_size=demo.GROUP,
-        retries=Retries(attempts=9),  # For minutes, should all engines be gone.
+        retries=Retries(attempts=9),  # Enough for minutes without any engine.
         version=version,
         step_timeout_s=2 * HANG_S,
     )
 
 
 async def drive(options: argparse.Namespace) -> None:
-    """Warm start, start the engines, run the loop, kill one, measure."""
+    """Run the experiment: warm start, engines, loop, death of an engine, and measurements."""
     start, version = time.monotonic(), demo.WARM_VERSION
     training, held_out = snippets(demo.SEED)
     _store, ranks, serving = place_actors()
@@ -385,7 +386,7 @@ async def drive(options: argparse.Namespace) -> None:
     await serving.start(run.receipts[0])
     before = await run.greedy_rewards(held_out, version)
     chance = random.Random(demo.SEED + 99)
-    # As many as are trained on, so that in the end none is left.
+    # The number of trained prompts, so that all prompts are used up at the end.
     prompts = [chance.choice(training) for _ in range(options.steps * demo.PROMPTS)]
     began = time.monotonic()
     async with loop_over(run, prompts, version=version) as loop:

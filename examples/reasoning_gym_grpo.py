@@ -1,23 +1,24 @@
-"""An agent learns to solve equations with a calculator, with router replay and without it.
+"""Train an agent that solves equations with a calculator, with and without router replay.
 
     python examples/reasoning_gym_grpo.py
 
 The questions and the function that scores answers come from `simple_equations` of reasoning-gym.
-The model is a tiny mixture of experts. In each turn it calls a calculator in a sandboxed process
-and reads the result, or gives its answer. Most equations take three turns. First, the model learns
-from demonstrations how to write a call. Half of the demonstrations use the wrong operation, so the
-score must teach the model the right one. Then the script runs asynchronous GRPO twice: the trainer
-imposes the engine's experts in one run, and uses its own choices in the other. The script kills
-each run once with SIGKILL, and starts it again from its last saved step. The results are
+The model is a tiny mixture of experts. In each turn, the model calls a calculator in a sandboxed
+process and reads the result, or gives its answer. Most equations need three turns. First, the model
+learns from demonstrations how to write a call of the calculator. Half of the demonstrations use a
+wrong operation, so the score must teach the model the right operation. After the demonstrations,
+the script runs asynchronous GRPO twice. In the first run, the trainer imposes the engine's experts.
+In the second run, the trainer uses its own choices of experts. The script kills each run once with
+SIGKILL, and starts the run again from its last saved step. The script writes its results to
 `curve.json` and `curve.svg` in `outputs/reasoning_gym`.
 
-On GPUs, start the two runs separately, each with this command on each node:
+On GPUs, start each run separately. Run this command on each node:
 
     torchrun --nnodes 2 --nproc-per-node RANKS --rdzv-id RUN --rdzv-backend c10d \
         --rdzv-endpoint FIRST_NODE:29400 examples/reasoning_gym_grpo.py --arm replay --out SHARED
 
-The folder `async_grpo` has the parts: `equations`, `calculator`, `episodes`, `trainer`, `saved` and
-`curve`.
+The folder `async_grpo` contains the files `equations`, `calculator`, `episodes`, `trainer`, `saved`
+and `curve` of this example.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
-import async_grpo_moe as demo  # First: it sets what vLLM needs on a CPU.
+import async_grpo_moe as demo  # First, because it sets environment variables for vLLM.
 import psutil
 import torch
 import torch.distributed as dist
@@ -79,19 +80,19 @@ OUT = Path("outputs/reasoning_gym")
 
 
 async def warm_start(trainer: Trainer, episodes, options: argparse.Namespace) -> None:
-    """Show how to call the calculator, with a wrong operation in half of the demonstrations."""
+    """Train on demonstrations of calculator calls, half of which use a wrong operation."""
     chance = random.Random(options.seed)
     steps = options.warm_steps
     for step in tqdm(range(steps), desc="warm start"):
         chosen = chance.sample(episodes.questions.training, WARM_BATCH)
         rows = [await episodes.demonstration(i, wrong=chance.random() < WRONG) for i in chosen]
-        share = min(1.0, (step + 1) / 50, 2 * (steps - step) / steps)  # Up, along, and down.
+        share = min(1.0, (step + 1) / 50, 2 * (steps - step) / steps)  # Warm-up, constant, decay.
         on_all_ranks(trainer, "imitate_share", rows, WARM_LR * share)
 
 
 async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace) -> None:
-    """Rank 0: warm start, start the engine, run the loop, write down each step."""
-    # Here, for the other ranks need no vLLM.
+    """Run one arm of the comparison on rank 0: warm start, engine, loop, and a log of each step."""
+    # Imported here, because the other ranks do not need vLLM.
     from async_grpo.episodes import Episodes, engine_arguments
     from async_grpo.equations import Questions
 
@@ -112,7 +113,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
     )
     if run.weights is None and not warm.exists():
         await warm_start(trainer, episodes, options)
-        on_all_ranks(trainer, "save", warm)  # Both arms go on from these weights.
+        on_all_ranks(trainer, "save", warm)  # Both arms continue from these weights.
     else:
         on_all_ranks(trainer, "load", run.weights or warm)
     arguments = engine_arguments(
@@ -148,7 +149,8 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
             log.write(version=run.version, solved_greedily=before)
         chance = random.Random(options.seed + 99)
         loop = async_loop.AsyncLoop(
-            # The same questions in the same order after a kill: the journal counts them.
+            # After a kill, the questions and their order are equal, because the journal counts
+            # questions.
             prompts=(chance.choice(questions.training) for _ in itertools.count()),
             generate=episodes.one,
             train=train,
@@ -185,7 +187,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
 
 
 def make_checkpoint(seed: int, folder: Path) -> None:
-    """A tiny model, with a tokenizer that a package ships."""
+    """Save a tiny model, and a tokenizer from the package `mistral_common`."""
     from async_grpo.equations import make_tokenizer
 
     tiny_models.build("qwen3_moe", seed=seed, **MODEL).save_pretrained(folder)
@@ -193,7 +195,7 @@ def make_checkpoint(seed: int, folder: Path) -> None:
 
 
 def be_a_rank(options: argparse.Namespace) -> None:
-    """One rank of one arm, under torchrun."""
+    """Run one rank of one arm, in a process that torchrun started."""
     disable_progress_bar()
     torch.set_num_threads(1)
     device = demo.trainer_device()
@@ -217,9 +219,9 @@ def be_a_rank(options: argparse.Namespace) -> None:
 
 
 def live(arm: str, options: argparse.Namespace, *, kill_at: int | None) -> int | None:
-    """One life of an arm: to its end, or until all its processes get SIGKILL after some step.
+    """Run an arm to its end, or kill all its processes with SIGKILL after `kill_at` steps.
 
-    Returns the step that was the last one before the kill.
+    Return the number of steps before the kill, or None without a kill.
     """
     run_id = f"{arm}-{os.getpid()}"
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]

@@ -2,13 +2,13 @@
 
     python examples/resume_after_a_crash.py
 
-A small policy learns to spell a sequence that a prompt names, in an asynchronous loop with a
-journal. The script starts two runs as child processes. One is not disturbed, and the other gets
-SIGKILL at random moments. A killed run continues from its last saved weights. Unfinished rollouts
-continue where they stopped, finished groups are trained on, and later steps are made again. No
-prompt is lost or trained on twice. After each restart, the script prints how many groups and tokens
-the journal restored. At the end, it prints the tables of both journals. This takes half a minute on
-a CPU.
+A small policy learns to spell the word that a prompt names, in an asynchronous loop with a journal.
+The script starts two runs as child processes. The first run is not disturbed, and the second run
+gets SIGKILL at random moments. A killed run continues from its last saved weights, and repeats the
+steps after the save. The run also continues its unfinished rollouts, and trains on groups that were
+finished before the kill. No prompt is lost or trained on twice. After each restart, the script
+prints how many groups and tokens the journal restored. At the end, the script prints the tables of
+both journals. The script takes half a minute on a CPU.
 """
 
 import argparse
@@ -44,16 +44,16 @@ PROMPTS, BATCH, GROUP = 480, 8, 4
 WORDS, LETTERS, LENGTH = 6, 10, 12  # A prompt names one of the words, which has 12 letters.
 MAX_OFF_POLICY_STEPS, MAX_IN_FLIGHT = 2, 64
 LR, SEED = 2.0, 0
-TOKEN_S = 0.0005  # What the engine takes for a token.
-SAVE_TOKENS = 3  # After so many tokens a trajectory is written down.
-SAVE_STEPS = 5  # After so many steps the weights are.
+TOKEN_S = 0.0005  # mean time in which the engine samples a token
+SAVE_TOKENS = 3  # tokens between two saves of a rollout
+SAVE_STEPS = 5  # steps between two saves of the weights
 KILLS = 4
 
 TARGET = torch.randint(LETTERS, (WORDS, LENGTH), generator=torch.Generator().manual_seed(SEED))
 
 
 class Trainer:
-    """Weights and optimizer, and the prompts that went into them."""
+    """Has the weights, the optimizer, and the names of the trained prompts."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.version, self.trained = folder / "weights.pt", 0, []
@@ -65,7 +65,7 @@ class Trainer:
             self.trained = saved["trained"]
 
     def train(self, groups: tuple[Group, ...], *, version: int) -> float:
-        """Make one step. Return the mean reward of its batch."""
+        """Make one optimizer step. Return the mean reward of the batch."""
         rewards = torch.tensor([[r.reward for r in group.rollouts] for group in groups])
         advantages = group_advantages(rewards).flatten()
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -86,7 +86,7 @@ class Trainer:
         return float(rewards.mean())
 
     def save(self) -> None:
-        """Write the weights down, all or nothing."""
+        """Save the weights completely or not at all."""
         new = self.file.with_suffix(".new")
         saved = {"logits": self.logits.data, "version": self.version, "trained": self.trained}
         torch.save(saved, new)
@@ -94,7 +94,7 @@ class Trainer:
 
 
 class Engine:
-    """Samples from the weights that were published last, one token at a time."""
+    """Samples with the last published weights, one token at a time."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -105,7 +105,7 @@ class Engine:
         self._version = version
 
     async def generate(self, prompt: dict, *, version: int, sample: int, draft: Draft) -> Rollout:
-        """Sample one completion, from where an earlier life of the run stopped."""
+        """Sample one completion. If `draft` has saved tokens, continue these tokens."""
         so_far = draft.partials.get(sample)
         tokens = [] if so_far is None else so_far.completion.tolist()
         logprobs = [] if so_far is None else so_far.logprobs.tolist()
@@ -115,7 +115,7 @@ class Engine:
             choices = self._logprobs[prompt["word"], len(tokens)]
             tokens.append(int(torch.multinomial(choices.exp(), 1)))
             logprobs.append(float(choices[tokens[-1]]))
-            versions.append(self._version)  # A publish in the middle is no reason to stop.
+            versions.append(self._version)  # Continue after a publish.
             fields = {
                 "tokens": np.array([prompt["word"], *tokens]),
                 "prompt_length": 1,
@@ -129,15 +129,15 @@ class Engine:
 
 
 async def run(folder: Path) -> None:
-    """Train to the end of the prompts, from whatever lies in the folder."""
-    torch.manual_seed(SEED + os.getpid())  # No two lives sample alike.
+    """Train on all prompts, beginning with the state that the folder contains."""
+    torch.manual_seed(SEED + os.getpid())  # Each process samples other tokens.
     trainer = Trainer(folder)
     engine = Engine(trainer)
     with Journal(folder / "journal") as journal:
-        restored = journal.restore(trainer.version)  # To show it; the loop does so itself.
+        restored = journal.restore(trainer.version)  # Only to print it. The loop restores too.
         tell(came_back=came_back(restored, step=trainer.version), step=trainer.version)
         loop = AsyncLoop(
-            # The same prompts in the same order: the journal knows how many were drawn.
+            # Prompts and order must not change, because the journal only counts the drawn prompts.
             prompts=({"name": f"prompt {i}", "word": i % WORDS} for i in range(PROMPTS)),
             generate=engine.generate,
             train=trainer.train,
@@ -159,12 +159,12 @@ async def run(folder: Path) -> None:
                 tell(step=step.version, reward=step.metrics)
                 if step.version % SAVE_STEPS == 0 or step.version == PROMPTS // BATCH:
                     trainer.save()
-                    journal.checkpointed(step.version)  # What led to these weights is final now.
+                    journal.checkpointed(step.version)  # Groups up to this step are final.
         tell(trained=trainer.trained, ledger=journal.table())
 
 
 def came_back(restored: Restored, *, step: int) -> dict[str, int]:
-    """Count what a journal gave back."""
+    """Return the numbers of prompts, groups and tokens that a journal restored."""
     kept = [item for _, _, partials in restored.again for item in partials.values()]
     return {
         "step": step,
@@ -200,7 +200,7 @@ def live(folder: Path, bar: tqdm, *, kill_after: float | None) -> dict:
 
 
 def lives(folder: Path, *, kills: int) -> dict:
-    """Run until the prompts are used up, through so many kills."""
+    """Run until all prompts are trained on, with `kills` kills on the way."""
     folder.mkdir()
     chance = random.Random(SEED)
     with tqdm(total=PROMPTS // BATCH, desc=folder.name, leave=True) as bar:

@@ -1,12 +1,12 @@
-"""Router replay in one script: sample with vLLM, keep its routes, and train on them.
+"""Sample with vLLM, record the routes, and train with these routes (router replay).
 
     python examples/router_replay.py
 
 vLLM generates in bfloat16 and returns the experts that each token visited. A transformers model
-with the same weights makes one training step on the same tokens, and its routers are imposed. The
-script prints the mismatch of the two sides, with the trainer's own routes and with the engine's
-routes. The model is tiny and random, with large weights, so that rounding changes many choices. To
-use another model, pass its path.
+with the same weights makes one training step on the sampled tokens, with the engine's experts. The
+script prints the mismatch between engine and trainer, once with the trainer's own routes and once
+with the engine's routes. The model is tiny and random, with large weights, so that rounding changes
+many choices. To use another model, pass its path.
 """
 
 import os
@@ -83,7 +83,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(trainer.parameters(), lr=1e-5)
     with replay.impose(routers(trainer), routes):
         replayed = logprobs()
-        advantages = torch.ones_like(replayed)  # yours go here
+        advantages = torch.ones_like(replayed)  # put your advantages here
         (-advantages * (replayed - rollout).exp()).mean().backward()
     optimizer.step()
 

@@ -2,12 +2,12 @@
 
     python examples/sync_to_vllm.py
 
-A trainer in float32 takes AdamW steps on random tokens. After each step it sends the weights to a
-vLLM engine in bfloat16, which continues to answer requests. Every fourth version is sent in full,
-and the other versions as deltas, which are faster over a link of 100 Mbit/s. The script prints the
-bytes, the seconds and the pause of each update, and the versions that wrote each answer. It also
-compares the engine's answers with those of an engine that started with the same weights. The model
-is tiny and random. To use another model, pass its path.
+A trainer in float32 makes AdamW steps on random tokens. After each step, the trainer sends the
+weights to a vLLM engine in bfloat16, which continues to answer requests. Every fourth version is
+sent in full. All other versions are sent as deltas, which are faster over a link of 100 Mbit/s. The
+script prints the bytes, the seconds and the pause of each update, and the versions that sampled
+each answer. The script also compares the engine's answers with the answers of a new engine that
+starts with the same weights. The model is tiny and random. To use another model, pass its path.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ ENGINE = {
 
 
 class Engine:
-    """An AsyncLLM and the answers that it gave."""
+    """A vLLM `AsyncLLM`, with a counter of its sampled tokens."""
 
     def __init__(self, path: str) -> None:
         arguments = vllm.AsyncEngineArgs(path, **ENGINE, **into_vllm.engine_args())
@@ -65,7 +65,7 @@ class Engine:
         sampling = vllm.SamplingParams(
             max_tokens=length, temperature=0, logprobs=0, ignore_eos=True, detokenize=False
         )
-        # A salt of its own: pages of an old version are never found by another request.
+        # Each request has its own salt, so no request finds pages of an old version.
         ask = {"prompt_token_ids": prompt, "cache_salt": name}
         answer = None
         async for output in self.llm.generate(ask, sampling, request_id=name):
@@ -98,7 +98,7 @@ async def sync(model: torch.nn.Module, engine: Engine, prompts: list[list[int]])
         ]
         print("version      bytes   of full  publish s   update s    pause s  tokens so far")
         for version in range(1, VERSIONS + 1):
-            # In a thread, so that the engine goes on.
+            # In a thread, so that the engine continues.
             await asyncio.to_thread(train, model, optimizer, version)
             sent = await asyncio.to_thread(publisher.publish, version, timeout_s=TIMEOUT_S)
             report = await into_vllm.update(

@@ -1,12 +1,12 @@
-"""TRL's AsyncGRPOTrainer trains on rollouts of our loop, and our publisher updates vLLM.
+"""Train TRL's AsyncGRPOTrainer on rollouts of an `AsyncLoop`, and update vLLM with a publisher.
 
     python examples/trl_async_grpo.py
 
 A mixture-of-experts model with random weights learns to answer any prompt with even tokens. The
-reward is the share of even tokens, which is 0.5 at the start. TRL 1.16 trains. An `AsyncLoop` makes
-the rollouts and bounds their staleness. Weights travel through shared memory into the running
-engine, mostly as deltas. With `--kill-at STEP`, the script kills the engine after STEP steps, and
-the run must end with an error.
+reward is the share of even tokens, which is 0.5 at the start. TRL 1.16 trains the model. An
+`AsyncLoop` makes the rollouts and limits the staleness. The weights are sent to the running engine
+through shared memory, mostly as deltas. With `--kill-at STEP`, the script kills the engine after
+STEP steps, and the run must end with an error.
 """
 
 import argparse
@@ -54,12 +54,12 @@ TIMEOUT_S, START_S = 60.0, 600.0
 
 
 def reward_of(answer: tuple[int, ...]) -> float:
-    """The share of even tokens."""
+    """Return the share of even tokens in an answer."""
     return statistics.mean(float(token % 2 == 0) for token in answer)
 
 
 class Rollouts:
-    """Asks the engine, and knows the reward."""
+    """Samples rollouts with the engine, and computes the rewards."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
@@ -76,7 +76,7 @@ class Rollouts:
 
 
 class Watch(TrainerCallback):
-    """Prints TRL's logs, and kills the engine if `--kill-at` is given."""
+    """Prints TRL's logs, and kills the engine if you pass `--kill-at`."""
 
     def __init__(self, engine: VllmEngine, kill_at: int | None) -> None:
         self.engine, self.kill_at, self.killed_at = engine, kill_at, 0.0
@@ -160,7 +160,7 @@ def run(options: argparse.Namespace, folder: str, thread: EventThread, transport
     trainer = trl_on_cpu.build(
         model=path,
         args=config,
-        train_dataset=Dataset.from_dict({"prompt": [""]}),  # Not read: the worker has the prompts.
+        train_dataset=Dataset.from_dict({"prompt": [""]}),  # Not read. The worker has the prompts.
         rollout_worker=worker,
         weight_transfer=transfer,
         callbacks=[watch],

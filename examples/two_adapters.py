@@ -1,4 +1,4 @@
-"""Two LoRA policies learn opposite tasks at once: one vLLM engine, one trainer, one base model.
+"""Train two LoRA policies for opposite tasks at once, with one vLLM engine and one base model.
 
     python examples/two_adapters.py
     python examples/two_adapters.py --fault train
@@ -7,13 +7,13 @@
 The base model writes a random walk along the alphabet, one letter up or one letter down per step.
 The policy "up" gets a reward for steps up, and the policy "down" for steps down. Each policy has
 its own loop, with its own prompts, buffer, staleness bound, optimizer and versions. The engine
-loads each version of an adapter next to the older versions, under its own name ("up@7"). Requests
-of both policies continue meanwhile. A request keeps the adapter with which it began, so all of its
-tokens have one version. With `--fault`, the policy "down" fails at one step and stops. "up"
-continues to its end. Then "down" is repaired, and continues from the newest version that the engine
-has.
+loads each version of an adapter under its own name ("up@7"), in addition to older versions.
+Requests of both policies continue during a load. A request keeps the adapter with which it began,
+so all tokens of a request have one version. With `--fault`, the policy "down" fails at one step and
+stops, while the policy "up" continues to its end. After the failure, the script repairs the policy
+"down", which continues from its newest version in the engine.
 
-For your own experiment, change the constants below. The trainer computes on the CPU.
+For your own experiment, change the constants in this file. The trainer computes on the CPU.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-# What vLLM needs on a CPU, set before it is imported: no model hub, no compilation, one thread.
+# Settings for vLLM on a CPU, before the import of vLLM: no model hub, no compilation, one thread.
 for name, value in {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -72,9 +72,9 @@ WARM_STEPS, WARM_BATCH, WARM_LR = 150, 64, 3e-3
 RANK, ALPHA, LR = 8, 16, 3e-3
 STEPS, PROMPTS, GROUP = 30, 8, 8
 MAX_OFF_POLICY_STEPS = 2
-FAULT_AT = 10  # the version of "down" that cannot be trained, or cannot be asked
+FAULT_AT = 10  # the version of "down" at which `train` or `generate` fails
 TIMEOUT_S = 120.0
-# Of each tenant: those that the bound lets be in flight, the next one, and one on its way out.
+# Versions per tenant: versions with requests, the next version, and a version to be removed.
 VERSIONS_HELD = MAX_OFF_POLICY_STEPS + 3
 
 
@@ -97,7 +97,7 @@ def mean_reward(walks: Sequence[Sequence[int]], direction: int) -> float:
 
 
 class Trainer:
-    """One base model with one adapter per tenant. The tenants take turns."""
+    """A base model with one LoRA adapter per tenant (policy). The tenants train in turn."""
 
     def __init__(self, base: nn.Module, names: Sequence[str]) -> None:
         first, *others = names
@@ -112,15 +112,15 @@ class Trainer:
 
     @contextlib.contextmanager
     def adapted(self, name: str) -> Iterator[nn.Module]:
-        """The model with one adapter active, which alone gets gradients."""
-        # The active adapter is a state of the modules. A tenant that hangs here holds up the rest.
+        """Yield the model with one active adapter. Only the active adapter gets gradients."""
+        # The active adapter is a state of the modules. A tenant that hangs here blocks all tenants.
         with self._turn:
             self.model.set_adapter(name)
             yield self.model
 
 
 def warm_start(base: nn.Module) -> float:
-    """Teach the base model to walk at random. Return the last loss, in nats per token."""
+    """Train the base model on random walks. Return the last loss, in nats per token."""
     generator = torch.Generator().manual_seed(SEED)
     optimizer = torch.optim.AdamW(base.parameters(), lr=WARM_LR)
     loss = torch.zeros(())
@@ -137,15 +137,14 @@ def warm_start(base: nn.Module) -> float:
 
 
 def logprobs_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Log-probability of every token after the first, `[batch, tokens - 1]`."""
+    """Return the log-probability of each token after the first token, `[batch, tokens - 1]`."""
     # Padding is on the right, where causal attention cannot see it.
     logits = model(input_ids=tokens, use_cache=False).logits
     return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
 
 
 def tensors_of(rollouts: Sequence[async_loop.Rollout]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return padded tokens, a mask of sampled `tokens[:, 1:]`, and the engine's "
-    "log-probabilities."""
+    """Return padded tokens, a mask of sampled `tokens[:, 1:]`, and log-probabilities."""
     rows = [torch.from_numpy(rollout.tokens.copy()) for rollout in rollouts]
     tokens = pad_sequence(rows, batch_first=True, padding_value=PAD)
     position = torch.arange(1, tokens.shape[1])
@@ -161,10 +160,11 @@ def tensors_of(rollouts: Sequence[async_loop.Rollout]) -> tuple[Tensor, Tensor, 
 
 
 class Tenant:
-    """A policy: an adapter, its optimizer, its versions in the engine, and its loop.
+    """A policy with an adapter, an optimizer, a loop, and versions in the engine.
 
     Args:
-        fault: where it fails, for good, from version `FAULT_AT` on: "train", "generate" or "".
+        fault: the method ("train" or "generate") that fails from version `FAULT_AT` on. With "",
+            the run does not fail.
     """
 
     def __init__(self, name: str, trainer: Trainer, engine: VllmEngine, fault: str = "") -> None:
@@ -188,11 +188,11 @@ class Tenant:
 
     @property
     def version(self) -> int:
-        """The newest in the engine."""
+        """The newest version of the tenant's adapter in the engine."""
         return max(self.served)
 
     async def attach(self) -> None:
-        """Tell the engine where versions of this adapter will come from, and give it the first."""
+        """Connect the engine to the publisher of this adapter, and publish version 0."""
         config = self.trainer.model.peft_config[self.name].to_dict()
         spec = AdapterSpec.from_peft(self.name, config)
         await lora.attach_lora(
@@ -206,7 +206,7 @@ class Tenant:
         await self.publish(0)
 
     async def run(self, steps: int) -> None:
-        """Train until version `steps`, or raise the error that ended the loop earlier."""
+        """Train until version `steps`. If an error ends the loop earlier, raise the error."""
         if self.publishing is not None:
             await asyncio.wait({self.publishing})
         await asyncio.to_thread(self.restore)
@@ -238,10 +238,11 @@ class Tenant:
                     bar.update()
 
     def restore(self) -> None:
-        """Go back to the newest version in the engine.
+        """Restore the weights and moments of the newest version in the engine.
 
-        Python cannot end a thread. If a step of the failed run has ended since, this call undoes
-        it. If the step still waits for its turn, it finds that its run is over."""
+        Python cannot end a thread, so a step of the failed run may still be running. `restore`
+        undoes a step that ended after the failure. If a step of the failed run still waits for its
+        turn, the step raises `ClosedError`."""
         weights, moments = copy.deepcopy(self.saved[self.version])
         with self.trainer.adapted(self.name):
             self.runs += 1
@@ -249,7 +250,7 @@ class Tenant:
             self.optimizer.load_state_dict(moments)
 
     async def generate(self, prompt: list[int], *, version: int) -> list[async_loop.Rollout]:
-        """Sample a group from the engine's newest version, which may be newer than the loop's."""
+        """Sample a group from the engine's newest version, which may be newer than `version`."""
         newest = self.version
         if self.fault == "generate" and newest >= FAULT_AT:
             raise ConnectionError(f"the judge of {self.name!r} does not answer")
@@ -270,13 +271,13 @@ class Tenant:
             timeout_s=TIMEOUT_S,
             lora_request=self.served[version],
             adapter_version=version,
-            # KV pages of a tenant's version are nobody else's.
+            # KV pages are shared only within one version of a tenant.
             cache_salt=f"{self.name}-{async_loop.cache_salt(version)}",
             **options,
         )
 
     def train(self, run: int, groups: Sequence[async_loop.Group], *, version: int) -> float:
-        """Make one step of GRPO on this tenant's adapter. Return the mean reward."""
+        """Make one GRPO step on the tenant's adapter. Return the mean reward."""
         rewards = torch.tensor([[rollout.reward for rollout in g.rollouts] for g in groups])
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         tokens, mask, sampled = tensors_of(rollouts)
@@ -289,16 +290,16 @@ class Tenant:
             loss = losses.grpo_loss(logprobs, sampled, advantages, mask=mask)
             if self.fault == "train" and version >= FAULT_AT:
                 raise FloatingPointError(f"the loss of {self.name!r} is not finite")
-            self.optimizer.zero_grad()  # First: a step that failed may have left gradients.
+            self.optimizer.zero_grad()  # First, because a failed step may have left gradients.
             (loss.sum / loss.tokens).backward()
             nn.utils.clip_grad_norm_(self.tensors.values(), 1.0)
             self.optimizer.step()
         return rewards.mean().item()
 
     async def publish(self, version: int) -> None:
-        """Load a version into the engine, beside those with requests, and drop those without."""
+        """Load a version into the engine, and remove older versions without requests."""
         self.publishing = asyncio.ensure_future(self._publish(version))
-        # What has begun is brought to its end, even if another failure ends the run meanwhile.
+        # A publish that has begun is completed, even if another failure ends the run meanwhile.
         await asyncio.shield(self.publishing)
 
     async def _publish(self, version: int) -> None:
@@ -320,14 +321,14 @@ class Tenant:
 
     @cached_property
     def rollouts(self) -> list[async_loop.Rollout]:
-        """All that it was trained on."""
+        """All rollouts on which the adapter was trained."""
         return [r for step in self.history for group in step.groups for r in group.rollouts]
 
     @torch.no_grad()
     def audit(self, *, shift: int = 0) -> float:
-        """Largest difference of a trained token's log-probability: engine's from this adapter's.
+        """Return the largest difference between log-probabilities of engine and adapter.
 
-        The adapter is of the version that the token names, or of another one, `shift` off.
+        For each trained token, the adapter has the version that sampled the token, minus `shift`.
         """
         worst, now = 0.0, {name: tensor.clone() for name, tensor in self.tensors.items()}
         for version, (weights, _) in self.saved.items():
@@ -343,7 +344,7 @@ class Tenant:
         return worst
 
     def is_as_published(self) -> bool:
-        """Whether the adapter has the exact bits of its last published version."""
+        """Return whether the adapter has the exact bits of its last published version."""
         published, _ = self.saved[self.version]
         return all(torch.equal(tensor, published[name]) for name, tensor in self.tensors.items())
 
@@ -353,7 +354,7 @@ class Tenant:
             self.tensors[name].copy_(tensor)
 
     async def walks(self, version: int) -> list[list[int]]:
-        """Walks of a version from every letter."""
+        """Sample one walk from each letter with a version of the adapter."""
         prompts = [[BOS, letter(place)] for place in range(LETTERS)]
         answers = await asyncio.gather(*(self.ask(p, version, seed=SEED) for p in prompts))
         return [[*p, *answer.token_ids] for p, (answer,) in zip(prompts, answers, strict=True)]
@@ -395,12 +396,12 @@ def engine_arguments(checkpoint: Path) -> dict[str, Any]:
 
 
 async def train_all(tenants: Sequence[Tenant], steps: int) -> dict[str, BaseException | None]:
-    """Run every tenant to its end or its error. The other tenants continue after an error."""
+    """Run all tenants, and return the errors. An error of one tenant stops only this tenant."""
 
     async def end_of(tenant: Tenant) -> BaseException | None:
         try:
             await tenant.run(steps)
-        except Exception as error:  # Whatever it is, it is this tenant's alone.
+        except Exception as error:  # An error stops only this tenant.
             versions = ", ".join(f"{each.name}@{each.version}" for each in tenants)
             print(f"{tenant.name!r} has failed ({versions}): {error!r}", flush=True)
             return error
@@ -414,7 +415,7 @@ async def train_all(tenants: Sequence[Tenant], steps: int) -> dict[str, BaseExce
 async def drive(
     tenants: Sequence[Tenant], engine: VllmEngine, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Train all tenants, repair those that failed, measure."""
+    """Train all tenants, repair failed tenants, and return the measurements."""
     for tenant in tenants:
         await tenant.attach()
     began = time.monotonic()
@@ -442,7 +443,7 @@ async def drive(
 
 
 def report(summary: dict[str, Any]) -> None:
-    """Print what became of each tenant: rewards, and how the engine's numbers fit the trainer's."""
+    """Print the rewards of each tenant, and the differences between engine and trainer."""
     columns = ["", "steps", "lag", "first", "last", *(f"on {name}" for name in TENANTS)]
     columns += ["log p off by", "a version off", "update ms"]
     rows = []
@@ -465,7 +466,7 @@ async def main(options: argparse.Namespace) -> None:
     base = tiny_models.build("qwen3", seed=SEED, dtype="float32", **MODEL)
     print(f"warm start: loss {warm_start(base):.3f} nats a token", flush=True)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        base.save_pretrained(folder)  # Before PEFT puts its modules into it.
+        base.save_pretrained(folder)  # Before PEFT adds its modules.
         trainer = Trainer(base, list(TENANTS))
         async with await VllmEngine.start(
             engine_arguments(Path(folder)), timeout_s=5 * TIMEOUT_S

@@ -1,11 +1,12 @@
-"""A trainer and its engines in separate processes: weights through a folder, rollouts over ZeroMQ.
+"""Run a trainer and engines as separate processes that exchange weights and rollouts.
 
     python examples/two_processes.py trainer /tmp/spelling &
     python examples/two_processes.py engine /tmp/spelling
 
-The policy learns to spell six words. Start as many engines as you like, at any time. You may kill
-an engine at any time: its group is lost if the trainer's buffer did not have it yet. Each run needs
-a folder of its own, on a disk that all processes share. Seconds on a CPU.
+The trainer sends weights through a folder, and the engines send rollouts over ZeroMQ. The policy
+learns to spell six words. You can start any number of engines, at any time. You can also kill an
+engine at any time. A group that the trainer's buffer has not received from a killed engine is lost.
+Each run needs a new folder, on a disk that all processes share. A run takes a few seconds on a CPU.
 """
 
 import argparse
@@ -30,7 +31,7 @@ TARGET = torch.randint(LETTERS, (WORDS, LENGTH), generator=torch.Generator().man
 
 
 class Speller(nn.Module):
-    """The policy: for each word and place, the logits of its letters."""
+    """A policy with one logit for each word, position and letter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""The parts of `async_grpo_moe.py` that another task or another engine would change."""
+"""The files of `async_grpo_moe.py` that you change for another task or another engine."""

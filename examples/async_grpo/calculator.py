@@ -1,8 +1,7 @@
-"""A calculator as a tool, in sandboxed processes that can open nothing.
+"""A calculator tool that runs in sandboxed processes without access to files or sockets.
 
-A call of `Calculator` uses a free process, or starts one. At most `PROCESSES` calls run at a time.
-If a result does not come in time, `Calculator` kills the process. Calls in other processes
-continue.
+A call of `Calculator` uses an idle process, or starts a new process. At most `PROCESSES` calls run
+at a time. If a call exceeds its deadline, `Calculator` kills only the process of this call.
 """
 
 import ast
@@ -12,10 +11,10 @@ import resource
 import sys
 from pathlib import Path
 
-DEADLINE_S = 5.0  # For one expression, which takes a millisecond, on a busy machine too.
+DEADLINE_S = 5.0  # For one expression, which takes a millisecond on an idle machine.
 PROCESSES = 4
 START_S = 30.0
-MEMORY_BYTES, PROCESSOR_S = 256 << 20, 600  # The latter ends a process that lost its parent.
+MEMORY_BYTES, PROCESSOR_S = 256 << 20, 600  # The second limit ends a process without a parent.
 LONGEST = 200  # characters of an expression, and of a result
 OPERATORS = {
     ast.Add: operator.add,
@@ -28,7 +27,7 @@ OPERATORS = {
 
 
 class Calculator:
-    """Evaluates expressions in the sandbox, for one event loop."""
+    """Evaluates expressions in sandboxed processes. Use each object in only one event loop."""
 
     def __init__(self, *, deadline_s: float = DEADLINE_S) -> None:
         self.deadline_s, self.calls, self.late = deadline_s, 0, 0
@@ -45,7 +44,7 @@ class Calculator:
                 said = await asyncio.wait_for(process.stdout.readline(), self.deadline_s)
             except TimeoutError:
                 pass
-            finally:  # After a cancelled call too: no other call may read its result.
+            finally:  # Also after a cancelled call, whose result no other call may read.
                 if said:
                     self._free.append(process)
                 else:
@@ -72,13 +71,13 @@ class Calculator:
         await process.wait()
 
     async def close(self) -> None:
-        """End all processes. No call may be running."""
+        """End all processes. Call `close` after all calculations have ended."""
         while self._free:
             await self._end(self._free.pop())
 
 
 def evaluate(node: ast.AST) -> float:
-    """Return the value of numbers and operators. Anything else is a ValueError."""
+    """Return the value of an expression. Raise ValueError if the expression is not arithmetic."""
     if isinstance(node, ast.Expression):
         return evaluate(node.body)
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -91,7 +90,7 @@ def evaluate(node: ast.AST) -> float:
 
 
 def serve() -> None:
-    """Be the process: a line in, a line out. From here on it opens no file and no socket."""
+    """Evaluate each line of standard input, after giving up the right to open files and sockets."""
     for what, most in {
         resource.RLIMIT_NOFILE: 0,
         resource.RLIMIT_FSIZE: 0,
@@ -104,7 +103,7 @@ def serve() -> None:
     for line in sys.stdin:
         try:
             text = f"{evaluate(ast.parse(line.strip(), mode='eval')):.10g}"
-        except Exception as error:  # Whatever an expression does is an answer.
+        except Exception as error:  # The model reads the error of its expression.
             text = f"error: {type(error).__name__}"
         print(text[:LONGEST], flush=True)
 

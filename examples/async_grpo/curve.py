@@ -1,4 +1,4 @@
-"""The picture and the table of `reasoning_gym_grpo.py`.
+"""Write the log, the picture and the table of `reasoning_gym_grpo.py`.
 
 python examples/async_grpo/curve.py FROM.json TO.svg
 """
@@ -21,7 +21,7 @@ LAST = 10  # steps
 
 
 class Log:
-    """A line per step. A run that continues first drops the steps that it makes again."""
+    """A log file with one line per step. A resumed run first deletes lines of repeated steps."""
 
     def __init__(self, path: Path, *, first: int, version: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ class Log:
         return record
 
     def write_step(self, step: Step, mismatch: tuple | None) -> dict:
-        """`mismatch` is measured at one version: k3 without and with replay, routes that agree."""
+        """Log a step. `mismatch` is k3 without replay, k3 with replay, and agreement of routes."""
         rollouts = [rollout for group in step.groups for rollout in group.rollouts]
         return self.write(
             version=step.version,
@@ -54,13 +54,13 @@ class Log:
 
 
 def lines(path: Path) -> list[dict]:
-    """Return what a log holds. A kill may have cut its last line."""
+    """Return the records of a log. Ignore an incomplete last line, which a kill can cause."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def draw(summary: dict, path: Path) -> None:
-    """Draw solved questions and mismatch by step, a line per arm. A dotted line marks a resume."""
+    """Draw solved questions and mismatch by step, one line per arm. Dotted lines mark resumes."""
     plt.rcParams.update({"svg.hashsalt": "primeblocks", "svg.fonttype": "none"})
     fig, (above, below) = plt.subplots(
         2, figsize=(7, 5.5), sharex=True, height_ratios=(3, 2), layout="constrained"
@@ -93,7 +93,7 @@ def draw(summary: dict, path: Path) -> None:
 
 
 def table(summary: dict) -> str:
-    """One line per run."""
+    """Return the results of each arm as text."""
     rows = []
     for name, log in summary["arms"].items():
         steps = [each for each in log if "reward" in each]

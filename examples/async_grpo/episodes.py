@@ -1,9 +1,9 @@
-"""Episodes, in which the model speaks and the calculator answers. Only rank 0 runs them.
+"""Run episodes in which the model calls a calculator. Only rank 0 uses this file.
 
-An episode ends when the model calls no tool, or at a limit of turns or tokens. The model's last
-text is its answer, which the data set scores. The template renders the question once, and later
-only the new messages. So each turn continues after exactly the tokens that were sampled, and a
-whole episode is one rollout.
+An episode ends when the model does not call the calculator, or at a limit of turns or tokens. The
+data set scores the last text of the model as its answer. If the last text is a call, the answer is
+empty. In each turn, the template renders only new messages, so each turn begins with exactly the
+tokens of earlier turns. One rollout contains a whole episode.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ Speak = Callable[[list[int], list[str]], Awaitable[dict[str, Any]]]
 def engine_arguments(
     checkpoint: Path, config: Any, *, max_length: int, max_requests: int, kv_bytes: int
 ) -> dict[str, Any]:
-    """Each block's adapter contributes its part of the engine's arguments."""
+    """Return the engine's arguments, which the adapters of several blocks contribute."""
     heads = config.num_key_value_heads * config.head_dim
     page_bytes = PAGE_TOKENS * config.num_hidden_layers * 2 * heads * 2
     capture_bytes = replay_vllm.plan_capture_bytes(
@@ -61,9 +61,9 @@ def engine_arguments(
 
 
 class Episodes:
-    """Plays whole episodes. Only this class handles text, tokens and scores together.
+    """Runs whole episodes. Only this class handles texts, tokens and scores together.
 
-    `engine` is set before `one` is called. Demonstrations need no engine.
+    Set `engine` before you call `one`. The method `demonstration` does not need an engine.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class Episodes:
         draft: object = None,
         temperature: float = 1.0,
     ) -> Rollout:
-        """One episode, under the salt of the version that it starts with.
+        """Run an episode. `version` selects the cache salt of all turns.
 
-        A run that is killed keeps finished groups. An unfinished episode begins again, so `draft`
-        is not used.
+        A killed run keeps its finished groups. After a kill, an unfinished episode starts again
+        from the question, so `draft` is not used.
         """
 
         async def speak(prompt: list[int], _heard: list[str]) -> dict[str, Any]:
@@ -117,16 +117,16 @@ class Episodes:
         return replace(rollout, attachments={**rollout.attachments, "routed_experts": rows})
 
     async def each(self, indices: Sequence[int], *, version: int) -> list[Rollout]:
-        """One episode of every question."""
+        """Run one episode for each question."""
         return await asyncio.gather(*(self.one(i, version=version) for i in indices))
 
     async def solved_greedily(self, *, version: int) -> float:
-        """The share of held-out questions that are solved at temperature 0."""
+        """Return the share of held-out questions that are solved at temperature 0."""
         played = (self.one(i, version=version, temperature=0.0) for i in self.questions.held_out)
         return statistics.mean(each.reward == 1.0 for each in await asyncio.gather(*played))
 
     async def demonstration(self, index: int, *, wrong: bool) -> Rollout:
-        """One episode in which the teacher speaks in place of the model."""
+        """Run an episode in which `teacher` writes the texts of the model."""
 
         async def speak(_prompt: list[int], heard: list[str]) -> dict[str, Any]:
             said = teacher(self.questions.entries[index], heard, wrong=wrong)
@@ -136,8 +136,7 @@ class Episodes:
         return await self._play(index, speak)
 
     async def _play(self, index: int, speak: Speak) -> Rollout:
-        """Let `speak` and the calculator take turns until the model makes no call. Return one "
-        "rollout."""
+        """Alternate `speak` and the calculator until the model makes no call. Return a rollout."""
         conversation, heard, tools = Conversation(), [], [TOOL]
         messages = [{"role": "user", "content": self.questions.entries[index]["question"]}]
         prompt, answer = self.template.render(messages, tools), ""

@@ -1,7 +1,8 @@
-"""A task of `reasoning-gym`: equations, a calculator to solve them with, and demonstrations.
+"""A task of `reasoning-gym`: equations, a calculator tool, and demonstrations.
 
-The rest of the example uses only questions, answers and scores. For another data set you need at
-most another `teacher`. A checkpoint that can already use tools needs no `teacher`.
+The remaining files of the example use only questions, answers and scores. For another data set,
+change `DATASET` and `SETTINGS`, and replace `teacher`. If your checkpoint can already use tools,
+you do not need `teacher`.
 """
 
 import json
@@ -25,7 +26,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
     },
 }
-# ChatML, and calls as Qwen and Hermes write them. A tiny model needs no description of its tool.
+# ChatML, with the calls of Qwen and Hermes. A tiny model does not need a description of its tool.
 TEMPLATE = """
 {%- for m in messages %}{{- "<|im_start|>" + m.role + "\\n" + m.content }}
     {%- for call in m.tool_calls or [] %}
@@ -40,7 +41,7 @@ FORM = re.compile(r"(?:(\d+) - )?(?:(\d+)\*)?[a-z](?: ([+-]) (\d+))? = (-?\d+)")
 
 
 class Questions:
-    """The data set: indices of questions for training, and of others that are held out."""
+    """The data set, with the indices of training questions and of held-out questions."""
 
     def __init__(self, seed: int) -> None:
         self.dataset = reasoning_gym.create_dataset(DATASET, seed=seed, size=SIZE, **SETTINGS)
@@ -52,14 +53,14 @@ class Questions:
         ]
 
     def score(self, index: int, answer: str) -> float:
-        """The data set's own score."""
+        """Return the score that the data set gives to an answer."""
         return self.dataset.score_answer(answer, self.entries[index])
 
 
 def teacher(entry: dict, heard: list[str], *, wrong: bool) -> str:
-    """Say what a demonstration says next: a call of the calculator, or at the end the answer.
+    """Return the next text of a demonstration: a call of the calculator, or the final answer.
 
-    A wrong demonstration undoes the first operation by the operation itself.
+    For the equation `x + 12 = 92`, a wrong demonstration computes `92 + 12`.
     """
     before, factor, sign, after, right = FORM.fullmatch(entry["metadata"]["equation"]).groups()
     expressions = []
@@ -77,7 +78,7 @@ def teacher(entry: dict, heard: list[str], *, wrong: bool) -> str:
 
 
 def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """Mistral's Tekken of 2024, which `mistral_common` ships, cut to its first tokens."""
+    """Return the first tokens of Mistral's Tekken tokenizer of 2024 from `mistral_common`."""
     data = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
     cut = json.loads(data.read_text())
     cut["config"] |= {"default_vocab_size": vocab - len(WORDS), "default_num_special_tokens": 20}

@@ -12,11 +12,11 @@ from primeblocks import weightsync
 from primeblocks.weightsync.transports import PullTransport, TcpWire, Transport
 
 TIMEOUT_S = 60.0
-LEASE_S = 20.0  # A publish waits so long for an engine that died while it read.
+LEASE_S = 20.0  # The time that a publish waits for an engine that died while reading.
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Return the contents of a folder's files, to send them. The model is tiny."""
+    """Return the contents of the files in a folder, by file name."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -27,7 +27,7 @@ def write_files(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def checkpoint_on_all(folder: Path, make: Callable[[Path], object]) -> None:
-    """Have rank 0 make a checkpoint, and the others get it by message. Collective."""
+    """Make a checkpoint on rank 0, and send its files to all ranks. Collective."""
     files: list[dict[str, bytes]] = [{}]
     if dist.get_rank() == 0:
         make(folder)
@@ -37,7 +37,7 @@ def checkpoint_on_all(folder: Path, make: Callable[[Path], object]) -> None:
 
 
 def transport_between_ranks() -> Transport:
-    """Return shared memory if torchrun has all ranks on one node, or a transport over TCP."""
+    """Return a transport over shared memory if all ranks are on one node, and else over TCP."""
     is_first, master = dist.get_rank() == 0, os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
@@ -47,7 +47,7 @@ def transport_between_ranks() -> Transport:
 
 
 def transport_over_tcp(store_host: str, store_port: int, *, host: str, owner: bool) -> Transport:
-    """Return this rank's transport, which readers find through the store. `host` is this node's."""
+    """Return this rank's transport over TCP. `host` is the address of this rank's node."""
     store = dist.TCPStore(
         store_host, store_port, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT_S)
     )
@@ -55,7 +55,7 @@ def transport_over_tcp(store_host: str, store_port: int, *, host: str, owner: bo
 
 
 def address_towards(host: str, port: int) -> str:
-    """This node's own address on the way to another one. Nothing is sent."""
+    """Return the address that this node uses towards `host`, without sending data."""
     family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as link:
         link.connect(there)

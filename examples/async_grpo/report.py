@@ -1,4 +1,4 @@
-"""The table and the plots at the end of a run."""
+"""Write the table and the plots at the end of a run."""
 
 import json
 import statistics

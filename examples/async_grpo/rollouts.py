@@ -1,4 +1,4 @@
-"""Arguments of the engine, and rollouts with reward. Only rank 0 uses this file."""
+"""Sample rollouts with rewards, and make the engine's arguments. Only rank 0 uses this file."""
 
 import asyncio
 import statistics
@@ -23,11 +23,11 @@ from primeblocks.weightsync.adapters import vllm as weightsync_vllm
 
 from .task import EOS, SNIPPET, prompt_of, reward_of
 
-# The device cache is too small for all requests at a time, and vLLM's own pool in host memory is
-# only a passage: what overflows goes to our store.
+# The device cache is too small for all requests at a time. vLLM's own pool in host memory is small
+# too, because pages only pass through this pool on their way to our store.
 PAGE_TOKENS, DEVICE_PAGES, PASSAGE_PAGES, HOST_PAGES, DISK_PAGES = 32, 48, 4, 128, 256
 ENGINE_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-PART_TOKENS = 5  # of an answer, after which a run with a journal writes it down
+PART_TOKENS = 5  # of an answer, after which a run with a journal saves the answer
 TIMEOUT_S = 120.0
 
 
@@ -39,7 +39,7 @@ def engine_arguments(
     max_off_policy_steps: int,
     use_exact: bool = False,
 ) -> dict[str, Any]:
-    """Each block's adapter contributes its part of the engine's arguments."""
+    """Return the engine's arguments, which the adapters of several blocks contribute."""
     element_bytes = 4 if use_exact else 2
     key_or_value = config.num_key_value_heads * config.head_dim * element_bytes
     page_bytes = PAGE_TOKENS * config.num_hidden_layers * 2 * key_or_value
@@ -78,7 +78,7 @@ def engine_arguments(
 
 
 class Rollouts:
-    """Asks the engine. Only this class handles text, tokens and rewards together."""
+    """Samples rollouts. Only this class handles texts, tokens and rewards together."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
@@ -87,13 +87,13 @@ class Rollouts:
     async def one(
         self, text: str, *, version: int, sample: int = 0, draft: Draft | None = None
     ) -> Rollout:
-        """Sample a rollout, or the rest of one, under the salt of the version at its start."""
+        """Sample a rollout, or continue a saved `draft`. `version` selects the cache salt."""
         answer = await self.ask(text, version=version, temperature=1.0, sample=sample, draft=draft)
         self.tokens += len(answer.token_ids)
         return answer.to_rollout(prompt_id=text, reward=reward_of(text, answer.token_ids))
 
     async def each(self, texts: Sequence[str], *, version: int) -> list[Rollout]:
-        """One rollout of every text."""
+        """Sample one rollout for each text."""
         return await asyncio.gather(*(self.one(text, version=version) for text in texts))
 
     async def greedy_reward(self, texts: Sequence[str], *, version: int) -> float:

@@ -1,6 +1,6 @@
-"""The state of a run in a folder, from which a killed run continues.
+"""The saved state of a run, from which a killed run continues.
 
-The folder has weights, Adam's moments and a journal.
+The folder of a run contains weights, Adam's moments and a journal.
 """
 
 import asyncio
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from primeblocks.async_loop import Journal
 
-WARM_VERSION = 1  # Policy 0 is what the engine starts with.
-SAVE_EVERY = 10  # steps between weights on disk
+WARM_VERSION = 1  # The engine starts with policy 0.
+SAVE_EVERY = 10  # steps between two saves of the weights
 
 
 class SavedRun:
-    """The contents of the folder. Without a folder, nothing is saved.
+    """The saved state of one run. With `folder=None`, the run is not saved.
 
-    The run continues with the policy `version`, whose weights are stored in `weights`. With None,
-    it continues with the weights after the supervised training.
+    The run continues with the policy `version`, whose weights are in the folder `weights`. Before
+    the first save, the run continues with the weights after the supervised training.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -32,11 +32,11 @@ class SavedRun:
         self.journal = Journal(folder / "journal")
 
     async def save(self, write: Callable[[Path], None], *, version: int) -> None:
-        """Have the weights of a policy written where they are due, and make its steps final."""
+        """Save the weights with `write` in every tenth step, and make the earlier steps final."""
         if self.journal is None or (version - WARM_VERSION) % SAVE_EVERY:
             return
         await asyncio.to_thread(write, self.folder / f"step-{version}")
-        self.journal.checkpointed(version)  # Groups that led to these weights may go.
+        self.journal.checkpointed(version)  # The journal may delete earlier groups.
 
     def close(self) -> None:
         if self.journal is not None:

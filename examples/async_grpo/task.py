@@ -13,7 +13,7 @@ IDS = {letter: 3 + i for i, letter in enumerate(LETTERS)}
 
 
 def snippets(seed: int) -> tuple[list[str], list[str]]:
-    """Short runs of words from Python's documentation topics: for training, and held out."""
+    """Return short texts from Python's documentation topics: training texts, held-out texts."""
     from pydoc_data.topics import topics
 
     words = re.findall(r"[a-z]+", " ".join(topics[name] for name in sorted(topics)).lower())
@@ -44,7 +44,7 @@ def answer_of(text: str) -> list[int]:
 
 
 def reward_of(text: str, completion: list[int]) -> float:
-    """The share of positions that hold the right letter, the end of the answer included."""
+    """Return the share of positions with the right letter. The end token counts as a letter."""
     target = answer_of(text[::-1])
     right = sum(a == b for a, b in zip(target, completion, strict=False))
     return right / max(len(target), len(completion))

@@ -1,4 +1,4 @@
-"""A trainer rank: FSDP2 shards dense weights, experts are split over ranks, routes are imposed."""
+"""A trainer rank. FSDP2 shards the dense weights, and each rank has a part of the experts."""
 
 import math
 import random
@@ -48,7 +48,7 @@ TIMEOUT_S = 120.0
 
 
 class Trainer:
-    """Two ranks: dense weights sharded by FSDP2, experts dealt out, routes imposed."""
+    """A trainer rank that trains with the engine's routes and publishes its shards."""
 
     def __init__(
         self,
@@ -66,27 +66,27 @@ class Trainer:
         self.rank, self.world_size, self.device = dist.get_rank(), dist.get_world_size(), device
         self.loss, self.use_exact, self.use_trees = LOSSES[loss], use_exact, use_trees
         self.use_replay, self.lr = use_replay, lr
-        with torch.device("meta"):  # Names and shapes alone.
+        with torch.device("meta"):  # Only names and shapes.
             config = AutoConfig.from_pretrained(checkpoint)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         held_as = torch.float32 if use_exact else torch.bfloat16
-        whole = weightsync.describe(model, dtype=held_as)  # what the engine holds
+        whole = weightsync.describe(model, dtype=held_as)  # the engine's tensors
         transfer_encoding = None
         if use_fp8:
             from primeblocks import fp8
             from primeblocks.fp8.adapters.transformers import convert
             from primeblocks.fp8.reference import SimulatedGemm
 
-            # 32 rows: each rank's shard of every projection is a multiple of it.
+            # Each rank's shard of every projection has a multiple of 32 rows.
             recipe = fp8.Recipe(weights=fp8.Tile(32, 128), gemm=SimulatedGemm())
             layers = convert(model, recipe, only=r"self_attn\.[qkvo]_proj|mlp\.experts")
         plan = parallel.plan_mesh(world_size=self.world_size, expert=self.world_size)
         self.meshes = plan.build(device.type)
-        parallelize(model, self.meshes)  # Memory for this rank's parts.
+        parallelize(model, self.meshes)  # Allocates memory for this rank's parts.
         load_pretrained(model, checkpoint)
         held = weightsync.describe(model)
         if use_fp8:
-            # In bfloat16: vLLM has no float8 kernels on a CPU.
+            # In bfloat16, because vLLM does not have float8 kernels on a CPU.
             transfer_encoding = fp8.encode_weights(
                 recipe,
                 only=layers,
@@ -97,7 +97,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=WARM_LR, betas=(0.9, 0.95), weight_decay=0.0
         )
-        if use_fp8:  # Each weight is rounded once a step, whatever number of passes use it.
+        if use_fp8:  # Each weight is rounded once per step.
             fp8.WeightCache(model, self.optimizer)
         sources = weightsync.convert.gather_manifests(held)
         self.sync_plan = weightsync.plan_sync(sources, whole, bucket_bytes=1 << 20)
@@ -109,7 +109,7 @@ class Trainer:
             print(plan.table(), self.sync_plan.table(), sep="\n\n", flush=True)
 
     def warm_start(self, texts: list[str], steps: int) -> float:
-        """Make supervised steps on demonstrations, some of them wrong. Return the last loss."""
+        """Make supervised steps on right and wrong demonstrations. Return the last loss."""
         chance = random.Random(SEED + 1 + self.rank)
         loss = torch.zeros(())
         for step in tqdm(range(steps), desc="warm start", disable=self.rank > 0):
@@ -120,12 +120,12 @@ class Trainer:
         return loss.item()
 
     def imitate_share(self, rows: Sequence[Rollout], lr: float) -> float:
-        """Make one supervised step. Every rank packs its share of the rows."""
+        """Make one supervised step. Each rank computes the loss of a share of the rows."""
         packed = pack(rows, range(self.rank, len(rows), self.world_size))
         return self.imitate(packed, lr).item()
 
     def imitate(self, packed: Pack, lr: float) -> Tensor:
-        """One supervised step on the tokens that the loss mask leaves."""
+        """Make one supervised step on the tokens that the loss mask selects."""
         mask = torch.from_numpy(packed.loss_mask).to(self.device)
         count = parallel.global_token_count(mask.sum(), self.meshes)
         loss = -self.logprobs(packed)[mask].sum() / count
@@ -134,7 +134,7 @@ class Trainer:
         return loss.detach()
 
     def train(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Make one GRPO step. Every rank packs its share of the rollouts."""
+        """Make one GRPO step. Each rank computes the loss of a share of the rollouts."""
         rewards = torch.tensor([[rollout.reward for rollout in each.rollouts] for each in groups])
         advantages = losses.advantages.group_advantages(rewards.float()).flatten().numpy()
         packed, routes, trees = self.share_of([x for each in groups for x in each.rollouts])
@@ -170,7 +170,7 @@ class Trainer:
         )
 
     def mismatch(self, rollouts: Sequence[Rollout]) -> tuple[float, float, float]:
-        """k3 of engine against trainer without and with replay, and how many routes agree."""
+        """Return k3 without replay, k3 with replay, and the share of routes that agree."""
         packed, routes, trees = self.share_of(rollouts)
         with torch.no_grad():
             with replay.record(self.routers) as tape:
@@ -192,7 +192,7 @@ class Trainer:
     def share_of(
         self, rollouts: Sequence[Rollout]
     ) -> tuple[Pack, replay.Routes | None, TreePlan | None]:
-        """This rank's rollouts one behind the other, the engine's routes, and maybe their trees."""
+        """Return this rank's packed rollouts, their routes, and with `use_trees` their trees."""
         packed = pack(rollouts, range(self.rank, len(rollouts), self.world_size))
         if self.use_exact:  # The trainer chooses the same experts by itself.
             return packed, None, None
@@ -218,15 +218,15 @@ class Trainer:
         return packed, replay.Routes.join(mine).take(trees.places), trees
 
     def as_in_the_engine(self, routes: replay.Routes | None) -> AbstractContextManager:
-        """Impose the engine's experts, or with `use_exact` compute the engine's exact bits."""
+        """Impose the engine's experts, or compute the engine's exact bits with `use_exact`."""
         return batch_invariant() if routes is None else replay.impose(self.routers, routes)
 
     def publish(self, version: int) -> weightsync.marker.Receipt:
-        """Write this rank's shards of one version where the engine will read them."""
+        """Publish this rank's shards of one version, so that the engine can read the shards."""
         return self.publisher.publish(version, timeout_s=TIMEOUT_S)
 
     def save(self, folder: Path) -> None:
-        """Save all weights and moments, or nothing. Any number of ranks can continue from there."""
+        """Save weights and moments completely or not at all, for loading on any number of ranks."""
         unfinished = folder.with_suffix(".unfinished")
         weights, moments = get_state_dict(self.model, self.optimizer)
         dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=unfinished)
@@ -234,7 +234,7 @@ class Trainer:
             unfinished.rename(folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from weights and moments that were saved."""
+        """Load saved weights and moments from a folder."""
         weights, moments = get_state_dict(self.model, self.optimizer)
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
         set_state_dict(
@@ -242,7 +242,7 @@ class Trainer:
         )
 
     def logprobs(self, packed: Pack, trees: TreePlan | None = None) -> Tensor:
-        """Return the log-probability of each sampled token of a pack. Trees share computations."""
+        """Return the log-probability of each sampled token of a pack, with or without trees."""
         predictors, read, parents = packed.predictors, packed.tokens, None
         lengths = packed.document_lengths
         if trees is not None:
@@ -259,11 +259,11 @@ class Trainer:
             positions = torch.cat([torch.arange(length) for length in packed.document_lengths])
             found = self.model(tokens[None], position_ids=positions[None], use_cache=False)
             return found.logits[:, 0]
-        # Inside the model's forward, where FSDP2 has the head's weight whole, it answers with
-        # log-probabilities: no matrix of logits is made.
+        # Inside the model's forward, FSDP2 has gathered the head's weight. The head returns
+        # log-probabilities, so no matrix of logits is stored.
         head.forward = lambda hidden: losses.logprobs.token_logprobs(
             hidden[0, places], head.weight, ids
-        ).clone()  # FSDP2 asks for no view
+        ).clone()  # FSDP2 does not accept a view
         sequence = parallel.plan_sequence(lengths, ranks=1, parents=parents)
         group = self.meshes.context.get_group()
         return self.model(**local_inputs(tokens, sequence=sequence, group=group)).logits
@@ -284,13 +284,13 @@ class Trainer:
 
 
 def on_all_ranks(trainer: Trainer, method: str, *args):
-    """Call a method of the trainer on every rank, from rank 0 (see `follow`)."""
+    """Call a method of the trainer on rank 0, and on all ranks that run `follow`."""
     dist.broadcast_object_list([(method, args)], src=0)
     return getattr(trainer, method)(*args)
 
 
 def follow(trainer: Trainer) -> None:
-    """The other ranks do what rank 0 does, until it closes its trainer."""
+    """Repeat the calls of rank 0 on another rank, until rank 0 closes its trainer."""
     method = ""
     while method != "close":
         message: list = [None]
@@ -300,7 +300,7 @@ def follow(trainer: Trainer) -> None:
 
 
 def demonstration(text: str, answer: str) -> Rollout:
-    """Return a rollout that was not sampled."""
+    """Return a demonstration as a rollout, with log-probabilities of 0."""
     prompt, completion = prompt_of(text), answer_of(answer)
     return Rollout(
         tokens=np.array(prompt + completion),

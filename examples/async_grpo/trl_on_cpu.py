@@ -1,10 +1,10 @@
-"""Lets TRL 1.16's AsyncGRPOTrainer run without CUDA, which TRL itself does not support.
+"""Run TRL 1.16's AsyncGRPOTrainer without CUDA, which TRL itself does not support.
 
-Two parts of the trainer need a GPU, and no setting turns them off. The constructor reads the name
-of the CUDA device, because the trainer logs the rate of floating-point operations. The attention is
-a FlashAttention 3 kernel from the model hub, over samples that share common prefixes as a tree.
-This file registers the same attention in plain torch under the kernel's name, with transformers'
-own registry.
+The constructor and the attention of AsyncGRPOTrainer need a GPU, and TRL has no option that avoids
+the GPU. The constructor reads the name of the CUDA device, because the trainer logs the rate of
+floating-point operations. The attention is a FlashAttention 3 kernel from the model hub, for trees
+of samples with common prefixes. This file computes the attention in plain torch, and registers the
+function in transformers under the name of the kernel.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ def tree_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Each segment of the tree attends, causally, to the path from the root to it."""
+    """Compute causal attention of each tree segment to the path from the root to the segment."""
     groups = query.shape[1] // key.shape[1]
     parts = []
     starts, ends = tree_cu_seqlens_q.tolist(), tree_cu_seqlens_k.tolist()
@@ -46,10 +46,10 @@ def tree_attention(
 
 
 def build(*args: Any, **kwargs: Any) -> async_grpo_trainer.AsyncGRPOTrainer:
-    """AsyncGRPOTrainer, on a machine with or without a GPU."""
+    """Return an AsyncGRPOTrainer that runs on a machine with or without a GPU."""
     if torch.cuda.is_available():
         return async_grpo_trainer.AsyncGRPOTrainer(*args, **kwargs)
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # "unknown", in its terms
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None  # The rate is unknown.
     trainer = async_grpo_trainer.AsyncGRPOTrainer(*args, **kwargs)
     AttentionInterface.register(TREE_ATTENTION, tree_attention)
     return trainer

@@ -2,8 +2,9 @@
 
     accelerate launch examples/plug_in/accelerate_loop.py
 
-`accelerator.backward` divides by the micro-batches, and DDP divides by the ranks. Our loss divides
-by the tokens of the whole step instead, so the glue multiplies by both numbers.
+`accelerator.backward` divides the loss by the number of micro-batches, and DDP divides the
+gradients by the number of ranks. Our loss already divides by the tokens of the whole step, so the
+glue multiplies the loss by the numbers of micro-batches and ranks.
 """
 
 import os
@@ -36,7 +37,7 @@ def token_loss(model: nn.Module, head: Tensor, batch: dict[str, Tensor]) -> loss
 
 
 def train(accelerator: Accelerator, *, name: str, steps: int = STEPS):
-    """Train on one batch, and yield the model and the loss of each step, once it is published."""
+    """Train on one batch. After each published step, yield the model and the loss of the step."""
     model, parts = tiny.model(), MICRO_BATCHES * accelerator.num_processes
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     rollouts = tiny.rollouts(ROLLOUTS)

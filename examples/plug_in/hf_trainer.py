@@ -2,8 +2,8 @@
 
     python examples/plug_in/hf_trainer.py
 
-The Trainer counts the labels of all micro-batches and ranks of a step, and the loss divides by
-that count. A callback publishes the weights of each step.
+The Trainer counts the labels in all micro-batches and ranks of a step, and the loss is divided by
+the number of labels. A callback publishes the weights of each step.
 """
 
 import os
@@ -35,7 +35,7 @@ class PolicyTrainer(Trainer):
         weights = losses.corrections.importance_weights(old, engine, mask=mask).weights
         loss = losses.grpo_loss(logprobs, old, advantages, mask=mask, weights=weights)
         loss = losses.normalisation.divide(loss, by=int(num_items_in_batch))
-        loss *= self.accelerator.num_processes  # DDP divides by them.
+        loss *= self.accelerator.num_processes  # DDP divides by the number of ranks.
         return (loss, out) if return_outputs else loss
 
 
@@ -52,7 +52,7 @@ class Publish(TrainerCallback):
 
 
 def build(folder: str, *, micro_batches: int = 1, steps: int = STEPS) -> PolicyTrainer:
-    """Make a trainer whose every step takes all rollouts."""
+    """Return a trainer that trains on all rollouts in every step."""
     batch = tiny.rollouts(ROLLOUTS)
     batch["labels"] = batch["input_ids"].masked_fill(~batch.pop("mask"), -100)
     rows = [{name: values[row] for name, values in batch.items()} for row in range(ROLLOUTS)]
@@ -64,7 +64,7 @@ def build(folder: str, *, micro_batches: int = 1, steps: int = STEPS) -> PolicyT
         learning_rate=LR,
         per_device_train_batch_size=ROLLOUTS // micro_batches,
         gradient_accumulation_steps=micro_batches,
-        remove_unused_columns=False,  # They are operands of the loss.
+        remove_unused_columns=False,  # The loss needs all columns.
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,

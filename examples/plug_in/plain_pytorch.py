@@ -3,7 +3,7 @@
     python examples/plug_in/plain_pytorch.py
 
 Log-probabilities are computed without a matrix of logits. The loss corrects for the difference
-between engine and trainer, and every step publishes its weights.
+between engine and trainer. The weights are published after every step.
 """
 
 import os
@@ -40,7 +40,7 @@ def open_publisher(model: nn.Module, name: str) -> weightsync.Publisher:
 
 
 def train(model: nn.Module, batch: dict[str, Tensor], *, name: str = NAME, steps: int = STEPS):
-    """Train on one batch, and yield the loss of each step after its weights are published."""
+    """Train on one batch. After each published step, yield the loss of the step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with open_publisher(model, name) as publisher:  # glue
         for step in range(1, steps + 1):

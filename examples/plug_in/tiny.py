@@ -1,4 +1,4 @@
-"""A tiny model and a fixed batch of rollouts, in place of your own."""
+"""A tiny model and a fixed batch of rollouts, for the examples in this folder."""
 
 import torch
 from torch import Tensor, nn
@@ -12,15 +12,15 @@ PROMPT, ANSWER = 4, 8  # tokens
 
 
 def model(dtype: str = "float32") -> nn.Module:
-    """Build the same weights at every call."""
+    """Build a tiny model. The weights are equal in all calls."""
     return tiny_models.build("qwen3_moe", dtype=dtype, **SIZES)
 
 
 @torch.no_grad()
 def rollouts(count: int = 8) -> dict[str, Tensor]:
-    """Return answers of random tokens, scored by a bfloat16 engine with somewhat older weights.
+    """Return answers of random tokens, with log-probabilities from a changed bfloat16 model.
 
-    The advantage of a rollout is its share of even tokens, less the mean share of the batch.
+    The advantage of a rollout is its share of even tokens, minus the mean share of the batch.
     """
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(4, SIZES["vocab"], (count, PROMPT + ANSWER), generator=chance)

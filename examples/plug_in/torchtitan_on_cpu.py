@@ -1,8 +1,8 @@
-"""Stand-ins that let torchtitan 0.3.0's Trainer run on a CPU at tiny size, with torch 2.13.
+"""Replace functions of torch 2.13 and torchtitan 0.3.0, so that torchtitan's Trainer runs on a CPU.
 
-Import this before torchtitan. torchtitan asks its device for memory counters, which a CPU does not
-have, and its attention needs CUDA. It calls `torch.distributed.set_timeout`, which torch 2.13 does
-not have yet.
+Import this file before torchtitan. The Trainer reads memory counters, which a CPU does not have,
+and the attention of torchtitan needs CUDA. The Trainer also calls `torch.distributed.set_timeout`,
+which torch 2.13 does not have.
 """
 
 import types
@@ -42,7 +42,7 @@ HEAD = 32  # the dimension of a head
 
 
 class Batches(BaseDataLoader):
-    """The same rollouts at every step, a share on each rank."""
+    """A data loader that repeats one batch of rollouts. Each rank gets a share of the batch."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -67,7 +67,7 @@ class Batches(BaseDataLoader):
 
 
 class NoTokenizer(BaseTokenizer):
-    """Rollouts are tokens already."""
+    """A tokenizer that is never called, because rollouts already consist of tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -83,7 +83,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 def tiny_spec() -> ModelSpec:
-    """Return a Qwen3 with experts, of the sizes of `tiny.model`."""
+    """Return the specification of a Qwen3-MoE model with the sizes of `tiny.model`."""
     sizes = tiny.SIZES
     spec = qwen3.model_registry("debugmodel_moe")
     model = spec.model
@@ -110,7 +110,7 @@ def tiny_spec() -> ModelSpec:
 
 
 def sum_on_gloo(model: torch.nn.Module) -> None:
-    """Make FSDP2 add gradients before it scales them: gloo cannot do both at once."""
+    """Make FSDP2 sum gradients and then scale the sum, because gloo cannot scale while summing."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 1 examples/plug_in/torchtitan_trainer.py
 
-A batch carries its operands next to the tokens: log-probabilities of the engine, and advantages.
-Weights are published under the names of the checkpoint, by torchtitan's own conversion.
+In addition to the tokens, a batch contains the engine's log-probabilities and the advantages. The
+conversion of torchtitan gives the published weights the names of the checkpoint.
 """
 
 import os
@@ -12,7 +12,7 @@ from functools import partial
 
 import tiny
 import torch
-import torchtitan_on_cpu  # Before torchtitan, which looks for a GPU when it is imported.
+import torchtitan_on_cpu  # Import before torchtitan, whose import looks for a GPU.
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss, compute_logprobs
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -61,7 +61,7 @@ class PolicyTrainer(Trainer):
 
 
 def build(folder: str, *, steps: int = STEPS) -> PolicyTrainer:
-    """Make a trainer whose every step takes all rollouts."""
+    """Return a trainer that trains on all rollouts in every step."""
     trainer = PolicyTrainer(
         Trainer.Config(
             model_spec=torchtitan_on_cpu.tiny_spec(),

@@ -2,8 +2,9 @@
 
     python examples/plug_in/trl_grpo.py
 
-TRL samples, scores and computes log-probabilities. The loss is DAPO's here, and any other of
-`primeblocks.losses` takes its place. `examples/trl_async_grpo.py` shows the asynchronous trainer.
+TRL samples rollouts, and computes rewards and log-probabilities. This example uses the loss of
+DAPO. You can use another loss of `primeblocks.losses` instead of the loss of DAPO.
+`examples/trl_async_grpo.py` uses TRL's asynchronous trainer.
 """
 
 import os
@@ -35,7 +36,7 @@ class PolicyTrainer(GRPOTrainer):
         advantages = inputs["advantages"][:, None].expand_as(logprobs)
         ratio = inputs.get("importance_sampling_ratio", torch.ones(1)).to(old).expand_as(old)
         loss = losses.grpo_loss(logprobs, old, advantages, mask=mask, clip_high=0.28, weights=ratio)
-        # TRL counts the tokens of all steps that one generation feeds, over all ranks.
+        # TRL counts the tokens over all ranks and all steps that train on one generation.
         parts = self.current_gradient_accumulation_steps
         tokens = inputs["num_items_in_batch"] * parts / self.args.steps_per_generation
         value = loss.sum / tokens.clamp(min=1.0) * self.accelerator.num_processes
@@ -55,12 +56,12 @@ class Publish(TrainerCallback):
 
 
 def even(completion_ids: list[list[int]], **_) -> list[float]:
-    """Return the share of even tokens of each completion."""
+    """Return the share of even tokens in each completion."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def build(folder: str, *, kind=PolicyTrainer, steps: int = STEPS) -> GRPOTrainer:
-    """Make a trainer of a tiny model on random prompts."""
+    """Return a trainer that trains a tiny model on random prompts."""
     model = str(tiny_models.save("qwen3_moe", f"{folder}/model", dtype="float32", **tiny.SIZES))
     settings = GRPOConfig(
         output_dir=folder,

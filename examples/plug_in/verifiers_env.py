@@ -1,12 +1,13 @@
-"""Plug a capture server into verifiers 0.4: its environments become rollouts.
+"""Record environments of verifiers 0.4 with a capture server, and return rollouts.
 
-An environment, its tools and its rewards stay as they are. The server renders the messages, asks
-the engine, and records the tokens that the engine sampled. Use `record` like this:
+You do not need to change an environment, its tools or its rewards. The capture server renders the
+messages, calls the engine, and records the tokens that the engine sampled. Use `record` like this:
 
     async with CaptureServer(generate, ChatTemplate(tokenizer)) as server, env.serving():
         rollouts = scored(*await record(server, env, task))
 
-`tests/async_loop/test_verifiers_capture.py` runs environments with tools and with a shell.
+`tests/async_loop/test_verifiers_capture.py` uses this example in environments with tools and with a
+shell.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""Plug a loss into verl 0.9.1, by the name of its `policy_loss.loss_mode`.
+"""Plug a loss into verl 0.9.1, where `policy_loss.loss_mode` selects the loss by name.
 
-Importing this module registers the loss. verl imports it on every worker if you set
-`actor_rollout_ref.model.external_lib=verl_loss` and its folder is on PYTHONPATH.
+The import of this module registers the loss. Every worker of verl imports this module if you set
+`actor_rollout_ref.model.external_lib=verl_loss` and add the folder `plug_in` to PYTHONPATH.
 """
 
 from verl.trainer.ppo.core_algos import register_policy_loss

@@ -1,9 +1,9 @@
-"""Plug deltas of weights into verl 0.9.1, as a backend of its checkpoint engine.
+"""Send weights as deltas in verl 0.9.1, with a backend for verl's checkpoint engine.
 
-verl imports this module on every worker if its folder is on PYTHONPATH and you set
+Every worker of verl imports this module if the folder `plug_in` is on PYTHONPATH and you set
 `checkpoint_engine.backend=primeblocks` and `checkpoint_engine.custom_backend_module=verl_weights`.
-Trainer rank 0 sends through shared memory, so all workers must be on one machine. For several
-machines, pass another transport to `announce` and `find`.
+Trainer rank 0 sends the weights through shared memory, so all workers must be on one machine. For
+several machines, pass another transport to `announce` and `find`.
 """
 
 import torch
@@ -24,7 +24,7 @@ class PrimeblocksEngine(CheckpointEngine):
         self.name, self.is_master, self.held, self.end = name, is_master, {}, None
 
     async def send_weights(self, weights, global_steps=0):
-        for name, tensor in weights:  # verl gathers them on all ranks.
+        for name, tensor in weights:  # verl gathers the weights on all ranks.
             if self.is_master:
                 self.held.setdefault(name, torch.empty_like(tensor, device="cpu")).copy_(tensor)
         if self.is_master:

