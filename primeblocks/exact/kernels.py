@@ -9,7 +9,7 @@ __all__ = ["Kernels"]
 
 
 class Kernels(Protocol):
-    """Functions that give a row the same bits in any batch. A module can be a `Kernels`.
+    """Functions that give a row the same bits in any batch. A module with the functions is enough.
 
     `batch_invariant` calls the functions without gradients, under `torch.no_grad`. A function
     raises `UnsupportedError` for a dtype or device that it does not support.
@@ -19,16 +19,17 @@ class Kernels(Protocol):
         """Multiply `[rows, in]` by `[in, out]`."""
 
     def grouped_matmul(self, left: Tensor, right: Tensor, ends: Tensor, /) -> Tensor:
-        """Multiply each group of rows of `[rows, in]` by its matrix of `[groups, in, out]`.
+        """Multiply each group of rows of `[rows, in]` by the group's matrix of `[groups, in, out]`.
 
-        `ends` is the end of each group. Rows after the last end are zero.
+        `ends` contains the end of each group as a number of rows. Rows of the result after the last
+        end are zero.
         """
 
     def total(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Sum over the last dim. The result has `dtype`, or the dtype of `values`."""
+        """Sum `values` over the last dim. The result has `dtype`, or the dtype of `values`."""
 
     def softmax(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute the softmax over the last dim. The result has the dtype of `total`."""
+        """Compute the softmax over the last dim. The result has the same dtype as in `total`."""
 
     def log_softmax(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
         """Compute the logarithm of the softmax over the last dim. Otherwise like `softmax`."""

@@ -1,7 +1,7 @@
-"""Plans before a training run: the GPUs of trainer and engine, and a simulation of speed and age.
+"""Plans before a training run: GPUs of trainer and engine, and simulated speed and staleness.
 
-`split` divides GPUs. `simulation` plays the asynchronous loop in virtual time. Three modules
-compute in closed form: `capacity` (KV memory), `traffic` (bytes of a step over ranks), and `dsa`
+`split` divides GPUs. `simulation` runs the asynchronous loop in virtual time. Three modules compute
+costs from formulas: `capacity` (KV memory), `traffic` (bytes of a step over ranks), and `dsa`
 (sparse attention).
 """
 

@@ -1,17 +1,20 @@
 """Never run on a GPU: the `Kernels` of `exact` in Triton, for `batch_invariant(kernels=)`.
 
-They run in Triton's interpreter, and compile for sm_90 and sm_100. They compute in float32, round
-once, and have no gradients. The host does not wait for them. The order of additions depends only on
-the dtype, on the width of heads, and on the number of added elements:
+The kernels run in Triton's interpreter, and compile for sm_90 and sm_100. The kernels compute in
+float32, round each result once, and have no gradients. The host does not wait for the kernels. The
+order of additions depends only on the dtype, on the width of heads, and on the number of added
+elements:
 
 - Products have tiles of one size, without split-K and without tuning. A program adds the tiles of
   the inner dim from first to last.
-- Sums over a row add neighbours, then neighbouring sums, and so on, as `batch_invariant()` does on
-  a CPU. The kernel states each addition itself, because Triton's own sums depend on which
-  elements a thread has. Their order would depend on the alignment of a row's address.
+- A sum over a row adds neighbouring elements, then neighbouring sums, and so on, as
+  `batch_invariant()` does on a CPU. The kernel contains each addition, because the order of
+  Triton's own sums depends on the elements of each thread. These elements depend on the alignment
+  of a row's address.
 - Attention adds pages of keys in the order of positions. When a page raises the maximum of a
   query's scores, the sums of this query are rescaled. A key that a query does not see has a weight
-  of zero. A page of such keys multiplies the sums by one and adds zero, so it changes no bit.
+  of zero. A page of which a query sees no key multiplies the sums by one and adds zero. The bits of
+  the sums therefore do not change.
 """
 
 from ....errors import MissingPackageError
