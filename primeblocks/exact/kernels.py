@@ -9,10 +9,11 @@ __all__ = ["Kernels"]
 
 
 class Kernels(Protocol):
-    """Functions that give a row the same bits in any batch. A module with the functions is enough.
+    """Functions that give a row the same bits in any batch.
 
     `batch_invariant` calls the functions without gradients, under `torch.no_grad`. A function
-    raises `UnsupportedError` for a dtype or device that it does not support.
+    raises `UnsupportedError` for a dtype or device that it does not support. You may pass a module
+    that contains functions with these names.
     """
 
     def matmul(self, left: Tensor, right: Tensor, /) -> Tensor:
@@ -21,8 +22,8 @@ class Kernels(Protocol):
     def grouped_matmul(self, left: Tensor, right: Tensor, ends: Tensor, /) -> Tensor:
         """Multiply each group of rows of `[rows, in]` by the group's matrix of `[groups, in, out]`.
 
-        `ends` contains the end of each group as a number of rows. Rows of the result after the last
-        end are zero.
+        For each group, `ends` contains the row after the group's last row. Rows of the result after
+        the last end are zero.
         """
 
     def total(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -44,4 +45,4 @@ class Kernels(Protocol):
         positions: Tensor,
         scale: float,
     ) -> Tensor:
-        """Attend from the queries of one sequence to its keys, as `exact.attend` does."""
+        """Compute attention from queries to keys of one sequence, as `exact.attend` does."""

@@ -96,8 +96,8 @@ def first_difference(one: Trace, other: Trace) -> Difference | None:
 
     Each trace must contain one sequence. A row is a vector along the last dim. If one trace has
     fewer rows, such as a decode step, its rows are compared with the last rows of the other trace.
-    If the numbers of rows differ, values with more rows than tokens are left out, such as rows
-    sorted by expert.
+    If the traces differ in the number of rows, values with more rows than tokens are left out, such
+    as rows sorted by expert.
 
     Raises:
         UsageError: the traces have no tensors to compare.

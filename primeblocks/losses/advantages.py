@@ -7,7 +7,7 @@ equal rewards, all advantages are exactly 0. To get one advantage per token, use
 rows.
 
 All functions raise `ShapeError` if the rewards are not floating, have a wrong number of dims, or
-have no members. A mask with another shape than the rewards raises the same error.
+have no members. A mask with another shape than the rewards also raises `ShapeError`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def max_rl_advantages(
     """Return (r - mean) / mean of the group, or 0 if the mean is not above 0. Pure. Local.
 
     With rewards of 0 or 1, training increases the log-likelihood of a right answer instead of the
-    probability. Hard prompts therefore count more.
+    answer's probability. Hard prompts therefore get larger weights.
 
     Args:
         rewards: not negative.

@@ -83,9 +83,9 @@ def importance_weights(
     ====================================  =======================================================
 
     Args:
-        level: the weight of a token is its own r ("token"), or the product ("sequence") or
-            geometric mean ("geometric") of r over its sequence. The product is unbiased, but its
-            variance grows with the length of the sequence.
+        level: with "token", the weight of a token is the token's r. With "sequence" or "geometric",
+            the weight is the product or the geometric mean of r over the token's sequence. The
+            product is unbiased, but its variance grows with the length.
         beyond: the treatment of a ratio outside `[min_ratio, max_ratio]`. "truncate" sets the ratio
             to the bound, "mask" removes the token, and "reject" removes the token's whole sequence.
         max_ratio: the upper bound, at least 1. A smaller bound gives less variance and more bias.
@@ -130,13 +130,13 @@ def off_policy_metrics(
     mask: Bool[Tensor, "*tokens"],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Measure a batch: effective sample size and KL estimates. Collective with `group`, or local.
+    """Measure a batch: effective sample size and KL estimates. Collective with `group`, else local.
 
     "ess" is the effective sample size of the uncorrected ratios, divided by the number of tokens.
     "ess" is 1 on policy, and near 0 if a few tokens have almost all the weight. With
     `x = log p_trainer - log p_rollout`, the metrics "k1", "k2" and "k3" are the means of `-x`,
-    `x^2 / 2` and `exp(x) - 1 - x`. These means estimate KL(rollout || trainer) in nats per token.
-    If all tokens are masked, "ess" is 1 and the means are 0.
+    `x^2 / 2` and `exp(x) - 1 - x`. "k1", "k2" and "k3" estimate KL(rollout || trainer) in nats per
+    token. If all tokens are masked, "ess" is 1 and the means are 0.
 
     Args:
         group: the ranks that have parts of the batch. Each rank gets the same result.
@@ -223,7 +223,7 @@ def entropy_scaled_mask(
 ) -> Correction:
     """Weight 1 if (log r)^2 / (entropy + epsilon) <= max_score, otherwise 0. Pure. Local.
 
-    Log-ratios are naturally larger if the entropy is high. Tune both parameters for your engine.
+    Log-ratios are larger if the entropy is high. Tune `max_score` and `epsilon` for your engine.
 
     Args:
         entropies: the entropy of the engine's distribution at each token, in nats, not negative.
@@ -251,8 +251,8 @@ def second_moment_mask(
     """Set the weights of the tokens with the largest abs(log r) to 0. Pure. Local.
 
     For the tokens that keep weight 1, the mean of (log r)^2 is at most `max_moment`. Among equal
-    log-ratios at the bound, the first tokens keep weight 1. Call this once for all tokens of a
-    step, before a split into micro-batches.
+    log-ratios at the bound, the first tokens keep weight 1. Call this function once for all tokens
+    of a step, before a split into micro-batches.
 
     Raises:
         UsageError: `max_moment` is below 0.
@@ -290,8 +290,8 @@ def clip_cov_mask(
     A token's covariance is (A - mean A) (log p - mean log p), with means over the batch. The
     candidates are the tokens that `grpo_loss` does not clip, with a covariance between the bounds.
     From the candidates, `generator` draws `fraction` of all tokens, but at least one. All other
-    tokens get weight 1. Call this function once for all tokens of a step. `grpo_loss` needs the
-    same clips.
+    tokens get weight 1. Call this function once for all tokens of a step. Pass both clips to
+    `grpo_loss`, too.
 
     Raises:
         UsageError: `fraction` is not in (0, 1], or a clip is out of range.
@@ -325,7 +325,7 @@ def kl_cov_tokens(
 
     For KL-Cov, add `kl_loss(..., mask=chosen, estimator="abs", gradient="estimator")` to
     `grpo_loss(..., clip_low=1, clip_high=math.inf)`. The function chooses `fraction` of all tokens,
-    and at least one token. Call this function once for all tokens of a step.
+    but at least one token. Call this function once for all tokens of a step.
 
     Raises:
         UsageError: `fraction` is not in (0, 1].

@@ -54,9 +54,9 @@ def kl_loss(
     =========  ==========================  ============================  =========================
 
     In general, the derivative of an estimate does not estimate the derivative of the divergence.
-    With `gradient="unbiased"`, the loss has the value of the estimator, but another derivative d /
-    d log p. The derivative is x for the reverse divergence and 1 - u for the forward divergence. On
-    average over samples, x and 1 - u give the derivatives of the divergences.
+    With `gradient="unbiased"`, the loss has the value of the estimator, but an unbiased derivative
+    d / d log p. The derivative is x for the reverse divergence and 1 - u for the forward
+    divergence. On average over samples, x and 1 - u give the derivatives of the divergences.
 
     `gradient="estimator"` differentiates the estimator, as most trainers do. For the reverse
     divergence, only the derivative of k2 is right. The derivative of k1 has mean 0, so k1 does not
@@ -70,8 +70,8 @@ def kl_loss(
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: `estimator`, `direction` or `gradient` is unknown, or `gradient` is "unbiased"
-            for "abs".
+        UsageError: `estimator`, `direction` or `gradient` is unknown, or `estimator="abs"` has
+            `gradient="unbiased"`.
 
     Source: Schulman, 2020 (joschu.net/blog/kl-approx); arXiv:2510.01555 (gradients).
     """
@@ -109,9 +109,9 @@ def teacher_advantages(
     """Return log p_teacher - log p_student per token, without gradient. Pure. Local.
 
     Pass the result as advantages to any policy-gradient loss, alone or added to advantages of
-    rewards. Alone, the result gives the loss the gradient of KL(student || teacher) per token,
-    because it is the negative of the estimator k1. You can correct for older policies as with other
-    advantages.
+    rewards. Alone, the result gives the loss the gradient of KL(student || teacher) per token. The
+    result is the negative of the estimator k1. Corrections for older policies work in the same way
+    as for other advantages.
 
     Args:
         teachers: for each teacher, the log-probabilities of the student's tokens.
@@ -162,14 +162,14 @@ def top_k_loss(
     """KL divergence of student and teacher over the student's k most likely words. Pure. Local.
 
     "reverse" is KL(student || teacher), and "forward" is KL(teacher || student). The loss has no
-    sampling noise, but does not distinguish the words that are not among the k words. With several
-    teachers, compute one loss per teacher, and pass the teacher's `weights`.
+    sampling noise, but cannot distinguish words outside of the k words. With several teachers,
+    compute one loss per teacher, and pass the teacher's `weights`.
 
     Args:
         student_logprobs: differentiable, with the same words as `teacher_logprobs`.
         rest: "bucket" treats all other words as one more word. "renormalise" scales the
-            probabilities of the k words to the sum 1. The loss then does not control the total
-            probability of the other words.
+            probabilities of the k words to the sum 1. With "renormalise", the loss does not control
+            the total probability of all other words.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.

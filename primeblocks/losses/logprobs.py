@@ -56,8 +56,8 @@ def token_scores(
     Logits are computed one chunk at a time, and again in the backward. The computation needs four
     matrix products instead of three, but only the memory of a few chunks. Results are float32, or
     float64 if the head computes in float64. With a `group`, the call and its backward are
-    collective. Without a `group`, both are local. The results are deterministic, and differentiable
-    once, in `hidden` and `weight`.
+    collective, and otherwise local. The results are deterministic, and differentiable once, in
+    `hidden` and `weight`.
 
     Args:
         hidden: the hidden states. `hidden[t]` predicts the word `ids[t]`. Leave out rows that the

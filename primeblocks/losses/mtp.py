@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): labels and loss of heads that predict tokens after the next."""
+"""Multi-token prediction (MTP): labels and loss of heads that predict beyond the next token."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def mtp_labels(
             padding, begins a sequence or does not count in the loss. For a `Pack`, pass
             `pack.at_predictors(pack.targets, fill=-100)`.
         depth: the depth of the head. The first head has depth 1, as in DeepSeek-V3.
-        sequence_ids: an integer per token. Without it, each row is one sequence. A label from
-            another sequence becomes -100.
+        sequence_ids: an integer per token. Without `sequence_ids`, each row is one sequence. A
+            label from another sequence becomes -100.
 
     Raises:
         ShapeError, UsageError: shapes differ, `sequence_ids` are missing, or `depth` is below 1.
@@ -66,18 +66,18 @@ def mtp_loss(
 ) -> TokenLoss:
     """Cross entropy of one head, summed over the tokens with a label.
 
-    To train only the head, detach the hidden states and embeddings that you pass to the head. If
-    you do not detach these tensors, the loss also trains the policy. To its loss, DeepSeek-V3
-    (arXiv:2412.19437) adds a factor times the mean of `divide(mtp_loss(...))` over all depths.
-    Megatron calls the factor `mtp_loss_scaling_factor`. Logits are computed in chunks. The host
-    waits for the number of labels.
+    To train only the head, detach the hidden states and embeddings that you pass to the head.
+    Without detached inputs of the head, the loss also trains the policy. DeepSeek-V3
+    (arXiv:2412.19437) adds the mean of `divide(mtp_loss(...))` over all depths to its loss,
+    multiplied by a factor. Megatron calls the factor `mtp_loss_scaling_factor`. Logits are computed
+    in chunks. The host waits for the number of labels.
 
     Args:
         hidden: the head's last hidden states. Rows whose label is -100 may have any values.
         weight: the weight of the output layer, which heads usually share with the policy.
         labels: the result of `mtp_labels`.
-        detach_weight: give `weight` no gradient, as Megatron's `mtp_detach_heads` does. The loss
-            then needs three matrix products instead of four.
+        detach_weight: give `weight` no gradient, as Megatron's `mtp_detach_heads` does. With a
+            detached weight, the loss needs three matrix products instead of four.
         options: keywords of `logprobs.token_logprobs`.
 
     Raises:

@@ -50,6 +50,7 @@ def divide(
         PlanError: this rank is not in `group`, or ranks passed different values of `by`.
 
     Example:
+
         >>> loss = divide(grpo_loss(p, q, a, mask=m), by="tokens", group=group)
         >>> loss = divide(gspo_loss(p, q, a, mask=m, weights=length_weights(m)), by="sequences")
     """
@@ -72,8 +73,7 @@ def global_count(
         device: the device from which the backend of `group` sends.
 
     Raises:
-        RankError, PlanError: the errors of `divide`, or `count` is not a whole number of at least
-            0.
+        RankError, PlanError: the errors of `divide`, or `count` is negative or not a whole number.
     """
 
     def look() -> int:

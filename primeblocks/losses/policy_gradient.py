@@ -67,8 +67,8 @@ def grpo_loss(
 ) -> TokenLoss:
     """Clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A). Pure. Local.
 
-    The ratio r is p_trainer / p_rollout, A the advantage. If r leaves the band [1 - low, 1 + high]
-    in the direction of A, the token gets no gradient. Other losses are settings of this loss:
+    r is p_trainer / p_rollout, and A is the advantage. If r leaves the band [1 - low, 1 + high] in
+    the direction of A, the token gets no gradient. Other losses are settings of `grpo_loss`:
 
     ==================  ===========================================================================
     GRPO                `weights=length_weights(mask)`, divided by the sequences
@@ -82,12 +82,12 @@ def grpo_loss(
 
     Args:
         rollout_logprobs: the engine's log-probabilities of the sampled tokens. For decoupled PPO,
-            pass p_old of the policy at the start of the step, and `weights` from p_old / p_engine.
+            pass log p_old of the policy at the start of the step, with `weights` p_old / p_engine.
         advantages: one per token. Expand the advantage of a rollout to all tokens of the rollout.
         mask: True for completion tokens.
         min_ratio: a lower ratio counts as `min_ratio`, without gradient.
-        max_ratio: a higher ratio counts as `max_ratio`, without gradient. With negative advantages,
-            this is the dual clip.
+        max_ratio: a higher ratio counts as `max_ratio`, without gradient. For negative advantages,
+            `max_ratio` is the dual clip.
 
     Raises:
         UsageError: a clip is negative, `clip_low` is above 1, or r = 1 is out of bounds.
@@ -193,7 +193,7 @@ def sapo_loss(
 
     tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the loss
     has the gradient of REINFORCE, which fades as r moves away from 1. Tokens never count as
-    clipped. The SAPO paper uses `weights=length_weights(mask)`, and divides by the sequences.
+    clipped. The SAPO paper uses `length_weights(mask)`, and divides by the number of sequences.
 
     Raises:
         UsageError: a temperature is not above 0.
@@ -228,9 +228,9 @@ def dppo_loss(
 ) -> TokenLoss:
     """Policy gradient in a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure. Local.
 
-    q is the engine's probability of a token, p the trainer's probability. If p has moved from q in
-    the direction of the advantage, by a divergence above the bound, the loss is 0. The divergence
-    of (p, 1 - p) from (q, 1 - q) is |p - q| ("tv") or KL(q || p) ("kl"). Compared with a clip of
+    q is the engine's and p is the trainer's probability of a token. If p has moved from q in the
+    direction of the advantage, by a divergence above the bound, the loss is 0. The divergence of
+    (p, 1 - p) from (q, 1 - q) is |p - q| ("tv") or KL(q || p) ("kl"). Compared with a clip of
     ratios, this loss trains rare tokens longer, and stops the training of frequent tokens earlier.
 
     Args:
@@ -303,8 +303,8 @@ def gspo_loss(
     """Clipped surrogate with the geometric mean of a sequence's ratios. Pure. Local.
 
     The loss is -min(s A, clip(s, 1 - low, 1 + high) A). The value of log s is the mean of the
-    sequence's log-ratios. The gradient of log s is that of the token's own log-ratio (GSPO-token).
-    The default clips are 500 to 670 times below those of `grpo_loss`, because log s is a mean.
+    sequence's log-ratios. Only the token's own log-ratio has a gradient (GSPO-token). The default
+    clips are 500 to 670 times smaller than in `grpo_loss`, because log s is a mean.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.

@@ -43,8 +43,8 @@ class TokenLoss:
         tokens: the number of unmasked tokens.
         clipped: the number of unmasked tokens whose ratio was clipped or truncated, or whose loss
             was set to 0.
-        sequences: the number of sequences with an unmasked token. Without `sequence_ids`, packed
-            tokens and a single row, which may be a pack, give None.
+        sequences: the number of sequences with an unmasked token. Packed tokens, and a single row
+            (possibly a pack), need `sequence_ids`, or the value becomes None.
     """
 
     sum: Tensor

@@ -64,9 +64,9 @@ def fully_shard_moe(
     Args:
         layers: modules whose parameters are gathered one module at a time, usually the decoder
             layers in the order of execution.
-        experts: modules in which dim 0 of every parameter is the expert. The forward of the modules
-            must use the local experts and dispatch over `meshes.expert`. `precision` casts the
-            first floating-point argument of the forward, the tokens. Scores keep their dtype.
+        experts: modules in which dim 0 of every parameter is the expert. The forward of an experts
+            module must use the local experts and dispatch over `meshes.expert`. `precision` casts
+            the first floating-point argument of the forward, the tokens. Scores keep their dtype.
         routers: modules that compute and reduce gradients in float32, also if `precision` has 16
             bits. A small error of a score could change the chosen expert. Outputs of routers are
             not cast.
@@ -74,7 +74,7 @@ def fully_shard_moe(
         reshard_after_forward: free gathered parameters after forward and gather them again for
             backward. If False, parameters are gathered once per step instead of twice.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states on the
-            host. By default, all of these tensors are on the device.
+            host. By default, shards, gradients and optimizer states are on the device.
 
     Raises:
         PlanError: `model` or a given module is sharded already, or a given module is not part of

@@ -1,8 +1,8 @@
-"""Plans before a training run: GPUs of trainer and engine, and simulated speed and staleness.
+"""Planning of GPUs, training speed and staleness before a training run.
 
-`split` divides GPUs. `simulation` runs the asynchronous loop in virtual time. Three modules compute
-costs from formulas: `capacity` (KV memory), `traffic` (bytes of a step over ranks), and `dsa`
-(sparse attention).
+`split` divides GPUs. `simulation` runs the asynchronous loop in virtual time. The modules
+`capacity` (KV memory), `traffic` (bytes of a step over ranks) and `dsa` (sparse attention) compute
+costs from formulas.
 """
 
 from .engine import EngineModel, decode_latency

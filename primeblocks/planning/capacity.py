@@ -32,7 +32,7 @@ class Gpu:
     Attributes:
         memory_bytes: the whole memory.
         memory_fraction: the share of the memory that the engine may use, including weights.
-        reserve_bytes: the part of this share that is reserved for activations, graphs and
+        reserve_bytes: bytes of the engine's share that are reserved for activations, graphs and
             communication.
 
     Raises:
@@ -67,7 +67,7 @@ class Weights:
     """Sizes of the weights, and the number of parameters that multiply each token.
 
     Attributes:
-        dense_bytes: bytes of all weights except routed experts. Every replica stores these weights,
+        dense_bytes: bytes of all weights except routed experts. Every replica stores a full copy,
             split over its ranks.
         expert_bytes: bytes of all routed experts together.
         experts: number of routed experts per layer.
@@ -110,7 +110,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class KvTier:
-    """The load of a tier if all rollouts have their maximum size. Prompts have all samples."""
+    """The load of a tier if all samples of all prompts have their maximum size."""
 
     name: str
     rollouts: int
@@ -135,7 +135,7 @@ class CapacityPlan:
         groups: groups of layers with equal caches.
         gpus: number of GPUs.
         tensor: number of ranks in one replica of the attention layers.
-        page_tokens: tokens of a page.
+        page_tokens: number of tokens in a page.
         weight_bytes: bytes of weights on the fullest GPU.
         kv_bytes: bytes for pages on a GPU.
         peak_bytes: the maximum bytes that pages need on a GPU of the fullest replica.
@@ -212,8 +212,9 @@ def plan_capacity(
 
     If `fits` of the plan is True, no rollout is evicted before it ends, for every order in which
     rollouts may grow. An engine that computes prompts in chunks frees the pages before a window
-    only after each chunk. For an engine with such chunks, add one chunk's pages of windowed layers
-    to `Gpu.reserve_bytes`. The plan does not pad the pages of all groups to one size.
+    only after each chunk. If an engine computes prompts in chunks, add one chunk's pages of
+    windowed layers to `Gpu.reserve_bytes`. The plan does not pad the pages of all groups to one
+    size.
 
     Args:
         groups: groups of layers with equal caches, from `kv_groups` or written by hand.
@@ -227,8 +228,8 @@ def plan_capacity(
         disk_bytes: bytes of all disks together, for rollouts that do not fit in host memory.
 
     Raises:
-        PlanError: `groups` or `rollouts` is empty, a number is too small, or `tensor` does not
-            divide `gpus` or the heads.
+        PlanError: `groups` or `rollouts` is empty, a number is too small, or `tensor` does not fit
+            `gpus` or the number of heads.
         CapacityError: no number of GPUs is large enough, or the weights alone do not fit on `gpus`.
     """
     limits = {"host": host_bytes, "disk": disk_bytes}

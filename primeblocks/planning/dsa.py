@@ -33,7 +33,7 @@ class DsaSizes:
         row_bytes: bytes per number in a row.
         index_bytes: bytes per number in a key of the indexer.
         index_speed: the indexer's FLOPs per second, divided by the FLOPs per second of attention.
-            The value is larger for float8 kernels.
+            Kernels in float8 need a larger `index_speed`.
     """
 
     heads: int

@@ -112,7 +112,8 @@ class Rollouts:
         prompts: number of different prompts.
         prompt_tokens: number of tokens in each prompt.
         completion_tokens: maximum number of tokens after the prompt in one rollout, over all turns.
-        samples: number of rollouts per prompt. These rollouts share the full pages of the prompt.
+        samples: number of rollouts per prompt. The rollouts of a prompt share the full pages of the
+            prompt.
 
     Raises:
         PlanError: an attribute is below 1.

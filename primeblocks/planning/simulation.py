@@ -109,7 +109,7 @@ class Simulation:
 
     @property
     def token_lag(self) -> float:
-        """Mean number of optimizer steps from the policy that sampled a token to its training."""
+        """Mean number of optimizer steps between a token's policy and the token's training."""
         sizes = [sum(step.tokens) for step in self.settled]
         return float(np.average([step.token_lag for step in self.settled], weights=sizes))
 
@@ -188,12 +188,12 @@ def simulate(
     """Run `AsyncLoop` with its buffer and scheduler for `steps` steps in virtual time. Local.
 
     The samples of a prompt depend only on `seed`, the prompt's ordinal and the attempt. Simulations
-    with other limits therefore have the same samples.
+    that differ only in limits therefore use the same samples.
 
     Do not call this function from a coroutine of the same thread.
 
     Args:
-        workload: the lengths of answers, turns and tools.
+        workload: the lengths of answers, the number of turns, and the latency of tools.
         engines: the simulated engines. Each request goes to the engine with the fewest requests
             (`serving.least_loaded`).
         train_s: seconds of a training step, or a function from the number of tokens in a batch to

@@ -55,7 +55,7 @@ class CostTable:
         return (self.weight_bytes + micro_batch * self.sample_bytes) / degree
 
     def batch_s(self, micro_batch: float, degree: int) -> float:
-        """Return interpolated seconds of a micro-batch, at least the smallest measured seconds."""
+        """Return the seconds of a micro-batch, interpolated between measured sizes."""
         table = sorted((b, b * s) for (b, m), s in self.sample_s.items() if m == degree)
         sizes, seconds = zip(*table, strict=True)
         return float(np.interp(micro_batch, sizes, seconds))
@@ -116,7 +116,7 @@ class SplitPlan:
         return self.together_s / self.async_s
 
     def table(self) -> str:
-        """Return one line for trainer and engine each, then the seconds of each kind of step."""
+        """Return one line each for trainer and engine, then the seconds of each kind of step."""
         lines = ["side      GPUs  degree  replicas  micro-batch  GB a GPU  s a batch"]
         for name, side in (("trainer", self.trainer), ("engine", self.engine)):
             lines.append(

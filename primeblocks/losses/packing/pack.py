@@ -67,7 +67,7 @@ class Pack:
 
     @property
     def predictors(self) -> NDArray[np.int64]:
-        """For each completion token, the position of the token before."""
+        """For each completion token, the position of the previous token."""
         starts = self.cu_seqlens[: len(self.indices)].astype(np.int64) + self.prompt_lengths - 1
         lengths = self.completion_lengths
         before = np.cumsum(lengths) - lengths
@@ -100,8 +100,8 @@ class Pack:
     def aligned(self, name: str) -> list[Aligned]:
         """Return values that belong to some tokens, such as images, with positions in this pack.
 
-        The values are in the order of their tokens, as models expect. A rollout may have no such
-        values.
+        The values are in the order of their tokens, as models expect. A rollout may have no values
+        called `name`.
 
         Raises:
             UsageError: the values called `name` are in `per_token` or `per_completion`, or belong
@@ -152,8 +152,8 @@ def pack(
         per_token: names of attachments with a row per token, such as routes. The attachments are
             arrays, tensors or `Aligned.rows`. If `Aligned.rows` lack the row of the last token, the
             last token gets zeros.
-        per_completion: names of attachments with a row per completion token. All attachments
-            without a name in `per_token` or `per_completion` become part of `others`.
+        per_completion: names of attachments with a row per completion token. Attachments that are
+            in neither `per_token` nor `per_completion` become part of `others`.
         multiple_of: the pack is padded to a multiple of `multiple_of` tokens, and to at least
             `multiple_of` tokens.
 

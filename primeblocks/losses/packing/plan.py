@@ -106,11 +106,11 @@ def plan_packing(
         lengths: the number of tokens in each rollout, in the same order on all ranks.
         ranks: the number of data-parallel ranks. Ranks that share a sequence count as one rank.
         budget_tokens: the maximum number of tokens in a micro-batch.
-        cost: a function from lengths to costs. The default is `sequence_flops()`. Only ratios of
-            costs matter.
+        cost: a function from lengths to costs. The default is `sequence_flops()`. For a plan, only
+            ratios of costs matter.
         balance: "ranks" gives all ranks similar total costs, and suits ranks that wait for each
-            other once per update. The rank that needs most micro-batches by first fit decides the
-            number of micro-batches per rank. "steps" uses as few micro-batches as possible, and
+            other once per update. The number of micro-batches per rank is the largest number that a
+            rank needs with first-fit packing. "steps" uses as few micro-batches as possible, and
             puts micro-batches of similar cost into one step. "steps" suits ranks that wait for each
             other in every micro-batch, for example with FSDP that reshards.
         annealing_steps: the number of steps of a search. With "ranks", the search runs if the

@@ -32,9 +32,9 @@ class TreePlan:
 
     Tokens have the order of `pack`: concatenated rollouts, then padding. A row is a distinct
     position. For every array `values` with a value per token, pass `values[places]` to the model.
-    In the output, `hidden[rows[packed.predictors]]` predicts `packed.targets`. Each rollout keeps
-    its own log-probabilities, versions, masks and advantages. Losses and corrections therefore do
-    not change.
+    In the model's output, `hidden[rows[packed.predictors]]` predicts `packed.targets`. Each rollout
+    keeps its own log-probabilities, versions, masks and advantages. Trees therefore do not change
+    losses and corrections.
 
     Attributes:
         segment_lengths: the number of rows in each segment, in preorder.
@@ -152,21 +152,21 @@ def plan_trees(
     """Share the positions that rollouts have in common. Pure.
 
     Rollouts share a row if their tokens and imposed routes agree up to this row. Images and other
-    `Aligned` values that begin up to this row must also agree. Values that belong to a whole
+    `Aligned` values that begin up to a shared row must also agree. Values that belong to a whole
     rollout are not compared. Each token is read a few times.
 
     Args:
         rollouts: rollouts of one micro-batch or batch, such as all rollouts of a `Conversation`.
         routes: with "exact", rollouts share a row only if their imposed routes agree up to this
             row. With "first" and "own", rollouts also share rows with different routes. With
-            "first", the first rollout with routes for the row decides its routes. With "own", mark
-            the routes of `differing` rows as missing, so that the trainer's routers choose for
+            "first", a row has the routes of the first rollout with routes for the row. With "own",
+            mark the routes of `differing` rows as missing, so that the trainer's routers choose for
             these rows.
         imposed: for each rollout an array with a row per token, or None for a rollout without
             routes. The row of the last token may be missing. For `replay.Routes` pass
             `value.tensor()[0]`. Default: the attachment "routes".
         per_token: names of other attachments that the model reads, with a row per token. For every
-            value of `routes`, shared rows must also agree in these attachments.
+            value of `routes`, rollouts share a row only if its `per_token` attachments agree.
         padding: the number of padding tokens, such as `packed.padding` of a pack of these rollouts.
 
     Raises:

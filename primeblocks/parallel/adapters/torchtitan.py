@@ -84,9 +84,9 @@ class ForTorchtitan(LocalTokenDispatcher):
         """The configuration from which torchtitan builds the dispatcher.
 
         Attributes:
-            make: a function from the group that shares the experts, or None for this rank alone, to
-                a `TokenDispatcher`. The function is called when the model is built, and when meshes
-                are wired.
+            make: a function that returns a `TokenDispatcher` for the group that shares the experts,
+                or for None if this rank has all experts. The function is called when the model is
+                built, and when meshes are wired.
         """
 
         make: Make = dispatcher_for

@@ -38,8 +38,8 @@ class AttentionSpec:
             its own document continues.
         causal: with True, a token sees only itself and earlier tokens.
         scale: the factor by which scores are multiplied.
-        window: a token sees only itself and the `window - 1` tokens before, by position. None means
-            no window.
+        window: a token sees only itself and the previous `window - 1` tokens, by position. None
+            means no window.
         softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
     """
 

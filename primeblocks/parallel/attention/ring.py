@@ -42,16 +42,16 @@ def ring_attention(
     float64 for float64 operands.
 
     Args:
-        q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. q, k and v may have a
+        q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. Operands may have a
             first dim for a batch. The rows of a batch share the plan, and a batch costs one copy of
             each tensor.
-        k: `[local_tokens, key_heads, head_dim]`. key_heads must divide heads.
+        k: `[local_tokens, key_heads, head_dim]`, where key_heads must divide heads.
         v: `[local_tokens, key_heads, value_dim]`.
         sequence: the plan of the sequence, equal on all ranks.
         causal: with True, a token sees only itself and earlier tokens. With False, a token sees its
             whole document.
         scale: the factor by which scores are multiplied. Default: head_dim ** -0.5.
-        window: a token sees only itself and the `window - 1` tokens before. None means no window.
+        window: a token sees only itself and the previous `window - 1` tokens. None means no window.
         softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.
         kernel: the kernel that computes a hop. The default is `VarlenKernel()` for calls on CUDA

@@ -36,7 +36,8 @@ class VarlenKernel:
     - With `order="balanced"`, a hop seldom has segments.
     - In Ulysses attention, the single hop always has segments.
 
-    Key heads are not repeated. The kernel does not compile, and the host does not read from a GPU.
+    Key heads are not repeated. The kernel works without compilation, and the host does not read
+    from a GPU.
 
     The kernel calls the operators that `torch.nn.attention.varlen.varlen_attn` calls, because the
     backward operator accepts the output and the `lse` of all hops. In each hop, the gradients of

@@ -42,19 +42,19 @@ class AllToAllDispatcher:
     `capacity_rows` and `check=False`.
 
     The argument `meanwhile=` of `dispatch` is a function, such as a layer's shared experts.
-    `dispatch` calls this function once, during the exchange of rows. The backward of the function
-    runs during the exchange of the rows' gradients.
+    `dispatch` calls `meanwhile` once, during the exchange of rows. The backward of `meanwhile` runs
+    during the exchange of the rows' gradients.
 
     Args:
         group: the ranks that share the experts. Rank r owns the r-th share of the experts.
         alignment: the rows of each expert are padded with rows of zeros to a multiple of
-            `alignment`. FP8 kernels need 128. With an alignment above 1, the number of rows is
-            large enough for all counts, so the host need not read the padded counts. Without a
-            capacity, the surplus rows of zeros belong to the last expert.
+            `alignment`. FP8 kernels need an alignment of 128. With an alignment above 1, the number
+            of rows is large enough for all counts, so the host need not read the padded counts.
+            Without a capacity, the surplus rows of zeros belong to the last expert.
         capacity_rows: the maximum number of rows from one rank to another rank, equal on all ranks.
             Each rank always sends `capacity_rows` rows to each rank, so the host need not read
             counts. If a rank needs more rows, the call raises PlanError on all ranks with
-            `check=True`. With `check=False`, an assertion on the device fails.
+            `check=True`. With `check=False`, too many rows fail an assertion on the device.
         check: check the values of ids and scores, and compare the layers of all ranks, before rows
             are sent. With the check, a mistake on one rank raises an error on all ranks instead of
             hanging. In `dispatch`, the check includes the number of rows for each rank. In

@@ -51,8 +51,7 @@ def grouped_linear(
     Raises:
         ShapeError: shapes do not fit together, or `counts` and `weight` have different numbers of
             experts.
-        ShapeError: the sum of the counts is above the number of rows. This error is raised only if
-            the host reads the counts.
+        ShapeError: the sum of `counts` is above the number of rows, and the host reads `counts`.
     """
     check_tensors(tokens=tokens, counts=counts, weight=weight)
     if counts.ndim != 1 or weight.ndim != 3 or tokens.shape[1:] != weight.shape[2:]:

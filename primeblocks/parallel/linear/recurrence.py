@@ -42,7 +42,7 @@ def gated_delta_rule(
     """`S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)` on each document.
 
     All ranks compute their runs at the same time. A run that is a part of a document is computed
-    from a state of zero. `key_dim` additional columns of values show how the run reads and changes
+    from a state of zero. `key_dim` additional columns of values show how a run reads and changes
     its first state. An exchange then determines the true first state. Runs of equal length share
     one call of `kernel`. Differentiable.
 
@@ -65,8 +65,8 @@ def gated_delta_rule(
         kernel: a function from `(q, k, v, g=, beta=, initial_state=)` to the output and the last
             state, for any `value_dim`. Tensors have a first dim for a batch, and states are
             `[batch, heads, key_dim, value_dim]`. An example is
-            `partial(f, output_final_state=True)`, where `f` is the function of transformers or of
-            flash-linear-attention.
+            `partial(f, output_final_state=True)`, where `f` is the gated delta rule of transformers
+            or of flash-linear-attention.
         check: as in `causal_conv1d`.
 
     Returns:
@@ -117,9 +117,8 @@ def state_space(
     """Compute Mamba-2, `S = exp(dt A) S + (dt x) B^T; y = S C + D x`, on each document.
 
     All ranks compute their runs at the same time, from states of zero. If a run is a part of a
-    document, an exchange determines the run's true first state. The effect of the true first state
-    on the output is then added to the output. Runs of equal length share one call of `kernel`.
-    Differentiable.
+    document, an exchange determines the run's true first state. The output then includes the effect
+    of the true first state. Runs of equal length share one call of `kernel`. Differentiable.
 
     The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
     if no document is cut. The exchanges send at most `heads x (2 head_dim state_dim + 1)` elements

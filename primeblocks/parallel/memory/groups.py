@@ -32,8 +32,8 @@ class GroupMemory:
     call yet, have nothing to free and are skipped. We have never run this class on a GPU.
 
     `release` and `restore` are collective over all groups, without a timeout. If a rank does not
-    make the call, the other ranks wait. Between `release` and `restore`, a collective call over a
-    suspended group uses freed memory, because NCCL does not refuse the call.
+    call `release` or `restore`, the other ranks wait. Between `release` and `restore`, a collective
+    call over a suspended group uses freed memory, because NCCL does not refuse the call.
 
     Args:
         groups: process groups and meshes, in any order. For a mesh, the groups of all its axes are
@@ -73,7 +73,7 @@ class GroupMemory:
             UsageError: the groups are released already. Nothing was changed.
             UnsupportedError: a backend cannot be suspended. Nothing was changed.
             RuntimeError: NCCL failed, for example because communicators share memory
-                (`split_share`). After this error, call `restore` on all ranks.
+                (`split_share`). If NCCL failed, call `restore` on all ranks.
         """
         if self._suspended is not None:
             raise UsageError("the groups are released already. Call restore() first.")

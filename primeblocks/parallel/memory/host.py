@@ -89,9 +89,9 @@ class HostMemory:
     page-locked for CUDA, and later releases reuse the host memory. Local.
 
     While a kind is on the host, calls of `forward`, `state_dict`, `load_state_dict` and `step` that
-    need this kind raise UsageError. Any other use of a released tensor reads freed memory, because
-    torch does not check for released tensors. If another process has mapped a tensor by CUDA IPC,
-    the memory of the tensor stays allocated.
+    need this kind raise UsageError. Direct uses of a released tensor, such as arithmetic, read
+    freed memory, because torch does not check for released tensors. If another process has mapped a
+    tensor by CUDA IPC, the memory of the tensor stays allocated.
 
     `release` first reshards FSDP2 modules. Call `release` between optimizer steps. Gradients that
     FSDP2 still accumulates unsharded (`set_requires_gradient_sync(False)`) stay on the device

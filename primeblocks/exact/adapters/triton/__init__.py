@@ -1,4 +1,4 @@
-"""Never run on a GPU: the `Kernels` of `exact` in Triton, for `batch_invariant(kernels=)`.
+"""Triton kernels for `batch_invariant(kernels=)`, which have never run on a GPU.
 
 The kernels run in Triton's interpreter, and compile for sm_90 and sm_100. The kernels compute in
 float32, round each result once, and have no gradients. The host does not wait for the kernels. The
@@ -9,12 +9,12 @@ elements:
   the inner dim from first to last.
 - A sum over a row adds neighbouring elements, then neighbouring sums, and so on, as
   `batch_invariant()` does on a CPU. The kernel contains each addition, because the order of
-  Triton's own sums depends on the elements of each thread. These elements depend on the alignment
-  of a row's address.
+  Triton's own sums depends on the elements of each thread. The elements of a thread depend on the
+  alignment of a row's address.
 - Attention adds pages of keys in the order of positions. When a page raises the maximum of a
   query's scores, the sums of this query are rescaled. A key that a query does not see has a weight
-  of zero. A page of which a query sees no key multiplies the sums by one and adds zero. The bits of
-  the sums therefore do not change.
+  of zero. A page of which a query sees no key multiplies the sums by one and adds zero, so the sums
+  do not change.
 """
 
 from ....errors import MissingPackageError

@@ -92,10 +92,10 @@ def _launch_of_attention(dtype: torch.dtype, width: int, outs: int) -> dict[str,
 def attend(query: Tensor, key: Tensor, value: Tensor, *, positions: Tensor, scale: float) -> Tensor:
     """Compute `exact.attend`: attention from queries of one sequence to its keys. Local.
 
-    The operands have the shapes `[queries, heads, width]`, `[keys, groups, width]`,
-    `[keys, groups, outs]` and `[queries]`. The host does not read `positions`. A position after the
-    last key counts as the position of the last key, and the result of a negative position is
-    undefined.
+    `query`, `key`, `value` and `positions` have the shapes `[queries, heads, width]`,
+    `[keys, groups, width]`, `[keys, groups, outs]` and `[queries]`. The host does not read
+    `positions`. A position after the last key counts as the position of the last key, and the
+    result of a negative position is undefined.
 
     Raises:
         ShapeError: shapes, dtypes or devices do not fit together.

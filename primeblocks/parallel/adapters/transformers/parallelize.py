@@ -86,10 +86,10 @@ def parallelize(
             device, each rank allocates memory for its parts only, and parameters are NaN until
             weights are loaded.
         attention: `ring_attention`, `ulysses_attention`, or a function with their signature, for
-            calls with `local_inputs`. Default: `ulysses_attention`. Calls with split sequences need
-            a plan. With context=1, a call without a plan uses the model's own attention and masks.
-            For families with an indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4), pass
-            `IndexedAttention(kernel=..., scores=...)` instead of a function, or nothing.
+            calls with `local_inputs`. The default is `ulysses_attention`. Calls with split
+            sequences need a plan. With context=1, a call without a plan uses the model's own
+            attention and masks. For families with an indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4),
+            pass `IndexedAttention(kernel=..., scores=...)` instead of a function, or nothing.
         precision: see `fully_shard_moe`. Routers and the weights of indexers stay in float32.
         dispatcher: the dispatcher of the experts, which must use the ranks of `meshes.expert`. The
             default is `AllToAllDispatcher`, or `LocalDispatcher` if one rank has all experts.
@@ -172,7 +172,7 @@ def local_inputs(
 
     Raises:
         ShapeError, PlanError: the errors of `SequencePlan.split`.
-        PlanError: a rank would get 0 tokens. Every rank raises this error.
+        PlanError: a rank would get 0 tokens, which raises the error on every rank.
     """
     if not all(sequence.counts):
         raise PlanError(

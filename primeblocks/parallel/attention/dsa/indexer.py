@@ -221,7 +221,7 @@ def top_candidates(
     scores: IndexScores,
     chunk_bytes: int,
 ) -> Tensor:
-    """Select the `k` candidates with the highest scores of each query, as int32 `[queries, k]`."""
+    """Select for each query the `k` candidates with the highest scores, int32 `[queries, k]`."""
 
     def table(rows: slice, run: Candidates) -> Tensor:
         return scores(q[rows], keys[run.first : run.first + run.most], weights[rows])
