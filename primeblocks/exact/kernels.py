@@ -12,8 +12,8 @@ class Kernels(Protocol):
     """Functions that give a row the same bits in any batch.
 
     `batch_invariant` calls the functions without gradients, under `torch.no_grad`. A function
-    raises `UnsupportedError` for a dtype or device that it does not support. You may pass a module
-    that contains functions with these names.
+    raises `UnsupportedError` for a dtype or device that it does not support. A module that contains
+    all functions of `Kernels` is also a `Kernels`.
     """
 
     def matmul(self, left: Tensor, right: Tensor, /) -> Tensor:

@@ -2,11 +2,11 @@
 
 Most functions return a `Correction` with weights per token, for the `weights=` of any loss, and
 with counts and the effective sample size. The weights have no gradient. To combine corrections,
-multiply their weights: `a.weights * b.weights`. The ratio r of a token is p_trainer / p_rollout. If
-the loss itself compares with an old policy, r is p_old / p_rollout. Masked tokens may have any
-values. A ratio above e**20 counts as e**20. If an unmasked token has a NaN, its weight is NaN, 0 or
-unchanged, and the loss is NaN. All functions raise `ShapeError` if operands differ in shape or have
-a wrong dtype.
+multiply their weights: `a.weights * b.weights`. The ratio r of a token is `p_trainer / p_rollout`.
+If the loss itself compares with an old policy, r is `p_old / p_rollout`. Masked tokens may have any
+values. A ratio above `e**20` counts as `e**20`. If an unmasked token has a NaN, its weight is NaN,
+0 or unchanged, and the loss is NaN. All functions raise `ShapeError` if operands differ in shape or
+have a wrong dtype.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def sequence_outlier_mask(
     Args:
         bound: above 1 for "error". For "k1" to "k3", a KL divergence per token, in nats.
         advantages: if you pass advantages, only sequences with a negative sum of advantages can get
-            weight 0. With "k1", this is the off-policy mask of DeepSeek-V3.2.
+            weight 0. With "k1", this rule is the off-policy mask of DeepSeek-V3.2.
 
     Raises:
         UsageError: `statistic` or `over` is unknown, or `bound` is NaN.
@@ -290,8 +290,8 @@ def clip_cov_mask(
     A token's covariance is (A - mean A) (log p - mean log p), with means over the batch. The
     candidates are the tokens that `grpo_loss` does not clip, with a covariance between the bounds.
     From the candidates, `generator` draws `fraction` of all tokens, but at least one. All other
-    tokens get weight 1. Call this function once for all tokens of a step. Pass both clips to
-    `grpo_loss`, too.
+    tokens get weight 1. Call this function once for all tokens of a step. Pass `clip_low` and
+    `clip_high` to `grpo_loss`, too.
 
     Raises:
         UsageError: `fraction` is not in (0, 1], or a clip is out of range.

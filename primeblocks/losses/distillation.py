@@ -41,8 +41,8 @@ def kl_loss(
 ) -> TokenLoss:
     """Sum estimates of KL(trainer || reference) or of KL(reference || trainer). Pure. Local.
 
-    With x = log p_trainer - log p_reference and u = exp(-x), a token that the trainer sampled has
-    these estimates:
+    With `x = log p_trainer - log p_reference` and `u = exp(-x)`, a token that the trainer sampled
+    has these estimates:
 
     =========  ==========================  ============================  =========================
     estimator  reverse, KL(p || ref)       forward, KL(ref || p)         its value
@@ -106,7 +106,7 @@ def teacher_advantages(
     mask: Bool[Tensor, "*tokens"],
     teacher_weights: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """Return log p_teacher - log p_student per token, without gradient. Pure. Local.
+    """Return `log p_teacher - log p_student` per token, without gradient. Pure. Local.
 
     Pass the result as advantages to any policy-gradient loss, alone or added to advantages of
     rewards. Alone, the result gives the loss the gradient of KL(student || teacher) per token. The

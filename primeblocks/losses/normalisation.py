@@ -24,11 +24,11 @@ def divide(
 ) -> Tensor:
     """Add losses, and divide the sum by the number of tokens or sequences on all ranks.
 
-    *Add* the gradients of all ranks and micro-batches. The sums equal the gradients that one rank
-    computes for the whole batch. If your trainer averages gradients over ranks (DDP, or FSDP unless
-    its divide factor is 1), multiply the loss by the number of ranks. With `group`, the call is
-    collective, and the host waits for two exchanges of a few bytes. Without `group`, or if `by` is
-    a number, the call is local.
+    *Add* the gradients of all ranks and micro-batches. The sums of gradients equal the gradients
+    that one rank computes for the whole batch. If your trainer averages gradients over ranks (DDP,
+    or FSDP unless its divide factor is 1), multiply the loss by the number of ranks. With `group`,
+    the call is collective, and the host waits for two exchanges of a few bytes. Without `group`, or
+    if `by` is a number, the call is local.
 
     Args:
         losses: the losses of all micro-batches of this rank. If `by` is a number, you may pass one
@@ -88,8 +88,9 @@ def length_weights(
 ) -> Float[Tensor, "*tokens"]:
     """Return 1 / (number of unmasked tokens in a token's sequence), or 0 if masked. Pure. Local.
 
-    With these weights, a loss is the sum of the mean losses of all sequences. Divide the loss by
-    the number of sequences, as GRPO and GSPO do. Short and long answers then count equally.
+    With length weights, a loss is the sum of the mean losses of all sequences. Divide the loss by
+    the number of sequences, as GRPO and GSPO do. With length weights, short and long answers count
+    equally.
 
     Raises:
         ShapeError: the mask is not bool, or packed tokens have no `sequence_ids`.

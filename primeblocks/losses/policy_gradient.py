@@ -67,8 +67,8 @@ def grpo_loss(
 ) -> TokenLoss:
     """Clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A). Pure. Local.
 
-    r is p_trainer / p_rollout, and A is the advantage. If r leaves the band [1 - low, 1 + high] in
-    the direction of A, the token gets no gradient. Other losses are settings of `grpo_loss`:
+    r is `p_trainer / p_rollout`, and A is the advantage. If r leaves the band [1 - low, 1 + high]
+    in the direction of A, the token gets no gradient. Other losses are settings of `grpo_loss`:
 
     ==================  ===========================================================================
     GRPO                `weights=length_weights(mask)`, divided by the sequences
@@ -82,7 +82,7 @@ def grpo_loss(
 
     Args:
         rollout_logprobs: the engine's log-probabilities of the sampled tokens. For decoupled PPO,
-            pass log p_old of the policy at the start of the step, with `weights` p_old / p_engine.
+            pass `log p_old` from the start of the step, with weights `p_old / p_engine`.
         advantages: one per token. Expand the advantage of a rollout to all tokens of the rollout.
         mask: True for completion tokens.
         min_ratio: a lower ratio counts as `min_ratio`, without gradient.

@@ -154,10 +154,9 @@ def plan_mesh(
     Args:
         world_size: the total number of ranks.
         replicate: the number of full copies of the sharded model (HSDP).
-        context: the number of ranks that share a sequence. These ranks also share the dense
-            parameters.
-        expert: the number of ranks that share the experts. These ranks belong to one copy of the
-            model.
+        context: the number of ranks that share a sequence. The ranks of a sequence also share the
+            dense parameters.
+        expert: the number of ranks that share the experts of one copy of the model.
 
     Raises:
         PlanError: a degree is below 1, or does not divide the number of ranks that it splits.

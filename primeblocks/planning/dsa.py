@@ -33,7 +33,7 @@ class DsaSizes:
         row_bytes: bytes per number in a row.
         index_bytes: bytes per number in a key of the indexer.
         index_speed: the indexer's FLOPs per second, divided by the FLOPs per second of attention.
-            Kernels in float8 need a larger `index_speed`.
+            Kernels in float8 need a larger value than the default.
     """
 
     heads: int

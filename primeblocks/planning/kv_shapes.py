@@ -156,10 +156,10 @@ def kv_groups(config: Any, *, kv_dtype: str = "bfloat16") -> tuple[KvGroup, ...]
 
     Args:
         config: an object or a mapping, such as the content of config.json.
-        kv_dtype: float32, bfloat16, float16, fp8, or fp8_ds_mla. With fp8_ds_mla, which is only for
-            latents, a token has 512 bytes, four float32 scales and 64 unquantized bfloat16 values.
-            Recurrent states of linear attention are float32. Convolution states of linear attention
-            have `kv_dtype`, or bfloat16 if `kv_dtype` is quantized.
+        kv_dtype: float32, bfloat16, float16, fp8, or `fp8_ds_mla`. With `fp8_ds_mla`, which is only
+            for latents, a token has 512 bytes, four float32 scales and 64 unquantized bfloat16
+            values. Recurrent states of linear attention are float32. Convolution states of linear
+            attention have `kv_dtype`, or bfloat16 if `kv_dtype` is quantized.
 
     Raises:
         PlanError: the configuration lacks a needed size, or a size is not a positive whole number.

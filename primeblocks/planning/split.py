@@ -88,10 +88,10 @@ class SplitPlan:
     Args:
         publish_s: seconds that the trainer waits for the engine. All step times except `bound_s`
             include `publish_s`.
-        together_s: seconds of a synchronous step, in which both sides use all GPUs in turn. The
-            value is infinite if trainer and engine do not fit on the same GPUs.
+        together_s: seconds of a synchronous step, in which trainer and engine use all GPUs in turn.
+            The value is infinite if trainer and engine do not fit on the same GPUs.
         bound_s: a lower bound of the seconds of an asynchronous step, with fractions of GPUs and
-            with the fastest choice for each side.
+            with the fastest choices for trainer and engine.
     """
 
     trainer: Side
@@ -107,7 +107,7 @@ class SplitPlan:
 
     @property
     def async_s(self) -> float:
-        """Seconds of an asynchronous step: the seconds of the slower side."""
+        """Seconds of an asynchronous step: the maximum of trainer and engine."""
         return max(self.trainer.step_s + self.publish_s, self.engine.step_s)
 
     @property
@@ -145,7 +145,7 @@ def plan_split(
     max_off_policy_steps: int = 1,
     publish_s: float = 0.0,
 ) -> SplitPlan:
-    """Choose GPUs, model-parallel degrees and micro-batches of both sides. Pure.
+    """Choose GPUs, model-parallel degrees and micro-batches of trainer and engine. Pure.
 
     The search tries all choices. In the asynchronous loop, trainer and engine have separate GPUs,
     degrees and memory limits. In the synchronous loop, all GPUs generate and train in turn, with
@@ -160,7 +160,7 @@ def plan_split(
 
     Raises:
         PlanError: a number is out of range, or no choice fits in memory. If no choice fits, the
-            message contains the minimum memory of each side.
+            message contains the minimum memory of trainer and engine.
     """
     sizes = memory_bytes > 0 and publish_s >= 0 and math.isfinite(memory_bytes + publish_s)
     if not sizes or min(batch_size, max_off_policy_steps) < 1 or gpus < 2:

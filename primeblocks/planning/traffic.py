@@ -27,7 +27,7 @@ class StepSizes:
         layers: number of layers with attention.
         heads: number of query heads.
         key_heads: number of key-value heads.
-        head_dim: the head size of queries, keys and values. If these sizes differ, pass the mean.
+        head_dim: the head size of queries, keys and values, or the mean of different sizes.
         root_parameters: number of parameters outside of the layers, such as embedding and head.
         layer_parameters: number of parameters in all layers, without experts.
         expert_parameters: number of parameters in all experts of all layers.
@@ -94,7 +94,8 @@ def plan_traffic(
     result leaves out checks and counts, which are about a kilobyte per call.
 
     Args:
-        dispatch: "once_per_choice" (`AllToAllDispatcher`) or "once_per_rank".
+        dispatch: `"once_per_choice"` (`AllToAllDispatcher`) or `"once_per_rank"`
+            (`OncePerRankDispatcher`).
         attention: "ring" or "ulysses".
 
     Raises:

@@ -1,8 +1,8 @@
 """vLLM with the trainer's own model: transformers' code inside of `batch_invariant()`.
 
-Start the engine with `hf_overrides=ARCHITECTURE` and `enforce_eager=True`. The engine then builds
-the model as transformers does, without replacing layers. Attention reads keys from vLLM's pages, in
-the same order as the trainer. The engine must run on a CPU, with one rank.
+Start the engine with `hf_overrides=ARCHITECTURE` and `enforce_eager=True`. The engine builds the
+model as transformers does, without replacing layers. Attention reads keys from vLLM's pages, in the
+same order as the trainer. The engine must run on a CPU, with one rank.
 """
 
 import re

@@ -23,9 +23,9 @@ def sequence_flops(
     """Return a function that computes the training FLOPs of a sequence from its length. Pure.
 
     The cost of n tokens is `6 * active_parameters * n + 6 * layers * attention_width * n**2`. The
-    second term is causal softmax attention, and `attention_width` is the number of query heads x
-    the head size. `active_parameters` include the output head. The defaults describe Qwen3-30B-A3B.
-    For this model, the second term is larger than the first term from 16,800 tokens on.
+    term with `n**2` is causal softmax attention, and `attention_width` is the number of query heads
+    x the head size. `active_parameters` include the output head. The defaults describe
+    Qwen3-30B-A3B, where attention costs more than all other computation from 16,800 tokens on.
     """
     each, pair = 6.0 * active_parameters, 6.0 * layers * attention_width
 

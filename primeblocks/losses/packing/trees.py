@@ -128,9 +128,8 @@ class TreePlan:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the distinct pairs of predicting row and target, and the pair of each token. Pure.
 
-        Score the pairs, and expand the scores to tokens with `logprobs[pair]`. The head then
-        computes each pair once. A pair gets the sum of the gradients of all rollouts that train the
-        pair.
+        Score the pairs, and expand the scores to tokens with `logprobs[pair]`. The head computes
+        each pair once. A pair gets the sum of the gradients of all rollouts that train the pair.
 
         Args:
             predictors: `packed.predictors`.

@@ -51,7 +51,7 @@ def latent_ring_attention(
             part of the key that all heads share.
         up: `[heads, nope_dim + value_dim, latent_dim]`: for each head, the projections of the
             latent to the head's part of the key and to the head's value.
-        scale: the factor by which scores are multiplied. Default: (nope_dim + rope_dim) ** -0.5.
+        scale: the factor by which scores are multiplied. Default: `(nope_dim + rope_dim) ** -0.5`.
         sequence, group, causal, kernel, check: as in `ring_attention`.
 
     Returns:

@@ -50,12 +50,12 @@ def ring_attention(
         sequence: the plan of the sequence, equal on all ranks.
         causal: with True, a token sees only itself and earlier tokens. With False, a token sees its
             whole document.
-        scale: the factor by which scores are multiplied. Default: head_dim ** -0.5.
+        scale: the factor by which scores are multiplied. Default: `head_dim ** -0.5`.
         window: a token sees only itself and the previous `window - 1` tokens. None means no window.
         softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.
-        kernel: the kernel that computes a hop. The default is `VarlenKernel()` for calls on CUDA
-            that it supports, and `RectangleKernel()` otherwise. With `order="balanced"`,
+        kernel: the kernel that computes a hop. The default is `VarlenKernel()` if `VarlenKernel`
+            supports a call on CUDA, and otherwise `RectangleKernel()`. With `order="balanced"`,
             `VarlenKernel` supports few calls.
         check: first compare shapes, dtypes and plans of all ranks, so that a mistake on one rank
             raises an error on all ranks instead of hanging. The comparison is one small collective,

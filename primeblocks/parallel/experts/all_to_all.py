@@ -56,9 +56,9 @@ class AllToAllDispatcher:
             counts. If a rank needs more rows, the call raises PlanError on all ranks with
             `check=True`. With `check=False`, too many rows fail an assertion on the device.
         check: check the values of ids and scores, and compare the layers of all ranks, before rows
-            are sent. With the check, a mistake on one rank raises an error on all ranks instead of
-            hanging. In `dispatch`, the check includes the number of rows for each rank. In
-            `combine`, the check is one small collective. The host reads the results of both checks.
+            are sent. With `check=True`, a mistake on one rank raises an error on all ranks instead
+            of hanging. In `dispatch`, the check includes the number of rows for each rank. In
+            `combine`, the check is one small collective. The host reads the results of the checks.
 
     Raises:
         PlanError: this rank is not in the group, or the alignment or the capacity is below 1.

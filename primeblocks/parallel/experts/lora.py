@@ -52,8 +52,8 @@ def add_expert_lora(
         The names of the adapted weights.
 
     Raises:
-        PlanError: the model has no experts with these parameters, the rank is below 1, or experts
-            have an adapter already.
+        PlanError: the model has no experts with adaptable parameters, the rank is below 1, or
+            experts have an adapter already.
         UnsupportedError: the experts are sharded already.
     """
     check_counts(rank=rank)

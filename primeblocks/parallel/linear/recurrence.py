@@ -39,12 +39,14 @@ def gated_delta_rule(
     kernel: Callable[..., tuple[Tensor, Tensor]] = chunk_gated_delta_rule,
     check: bool = True,
 ) -> Tensor:
-    """`S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)` on each document.
+    """Compute the gated delta rule on each document.
+
+    The rule is `S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)`.
 
     All ranks compute their runs at the same time. A run that is a part of a document is computed
     from a state of zero. `key_dim` additional columns of values show how a run reads and changes
-    its first state. An exchange then determines the true first state. Runs of equal length share
-    one call of `kernel`. Differentiable.
+    its first state. An exchange determines the true first state of the run. Runs of equal length
+    share one call of `kernel`. Differentiable.
 
     The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
     if no document is cut. The exchanges send at most `heads x (key_dim^2 + 2 key_dim value_dim)`
@@ -117,8 +119,8 @@ def state_space(
     """Compute Mamba-2, `S = exp(dt A) S + (dt x) B^T; y = S C + D x`, on each document.
 
     All ranks compute their runs at the same time, from states of zero. If a run is a part of a
-    document, an exchange determines the run's true first state. The output then includes the effect
-    of the true first state. Runs of equal length share one call of `kernel`. Differentiable.
+    document, an exchange determines the run's true first state. The output includes the effect of
+    the true first state. Runs of equal length share one call of `kernel`. Differentiable.
 
     The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
     if no document is cut. The exchanges send at most `heads x (2 head_dim state_dim + 1)` elements

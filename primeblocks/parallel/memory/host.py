@@ -84,14 +84,14 @@ class HostMemory:
 
     Each storage is moved once, even if several tensors share the storage. With FSDP2, the storages
     of padded shards are moved. The kinds of memory are "weights" (parameters and buffers),
-    "gradients" and "optimizer" (optimizer states). You can move the kinds one by one. For example,
-    `restore("weights")` is enough to publish weights. The first release allocates host memory,
-    page-locked for CUDA, and later releases reuse the host memory. Local.
+    "gradients" and "optimizer" (optimizer states). You can move the kinds of memory one by one. For
+    example, `restore("weights")` is enough to publish weights. The first release allocates host
+    memory, page-locked for CUDA, and later releases reuse the host memory. Local.
 
-    While a kind is on the host, calls of `forward`, `state_dict`, `load_state_dict` and `step` that
-    need this kind raise UsageError. Direct uses of a released tensor, such as arithmetic, read
-    freed memory, because torch does not check for released tensors. If another process has mapped a
-    tensor by CUDA IPC, the memory of the tensor stays allocated.
+    While a kind of memory is on the host, calls of `forward`, `state_dict`, `load_state_dict` and
+    `step` that need this memory raise UsageError. Direct uses of a released tensor, such as
+    arithmetic, read freed memory, because torch does not check for released tensors. If another
+    process has mapped a tensor by CUDA IPC, the memory of the tensor stays allocated.
 
     `release` first reshards FSDP2 modules. Call `release` between optimizer steps. Gradients that
     FSDP2 still accumulates unsharded (`set_requires_gradient_sync(False)`) stay on the device
@@ -102,8 +102,8 @@ class HostMemory:
             the device of the first parameter. The device may be a CPU.
         optimizer: the optimizer whose states are moved. With None, optimizer states stay on the
             device.
-        chunk_bytes: the number of bytes by which the host memory of a kind grows. Torch rounds
-            pinned memory up to a power of two.
+        chunk_bytes: the number of bytes by which the host memory grows, separately for each kind of
+            memory. Torch rounds pinned memory up to a power of two.
 
     Raises:
         UsageError: the model is not a module or has no parameters.
@@ -138,7 +138,7 @@ class HostMemory:
 
     @property
     def away(self) -> tuple[str, ...]:
-        """The kinds that are on the host at the moment."""
+        """The kinds of memory that are on the host at the moment."""
         return tuple(self._away)
 
     def release(self, *kinds: str) -> MovedBytes:
@@ -148,11 +148,11 @@ class HostMemory:
         that other processes can use the memory.
 
         Args:
-            kinds: the kinds to move. Default: all kinds that are on the device.
+            kinds: the kinds of memory to move. Default: all kinds that are on the device.
 
         Raises:
-            UsageError: a kind is unknown or already on the host, or all kinds are on the host.
-                Nothing was changed.
+            UsageError: a kind of memory is unknown or already on the host, or all kinds are on the
+                host. Nothing was changed.
             UnsupportedError: a storage cannot shrink, because it is shared memory or belongs to
                 another library. Nothing was changed.
         """
@@ -183,10 +183,10 @@ class HostMemory:
         """Allocate the storages again and copy their bytes back. Local. The host waits.
 
         Args:
-            kinds: the kinds to move. Default: all kinds that are on the host.
+            kinds: the kinds of memory to move. Default: all kinds that are on the host.
 
         Raises:
-            UsageError: a kind is not on the host, or all kinds are on the device.
+            UsageError: a kind of memory is not on the host, or all kinds are on the device.
             ShapeError: a tensor has another storage, shape or dtype than when it was released. A
                 removed tensor, such as a gradient after `zero_grad`, is not an error.
             CapacityError: the device lacks memory. Nothing was changed. Free memory, and call

@@ -1,8 +1,8 @@
 """Triton kernels for `batch_invariant(kernels=)`, which have never run on a GPU.
 
-The kernels run in Triton's interpreter, and compile for sm_90 and sm_100. The kernels compute in
-float32, round each result once, and have no gradients. The host does not wait for the kernels. The
-order of additions depends only on the dtype, on the width of heads, and on the number of added
+The kernels run in Triton's interpreter, and compile for `sm_90` and `sm_100`. The kernels compute
+in float32, round each result once, and have no gradients. The host does not wait for the kernels.
+The order of additions depends only on the dtype, on the width of heads, and on the number of added
 elements:
 
 - Products have tiles of one size, without split-K and without tuning. A program adds the tiles of

@@ -55,8 +55,7 @@ def save_pretrained(
             tensors and the number of all tensors.
 
     Raises:
-        UnsupportedError: the model has adapters, which other programs could not load under these
-            names.
+        UnsupportedError: the model has adapters, whose names other programs do not know.
         UnsupportedError: the conversion to the names of the checkpoint does arithmetic on weights.
         PlanError: rank 0 cannot write to `path`.
         PlanError: `max_shard_size` is not a size, or differs between ranks. Nothing was written.

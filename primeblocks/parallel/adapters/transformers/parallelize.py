@@ -100,7 +100,7 @@ def parallelize(
         reshard_after_forward, offload_policy: see `fully_shard_moe`.
 
     Raises:
-        UnsupportedError: no test covers the model, or the model cannot be split with these
+        UnsupportedError: no test covers the model, or the model cannot be split with the passed
             arguments. A call of the model raises UnsupportedError if the model cannot follow the
             plan, or for a loss of only one rank's tokens.
         PlanError: the expert degree does not divide the number of experts, or the dispatcher uses

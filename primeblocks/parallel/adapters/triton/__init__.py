@@ -4,7 +4,7 @@
 
 The kernels are written for latent attention over packed documents: rows of 576 columns, of which
 512 are the value, and 64 or 128 heads. The kernels are tested in Triton's interpreter, and compiled
-for sm_90 and sm_100.
+for `sm_90` and `sm_100`.
 """
 
 from ....errors import MissingPackageError

@@ -44,10 +44,10 @@ def dsa_attention(
     """Compute attention of each query to the rows that an indexer selects, over a split sequence.
 
     Each rank keeps its queries. One all-gather fetches the rows (latents) and the indexer's keys of
-    all tokens. The indexer then computes the scores of this rank's queries in chunks, so the matrix
-    of all scores is never stored. The kernel reads only the selected rows. The function supports
-    every order of tokens and every mix of documents. Ranks may have different numbers of tokens,
-    also zero.
+    all tokens. The indexer computes the scores of this rank's queries in chunks, so the matrix of
+    all scores is never stored. The kernel reads only the selected rows. The function supports every
+    order of tokens and every mix of documents. Ranks may have different numbers of tokens, also
+    zero.
 
     The output is differentiable in q, kv and sinks. The indexer gets no gradient.
 
@@ -66,7 +66,7 @@ def dsa_attention(
         indexer: this rank's queries, keys and weights of the indexer.
         rows: the columns of kv that are key and value.
         selector: the rule that selects rows, such as `TopK(2048)`.
-        scale: the factor by which attention scores are multiplied. Default: key_dim ** -0.5. For
+        scale: the factor by which attention scores are multiplied. Default: `key_dim ** -0.5`. For
             latent attention, pass the scale of the heads before absorption.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.
         kernel: the kernel that computes attention to the selected rows. Default:
@@ -76,8 +76,8 @@ def dsa_attention(
 
     Returns:
         The output, `[local_tokens, heads, value_dim]`, and the indices, int32
-        `[local_tokens, groups, k]`. Indices are ascending places in the whole sequence, followed by
-        -1. If tokens have equal scores, `TopK` selects the earliest token.
+        `[local_tokens, groups, k]`. Indices are ascending indices of tokens in the whole sequence,
+        followed by -1. If tokens have equal scores, `TopK` selects the earliest token.
 
     Raises:
         ShapeError: shapes, dtypes or heads do not fit together, or do not fit the plan.
@@ -129,8 +129,8 @@ def sparse_attention(
     same as in `dsa_attention`, but without the indexer's keys.
 
     Args:
-        indices: int32 `[local_tokens, groups, k]`: places in the whole sequence, followed by -1.
-            Future places and repeated places are not refused.
+        indices: int32 `[local_tokens, groups, k]`: indices of tokens in the whole sequence,
+            followed by -1. Indices of future tokens and repeated indices are not refused.
         entries: the plan of the rows of kv, if these rows are not tokens. Default: `sequence`.
         whole: the result of `gather_tokens(kv, ...)`, if you have gathered the rows already. Only
             forward uses `whole`.

@@ -145,8 +145,8 @@ def select(
         scores: the function that computes the scores. Default: `index_scores`.
 
     Returns:
-        Int32 `[local_tokens, groups, k]`: ascending places in the whole sequence, followed by -1. A
-        NaN score counts as infinite, so that a NaN reaches the output.
+        Int32 `[local_tokens, groups, k]`: ascending indices of tokens in the whole sequence,
+        followed by -1. A NaN score counts as infinite, so that a NaN reaches the output.
 
     Raises:
         ShapeError, UnsupportedError: the operands do not fit the selector.
@@ -170,9 +170,9 @@ def select(
 def keep_indices() -> Any:
     """Return contexts in which `torch.utils.checkpoint` stores selections. Local.
 
-    All results except selections are recomputed. A recomputed selection could add in another order,
-    and choose other rows if scores are nearly equal. The gradients would then belong to other rows
-    than the output.
+    All results except selections are recomputed. A recomputed selection could add scores in another
+    order, and choose other rows if scores are nearly equal. After such a recomputation, the
+    gradients would belong to other rows than the output.
 
     Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. The
     contexts store the indices of each layer that selects.
