@@ -96,7 +96,7 @@ def turn_advantages(
     normalise: bool = True,
     epsilon: float = 1e-4,
 ) -> Float[Tensor, "groups members turns"]:
-    """Return how much higher each turn's return is than the turn's mean in the group. Pure. Local.
+    """Return how much each turn's return exceeds the group's mean return at the turn. Pure. Local.
 
     A turn's return is its reward plus the discounted rewards of later turns. For each turn,
     advantages are computed as in `group_advantages`, over the members that have the turn. Add a

@@ -172,7 +172,7 @@ def sequence_outlier_mask(
     advantages: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> Correction:
-    """Set the weight of sequences in which engine and trainer disagree to 0. Pure. Local.
+    """Set weights to 0 for sequences in which engine and trainer disagree. Pure. Local.
 
     With x = log r, a token's statistic is exp(abs(x)) ("error"), -x ("k1"), x^2 / 2 ("k2") or
     exp(x) - 1 - x ("k3"). If the mean or maximum of the statistic is above `bound`, the sequence
@@ -223,7 +223,7 @@ def entropy_scaled_mask(
 ) -> Correction:
     """Weight 1 if (log r)^2 / (entropy + epsilon) <= max_score, otherwise 0. Pure. Local.
 
-    Log-ratios are larger if the entropy is high. Tune `max_score` and `epsilon` for your engine.
+    Log-ratios grow with the entropy. Tune `max_score` and `epsilon` for your engine.
 
     Args:
         entropies: the entropy of the engine's distribution at each token, in nats, not negative.
@@ -248,7 +248,7 @@ def second_moment_mask(
     mask: Bool[Tensor, "*tokens"],
     max_moment: float = 0.04,
 ) -> Correction:
-    """Set the weights of the tokens with the largest abs(log r) to 0. Pure. Local.
+    """Set weights to 0 for the tokens with the largest abs(log r). Pure. Local.
 
     For the tokens that keep weight 1, the mean of (log r)^2 is at most `max_moment`. Among equal
     log-ratios at the bound, the first tokens keep weight 1. Call this function once for all tokens

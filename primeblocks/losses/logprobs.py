@@ -104,9 +104,9 @@ def chunked_loss(
     """Sum a loss over chunks of tokens, and compute its gradients in the forward.
 
     The loss must be a sum over tokens. Logits are computed once, and only the logits of one chunk
-    are stored. The function therefore needs three matrix products, and `token_scores` needs four.
-    Gradients flow only to `hidden` and `weight`. Between forward and backward, the gradient of
-    `weight` is stored in full precision. Everything else works as in `token_scores`.
+    are stored. The function needs three matrix products, one fewer than `token_scores`. Gradients
+    flow only to `hidden` and `weight`. Between forward and backward, the gradient of `weight` is
+    stored in full precision. Everything else works as in `token_scores`.
 
     Args:
         loss: a function that gets the scores of a chunk and the slice of the chunk's tokens, and

@@ -35,8 +35,9 @@ def divide(
             loss per call. If `by` is a word, pass all losses in one call, because `divide` counts
             only the losses that you pass.
         by: a word, or a number if you run the backward of each micro-batch before the next forward.
-            Compute the number with `global_count` from all masks, before the first micro-batch. For
-            `Dr. GRPO`, pass the number of sequences x the length of the longest answer.
+            Compute the number with `global_count` from the masks of all micro-batches, before the
+            first micro-batch. For `Dr. GRPO`, pass the number of sequences x the length of the
+            longest answer.
         group: the ranks that have parts of the batch.
 
     Returns:

@@ -228,9 +228,9 @@ def dppo_loss(
 ) -> TokenLoss:
     """Policy gradient in a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure. Local.
 
-    q is the engine's and p is the trainer's probability of a token. If p has moved from q in the
-    direction of the advantage, by a divergence above the bound, the loss is 0. The divergence of
-    (p, 1 - p) from (q, 1 - q) is |p - q| ("tv") or KL(q || p) ("kl"). Compared with a clip of
+    q is the engine's and p is the trainer's probability of a token. The loss is 0 if p has moved
+    from q in the direction of the advantage, and the divergence is above the bound. The divergence
+    of (p, 1 - p) from (q, 1 - q) is |p - q| ("tv") or KL(q || p) ("kl"). Compared with a clip of
     ratios, this loss trains rare tokens longer, and stops the training of frequent tokens earlier.
 
     Args:

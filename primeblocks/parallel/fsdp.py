@@ -64,9 +64,10 @@ def fully_shard_moe(
     Args:
         layers: modules whose parameters are gathered one module at a time, usually the decoder
             layers in the order of execution.
-        experts: modules in which dim 0 of every parameter is the expert. The forward of an experts
-            module must use the local experts and dispatch over `meshes.expert`. `precision` casts
-            the first floating-point argument of the forward, the tokens. Scores keep their dtype.
+        experts: modules in which dim 0 of every parameter is the expert. The forward of a module in
+            `experts` must use the local experts and dispatch over `meshes.expert`. `precision`
+            casts the first floating-point argument of the forward, the tokens. Scores keep their
+            dtype.
         routers: modules that compute and reduce gradients in float32, also if `precision` has 16
             bits. A small error of a score could change the chosen expert. Outputs of routers are
             not cast.

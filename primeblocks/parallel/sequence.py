@@ -187,8 +187,8 @@ class SequencePlan:
     ) -> Tensor:
         """Return the whole sequence on every rank. Collective over `group`. Differentiable.
 
-        Every rank receives the parts of all other ranks once. In backward, the rank of a token
-        receives the token's gradients from all ranks, and adds these gradients.
+        Every rank receives the parts of all other ranks once. In backward, each rank receives and
+        adds the gradients of its own tokens from all ranks.
 
         Args:
             check: as in `ring_attention`.

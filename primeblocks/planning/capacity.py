@@ -67,8 +67,8 @@ class Weights:
     """Sizes of the weights, and the number of parameters that multiply each token.
 
     Attributes:
-        dense_bytes: bytes of all weights except routed experts. Every replica stores a full copy,
-            split over its ranks.
+        dense_bytes: bytes of all weights except routed experts. Every replica stores a full copy of
+            dense weights, split over its ranks.
         expert_bytes: bytes of all routed experts together.
         experts: number of routed experts per layer.
         spread_experts: distribute whole experts over all GPUs. If False, every replica splits each

@@ -107,7 +107,7 @@ class SplitPlan:
 
     @property
     def async_s(self) -> float:
-        """Seconds of an asynchronous step: the maximum of trainer and engine."""
+        """Seconds of an asynchronous step: the larger of the trainer's and the engine's seconds."""
         return max(self.trainer.step_s + self.publish_s, self.engine.step_s)
 
     @property

@@ -146,9 +146,9 @@ def pack(
 
     Args:
         rollouts: the batch.
-        indices: the indices of the rollouts to pack, such as a micro-batch of a plan. An empty
-            sequence gives a pack of padding only, so that a rank without work can take part in
-            collectives.
+        indices: the indices of the rollouts to pack, such as a micro-batch of a plan. Without
+            indices, the pack contains only padding, so a rank without rollouts can still take part
+            in collectives.
         per_token: names of attachments with a row per token, such as routes. The attachments are
             arrays, tensors or `Aligned.rows`. If `Aligned.rows` lack the row of the last token, the
             last token gets zeros.

@@ -33,9 +33,10 @@ def plan_tree_packing(
 
     A tree that exceeds the budget is cut between two neighbouring rollouts. After the cut, both
     parts of the tree compute the positions that the two rollouts share. The function compares
-    several plans, some of which also cut trees that cost more than a share of a rank's mean cost.
-    The result is the plan with the lowest cost of the busiest rank. With `balance="steps"`, the
-    result is the plan with the lowest sum of the busiest ranks' costs over all steps.
+    several plans, some of which also cut trees that cost more than a given fraction of a rank's
+    mean cost. The result is the plan with the lowest cost of the busiest rank. With
+    `balance="steps"`, the result is the plan with the lowest sum of the busiest ranks' costs over
+    all steps.
 
     Args:
         trees: the trees of the whole batch, without padding.

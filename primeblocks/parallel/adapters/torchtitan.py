@@ -1,9 +1,9 @@
 """Adapters between torchtitan 0.3.0 and this package, for dispatchers, experts and meshes.
 
 `RoutedExperts.Config` accepts any `LocalTokenDispatcher.Config`, such as its subclass
-`ForTorchtitan.Config`. This module therefore does not patch torchtitan. An import of this module
-also imports torchtitan's MoE modules, which takes seconds and needs triton. The import looks for a
-GPU once per process.
+`ForTorchtitan.Config`. This module does not patch torchtitan. An import of this module also imports
+torchtitan's MoE modules, which takes seconds and needs triton. The import looks for a GPU once per
+process.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ class ForTorchtitan(LocalTokenDispatcher):
 class FromTorchtitan:
     """A `TokenDispatcher` that uses a dispatcher of torchtitan.
 
-    Torchtitan's dispatchers round the outputs of experts to float32, also from float64, before a
-    multiplication by scores. The weighted outputs of a token are added in the dtype of the tokens.
-    Calls are collective if torchtitan's dispatcher has a mesh. On gloo, use torchtitan's backend
-    "partial_dtensor".
+    Torchtitan's dispatchers round the outputs of experts to float32, also from float64, before they
+    multiply the outputs by scores. The weighted outputs of a token are added in the dtype of the
+    tokens. Calls are collective if torchtitan's dispatcher has a mesh. On gloo, use torchtitan's
+    backend "partial_dtensor".
 
     Args:
         theirs: a dispatcher of torchtitan that is wired to its mesh. Without a mesh, every expert

@@ -44,8 +44,8 @@ class ContextParallel(TorchFunctionMode):
             as `functools.partial(ring_attention, kernel=kernel)`.
         causal: the value that calls must pass as `is_causal`. With False, a token sees its whole
             document.
-        check: as in `ring_attention`. With True, a call that the block refuses raises an error on
-            all ranks.
+        check: as in `ring_attention`. With `check=True`, a call that the block refuses raises an
+            error on all ranks.
 
     Raises:
         PlanError: `group` does not fit the plan, `attention` is not a function, or a call has a

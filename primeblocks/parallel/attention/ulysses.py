@@ -33,7 +33,7 @@ def ulysses_attention(
 ) -> Tensor:
     """Compute attention inside each document of a sequence that is split over `group`.
 
-    Each rank exchanges its part of the tokens for a part of the heads of all tokens. `kernel`
+    Each rank sends all heads of its own tokens, and receives some heads of all tokens. `kernel`
     computes attention over the whole sequence in one call, and a second exchange returns the
     output. Ranks may have different numbers of heads. If there are fewer key heads than ranks, a
     key head is sent to every rank whose query heads read the key head. Differentiable.

@@ -39,9 +39,9 @@ class VarlenKernel:
     Key heads are not repeated. The kernel works without compilation, and the host does not read
     from a GPU.
 
-    The kernel calls the operators that `torch.nn.attention.varlen.varlen_attn` calls, because the
-    backward operator accepts the output and the `lse` of all hops. In each hop, the gradients of
-    keys are rounded to the dtype of q.
+    The kernel calls the operators inside of `torch.nn.attention.varlen.varlen_attn` directly,
+    because the backward operator accepts the output and the `lse` of all hops. In each hop, the
+    gradients of keys are rounded to the dtype of q.
 
     Args:
         operators: for tests without a GPU, a forward and a backward to call instead of

@@ -53,8 +53,9 @@ class AllToAllDispatcher:
             Without a capacity, the surplus rows of zeros belong to the last expert.
         capacity_rows: the maximum number of rows from one rank to another rank, equal on all ranks.
             Each rank always sends `capacity_rows` rows to each rank, so the host need not read
-            counts. If a rank needs more rows, the call raises PlanError on all ranks with
-            `check=True`. With `check=False`, too many rows fail an assertion on the device.
+            counts. If a rank needs more than `capacity_rows` rows, the call raises PlanError on all
+            ranks with `check=True`. With `check=False`, too many rows fail an assertion on the
+            device.
         check: check the values of ids and scores, and compare the layers of all ranks, before rows
             are sent. With `check=True`, a mistake on one rank raises an error on all ranks instead
             of hanging. In `dispatch`, the check includes the number of rows for each rank. In

@@ -210,7 +210,7 @@ class HostMemory:
 
     @contextmanager
     def released(self, *kinds: str) -> Iterator[MovedBytes]:
-        """Call `release` at the start of a `with` block, and restore the kinds at its end."""
+        """Call `release` at the start of a `with` block, and restore the memory at its end."""
         before = set(self._away)
         moved = self.release(*kinds)
         try:

@@ -8,7 +8,7 @@ elements:
 - Products have tiles of one size, without split-K and without tuning. A program adds the tiles of
   the inner dim from first to last.
 - A sum over a row adds neighbouring elements, then neighbouring sums, and so on, as
-  `batch_invariant()` does on a CPU. The kernel contains each addition, because the order of
+  `batch_invariant()` does on a CPU. The kernel makes each addition explicitly, because the order of
   Triton's own sums depends on the elements of each thread. The elements of a thread depend on the
   alignment of a row's address.
 - Attention adds pages of keys in the order of positions. When a page raises the maximum of a

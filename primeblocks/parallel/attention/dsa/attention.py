@@ -52,8 +52,8 @@ def dsa_attention(
     The output is differentiable in q, kv and sinks. The indexer gets no gradient.
 
     The call is collective. In forward, a rank receives `(ranks - 1) * max(sequence.counts)` rows of
-    kv and of indexer.k. In backward, a rank receives the rows of kv again, and as many rows of
-    gradients are reduced in float32.
+    kv and of indexer.k. In backward, a rank receives the rows of kv again, and an equal number of
+    rows of gradients is reduced in float32.
 
     To share the selection of another layer, call `sparse_attention` with the indices of the other
     layer.
@@ -76,7 +76,7 @@ def dsa_attention(
 
     Returns:
         The output, `[local_tokens, heads, value_dim]`, and the indices, int32
-        `[local_tokens, groups, k]`. Indices are ascending indices of tokens in the whole sequence,
+        `[local_tokens, groups, k]`. The indices are ascending token indices in the whole sequence,
         followed by -1. If tokens have equal scores, `TopK` selects the earliest token.
 
     Raises:

@@ -171,7 +171,7 @@ def keep_indices() -> Any:
     """Return contexts in which `torch.utils.checkpoint` stores selections. Local.
 
     All results except selections are recomputed. A recomputed selection could add scores in another
-    order, and choose other rows if scores are nearly equal. After such a recomputation, the
+    order, and choose other rows if scores are nearly equal. With recomputed selections, the
     gradients would belong to other rows than the output.
 
     Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. The

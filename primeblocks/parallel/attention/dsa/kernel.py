@@ -108,7 +108,7 @@ class SparseKernel(Protocol):
 
 
 class ReferenceKernel:
-    """A `SparseKernel` in plain torch, which computes some queries at a time.
+    """A `SparseKernel` in plain torch, which computes one chunk of queries at a time.
 
     Sums are in float32, or in float64 for float64 operands.
 
