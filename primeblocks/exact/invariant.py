@@ -83,7 +83,7 @@ def batch_invariant(*, kernels: Kernels | None = None) -> Iterator[None]:
         UnsupportedError: an operation has no batch-invariant form. The message names the operation.
 
         UnsupportedError: without `kernels`, a tensor is not on a CPU, or products on this CPU
-        depend on the batch.
+            depend on the batch.
     """
     with _Attention(kernels or cpu), _Operations(kernels):
         yield

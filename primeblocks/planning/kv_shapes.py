@@ -47,7 +47,8 @@ class KvGroup:
             copies if there are more ranks than heads. Latents and index keys have one head.
         window: number of tokens that a token sees, including itself. Pages before the window are
             freed. With None, a token sees all earlier tokens.
-        state_head_bytes: bytes of a rollout's recurrent state, in one head of one layer.
+        state_head_bytes: bytes of a rollout's recurrent and convolution states, in one head of one
+            layer.
         pair_flops: FLOPs of attention from one query to one key in one layer, over all heads.
         max_keys: with sparse attention, the maximum number of keys that a query attends to. The
             cache stores all keys.
@@ -136,7 +137,8 @@ class Rollouts:
     def shared_pages(self, page_tokens: int) -> int:
         """Return the number of full pages before the prompt's last token.
 
-        Every sample computes the last token of the prompt itself."""
+        Every sample computes the last token of the prompt itself.
+        """
         return (self.prompt_tokens - 1) // page_tokens
 
 

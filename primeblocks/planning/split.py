@@ -55,7 +55,10 @@ class CostTable:
         return (self.weight_bytes + micro_batch * self.sample_bytes) / degree
 
     def batch_s(self, micro_batch: float, degree: int) -> float:
-        """Return the seconds of a micro-batch, interpolated between measured sizes."""
+        """Return the seconds of a micro-batch, interpolated between measured sizes.
+
+        The result is at least the seconds of the smallest measured size.
+        """
         table = sorted((b, b * s) for (b, m), s in self.sample_s.items() if m == degree)
         sizes, seconds = zip(*table, strict=True)
         return float(np.interp(micro_batch, sizes, seconds))

@@ -42,9 +42,9 @@ def ring_attention(
     float64 for float64 operands.
 
     Args:
-        q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. Operands may have a
-            first dim for a batch. The rows of a batch share the plan, and a batch costs one copy of
-            each tensor.
+        q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. The operands q, k and v
+            may have a first dim for a batch. The rows of a batch share the plan, and a batch costs
+            one copy of each tensor.
         k: `[local_tokens, key_heads, head_dim]`, where key_heads must divide heads.
         v: `[local_tokens, key_heads, value_dim]`.
         sequence: the plan of the sequence, equal on all ranks.

@@ -85,9 +85,9 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each adapted weight with its adapter added, for an export.
 
     Each yielded tensor is new, and has the name, layout and dtype of its weight. Weight and adapter
-    are added in float32 or a wider dtype. The model does not change. The call is local, except for
-    a sharded model. For a sharded model, a rank gathers the factors of the experts that its FSDP
-    group shares, and multiplies the factors for its own part.
+    are added in float32 or a wider dtype. The model does not change. The call is local, but
+    collective for a sharded model. In a sharded model, a rank gathers the factors of the experts
+    that its FSDP group shares, and multiplies the factors for its own part.
     """
     for path, module, name in _adapted(model):
         weight: Tensor = getattr(module, name)

@@ -32,8 +32,8 @@ class TritonSparseKernel:
     but not tuned. Float32 does not use tensor cores.
 
     The programs of backward add gradients to the same rows in any order, so the rounding of
-    gradients differs between calls. Under `torch.use_deterministic_algorithms`, backward raises an
-    error. With `warn_only=True`, backward runs without a warning.
+    gradients can differ between calls. Under `torch.use_deterministic_algorithms`, backward raises
+    an error. With `warn_only=True`, backward runs without a warning.
     """
 
     def forward(
