@@ -1,7 +1,7 @@
 """Weights that correct a loss for tokens that another policy sampled.
 
-Most functions return a `Correction` with weights per token, for the `weights=` of any loss, and
-with counts and the effective sample size. The weights have no gradient. To combine corrections,
+Most functions return a `Correction` with weights per token, counts and the effective sample size.
+Pass the weights as `weights=` to any loss. The weights have no gradient. To combine corrections,
 multiply their weights: `a.weights * b.weights`. The ratio r of a token is `p_trainer / p_rollout`.
 If the loss itself compares with an old policy, r is `p_old / p_rollout`. Masked tokens may have any
 values. A ratio above `e**20` counts as `e**20`. If an unmasked token has a NaN, its weight is NaN,

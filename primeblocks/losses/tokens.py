@@ -41,8 +41,8 @@ class TokenLoss:
     Args:
         sum: the differentiable sum over unmasked tokens, at least float32.
         tokens: the number of unmasked tokens.
-        clipped: the number of unmasked tokens whose ratio was clipped or truncated, or whose loss
-            was set to 0.
+        clipped: the number of unmasked tokens with a clipped or truncated ratio, or with a loss
+            that was set to 0.
         sequences: the number of sequences with an unmasked token. Packed tokens, and a single row
             (possibly a pack), need `sequence_ids`, or the value becomes None.
     """

@@ -141,7 +141,7 @@ class CapacityPlan:
         peak_bytes: the maximum bytes that pages need on a GPU of the fullest replica.
         pages: number of pages of each group at the peak.
         tiers: the loads of GPU, host and disk.
-        left_over: the cost of recomputing the rollouts for which no tier has room, once each.
+        left_over: the cost of one recomputation of each rollout that does not fit in a tier.
     """
 
     groups: tuple[KvGroup, ...]
@@ -210,7 +210,7 @@ def plan_capacity(
     share weights and key-value heads. Every rank of a replica stores all latents. If there are more
     ranks than heads, every rank stores one head.
 
-    If `fits` of the plan is True, no rollout is evicted before it ends, for every order in which
+    If `fits` is True, every rollout stays on its GPU until its end, for every order in which
     rollouts may grow. An engine that computes prompts in chunks frees the pages before a window
     only after each chunk. If an engine computes prompts in chunks, add one chunk's pages of
     windowed layers to `Gpu.reserve_bytes`. The plan does not pad the pages of all groups to one

@@ -36,8 +36,8 @@ class StepRecord:
     """One step of a simulated loop.
 
     Args:
-        engine_busy_s: seconds in which an engine had requests, from the start of the simulation to
-            the end of the step, averaged over engines.
+        engine_busy_s: until the end of the step, the seconds in which an engine had requests,
+            averaged over engines.
         lags: for each group, the version at its training minus the version at its submission.
         token_lag: the mean over tokens of the version at training minus the version that sampled
             the token.

@@ -93,8 +93,8 @@ class SplitPlan:
             include `publish_s`.
         together_s: seconds of a synchronous step, in which trainer and engine use all GPUs in turn.
             The value is infinite if trainer and engine do not fit on the same GPUs.
-        bound_s: a lower bound of the seconds of an asynchronous step, with fractions of GPUs and
-            with the fastest choices for trainer and engine.
+        bound_s: a lower bound of the seconds of an asynchronous step. The bound allows fractions of
+            GPUs, and uses the fastest choices for trainer and engine.
     """
 
     trainer: Side

@@ -36,8 +36,8 @@ class StepSizes:
         activation_bytes: bytes per number of an activation. Sums of gradients have at least 4 bytes
             per number.
         recompute: True if activation checkpointing runs the layers' forward twice.
-        latent_dim: for latent attention, the size of a token's row that ranks send for all heads,
-            such as 512 + 64. Pass 0 if ranks send keys and values.
+        latent_dim: with latent attention, how many values ranks send per token for all heads
+            together, such as 512 + 64. Pass 0 if ranks send keys and values.
     """
 
     tokens: int

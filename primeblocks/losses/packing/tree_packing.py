@@ -33,18 +33,17 @@ def plan_tree_packing(
 
     A tree that exceeds the budget is cut between two neighbouring rollouts. After the cut, both
     parts of the tree compute the positions that the two rollouts share. The function compares
-    several plans, some of which also cut trees that cost more than a given fraction of a rank's
-    mean cost. The result is the plan with the lowest cost of the busiest rank. With
-    `balance="steps"`, the result is the plan with the lowest sum of the busiest ranks' costs over
-    all steps.
+    several plans. Some plans also cut trees that cost more than a given fraction of a rank's mean
+    cost. The result is the plan with the lowest cost of the busiest rank. With `balance="steps"`,
+    the result is the plan with the lowest sum of the busiest ranks' costs over all steps.
 
     Args:
         trees: the trees of the whole batch, without padding.
         ranks, budget_tokens, balance, annealing_steps: the arguments of `plan_packing`. The budget
             counts rows, which are distinct positions.
-        cost: a function from lengths of sequences to costs, as in `plan_packing`. The cost of a
-            rollout after another rollout is the cost of its length, minus the cost of the positions
-            that both rollouts share.
+        cost: a function from lengths of sequences to costs, as in `plan_packing`. If a rollout
+            follows another rollout, its cost is the cost of its length minus the cost of the
+            positions that both rollouts share.
 
     Returns:
         A plan whose `micro_batches` contain indices of rollouts. For each rollout, `lengths` and

@@ -170,8 +170,8 @@ def plan_trees(
 
     Raises:
         UsageError: `routes` is unknown, an attachment is missing, or routes are bytes.
-        ShapeError: the rows of an attachment and the tokens of its rollout differ in number, or the
-            attachment's dtype or trailing dims differ between rollouts.
+        ShapeError: an attachment does not have one row per token of its rollout, or its dtype or
+            trailing dims differ between rollouts.
     """
     if routes not in RULES:
         raise UsageError(f"plan_trees got routes={routes!r}; it takes {', '.join(RULES)}.")

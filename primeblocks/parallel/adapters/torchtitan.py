@@ -232,10 +232,10 @@ def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
 def meshes_from(parallel_dims: ParallelDims) -> Meshes:
     """Return `Meshes` with torchtitan's degrees of parallelism, over torchtitan's process groups.
 
-    The degrees have other names in `Meshes`: `dp_replicate` is `replicate`, `dp_shard` x `cp` is
-    `fsdp`, `efsdp` is `expert_fsdp`, `ep` is `expert`, and `cp` is `context`. All axes of the
-    meshes have process groups. Axes over the same ranks share a group. The function makes groups
-    for axes of one rank, and for `fsdp` if torchtitan's backend did not make this group.
+    In `Meshes`, the degree `dp_replicate` is `replicate`, `dp_shard` x `cp` is `fsdp`, `efsdp` is
+    `expert_fsdp`, `ep` is `expert`, and `cp` is `context`. All axes of the meshes have process
+    groups. Axes over the same ranks share a group. The function makes groups for axes of one rank,
+    and for `fsdp` if torchtitan's backend did not make this group.
 
     The call is collective if `build_mesh` has not run yet, or if the function makes a group.
     Otherwise the call is local.

@@ -45,8 +45,8 @@ class VarlenKernel:
 
     Args:
         operators: for tests without a GPU, a forward and a backward to call instead of
-            `torch.ops.aten._flash_attention_forward` and `_backward`. If you pass operators,
-            devices, dtypes and widths are not checked.
+            `torch.ops.aten._flash_attention_forward` and `_backward`. With `operators`, the kernel
+            does not check devices, dtypes and widths.
 
     Raises:
         UnsupportedError: in a call, a hop has no segments, documents fork, there is a softcap, or

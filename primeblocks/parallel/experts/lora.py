@@ -31,8 +31,8 @@ def add_expert_lora(
     """Add low-rank factors to the experts of `model`, and freeze the experts' own weights.
 
     The function adapts the parameters `gate_up_proj`, `up_proj` and `down_proj` of shape
-    `[experts, ...]`. The new parameters are `NAME_lora_A`, `[experts, rank, in]`, initialised like
-    a linear layer's weight, and `NAME_lora_B`, `[experts, out, rank]`, initialised to zero. Outputs
+    `[experts, ...]`. The new parameter `NAME_lora_A`, `[experts, rank, in]`, is initialised like a
+    linear layer's weight. The new parameter `NAME_lora_B`, `[experts, out, rank]`, is zero. Outputs
     therefore do not change until the first optimizer step. `GroupedExperts` and transformers'
     experts with a dispatcher apply the factors.
 
@@ -87,7 +87,7 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Each yielded tensor is new, and has the name, layout and dtype of its weight. Weight and adapter
     are added in float32 or a wider dtype. The model does not change. The call is local, but
     collective for a sharded model. In a sharded model, a rank gathers the factors of the experts
-    that its FSDP group shares, and multiplies the factors for its own part.
+    that its FSDP group shares. The rank multiplies the factors only for its own part.
     """
     for path, module, name in _adapted(model):
         weight: Tensor = getattr(module, name)

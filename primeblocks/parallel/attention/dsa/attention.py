@@ -52,8 +52,8 @@ def dsa_attention(
     The output is differentiable in q, kv and sinks. The indexer gets no gradient.
 
     The call is collective. In forward, a rank receives `(ranks - 1) * max(sequence.counts)` rows of
-    kv and of indexer.k. In backward, a rank receives the rows of kv again, and an equal number of
-    rows of gradients is reduced in float32.
+    kv and of indexer.k. In backward, a rank receives the rows of kv again. The gradients of the
+    rows are reduced in float32.
 
     To share the selection of another layer, call `sparse_attention` with the indices of the other
     layer.
