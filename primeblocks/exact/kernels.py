@@ -23,7 +23,7 @@ class Kernels(Protocol):
         """Multiply each group of rows of `[rows, in]` by the group's matrix of `[groups, in, out]`.
 
         For each group, `ends` contains the row after the group's last row. Rows of the result after
-        the last end are zero.
+        the last group are zero.
         """
 
     def total(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:

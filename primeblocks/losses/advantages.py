@@ -41,8 +41,8 @@ def group_advantages(
     standard deviation leave out masked members.
 
     Args:
-        normalise: divide by the group's standard deviation, as GRPO does. If False, groups with
-            larger differences of rewards count more, as in `Dr. GRPO`.
+        normalise: divide by the group's standard deviation, as GRPO does. With `normalise=False`,
+            groups with larger differences of rewards count more, as in `Dr. GRPO`.
 
     Source: arXiv:2402.03300 (GRPO), arXiv:2503.20783 (Dr. GRPO).
     """

@@ -179,7 +179,7 @@ def sequence_outlier_mask(
     gets weight 0. All other sequences get weight 1.
 
     Args:
-        bound: above 1 for "error". For "k1" to "k3", a KL divergence per token, in nats.
+        bound: for "error", a ratio above 1. For "k1" to "k3", a KL divergence per token, in nats.
         advantages: if you pass advantages, only sequences with a negative sum of advantages can get
             weight 0. With "k1", this rule is the off-policy mask of DeepSeek-V3.2.
 

@@ -123,7 +123,7 @@ def cispo_loss(
     clipped ratio is 1, so the loss is REINFORCE with `weights`.
 
     Args:
-        clip_low: with 1, small ratios stay unchanged, as in the CISPO paper.
+        clip_low: with `clip_low=1`, small ratios stay unchanged, as in the CISPO paper.
 
     Raises:
         UsageError: a clip is negative, or `clip_low` is above 1.

@@ -57,8 +57,8 @@ class SequencePlan:
         order: the argument `order` of `plan_sequence`.
         pieces: for each rank, the ascending (start, stop) of each contiguous range of tokens.
         costs: the cost of each rank's tokens, in the unit of `plan_sequence`'s `cost`.
-        parents: for each document, the document that it continues, or -1. None means that all
-            documents are roots.
+        parents: for each document, the document that it continues, or -1. `parents=None` means that
+            all documents are roots.
     """
 
     document_lengths: tuple[int, ...]

@@ -71,8 +71,8 @@ class Weights:
             dense weights, split over its ranks.
         expert_bytes: bytes of all routed experts together.
         experts: number of routed experts per layer.
-        spread_experts: distribute whole experts over all GPUs. If False, every replica splits each
-            expert over its ranks.
+        spread_experts: distribute whole experts over all GPUs. With `spread_experts=False`, every
+            replica splits each expert over its ranks.
         active_parameters: number of parameters that multiply each token, for the cost of
             recomputing.
 
@@ -220,7 +220,7 @@ def plan_capacity(
         groups: groups of layers with equal caches, from `kv_groups` or written by hand.
         rollouts: one entry for each shape of rollouts.
         tensor: number of ranks in one replica.
-        gpus: number of GPUs. With None, the plan uses the smallest number with room for all
+        gpus: number of GPUs. With `gpus=None`, the plan uses the smallest number with room for all
             rollouts.
         page_tokens: number of tokens in a page: the engine's block size.
         host_bytes: host memory of all machines together, for rollouts that do not fit on the GPUs.

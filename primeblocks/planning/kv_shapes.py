@@ -46,7 +46,7 @@ class KvGroup:
         heads: number of key-value heads per layer. Tensor-parallel ranks divide the heads, or store
             copies if there are more ranks than heads. Latents and index keys have one head.
         window: number of tokens that a token sees, including itself. Pages before the window are
-            freed. With None, a token sees all earlier tokens.
+            freed. With `window=None`, a token sees all earlier tokens.
         state_head_bytes: bytes of a rollout's recurrent and convolution states, in one head of one
             layer.
         pair_flops: FLOPs of attention from one query to one key in one layer, over all heads.

@@ -106,8 +106,8 @@ def plan_packing(
         lengths: the number of tokens in each rollout, in the same order on all ranks.
         ranks: the number of data-parallel ranks. Ranks that share a sequence count as one rank.
         budget_tokens: the maximum number of tokens in a micro-batch.
-        cost: a function from lengths to costs. The default is `sequence_flops()`. For a plan, only
-            ratios of costs matter.
+        cost: a function from lengths to costs. The default cost is `sequence_flops()`. For a plan,
+            only ratios of costs matter.
         balance: "ranks" gives all ranks similar total costs, and suits ranks that wait for each
             other once per update. The number of micro-batches per rank is the largest number that a
             rank needs with first-fit packing. "steps" fills as few micro-batches as possible

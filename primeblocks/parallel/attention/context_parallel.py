@@ -42,8 +42,8 @@ class ContextParallel(TorchFunctionMode):
         sequence: the plan of the sequence, equal on all ranks.
         attention: `ring_attention`, `ulysses_attention`, or a function with their signature, such
             as `functools.partial(ring_attention, kernel=kernel)`.
-        causal: the value that calls must pass as `is_causal`. With False, a token sees its whole
-            document.
+        causal: the value that calls must pass as `is_causal`. With `causal=False`, a token sees its
+            whole document.
         check: as in `ring_attention`. With `check=True`, a call that the block refuses raises an
             error on all ranks.
 

@@ -36,11 +36,12 @@ class AttentionSpec:
     Attributes:
         plan: the plan of documents and ranks. A query sees its own document, and the documents that
             its own document continues.
-        causal: with True, a token sees only itself and earlier tokens.
+        causal: with `causal=True`, a token sees only itself and earlier tokens.
         scale: the factor by which scores are multiplied.
-        window: a token sees only itself and the previous `window - 1` tokens, by position. None
-            means no window.
-        softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
+        window: a token sees only itself and the previous `window - 1` tokens, by position.
+            `window=None` means no window.
+        softcap: scores become `softcap * tanh(score / softcap)`. With `softcap=None`, scores stay
+            unchanged.
     """
 
     plan: SequencePlan

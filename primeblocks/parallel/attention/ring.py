@@ -48,11 +48,13 @@ def ring_attention(
         k: `[local_tokens, key_heads, head_dim]`, where key_heads must divide heads.
         v: `[local_tokens, key_heads, value_dim]`.
         sequence: the plan of the sequence, equal on all ranks.
-        causal: with True, a token sees only itself and earlier tokens. With False, a token sees its
-            whole document.
+        causal: with `causal=True`, a token sees only itself and earlier tokens. With
+            `causal=False`, a token sees its whole document.
         scale: the factor by which scores are multiplied. Default: `head_dim ** -0.5`.
-        window: a token sees only itself and the previous `window - 1` tokens. None means no window.
-        softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
+        window: a token sees only itself and the previous `window - 1` tokens. `window=None` means
+            no window.
+        softcap: scores become `softcap * tanh(score / softcap)`. With `softcap=None`, scores stay
+            unchanged.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.
         kernel: the kernel that computes a hop. The default is `VarlenKernel()` if `VarlenKernel`
             supports a call on CUDA, and otherwise `RectangleKernel()`. With `order="balanced"`,

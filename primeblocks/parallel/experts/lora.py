@@ -41,7 +41,7 @@ def add_expert_lora(
     `fully_shard_moe`. Torch's random state must be equal on all ranks.
 
     Args:
-        rank: the rank of the factors. With a multiple of 8, torch's grouped kernel supports
+        rank: the rank of the factors. If `rank` is a multiple of 8, torch's grouped kernel supports
             bfloat16 rows.
         alpha: the product of the factors is scaled by `alpha / rank`.
         dtype: the dtype of the factors. Default: the weight's dtype. For bfloat16 weights, float32

@@ -134,7 +134,7 @@ def state_space(
         dt: `[tokens, heads]`, the steps after bias, softplus and limits.
         A: `[heads]`, at most 0.
         B, C: `[tokens, groups, state_dim]`. `groups` must divide `heads`.
-        D: `[heads]`, the factor of the skip term. With None, the skip term is left out.
+        D: `[heads]`, the factor of the skip term. With `D=None`, the skip term is left out.
         kernel: a function from `(x, dt, A, B, C)` to the output and the last state. Tensors have a
             first dim for a batch, and states are `[batch, heads, head_dim, state_dim]`. An example
             is `partial(f, chunk_size=..., return_final_states=True)`, where `f` is transformers'

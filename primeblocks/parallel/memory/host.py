@@ -42,7 +42,7 @@ class MovedBytes:
         return sum(self.num_bytes.values())
 
     def table(self) -> str:
-        """Return one line per kind, and the total."""
+        """Return one line per kind of memory, and the total."""
         rows = self.num_bytes | {"total": self.total_bytes}
         return "\n".join(f"{kind:<12}{size:>18,} bytes" for kind, size in rows.items())
 
@@ -100,8 +100,8 @@ class HostMemory:
     Args:
         model: the module whose tensors are moved. `release` moves tensors and DTensors that are on
             the device of the first parameter. The device may be a CPU.
-        optimizer: the optimizer whose states are moved. With None, optimizer states stay on the
-            device.
+        optimizer: the optimizer whose states are moved. With `optimizer=None`, optimizer states
+            stay on the device.
         chunk_bytes: the number of bytes by which the host memory grows, separately for each kind of
             memory. Torch rounds pinned memory up to a power of two.
 
@@ -148,7 +148,7 @@ class HostMemory:
         that other processes can use the memory.
 
         Args:
-            kinds: the kinds of memory to move. Default: all kinds that are on the device.
+            kinds: the kinds of memory to move. Default: all kinds of memory that are on the device.
 
         Raises:
             UsageError: a kind of memory is unknown or already on the host, or all kinds are on the
@@ -183,7 +183,7 @@ class HostMemory:
         """Allocate the storages again and copy their bytes back. Local. The host waits.
 
         Args:
-            kinds: the kinds of memory to move. Default: all kinds that are on the host.
+            kinds: the kinds of memory to move. Default: all kinds of memory that are on the host.
 
         Raises:
             UsageError: a kind of memory is not on the host, or all kinds are on the device.

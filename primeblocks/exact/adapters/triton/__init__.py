@@ -14,7 +14,7 @@ elements:
 - Attention adds pages of keys in the order of positions. When a page raises the maximum of a
   query's scores, the sums of this query are rescaled. A key that a query does not see has a weight
   of zero. If a query sees no key of a page, the page multiplies the query's sums by one and adds
-  zero, so the sums stay the same.
+  zero, which changes no bit.
 """
 
 from ....errors import MissingPackageError

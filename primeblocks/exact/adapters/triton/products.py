@@ -91,7 +91,7 @@ def grouped_matmul(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
     For each group, `ends` contains the row after the group's last row, in ascending order. The host
     does not read `ends`, and an end after the last row counts as the last row. Rows of the result
-    after the last end are zero. The function raises the errors of `matmul`.
+    after the last group are zero. The function raises the errors of `matmul`.
     """
     return _multiply(left, right, ends.clamp(0, len(left)), len(left))
 
