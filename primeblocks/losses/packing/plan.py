@@ -110,9 +110,9 @@ def plan_packing(
             only ratios of costs matter.
         balance: "ranks" gives all ranks similar total costs, and suits ranks that wait for each
             other once per update. The number of micro-batches per rank is the largest number that a
-            rank needs with first-fit packing. "steps" fills as few micro-batches as possible
-            evenly, and puts micro-batches of similar cost into one step. "steps" suits ranks that
-            wait for each other in every micro-batch, for example with FSDP that reshards.
+            rank needs with first-fit packing. "steps" uses as few micro-batches as possible, fills
+            them evenly, and puts micro-batches of similar cost into one step. "steps" suits ranks
+            that wait for each other in every micro-batch, for example with FSDP that reshards.
         annealing_steps: the number of steps of a search. With "ranks", the search runs if the
             busiest rank costs more than 1 % above `lower_bound`. The search is rarely needed,
             except with few rollouts. A search of 300,000 steps takes one second.

@@ -84,8 +84,8 @@ def latent_ulysses_attention(
 ) -> Tensor:
     """Compute `ulysses_attention` with keys and values that are expanded from latents.
 
-    Each rank exchanges the queries of its tokens for all queries of its heads. Each rank also
-    gathers all latents, and expands the latents to keys and values of its own heads.
+    Each rank sends all queries of its tokens, and receives the queries of its heads for all tokens.
+    Each rank also gathers all latents, and expands the latents to keys and values of its own heads.
     Differentiable. The call is collective: one all-to-all of q, one all-to-all of the output, and
     one gather of latents. The gather is padded to the rank with the most tokens. Instead of the
     gather, the backward makes a reduce-scatter of the latents' gradients in float32, or in float64
