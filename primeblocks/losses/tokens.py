@@ -43,8 +43,8 @@ class TokenLoss:
         tokens: the number of unmasked tokens.
         clipped: the number of unmasked tokens with a clipped or truncated ratio, or with a loss
             that was set to 0.
-        sequences: the number of sequences with an unmasked token. Packed tokens, and a single row
-            (possibly a pack), need `sequence_ids`, or the value becomes None.
+        sequences: the number of sequences with an unmasked token. Without `sequence_ids`, the
+            number is unknown (None) for packed tokens and single rows, which may be packs.
     """
 
     sum: Tensor

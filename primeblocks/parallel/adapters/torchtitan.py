@@ -237,8 +237,8 @@ def meshes_from(parallel_dims: ParallelDims) -> Meshes:
     groups. Axes over the same ranks share a group. The function makes groups for axes of one rank,
     and for `fsdp` if torchtitan's backend did not make this group.
 
-    The call is collective if `build_mesh` has not run yet, or if the function makes a group.
-    Otherwise the call is local.
+    The call is collective if `build_mesh` has not run yet, or if the function makes a group, and
+    otherwise local.
 
     Raises:
         UnsupportedError: tp or pp is above 1.
