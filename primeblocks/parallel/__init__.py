@@ -1,7 +1,7 @@
 """Train mixture-of-experts models over many ranks with torch's own FSDP2 and process groups.
 
 `plan_mesh` plans the degrees of parallelism. `plan_sequence` splits a packed sequence over ranks.
-Dispatchers send each token to the ranks of its experts. With all degrees of parallelism, every
+Dispatchers send each token to the ranks of its experts. For any degrees of parallelism, every
 gradient is a plain sum over all ranks. `clip_grad_norm_` supports parameters on different meshes.
 The subpackage `adapters` contains functions that parallelize models of other packages.
 """

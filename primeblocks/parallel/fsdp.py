@@ -62,15 +62,15 @@ def fully_shard_moe(
     backward of the sharded model are collective.
 
     Args:
-        layers: modules whose parameters are gathered one module at a time, usually the decoder
-            layers in the order of execution.
+        layers: modules whose parameters are gathered one module at a time, in the order of
+            execution. Usually, `layers` are the decoder layers.
         experts: modules in which dim 0 of every parameter is the expert. The forward of a module in
             `experts` must use the local experts and dispatch over `meshes.expert`. `precision`
             casts the first floating-point argument of the forward, the tokens. Scores keep their
             dtype.
-        routers: modules that compute and reduce gradients in float32, also if `precision` has 16
-            bits. A small error of a score could change the chosen expert. Outputs of routers are
-            not cast.
+        routers: modules that compute and reduce gradients in float32, even if `precision` sets
+            bfloat16 or float16. A small error of a score could change the chosen expert. Outputs of
+            routers are not cast.
         precision: dtypes of compute and reduction. Default: the dtype of the parameters.
         reshard_after_forward: free gathered parameters after forward and gather them again for
             backward. With `reshard_after_forward=False`, parameters are gathered once per step

@@ -52,7 +52,7 @@ class Meshes:
 class MeshPlan:
     """Checked degrees of parallelism, made by `plan_mesh`.
 
-    The ranks form a grid (replicate, expert_fsdp, expert) for parameters, and a grid (batch,
+    The same ranks form a grid (replicate, expert_fsdp, expert) for parameters, and a grid (batch,
     context) for data. The last axis of a grid is the fastest, because expert groups and context
     groups communicate most. The ranks of an expert group or a context group are therefore
     neighbours.
@@ -129,7 +129,7 @@ class MeshPlan:
         return self.over(mesh)
 
     def over(self, mesh: Callable[..., DeviceMesh]) -> Meshes:
-        """Build each mesh by calling `mesh` with the sizes of its axes, the fastest axis last."""
+        """Return the meshes that `mesh` makes from named sizes of axes, the fastest axis last."""
         dense = mesh(replicate=self.replicate, fsdp=self.fsdp)
         # FSDP2 requires that an expert's two axes come from one mesh.
         sparse = mesh(replicate=self.replicate, expert_fsdp=self.expert_fsdp, expert=self.expert)

@@ -340,9 +340,9 @@ def plan_sequence(
         document_lengths: the number of tokens in each document, in the order in which documents are
             packed.
         parents: for each document, the document that it continues, or -1. A token also sees the
-            documents that its document continues, up to the root. Documents must be in preorder, so
-            a document is followed by all documents that continue it, directly or not. The `parents`
-            of a `losses.packing.TreePlan` are in preorder.
+            documents that its document continues, up to the root. Documents must be in preorder:
+            all documents that continue a document, directly or not, come right after the document.
+            The `parents` of a `losses.packing.TreePlan` are in preorder.
         cost: a function from the positions of tokens in their documents to the cost of each token.
             The default cost is position + 1, the number of keys that causal attention reads.
         chunk_tokens: the number of tokens in a chunk of the order `balanced`.

@@ -61,9 +61,9 @@ class DeepGemmIndexScores:
 
     The kernel supports 32 or 64 heads of 32, 64 or 128 columns. On compute capability 10, the
     kernel also supports 8 or 16 heads. Rounding changes the order of nearly equal scores, so the
-    selection differs from a selection by `index_scores`. Models that were trained with a float8
-    indexer also select by rounded scores. For DeepSeek's models, first rotate the queries and keys
-    of `IndexerInputs` by a Hadamard matrix, as these models do.
+    selection can differ from a selection by `index_scores`. Models that were trained with a float8
+    indexer also select by scores of rounded operands. For DeepSeek's models, first rotate the
+    queries and keys of `IndexerInputs` by a Hadamard matrix, as these models do.
 
     The scale of a query vector is multiplied into its head's weight, because a ReLU commutes with
     positive factors. Each chunk of queries needs one call, and each call quantizes the keys again.

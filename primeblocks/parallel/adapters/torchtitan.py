@@ -103,7 +103,7 @@ class ForTorchtitan(LocalTokenDispatcher):
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor, Dispatched]:
-        """Return the rows of the local experts, the counts of rows, and the input of `combine`."""
+        """Return the rows of the local experts, each expert's row count, and `combine`'s input."""
         del counts  # Our dispatcher checks the ids and counts them itself.
         sent = self.dispatcher.dispatch(x, scores, expert_ids, num_experts=self.num_experts)
         return sent.tokens, sent.counts, sent

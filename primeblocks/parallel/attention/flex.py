@@ -46,7 +46,7 @@ class FlexKernel:
 
     Args:
         tile_tokens: the number of queries and keys in a tile, a multiple of 128 on a GPU. With
-            tiles of 128, the lists of tiles use 1 MiB for 32,768 queries and 32,768 keys.
+            tiles of 128, the lists of tiles use 1 MiB per block of 32,768 queries and 32,768 keys.
         recompute: with `recompute=True`, backward runs the forward of a hop again, and
             differentiates the hop's output and `lse`. With `recompute=False`, FlexAttention's own
             backward uses the `lse` of all hops. Recomputation does not change the sum of gradients

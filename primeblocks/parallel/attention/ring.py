@@ -56,9 +56,9 @@ def ring_attention(
         softcap: scores become `softcap * tanh(score / softcap)`. With `softcap=None`, scores stay
             unchanged.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.
-        kernel: the kernel that computes a hop. The default is `VarlenKernel()` if `VarlenKernel`
-            supports a call on CUDA, and otherwise `RectangleKernel()`. With `order="balanced"`,
-            `VarlenKernel` supports few calls.
+        kernel: the kernel that computes a hop. On CUDA, the default is `VarlenKernel()` if
+            `VarlenKernel` supports the call. Otherwise, the default is `RectangleKernel()`. With
+            `order="balanced"`, `VarlenKernel` supports few calls.
         check: first compare shapes, dtypes and plans of all ranks, so that a mistake on one rank
             raises an error on all ranks instead of hanging. The comparison is one small collective,
             and makes the host wait for a GPU.

@@ -35,8 +35,9 @@ def ulysses_attention(
 
     Each rank sends all heads of its own tokens, and receives some heads of all tokens. `kernel`
     computes attention over the whole sequence in one call, and a second exchange returns the
-    output. Ranks may have different numbers of heads. If there are fewer key heads than ranks, a
-    key head is sent to every rank whose query heads read the key head. Differentiable.
+    output. The number of heads need not be divisible by the number of ranks. If there are fewer key
+    heads than ranks, a key head is sent to every rank whose query heads read the key head.
+    Differentiable.
 
     The call is collective: one all-to-all each of q, k, v and the output. The backward makes an
     all-to-all for each of the four gradients. During the call, a rank stores all tokens of its

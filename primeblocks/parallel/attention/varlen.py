@@ -28,8 +28,8 @@ class VarlenKernel:
     """An `AttentionKernel` that calls torch's flash attention on packed sequences, once per call.
 
     The kernel has run on one H100, with one rank's share at a time. The kernel cuts a hop into
-    segments. A segment contains queries and the keys that only these queries see. The order of
-    tokens decides whether a hop has segments:
+    segments. A segment contains queries and the keys that only these queries see. Some hops do not
+    have segments:
 
     - With `order="contiguous"`, every hop has segments.
     - With `order="zigzag"`, every hop has segments, unless the window exceeds tokens / ranks.

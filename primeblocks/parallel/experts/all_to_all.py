@@ -36,10 +36,10 @@ class AllToAllDispatcher:
 
     The dispatcher works on gloo and NCCL. Ranks may have different numbers of tokens, also zero.
 
-    All calls are collective. `dispatch` makes three exchanges: the check, the counts of each
-    expert, and the rows. `combine` makes a check, and then exchanges the rows. The backward of each
-    call exchanges rows once. The host reads counts once per dispatch, or never if you pass
-    `capacity_rows` and `check=False`.
+    `dispatch` and `combine` are collective. `dispatch` makes three exchanges: the check, the counts
+    of each expert, and the rows. `combine` makes a check, and then exchanges the rows. The
+    backward of each call exchanges rows once. The host reads counts once per dispatch, or never if
+    you pass `capacity_rows` and `check=False`.
 
     The argument `meanwhile=` of `dispatch` is a function, such as a layer's shared experts.
     `dispatch` calls `meanwhile` once, during the exchange of rows. The backward of `meanwhile` runs
@@ -51,7 +51,7 @@ class AllToAllDispatcher:
             `alignment`. FP8 kernels need an alignment of 128. With an alignment above 1, the number
             of rows is large enough for all counts, so the host need not read the padded counts.
             Without a capacity, the surplus rows of zeros belong to the last expert.
-        capacity_rows: the maximum number of rows from one rank to another rank, equal on all ranks.
+        capacity_rows: the maximum number of rows that a rank sends to one rank, equal on all ranks.
             Each rank always sends `capacity_rows` rows to each rank, so the host need not read
             counts. If a rank needs more than `capacity_rows` rows, the call raises PlanError on all
             ranks with `check=True`. With `check=False`, too many rows fail an assertion on the

@@ -78,8 +78,8 @@ class TokenDispatcher(Protocol):
 
         Raises:
             ShapeError: shapes, dtypes, ids or scores are wrong. No row was sent.
-            PlanError: the ranks cannot share the experts equally, or pass operands of different
-                layers.
+            PlanError: the ranks cannot share the experts equally, or differ in `num_experts`,
+                `top_k`, widths, dtypes, or in whether gradients are needed.
             RankError: another rank refused its arguments.
         """
         ...

@@ -105,11 +105,11 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def expert_lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole factors, with the names and shapes of PEFT's `target_parameters`.
+    """Return the whole factors, with the names and shapes in PEFT for `target_parameters`.
 
     The factor A is `[experts * rank, in]`, and the factor B is `[out, rank * experts]` with experts
-    last. If both weights of a module are adapted, the first weight has `base_layer` in its name.
-    The call is collective for a sharded model, and otherwise local.
+    last. If both weights of a module are adapted, the names of the first weight's factors contain
+    `base_layer`. The call is collective for a sharded model, and otherwise local.
     """
     adapted = list(_adapted(model))
     state = {}

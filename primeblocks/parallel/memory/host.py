@@ -89,7 +89,7 @@ class HostMemory:
     memory, page-locked for CUDA, and later releases reuse the host memory. Local.
 
     While a kind of memory is on the host, calls of `forward`, `state_dict`, `load_state_dict` and
-    `step` that need this memory raise UsageError. Direct uses of a released tensor, such as
+    `step` that need this memory raise UsageError. All other uses of a released tensor, such as
     arithmetic, read freed memory, because torch does not check for released tensors. If another
     process has mapped a tensor by CUDA IPC, the memory of the tensor stays allocated.
 
@@ -180,7 +180,9 @@ class HostMemory:
         return MovedBytes({kind: held.num_bytes for kind, held in away.items()})
 
     def restore(self, *kinds: str) -> MovedBytes:
-        """Allocate the storages again and copy their bytes back. Local. The host waits.
+        """Allocate the storages again and copy their bytes back. Local.
+
+        The call waits for the device.
 
         Args:
             kinds: the kinds of memory to move. Default: all kinds of memory that are on the host.
@@ -210,7 +212,11 @@ class HostMemory:
 
     @contextmanager
     def released(self, *kinds: str) -> Iterator[MovedBytes]:
-        """Call `release` at the start of a `with` block, and restore the memory at its end."""
+        """Call `release` at the start of a `with` block.
+
+        At the end of the block, kinds of memory that are still on the host are restored. Kinds that
+        were on the host before the block stay on the host.
+        """
         before = set(self._away)
         moved = self.release(*kinds)
         try:

@@ -31,9 +31,9 @@ class TritonSparseKernel:
     query is NaN. The sizes of tiles are chosen for Hopper. Other GPUs and float32 are supported,
     but not tuned. Float32 does not use tensor cores.
 
-    The programs of backward add gradients to the same rows in any order, so the rounding of
-    gradients can differ between calls. Under `torch.use_deterministic_algorithms`, backward raises
-    an error. With `warn_only=True`, backward runs without a warning.
+    The programs of backward add gradients to the same rows in any order, so the rounding of the
+    gradient of kv can differ between calls. Under `torch.use_deterministic_algorithms`, backward
+    raises an error. With `warn_only=True`, backward runs without a warning.
     """
 
     def forward(

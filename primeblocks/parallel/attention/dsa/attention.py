@@ -52,8 +52,8 @@ def dsa_attention(
     The output is differentiable in q, kv and sinks. The indexer gets no gradient.
 
     The call is collective. In forward, a rank receives `(ranks - 1) * max(sequence.counts)` rows of
-    kv and of indexer.k. In backward, a rank receives the rows of kv again. The gradients of the
-    rows are reduced in float32.
+    kv and of indexer.k. In backward, a rank receives the rows of kv again, and reduces as many
+    rows of gradients in float32, or in float64 for float64 operands.
 
     To share the selection of another layer, call `sparse_attention` with the indices of the other
     layer.
@@ -125,12 +125,12 @@ def sparse_attention(
     """Compute attention of each query to the rows in `indices`, over a split sequence.
 
     The indices may come from `select`, from another layer, or from an inference engine whose
-    selection is replayed. The output is differentiable in q, kv and sinks. The collectives are the
-    same as in `dsa_attention`, but without the indexer's keys.
+    selection is replayed. The output is differentiable in q, kv and sinks. The call is collective
+    like `dsa_attention`, but does not gather the indexer's keys.
 
     Args:
-        indices: int32 `[local_tokens, groups, k]`: indices of tokens in the whole sequence,
-            followed by -1. Indices of future tokens and repeated indices are not refused.
+        indices: int32 `[local_tokens, groups, k]`: indices of rows of the whole kv, which are
+            tokens or entries, followed by -1. Future and repeated rows are not refused.
         entries: the plan of the rows of kv, if these rows are not tokens. Default: `sequence`.
         whole: the result of `gather_tokens(kv, ...)`, if you have gathered the rows already. Only
             forward uses `whole`.

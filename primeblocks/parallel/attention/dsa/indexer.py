@@ -145,8 +145,9 @@ def select(
         scores: the function that computes the scores. Default: `index_scores`.
 
     Returns:
-        Int32 `[local_tokens, groups, k]`: ascending indices of tokens in the whole sequence,
-        followed by -1. A NaN score counts as infinite, so that a NaN reaches the output.
+        Int32 `[local_tokens, groups, k]`: ascending indices of rows of the whole kv, which are
+        tokens or entries, followed by -1. A NaN score counts as infinite, so that a NaN reaches the
+        output.
 
     Raises:
         ShapeError, UnsupportedError: the operands do not fit the selector.
@@ -172,7 +173,7 @@ def keep_indices() -> Any:
 
     All results except selections are recomputed. A recomputed selection could add scores in another
     order, and choose other rows if scores are nearly equal. With recomputed selections, the
-    gradients would belong to other rows than the output.
+    gradients could belong to other rows than the output.
 
     Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. The
     contexts store the indices of each layer that selects.
@@ -221,7 +222,7 @@ def top_candidates(
     scores: IndexScores,
     chunk_bytes: int,
 ) -> Tensor:
-    """Select for each query the `k` candidates with the highest scores, int32 `[queries, k]`."""
+    """Select the `k` best candidates of each query: int32 `[queries, k]`, as `select` does."""
 
     def table(rows: slice, run: Candidates) -> Tensor:
         return scores(q[rows], keys[run.first : run.first + run.most], weights[rows])
@@ -237,7 +238,7 @@ def best_candidates(
     like: Tensor,
     chunk_bytes: int,
 ) -> Tensor:
-    """Select the `k` best candidates of each query by the scores that `table` returns.
+    """Select like `top_candidates`, by the scores that `table` returns.
 
     Args:
         table: a function from rows and their candidates to scores `[queries, run.most]`. Scores of
@@ -281,7 +282,7 @@ def _chunks(runs: list[Candidates], k: int, chunk_bytes: int) -> Iterator[tuple[
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Compute the scores of queries and keys head by head, in plain torch. Local."""
+    """Compute the scores of queries and keys head by head: `IndexScores` in plain torch. Local."""
     dtype = accumulator_dtype(q)
     keys, weights = k.to(dtype).T, weights.to(dtype)
     total = torch.zeros(q.shape[0], k.shape[0], dtype=dtype, device=q.device)
