@@ -22,8 +22,8 @@ class Kernels(Protocol):
     def grouped_matmul(self, left: Tensor, right: Tensor, ends: Tensor, /) -> Tensor:
         """Multiply each group of rows of `[rows, in]` by the group's matrix of `[groups, in, out]`.
 
-        For each group, `ends` contains the row after the group's last row. Rows of the result after
-        the last group are zero.
+        For each group, `ends` contains the index after the group's last row. Rows of the result
+        after the last group are zero.
         """
 
     def total(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:

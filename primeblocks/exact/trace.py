@@ -51,7 +51,7 @@ class Trace:
     `stop` at the end.
 
     Args:
-        model: the model to record. The trace adds hooks to the model, and `stop` removes the hooks.
+        model: the model to record. The trace changes the model only by hooks, which `stop` removes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -92,12 +92,12 @@ class Trace:
 
 
 def first_difference(one: Trace, other: Trace) -> Difference | None:
-    """Return the first difference of two traces, in the order of `one`, or None. Local.
+    """Return the first difference of two traces, in the order of `one`. Local.
 
-    Each trace must contain one sequence. A row is a vector along the last dim. If one trace has
-    fewer rows, such as a decode step, its rows are compared with the last rows of the other trace.
-    If the traces differ in the number of rows, values with more rows than tokens are left out, such
-    as rows sorted by expert.
+    If all common events agree, the function returns None. Each trace must contain one sequence. A
+    row is a vector along the last dim. If one trace has fewer rows, such as a decode step, its rows
+    are compared with the last rows of the other trace. If the traces differ in the number of rows,
+    values with more rows than tokens are left out, such as rows sorted by expert.
 
     Raises:
         UsageError: the traces have no tensors to compare.

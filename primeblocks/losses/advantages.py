@@ -7,7 +7,7 @@ equal rewards, all advantages are exactly 0. To get one advantage per token, use
 rows.
 
 All functions raise `ShapeError` if the rewards are not floating, have a wrong number of dims, or
-have no members. A mask with another shape than the rewards also raises `ShapeError`.
+have no members. A mask that is not bool or not of the rewards' shape also raises `ShapeError`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def leave_one_out_advantages(
 ) -> Float[Tensor, "groups members"]:
     """Return how much better each rollout is than the mean of the other rollouts. Pure. Local.
 
-    The advantage of a reward r is n / (n - 1) (r - mean), with n members in the group. The baseline
-    is unbiased. The advantage in a group of one member is 0.
+    The advantage of a reward r is n / (n - 1) (r - mean), with n unmasked members in the group. The
+    baseline is unbiased. The advantage in a group of one member is 0.
 
     Source: arXiv:2402.14740 (RLOO).
     """

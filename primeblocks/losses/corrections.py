@@ -95,7 +95,7 @@ def importance_weights(
 
     Raises:
         ShapeError: sequences are needed, and packed tokens have no `sequence_ids`.
-        UsageError: 1 is outside of `[min_ratio, max_ratio]`, or `level` or `beyond` is unknown.
+        UsageError: the bounds are not 0 <= min <= 1 <= max, or `level` or `beyond` is unknown.
 
     Source: arXiv:2505.24034 (truncation), 2510.18855 (IcePop); Ionides, 2008 (TIS).
     """
@@ -139,7 +139,7 @@ def off_policy_metrics(
     token. If all tokens are masked, "ess" is 1 and the means are 0.
 
     Args:
-        group: the ranks that have parts of the batch. Each rank gets the same result.
+        group: the ranks that have parts of the batch. Each rank gets the result of the whole batch.
 
     Raises:
         PlanError: this rank is not in `group`.
@@ -223,7 +223,7 @@ def entropy_scaled_mask(
 ) -> Correction:
     """Weight 1 if (log r)^2 / (entropy + epsilon) <= max_score, otherwise 0. Pure. Local.
 
-    Log-ratios grow with the entropy. Tune `max_score` and `epsilon` for your engine.
+    Log-ratios usually grow with the entropy. Tune `max_score` and `epsilon` for your engine.
 
     Args:
         entropies: the entropy of the engine's distribution at each token, in nats, not negative.
@@ -251,8 +251,8 @@ def second_moment_mask(
     """Set weights to 0 for the tokens with the largest abs(log r). Pure. Local.
 
     For the tokens that keep weight 1, the mean of (log r)^2 is at most `max_moment`. Among equal
-    log-ratios at the bound, the first tokens keep weight 1. Call this function once for all tokens
-    of a step, before a split into micro-batches.
+    log-ratios at the bound, the first tokens keep weight 1. Because the mean is over the batch,
+    call this function once for all tokens of a step, before a split into micro-batches.
 
     Raises:
         UsageError: `max_moment` is below 0.
@@ -289,9 +289,9 @@ def clip_cov_mask(
 
     A token's covariance is (A - mean A) (log p - mean log p), with means over the batch. The
     candidates are the tokens that `grpo_loss` does not clip, with a covariance between the bounds.
-    From the candidates, `generator` draws `fraction` of all tokens, but at least one. All other
-    tokens get weight 1. Call this function once for all tokens of a step. Pass `clip_low` and
-    `clip_high` to `grpo_loss`, too.
+    From the candidates, `generator` draws `fraction` of the number of all tokens, and at least one
+    if there is a candidate. All other tokens get weight 1. Call this function once for all tokens
+    of a step. Pass the same `clip_low` and `clip_high` to `grpo_loss`.
 
     Raises:
         UsageError: `fraction` is not in (0, 1], or a clip is out of range.
@@ -323,9 +323,9 @@ def kl_cov_tokens(
 ) -> Bool[Tensor, "*tokens"]:
     """Choose the tokens with the largest covariance of advantage and log-probability. Pure. Local.
 
-    For KL-Cov, add `kl_loss(..., mask=chosen, estimator="abs", gradient="estimator")` to
-    `grpo_loss(..., clip_low=1, clip_high=math.inf)`. The function chooses `fraction` of all tokens,
-    but at least one token. Call this function once for all tokens of a step.
+    For KL-Cov, add `kl_loss(..., mask=result, estimator="abs", gradient="estimator")` to
+    `grpo_loss(..., clip_low=1, clip_high=math.inf)`. The result marks `fraction` of all tokens, but
+    at least one token. Call this function once for all tokens of a step.
 
     Raises:
         UsageError: `fraction` is not in (0, 1].

@@ -65,8 +65,8 @@ def kl_loss(
 
     Args:
         weights: importance weights, if another policy sampled the tokens, such as an engine with
-            older weights. With importance weights, the loss estimates the divergence of the
-            trainer's policy.
+            older weights. With importance weights, all statements above are true for the trainer's
+            policy.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
@@ -110,8 +110,8 @@ def teacher_advantages(
 
     Pass the result as advantages to any policy-gradient loss, alone or added to advantages of
     rewards. Alone, the result gives the loss the gradient of KL(student || teacher) per token. The
-    result is the negative of the estimator k1. Corrections for older policies work in the same way
-    as for other advantages.
+    result is the negative of k1 of the reverse KL. Corrections for older policies work in the same
+    way as for other advantages.
 
     Args:
         teachers: for each teacher, the log-probabilities of the student's tokens.
@@ -159,7 +159,7 @@ def top_k_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """KL divergence of student and teacher over the student's k most likely words. Pure. Local.
+    """KL of each token's distribution, over the student's k most likely words. Pure. Local.
 
     "reverse" is KL(student || teacher), and "forward" is KL(teacher || student). The loss has no
     sampling noise, but cannot distinguish words outside of the k words. With several teachers,

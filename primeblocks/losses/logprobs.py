@@ -40,7 +40,7 @@ def token_logprobs(
     ids: Int[Tensor, "tokens *choices"],
     **options: Any,
 ) -> Float[Tensor, "tokens *choices"]:
-    """Return the log-probabilities of `token_scores`, without computing the entropy."""
+    """Return only log-probabilities. Everything else works as in `token_scores`."""
     return _scores(hidden, weight, ids, entropy=False, **options).logprobs
 
 
@@ -54,10 +54,10 @@ def token_scores(
     """Return log-probabilities of chosen tokens and entropies, from hidden states and the head.
 
     Logits are computed one chunk at a time, and again in the backward. The computation needs four
-    matrix products instead of three, but only the memory of a few chunks. Results are float32, or
-    float64 if the head computes in float64. With a `group`, the call and its backward are
-    collective, and otherwise local. The results are deterministic, and differentiable once, in
-    `hidden` and `weight`.
+    matrix products, one more than with all logits stored, but only the memory of a few chunks.
+    Results are float32, or float64 if the head computes in float64. With a `group`, the call and
+    its backward are collective, and otherwise local. The results are deterministic, and
+    differentiable once, in `hidden` and `weight`.
 
     Args:
         hidden: the hidden states. `hidden[t]` predicts the word `ids[t]`. Leave out rows that the
@@ -80,7 +80,7 @@ def token_scores(
             waits.
 
     Raises:
-        ShapeError: shapes, dtypes or devices do not fit together.
+        ShapeError: a tensor has a wrong shape, dtype or device.
         UsageError: a temperature or the size of a chunk is not above 0.
         PlanError: `group` is not a process group, or ranks differ in sizes, in dtypes, or in the
             tensors that need gradients.

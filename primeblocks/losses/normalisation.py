@@ -48,7 +48,7 @@ def divide(
             loss has no count of sequences.
         RankError: another rank refused its arguments, or did not make the call within the group's
             timeout.
-        PlanError: this rank is not in `group`, or ranks passed different values of `by`.
+        PlanError: this rank is not in `group`, or ranks passed different words as `by`.
 
     Example:
 

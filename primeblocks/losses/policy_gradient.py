@@ -81,8 +81,8 @@ def grpo_loss(
     ==================  ===========================================================================
 
     Args:
-        rollout_logprobs: the engine's log-probabilities of the sampled tokens. For decoupled PPO,
-            pass `log p_old` from the start of the step, with weights `p_old / p_engine`.
+        rollout_logprobs: the engine's log-probabilities of the sampled tokens. In decoupled PPO,
+            pass `log p_old` of the policy at the step's start, and `weights` of `p_old / p_engine`.
         advantages: one per token. Expand the advantage of a rollout to all tokens of the rollout.
         mask: True for completion tokens.
         min_ratio: a lower ratio counts as `min_ratio`, without gradient.
@@ -90,7 +90,7 @@ def grpo_loss(
             `max_ratio` is the dual clip.
 
     Raises:
-        UsageError: a clip is negative, `clip_low` is above 1, or r = 1 is out of bounds.
+        UsageError: a clip is negative, `clip_low` is above 1, or the bounds of r do not include 1.
 
     Source: arXiv:1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip).
     """
@@ -228,7 +228,7 @@ def dppo_loss(
 ) -> TokenLoss:
     """Policy gradient in a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure. Local.
 
-    q is the engine's and p is the trainer's probability of a token. The loss is 0 if p has moved
+    q is the engine's and p is the trainer's probability of a token. A token's loss is 0 if p moved
     from q in the direction of the advantage, and the divergence is above the bound. The divergence
     of (p, 1 - p) from (q, 1 - q) is |p - q| ("tv") or KL(q || p) ("kl"). Compared with a clip of
     ratios, this loss trains rare tokens longer, and stops the training of frequent tokens earlier.

@@ -1,4 +1,4 @@
-"""The GPUs that a batch of rollouts needs, the load of each tier, and the cost of evictions."""
+"""The fewest GPUs for a batch of rollouts, the load of each tier, and the cost of evictions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gpu:
             communication.
 
     Raises:
-        PlanError: no memory remains for weights and pages.
+        PlanError: a number is out of range, or no memory remains for weights and pages.
     """
 
     memory_bytes: int
@@ -110,7 +110,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class KvTier:
-    """The load of a tier if all samples of all prompts have their maximum size."""
+    """The load of a tier if all rollouts are at their largest. No prompt is split over tiers."""
 
     name: str
     rollouts: int
@@ -137,11 +137,11 @@ class CapacityPlan:
         tensor: number of ranks in one replica of the attention layers.
         page_tokens: number of tokens in a page.
         weight_bytes: bytes of weights on the fullest GPU.
-        kv_bytes: bytes for pages on a GPU.
+        kv_bytes: bytes of room for pages on each GPU.
         peak_bytes: the maximum bytes that pages need on a GPU of the fullest replica.
         pages: number of pages of each group at the peak.
         tiers: the loads of GPU, host and disk.
-        left_over: the cost of recomputing, once each, all rollouts that do not fit in a tier.
+        left_over: the cost of recomputing, once each, all rollouts that do not fit in any tier.
     """
 
     groups: tuple[KvGroup, ...]
@@ -206,9 +206,9 @@ def plan_capacity(
     """Plan the memory of rollouts that are all in flight at once. Pure.
 
     The GPUs form replicas of the attention layers with `tensor` ranks each. Prompts with all their
-    samples are assigned to replicas in turn, the largest prompts first. The ranks of a replica
-    share weights and key-value heads. Every rank of a replica stores all latents. If there are more
-    ranks than heads, every rank stores one head.
+    samples are assigned to replicas in turn, the largest prompts first. Weights and key-value heads
+    are split over the ranks of a replica. Every rank of a replica stores all latents. If there are
+    more ranks than heads, every rank stores one head.
 
     If `fits` is True, every rollout stays on its GPU until its end, for every order in which
     rollouts may grow. An engine that computes prompts in chunks frees the pages before a window

@@ -165,7 +165,8 @@ def kv_groups(config: Any, *, kv_dtype: str = "bfloat16") -> tuple[KvGroup, ...]
 
     Raises:
         PlanError: the configuration lacks a needed size, or a size is not a positive whole number.
-        UnsupportedError: the configuration has unknown layers, or `kv_dtype` is unknown.
+        UnsupportedError: the configuration has layers that `kv_groups` cannot read, or `kv_dtype`
+            is unknown or does not fit the model.
     """
     if (inner := _get(config, "text_config")) is not None:  # of a multimodal model
         config = inner

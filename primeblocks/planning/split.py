@@ -89,12 +89,12 @@ class SplitPlan:
     """GPUs for the trainer and for the engine, and the resulting step times.
 
     Args:
-        publish_s: seconds that the trainer waits for the engine. All step times except `bound_s`
-            include `publish_s`.
+        publish_s: seconds that the trainer waits for the engine. `async_s` and `together_s` count
+            `publish_s`, but `bound_s` does not.
         together_s: seconds of a synchronous step, in which trainer and engine use all GPUs in turn.
             The value is infinite if trainer and engine do not fit on the same GPUs.
         bound_s: a lower bound of the seconds of an asynchronous step. The bound allows fractions of
-            GPUs, and uses the fastest choices for trainer and engine.
+            GPUs, and uses the choices with the fewest GPU-seconds for trainer and for engine.
     """
 
     trainer: Side

@@ -33,8 +33,8 @@ class StepSizes:
         expert_parameters: number of parameters in all experts of all layers.
         parameter_bytes: bytes of one gathered parameter.
         gradient_bytes: bytes of one reduced gradient.
-        activation_bytes: bytes per number of an activation. Sums of gradients have at least 4 bytes
-            per number.
+        activation_bytes: bytes per number of an activation. Sums of gradients are sent with at
+            least 4 bytes per number.
         recompute: True if activation checkpointing runs the layers' forward twice.
         latent_dim: with latent attention, how many values ranks send per token for all heads
             together, such as 512 + 64. Pass 0 if ranks send keys and values.

@@ -116,7 +116,7 @@ class PagedAttention(CPUAttentionBackend):
 
 
 class PagedAttentionLayer(Attention):
-    """vLLM's attention layer, without torch modes, because it only calls `PagedAttentionImpl`."""
+    """vLLM's layer. Its operators only call `PagedAttentionImpl`, so torch modes are disabled."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         with _disable_current_modes():

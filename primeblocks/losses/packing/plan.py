@@ -38,13 +38,13 @@ def sequence_flops(
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Micro-batches by rank, with equal numbers on all ranks. Equal arguments give equal plans.
+    """Micro-batches by rank, the same number on each rank. Equal arguments give equal plans.
 
     Attributes:
         lengths: the number of tokens in each rollout.
         micro_batches: for each rank and micro-batch, the indices of rollouts. A micro-batch may be
             empty.
-        costs: the cost of each rank's micro-batches, in the unit of `plan_packing`'s `cost`.
+        costs: for each rank and micro-batch, the cost in the unit of `plan_packing`'s `cost`.
         lower_bound: a lower bound of the busiest rank's cost in any plan.
     """
 
@@ -110,9 +110,10 @@ def plan_packing(
             only ratios of costs matter.
         balance: "ranks" gives all ranks similar total costs, and suits ranks that wait for each
             other once per update. The number of micro-batches per rank is the largest number that a
-            rank needs with first-fit packing. "steps" uses as few micro-batches as possible, fills
-            them evenly, and puts micro-batches of similar cost into one step. "steps" suits ranks
-            that wait for each other in every micro-batch, for example with FSDP that reshards.
+            rank needs with first-fit packing. "steps" uses as many micro-batches as first-fit
+            packing of all rollouts needs, rounded up to a multiple of `ranks`. "steps" fills the
+            micro-batches evenly, and puts micro-batches of similar cost into one step. "steps"
+            suits ranks that wait for each other in every micro-batch, as with FSDP that reshards.
         annealing_steps: the number of steps of a search. With "ranks", the search runs if the
             busiest rank costs more than 1 % above `lower_bound`. The search is rarely needed,
             except with few rollouts. A search of 300,000 steps takes one second.

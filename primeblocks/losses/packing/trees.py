@@ -150,9 +150,9 @@ def plan_trees(
 ) -> TreePlan:
     """Share the positions that rollouts have in common. Pure.
 
-    Rollouts share a row if their tokens and imposed routes agree up to this row. Images and other
-    `Aligned` values that begin up to a shared row must also agree. Values that belong to a whole
-    rollout are not compared. Each token is read a few times.
+    Rollouts share a row if their tokens and imposed routes agree up to this row. Values that cannot
+    be cut, such as `Aligned` images, must also agree if they begin up to this row. Values that
+    belong to a whole rollout are not compared. Each token is read a few times.
 
     Args:
         rollouts: rollouts of one micro-batch or batch, such as all rollouts of a `Conversation`.
@@ -170,8 +170,8 @@ def plan_trees(
 
     Raises:
         UsageError: `routes` is unknown, an attachment is missing, or routes are bytes.
-        ShapeError: an attachment does not have one row per token of its rollout, or its dtype or
-            trailing dims differ between rollouts.
+        ShapeError: an attachment does not have one row per token of its rollout, its dtype or
+            trailing dims differ between rollouts, or `imposed` lacks a rollout.
     """
     if routes not in RULES:
         raise UsageError(f"plan_trees got routes={routes!r}; it takes {', '.join(RULES)}.")

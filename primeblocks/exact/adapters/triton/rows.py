@@ -103,12 +103,12 @@ def total(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def softmax(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute the softmax over the last dim. Dtypes and errors are as for `total`."""
+    """Compute the softmax over the last dim. Local. Dtype and errors are as for `total`."""
     return _by_row("softmax", values, dtype)
 
 
 def log_softmax(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute the logarithm of `softmax` over the last dim. Dtype and errors are as for `total`."""
+    """Compute the logarithm of `softmax`. Local. Dtype and errors are as for `total`."""
     return _by_row("log_softmax", values, dtype)
 
 
