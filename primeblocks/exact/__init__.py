@@ -1,12 +1,12 @@
 """Batch-invariant computation on a CPU: a row has the same bits whatever else is in the batch.
 
-An engine computes a token in a batch of one row, and a trainer in a batch of thousands. Kernels
-choose the order of their additions by the shape of a batch. The last bits therefore differ, and a
-policy gradient needs importance ratios.
+An engine computes a token in a batch of one row, and a trainer computes the token in a batch of
+thousands of rows. Kernels choose the order of their additions by the shape of a batch. The last
+bits of log-probabilities therefore differ, and a policy gradient needs importance ratios.
 
-Inside `batch_invariant()` every operation has one order. An engine that runs the same model inside
-of it (`adapters.vllm`) returns the trainer's log-probabilities bit for bit. The mismatch is zero.
-You may pass `Kernels` for other devices.
+Inside `batch_invariant()`, every operation adds in one fixed order. An engine that runs the
+trainer's model inside `batch_invariant()` (`adapters.vllm`) returns the trainer's log-probabilities
+bit for bit. For other devices than a CPU, pass `Kernels` to `batch_invariant()`.
 """
 
 from .attention import attend

@@ -30,21 +30,21 @@ def attend(
     positions: Int[Tensor, " queries"],
     scale: float,
 ) -> Float[Tensor, "queries heads outs"]:
-    """Attend from queries of one sequence to its keys. A query sees keys up to its own position.
+    """Compute attention from queries to keys of one sequence, up to each query's own position.
 
-    Local. On a CPU, without gradients. Computes in float32, or in float64 for float64 operands. The
-    result has the dtype of `query`.
+    Local. On a CPU, without gradients. The function computes in float32, or in float64 for float64
+    operands. The result has the dtype of `query`.
 
     Args:
         query: the queries. Heads that share a group of keys are neighbours.
         key: the keys from position 0 on.
-        value: the values. Their width may differ from the keys'.
+        value: the values, possibly wider or narrower than the keys.
         positions: the last key that each query sees, counted from 0.
-        scale: factor of the scores.
+        scale: the factor by which scores are multiplied.
 
     Raises:
         ShapeError: groups do not divide the heads, or a position has no key.
-        UnsupportedError: tensors are not on a CPU, or products depend on the batch here.
+        UnsupportedError: tensors are not on a CPU, or products on this CPU depend on the batch.
     """
     if query.device.type != "cpu":
         raise UnsupportedError(

@@ -61,28 +61,29 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional", "fsdp"})
 
 @contextmanager
 def batch_invariant(*, kernels: Kernels | None = None) -> Iterator[None]:
-    """Give a row of any operation the same bits whatever else is in the batch, in a `with` block.
+    """Make the bits of a row independent of the rest of the batch, in a `with` block.
 
-    Local. Applies to this thread, on a CPU, and to forward passes. You may call backward inside or
-    outside. `topk` returns equal elements in the order of their indices. Models must meet three
-    conditions:
+    Local. The block applies to forward passes in this thread, on a CPU. You may call backward
+    inside or outside of the block. `topk` returns equal elements in the order of their indices.
+    Models must meet three conditions:
 
     - Attention calls torch's `scaled_dot_product_attention`. In transformers set
       `attn_implementation="sdpa"`.
     - Experts use transformers' default grouped products, a loop over experts, or expert parallelism
       with its default dispatcher.
-    - Checkpoints recompute in a context of their own. Pass
+    - Activation checkpoints enter `batch_invariant()` again to recompute a layer. Pass
       `context_fn=lambda: (nullcontext(), batch_invariant())` to torch's `checkpoint`.
 
     Args:
-        kernels: computes products, sums, softmax and attention, such as the module
-            `exact.adapters.triton`. Tensors may then be on every device that `kernels` supports.
+        kernels: the functions that compute products, sums, softmax and attention, such as the
+            module `exact.adapters.triton`. With `kernels`, tensors may be on every device that
+            `kernels` supports.
 
     Raises (inside):
         UnsupportedError: an operation has no batch-invariant form. The message names the operation.
 
-        UnsupportedError: without `kernels`, a tensor is not on a CPU, or products depend on the
-            batch here.
+        UnsupportedError: without `kernels`, a tensor is not on a CPU, or products on this CPU
+            depend on the batch.
     """
     with _Attention(kernels or cpu), _Operations(kernels):
         yield

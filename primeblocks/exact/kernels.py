@@ -9,26 +9,28 @@ __all__ = ["Kernels"]
 
 
 class Kernels(Protocol):
-    """Functions that give a row the same bits in any batch. A module can be a `Kernels`.
+    """Functions that give a row the same bits in any batch.
 
     `batch_invariant` calls the functions without gradients, under `torch.no_grad`. A function
-    raises `UnsupportedError` for a dtype or device that it does not support.
+    raises `UnsupportedError` for a dtype or device that it does not support. A module that contains
+    all functions of `Kernels` is also a `Kernels`.
     """
 
     def matmul(self, left: Tensor, right: Tensor, /) -> Tensor:
         """Multiply `[rows, in]` by `[in, out]`."""
 
     def grouped_matmul(self, left: Tensor, right: Tensor, ends: Tensor, /) -> Tensor:
-        """Multiply each group of rows of `[rows, in]` by its matrix of `[groups, in, out]`.
+        """Multiply each group of rows of `[rows, in]` by the group's matrix of `[groups, in, out]`.
 
-        `ends` is the end of each group. Rows after the last end are zero.
+        For each group, `ends` contains the index after the group's last row. Rows of the result
+        after the last group are zero.
         """
 
     def total(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Sum over the last dim. The result has `dtype`, or the dtype of `values`."""
+        """Sum `values` over the last dim. The result has `dtype`, or the dtype of `values`."""
 
     def softmax(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute the softmax over the last dim. The result has the dtype of `total`."""
+        """Compute the softmax over the last dim. The result has the same dtype as in `total`."""
 
     def log_softmax(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
         """Compute the logarithm of the softmax over the last dim. Otherwise like `softmax`."""
@@ -43,4 +45,4 @@ class Kernels(Protocol):
         positions: Tensor,
         scale: float,
     ) -> Tensor:
-        """Attend from the queries of one sequence to its keys, as `exact.attend` does."""
+        """Compute attention from queries to keys of one sequence, as `exact.attend` does."""

@@ -22,16 +22,18 @@ class _Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first numbers that differ.
+    """The first difference between two traces.
 
     Attributes:
         module: the name of the module in the model.
-        side: `"output"` if the module itself computed the numbers, after its last submodule.
-            `"input"` if its caller computed them, after the event `after`.
-        after: the last event that agrees, such as `"model.layers.0.self_attn.v_proj output"`.
+        side: `"output"` if the module itself computed the differing numbers, after its last
+            submodule. `"input"` if the module's caller computed the differing numbers, after the
+            event `after`.
+        after: the last event in which both traces agree, such as
+            `"model.layers.0.self_attn.v_proj output"`.
         rows: the number of compared rows that differ.
         of: the number of compared rows.
-        largest: the largest difference of two elements. NaN if shapes or dtypes differ.
+        largest: the largest difference between two elements, or NaN if shapes or dtypes differ.
     """
 
     module: str
@@ -45,10 +47,11 @@ class Difference:
 class Trace:
     """Records the inputs and outputs of every module of a model, until `stop`. Local.
 
-    Copies all of them to host memory. Also a context manager.
+    All recorded tensors are copied to host memory. A trace is also a context manager, which calls
+    `stop` at the end.
 
     Args:
-        model: a model, which gets hooks until `stop` and is not changed otherwise.
+        model: the model to record. The trace changes the model only by hooks, which `stop` removes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -74,7 +77,7 @@ class Trace:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the sequence: rows of the output of the first module, which embeds them."""
+        """Number of tokens: the rows of the first output, which is usually the embedding."""
         found = (each.values for each in self.events if each.side == "output" and each.values)
         return next((len(_rows(next(iter(values.values())))) for values in found), 0)
 
@@ -89,14 +92,15 @@ class Trace:
 
 
 def first_difference(one: Trace, other: Trace) -> Difference | None:
-    """Compare two traces in the order of the first. Return None if all common events agree. Local.
+    """Return the first difference of two traces, in the order of `one`. Local.
 
-    Pass traces of one sequence each. A row is a vector along the last dim. If a trace has fewer
-    rows, as a step over a cache has, its rows are compared with the last rows of the other trace.
-    Values with more rows than tokens, such as rows sorted by expert, are then left out.
+    If all common events agree, the function returns None. Each trace must contain one sequence. A
+    row is a vector along the last dim. If one trace has fewer rows, such as a decode step, its rows
+    are compared with the last rows of the other trace. If the traces differ in the number of rows,
+    values with more rows than tokens are left out, such as rows sorted by expert.
 
     Raises:
-        UsageError: the traces have no common numbers.
+        UsageError: the traces have no tensors to compare.
     """
     theirs: defaultdict[tuple[str, str], list[_Event]] = defaultdict(list)
     for each in reversed(other.events):

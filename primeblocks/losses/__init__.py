@@ -1,8 +1,9 @@
 """Losses of reinforcement learning, with corrections for tokens of older policies. Pure functions.
 
-Every loss is a sum over tokens with counts (`TokenLoss`). It takes the `weights` of any of
-`corrections`. `normalisation` divides it once by a count over all ranks and micro-batches.
-`logprobs` computes the inputs of losses without storing all logits.
+Every loss function returns a `TokenLoss`, which contains a sum over tokens, and counts of tokens
+and sequences. Every loss function accepts the `weights` of any correction. `normalisation` divides
+the sums of losses by one count over all ranks and micro-batches. `logprobs` computes the inputs of
+losses without storing all logits.
 """
 
 from . import advantages, corrections, distillation, logprobs, normalisation

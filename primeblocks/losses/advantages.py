@@ -1,12 +1,13 @@
 """Advantages of rollouts over other rollouts of the same prompt.
 
-Rewards are `[groups, members]`. Members may be missing: if `mask` is False, the reward may have any
-value, and its advantage is 0. Differences are computed in float64. Members with equal rewards get
-exactly 0. For one advantage per token use `advantages.flatten()[sequence_ids]` for packs, or
-`advantages.view(-1, 1).expand_as(mask)` for rows.
+Rewards are `[groups, members]`. If `mask` is False for a member, its reward may have any value, and
+its advantage is 0. Differences of rewards are computed in float64. If all members of a group have
+equal rewards, all advantages are exactly 0. To get one advantage per token, use
+`advantages.flatten()[sequence_ids]` for packs, or `advantages.view(-1, 1).expand_as(mask)` for
+rows.
 
-All functions raise `ShapeError` if the rewards have other dims, are not floating or have no
-members, or if the mask has another shape.
+All functions raise `ShapeError` if the rewards are not floating, have a wrong number of dims, or
+have no members. A mask that is not bool or not of the rewards' shape also raises `ShapeError`.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ def group_advantages(
 ) -> Float[Tensor, "groups members"]:
     """Return how much better each rollout is than the mean of its group. Pure. Local.
 
-    The value is (r - mean) / (standard deviation + epsilon), over the members that are present.
+    The advantage of a reward r is (r - mean) / (standard deviation + epsilon). The mean and the
+    standard deviation leave out masked members.
 
     Args:
-        normalise: divide by the group's standard deviation, as GRPO does. Without it, groups with
-            larger differences count more (Dr. GRPO).
+        normalise: divide by the group's standard deviation, as GRPO does. With `normalise=False`,
+            groups with larger differences of rewards count more, as in `Dr. GRPO`.
 
     Source: arXiv:2402.03300 (GRPO), arXiv:2503.20783 (Dr. GRPO).
     """
@@ -55,7 +57,8 @@ def leave_one_out_advantages(
 ) -> Float[Tensor, "groups members"]:
     """Return how much better each rollout is than the mean of the other rollouts. Pure. Local.
 
-    The value is n / (n - 1) (r - mean). Its baseline is unbiased. A group of one member gets 0.
+    The advantage of a reward r is n / (n - 1) (r - mean), with n unmasked members in the group. The
+    baseline is unbiased. The advantage in a group of one member is 0.
 
     Source: arXiv:2402.14740 (RLOO).
     """
@@ -70,8 +73,8 @@ def max_rl_advantages(
 ) -> Float[Tensor, "groups members"]:
     """Return (r - mean) / mean of the group, or 0 if the mean is not above 0. Pure. Local.
 
-    For rewards of 0 or 1 the gradient follows the log-likelihood of a right answer instead of its
-    probability, so hard prompts count more.
+    With rewards of 0 or 1, training increases the log-likelihood of a right answer instead of the
+    answer's probability. Hard prompts therefore get larger weights.
 
     Args:
         rewards: not negative.
@@ -93,14 +96,14 @@ def turn_advantages(
     normalise: bool = True,
     epsilon: float = 1e-4,
 ) -> Float[Tensor, "groups members turns"]:
-    """Return how much better each turn's return is than the group's mean at that turn. Pure. Local.
+    """Return how much each turn's return exceeds the group's mean return at the turn. Pure. Local.
 
-    A turn's return is its reward plus the discounted rewards of later turns. Advantages are
-    computed as in `group_advantages`, over the members that have this turn. Put a reward of the
-    whole rollout at its last turn.
+    A turn's return is its reward plus the discounted rewards of later turns. For each turn,
+    advantages are computed as in `group_advantages`, over the members that have the turn. Add a
+    reward of the whole rollout to its last turn.
 
     Args:
-        mask: the turns that each member has. A missing turn before other turns has reward 0.
+        mask: True for the turns that a member has. A missing turn before other turns has reward 0.
 
     Raises:
         UsageError: `discount` is not within [0, 1].

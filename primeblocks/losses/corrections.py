@@ -1,11 +1,12 @@
-"""Weights that correct for tokens sampled by another policy than the learning policy.
+"""Weights that correct a loss for tokens that another policy sampled.
 
-Most functions return a `Correction`: weights per token without gradient, for the `weights=` of any
-loss, with counts and the effective sample size. To combine corrections, multiply their weights:
-`a.weights * b.weights`. r is a token's ratio p_trainer / p_rollout, or p_old / p_rollout if the
-loss itself compares with an old policy. Masked tokens may have any values. A ratio counts as at
-most e**20. If an unmasked token has a NaN, its weight is NaN, 0 or unchanged, and the loss is NaN.
-All functions raise `ShapeError` if shapes differ or a dtype is wrong.
+Most functions return a `Correction` with weights per token, counts and the effective sample size.
+Pass the weights as `weights=` to any loss. The weights have no gradient. To combine corrections,
+multiply their weights: `a.weights * b.weights`. The ratio r of a token is `p_trainer / p_rollout`.
+If the loss itself compares with an old policy, r is `p_old / p_rollout`. Masked tokens may have any
+values. A ratio above `e**20` counts as `e**20`. If an unmasked token has a NaN, its weight is NaN,
+0 or unchanged, and the loss is NaN. All functions raise `ShapeError` if operands differ in shape or
+have a wrong dtype.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ class Correction:
     """Weights of tokens, and counts of changed weights.
 
     Args:
-        weights: without gradient. 0 for tokens that the caller or the correction masks.
-        tokens: unmasked tokens of the caller: kept + truncated + masked.
-        kept: weights within the bounds.
-        truncated: weights that were set to a bound.
-        masked: weights that were set to 0.
+        weights: without gradient. Tokens that the caller or the correction masks have weight 0.
+        tokens: the number of tokens that the caller did not mask: kept + truncated + masked.
+        kept: the number of weights within the bounds.
+        truncated: the number of weights that were set to a bound.
+        masked: the number of weights that were set to 0.
         ess: the effective sample size, (sum w)^2 / sum w^2, of tokens, or of sequences if all
-            tokens of a sequence have the same weight. `ess / samples` is 1 for equal weights.
-        samples: the number of tokens or sequences that `ess` counts.
+            tokens of a sequence have the same weight. With equal weights, `ess / samples` is 1.
+        samples: the number of tokens or sequences from which `ess` was computed.
     """
 
     weights: Tensor
@@ -82,19 +83,19 @@ def importance_weights(
     ====================================  =======================================================
 
     Args:
-        level: "token" gives each token its own r. "sequence" gives it the product of r over its
-            sequence, which is unbiased, with a variance that grows with the length. "geometric"
-            gives it the geometric mean.
-        beyond: the treatment of a ratio outside `[min_ratio, max_ratio]`. "truncate" sets it to the
-            bound, "mask" removes the token, "reject" removes its whole sequence.
-        max_ratio: at least 1. A smaller value means less variance and more bias.
+        level: with "token", the weight of a token is the token's r. With "sequence" or "geometric",
+            the weight is the product or the geometric mean of r over the token's sequence. The
+            product is unbiased, but its variance grows with the length.
+        beyond: the treatment of a ratio outside `[min_ratio, max_ratio]`. "truncate" sets the ratio
+            to the bound, "mask" removes the token, and "reject" removes the token's whole sequence.
+        max_ratio: the upper bound, at least 1. A smaller bound gives less variance and more bias.
         sequence_ids: an integer per token. By default each row of `[rollouts, tokens]` is one
-            sequence. All tokens of a sequence must be on this rank. Not needed if `level` is
-            "token" and `beyond` is not "reject".
+            sequence. All tokens of a sequence must be on this rank. With `level="token"`, you need
+            `sequence_ids` only for `beyond="reject"`.
 
     Raises:
-        ShapeError: sequences are needed and unknown.
-        UsageError: the bounds exclude 1, or `level` or `beyond` is unknown.
+        ShapeError: sequences are needed, and packed tokens have no `sequence_ids`.
+        UsageError: the bounds are not 0 <= min <= 1 <= max, or `level` or `beyond` is unknown.
 
     Source: arXiv:2505.24034 (truncation), 2510.18855 (IcePop); Ionides, 2008 (TIS).
     """
@@ -129,16 +130,16 @@ def off_policy_metrics(
     mask: Bool[Tensor, "*tokens"],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Measure a batch: effective sample size and KL estimates. Collective with `group`, or local.
+    """Measure a batch: effective sample size and KL estimates. Collective with `group`, else local.
 
     "ess" is the effective sample size of the uncorrected ratios, divided by the number of tokens.
-    It is 1 on policy, and near 0 if a few tokens carry all the weight. With
-    `x = log p_trainer - log p_rollout`, "k1" is the mean of `-x`, "k2" of `x^2 / 2`, and "k3" of
-    `exp(x) - 1 - x`. They estimate KL(rollout || trainer) in nats per token. Without tokens the
-    result is 1 and zeros.
+    "ess" is 1 on policy, and near 0 if a few tokens have almost all the weight. With
+    `x = log p_trainer - log p_rollout`, the metrics "k1", "k2" and "k3" are the means of `-x`,
+    `x^2 / 2` and `exp(x) - 1 - x`. "k1", "k2" and "k3" estimate KL(rollout || trainer) in nats per
+    token. If all tokens are masked, "ess" is 1 and the means are 0.
 
     Args:
-        group: the ranks that have parts of the batch. Each rank gets the whole batch's figures.
+        group: the ranks that have parts of the batch. Each rank gets the result of the whole batch.
 
     Raises:
         PlanError: this rank is not in `group`.
@@ -171,15 +172,16 @@ def sequence_outlier_mask(
     advantages: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> Correction:
-    """Weight 0 for sequences in which engine and trainer disagree, 1 for others. Pure. Local.
+    """Set weights to 0 for sequences in which engine and trainer disagree. Pure. Local.
 
-    With x = log r a token's statistic is exp(abs(x)) ("error"), -x ("k1"), x^2 / 2 ("k2") or
-    exp(x) - 1 - x ("k3"). A sequence is an outlier if its mean or maximum is above `bound`.
+    With x = log r, a token's statistic is exp(abs(x)) ("error"), -x ("k1"), x^2 / 2 ("k2") or
+    exp(x) - 1 - x ("k3"). If the mean or maximum of the statistic is above `bound`, the sequence
+    gets weight 0. All other sequences get weight 1.
 
     Args:
-        bound: above 1 for "error". For the others, a KL divergence per token, in nats.
-        advantages: with them, only sequences with a negative sum of advantages are masked
-            (DeepSeek-V3.2's off-policy mask, with "k1").
+        bound: for "error", a ratio above 1. For "k1" to "k3", a KL divergence per token, in nats.
+        advantages: if you pass advantages, only sequences with a negative sum of advantages can get
+            weight 0. With "k1", this rule is the off-policy mask of DeepSeek-V3.2.
 
     Raises:
         UsageError: `statistic` or `over` is unknown, or `bound` is NaN.
@@ -219,13 +221,12 @@ def entropy_scaled_mask(
     max_score: float,
     epsilon: float,
 ) -> Correction:
-    """Weight 1 where (log r)^2 / (entropy + epsilon) <= max_score, or 0. Pure. Local.
+    """Weight 1 if (log r)^2 / (entropy + epsilon) <= max_score, otherwise 0. Pure. Local.
 
-    Log-ratios are larger by nature where the engine was unsure. Tune `max_score` and `epsilon` for
-    your engine.
+    Log-ratios usually grow with the entropy. Tune `max_score` and `epsilon` for your engine.
 
     Args:
-        entropies: of the engine's distribution at each token, in nats, not negative.
+        entropies: the entropy of the engine's distribution at each token, in nats, not negative.
 
     Raises:
         UsageError: `max_score` is below 0, or `epsilon` is not above 0.
@@ -247,11 +248,11 @@ def second_moment_mask(
     mask: Bool[Tensor, "*tokens"],
     max_moment: float = 0.04,
 ) -> Correction:
-    """Weight 0 for the largest abs(log r), until the mean square of the rest is small. Pure. Local.
+    """Set weights to 0 for the tokens with the largest abs(log r). Pure. Local.
 
-    The mean is over the batch: call it once for all tokens of a step, before they are split into
-    micro-batches. The tokens that keep weight 1 have a mean of (log r)^2 of at most `max_moment`.
-    Among equal log-ratios at the bound, the first ones are kept.
+    For the tokens that keep weight 1, the mean of (log r)^2 is at most `max_moment`. Among equal
+    log-ratios at the bound, the first tokens keep weight 1. Because the mean is over the batch,
+    call this function once for all tokens of a step, before a split into micro-batches.
 
     Raises:
         UsageError: `max_moment` is below 0.
@@ -284,12 +285,13 @@ def clip_cov_mask(
     clip_high: float = 0.2,
     generator: torch.Generator | None = None,
 ) -> Correction:
-    """Weight 0 for a few random tokens among those that lower the entropy most. Pure. Local.
+    """Weight 0 for a few random tokens among the tokens that lower the entropy most. Pure. Local.
 
-    A token's covariance is (A - mean A) (log p - mean log p), over the batch. Candidates have a
-    covariance between the bounds, and are not clipped by `grpo_loss`. `generator` draws a fraction
-    of all tokens from the candidates, at least one if there is a candidate. All other tokens get
-    weight 1. Call it once for all tokens of a step, and give `grpo_loss` the same clips.
+    A token's covariance is (A - mean A) (log p - mean log p), with means over the batch. The
+    candidates are the tokens that `grpo_loss` does not clip, with a covariance between the bounds.
+    From the candidates, `generator` draws `fraction` of the number of all tokens, and at least one
+    if there is a candidate. All other tokens get weight 1. Call this function once for all tokens
+    of a step. Pass the same `clip_low` and `clip_high` to `grpo_loss`.
 
     Raises:
         UsageError: `fraction` is not in (0, 1], or a clip is out of range.
@@ -321,9 +323,9 @@ def kl_cov_tokens(
 ) -> Bool[Tensor, "*tokens"]:
     """Choose the tokens with the largest covariance of advantage and log-probability. Pure. Local.
 
-    Pass them as the mask of `kl_loss(..., estimator="abs", gradient="estimator")`, and add that
-    loss to `grpo_loss(clip_low=1, clip_high=math.inf)`. Together this is KL-Cov. The function
-    chooses a fraction of all tokens, at least one. Call it once for all tokens of a step.
+    For KL-Cov, add `kl_loss(..., mask=result, estimator="abs", gradient="estimator")` to
+    `grpo_loss(..., clip_low=1, clip_high=math.inf)`. The result marks `fraction` of all tokens, but
+    at least one token. Call this function once for all tokens of a step.
 
     Raises:
         UsageError: `fraction` is not in (0, 1].

@@ -1,6 +1,6 @@
 """KL divergences as losses: from a reference policy, and from teachers.
 
-In on-policy distillation the student samples, and teachers score its tokens.
+In on-policy distillation, the student samples tokens, and teachers score the student's tokens.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def kl_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """Estimate KL(trainer || reference) or KL(reference || trainer), summed. Pure. Local.
+    """Sum estimates of KL(trainer || reference) or of KL(reference || trainer). Pure. Local.
 
-    With x = log p_trainer - log p_reference and u = exp(-x), for a token that the trainer sampled:
+    With `x = log p_trainer - log p_reference` and `u = exp(-x)`, a token that the trainer sampled
+    has these estimates:
 
     =========  ==========================  ============================  =========================
     estimator  reverse, KL(p || ref)       forward, KL(ref || p)         its value
@@ -52,23 +53,25 @@ def kl_loss(
     abs        abs(x)                      abs(x)                        no KL; KL-Cov's penalty
     =========  ==========================  ============================  =========================
 
-    The derivative of an estimate does not estimate the divergence's derivative.
-    `gradient="unbiased"` takes the value from the estimator and the derivative d / d log p from the
-    divergence. This derivative is x for the reverse divergence and 1 - u for the forward one. Both
-    are right in the mean.
+    In general, the derivative of an estimate does not estimate the derivative of the divergence.
+    With `gradient="unbiased"`, the loss has the value of the estimator, but an unbiased derivative
+    d / d log p. The derivative is x for the reverse divergence and 1 - u for the forward
+    divergence. On average over samples, x and 1 - u give the derivatives of the divergences.
 
     `gradient="estimator"` differentiates the estimator, as most trainers do. For the reverse
-    divergence this is right only for k2. The derivative of k1 has mean 0 and teaches nothing. The
-    derivative of k3 is 1 - u, which belongs to the *forward* KL. For the forward divergence no
-    estimator's derivative is right.
+    divergence, only the derivative of k2 is right. The derivative of k1 has mean 0, so k1 does not
+    train the policy. The derivative of k3 is 1 - u, which is right for the *forward* KL. For the
+    forward divergence, no estimator has the right derivative.
 
     Args:
-        weights: importance weights, if another policy sampled the tokens, such as an engine that is
-            some versions behind. The statements above are then true for the trainer's policy.
+        weights: importance weights, if another policy sampled the tokens, such as an engine with
+            older weights. With importance weights, all statements above are true for the trainer's
+            policy.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: a name is unknown, or `gradient` is "unbiased" for "abs".
+        UsageError: `estimator`, `direction` or `gradient` is unknown, or `estimator="abs"` has
+            `gradient="unbiased"`.
 
     Source: Schulman, 2020 (joschu.net/blog/kl-approx); arXiv:2510.01555 (gradients).
     """
@@ -103,21 +106,23 @@ def teacher_advantages(
     mask: Bool[Tensor, "*tokens"],
     teacher_weights: Sequence[Tensor] | None = None,
 ) -> Float[Tensor, "*tokens"]:
-    """Return sg[log p_teacher - log p_student], the negative of k1 of the reverse KL. Pure. Local.
+    """Return `log p_teacher - log p_student` per token, without gradient. Pure. Local.
 
-    Pass them as advantages to any policy-gradient loss, alone or added to advantages of rewards.
-    Alone, they give the loss the gradient of KL(student || teacher) per token. Corrections for
-    older policies apply as to any advantage.
+    Pass the result as advantages to any policy-gradient loss, alone or added to advantages of
+    rewards. Alone, the result gives the loss the gradient of KL(student || teacher) per token. The
+    result is the negative of k1 of the reverse KL. Corrections for older policies work in the same
+    way as for other advantages.
 
     Args:
-        teachers: log-probabilities of the student's tokens.
-        teacher_weights: for several teachers, one tensor of weights per teacher, with a weight per
-            token. The result is the weighted sum of advantages. A teacher may have any values where
-            its weight is 0, so each sequence may have its own teacher.
+        teachers: for each teacher, the log-probabilities of the student's tokens.
+        teacher_weights: for several teachers, one tensor per teacher, with a weight per token. The
+            result is the weighted sum over teachers. If a weight is 0, the teacher's
+            log-probability may have any value. Each sequence may therefore have its own teacher.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: no teacher was given, or the number of `teacher_weights` differs.
+        UsageError: no teacher was passed, or `teacher_weights` does not have one tensor per
+            teacher.
 
     Source: arXiv:2306.08543 (reverse KL by policy gradient), 2306.13649 (on-policy distillation).
     """
@@ -154,16 +159,17 @@ def top_k_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """KL of each token's distribution over the student's k most likely words. Pure. Local.
+    """KL of each token's distribution, over the student's k most likely words. Pure. Local.
 
-    "reverse" is KL(student || teacher), "forward" is KL(teacher || student). The loss has no
-    sampling noise, but does not distinguish the words beyond the k. With several teachers, use one
-    loss per teacher, with `weights`.
+    "reverse" is KL(student || teacher), and "forward" is KL(teacher || student). The loss has no
+    sampling noise, but cannot distinguish words outside of the k words. With several teachers,
+    compute one loss per teacher, and pass the teacher's `weights`.
 
     Args:
-        student_logprobs: differentiable, of the same words as the teacher's.
+        student_logprobs: differentiable, with the same words as `teacher_logprobs`.
         rest: "bucket" treats all other words as one more word. "renormalise" scales the
-            probabilities of the k words to sum 1, so that the other words can drift.
+            probabilities of the k words to the sum 1. With "renormalise", the loss does not control
+            the total probability of all other words.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.

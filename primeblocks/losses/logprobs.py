@@ -40,7 +40,7 @@ def token_logprobs(
     ids: Int[Tensor, "tokens *choices"],
     **options: Any,
 ) -> Float[Tensor, "tokens *choices"]:
-    """Return only log-probabilities, if the entropy is not needed. Otherwise as `token_scores`."""
+    """Return only log-probabilities. Everything else works as in `token_scores`."""
     return _scores(hidden, weight, ids, entropy=False, **options).logprobs
 
 
@@ -53,35 +53,37 @@ def token_scores(
 ) -> TokenScores:
     """Return log-probabilities of chosen tokens and entropies, from hidden states and the head.
 
-    Logits are computed one chunk at a time, and again in the backward. That takes four matrix
-    products, where the plain computation takes three, but only the memory of a few chunks. Results
-    are float32, or float64 if the head computes in float64. Local, or collective with a `group`,
-    and so is its backward. Differentiable once, in `hidden` and `weight`. Deterministic.
+    Logits are computed one chunk at a time, and again in the backward. The computation needs four
+    matrix products, one more than with all logits stored, but only the memory of a few chunks.
+    Results are float32, or float64 if the head computes in float64. With a `group`, the call and
+    its backward are collective, and otherwise local. The results are deterministic, and
+    differentiable once, in `hidden` and `weight`.
 
     Args:
-        hidden: rows that predict: `hidden[t]` predicts the word `ids[t]`. Leave out rows that the
-            loss does not need (prompts), because every row costs the same.
-        weight: of the head. With a `group`, this rank's rows.
-        ids: one word per row, or several (a teacher's candidates). An id outside the vocabulary,
-            such as -100, has the log-probability NaN.
-        options: keywords, as follows.
-        temperature: logits are divided by it. A number, or `[tokens]` without gradient.
-        head_dtype: operands are cast to it one chunk at a time. Use float32 for a bfloat16 model
-            only if the engine does so too, because it changes the mismatch with the engine.
-        group: ranks that share the vocabulary. Each has the same `hidden` and `ids`, and gets the
-            same result and the whole gradient of `hidden`. The forward sends 3 + 2 x choices
-            numbers per token, and the backward sends `[tokens, hidden]`.
-        first_word: the id of the word of the first row of `weight`.
-        chunk_tokens: rows of a chunk of logits.
-        chunk_words: columns of a chunk of logits.
-        check: ranks first agree on their arguments. That is a small collective for which the host
+        hidden: the hidden states. `hidden[t]` predicts the word `ids[t]`. Leave out rows that the
+            loss does not need, such as prompts, because every row costs the same.
+        weight: the weight of the head. With a `group`, pass only this rank's rows.
+        ids: one word per row, or several words, such as a teacher's candidates. An id outside the
+            vocabulary, such as -100, has the log-probability NaN.
+        options: the keywords below.
+        temperature: the divisor of the logits: a number, or a tensor `[tokens]` without gradient.
+        head_dtype: the dtype to which operands are cast, one chunk at a time. Use float32 for a
+            bfloat16 model only if the engine also uses float32, because the dtype changes the
+            mismatch with the engine.
+        group: the ranks that share the vocabulary. All ranks pass the same `hidden` and `ids`, and
+            get the same result and the whole gradient of `hidden`. The forward sends 3 + 2 x
+            choices numbers per token, and the backward sends a tensor `[tokens, hidden]`.
+        first_word: the vocabulary id of the first row of `weight`.
+        chunk_tokens: the number of rows in a chunk of logits.
+        chunk_words: the number of columns in a chunk of logits.
+        check: compare the arguments of all ranks first, in a small collective for which the host
             waits.
 
     Raises:
-        ShapeError: a shape, dtype or device does not fit.
-        UsageError: a temperature or chunk is not positive.
-        PlanError: `group` is not a process group, or ranks differ in sizes, dtypes or wanted
-            gradients.
+        ShapeError: a tensor has a wrong shape, dtype or device.
+        UsageError: a temperature or the size of a chunk is not above 0.
+        PlanError: `group` is not a process group, or ranks differ in sizes, in dtypes, or in the
+            tensors that need gradients.
         RankError: another rank refused its arguments.
 
     Source: arXiv:1805.02867 (online softmax); arXiv:2411.09009 (cut cross-entropy).
@@ -99,20 +101,23 @@ def chunked_loss(
     chunk_tokens: int = 512,
     **options: Any,
 ) -> Float[Tensor, ""]:
-    """Sum a loss over chunks of tokens, and compute its gradients at the same time.
+    """Sum a loss over chunks of tokens, and compute its gradients in the forward.
 
-    The loss must be a sum over tokens. Logits are computed once and kept for one chunk. That takes
-    three matrix products, as in the plain computation, where `token_scores` takes four. Gradients
-    flow only to `hidden` and `weight`. The gradient of the weight is kept in full precision from
-    the forward on. Otherwise as `token_scores`.
+    The loss must be a sum over tokens. Logits are computed once, and only the logits of one chunk
+    are stored. The function needs three matrix products, one fewer than `token_scores`. Gradients
+    flow only to `hidden` and `weight`. Between forward and backward, the gradient of `weight` is
+    stored in full precision. Everything else works as in `token_scores`.
 
     Args:
-        loss: takes the scores of a chunk and the slice of its tokens, and returns a scalar tensor.
-        chunk_tokens: a chunk's logits take 4 bytes x `chunk_tokens` x words of this rank.
-        options: as for `token_scores`.
+        loss: a function that gets the scores of a chunk and the slice of the chunk's tokens, and
+            returns a scalar tensor.
+        chunk_tokens: the number of tokens in a chunk. The logits of a chunk use 4 bytes x
+            `chunk_tokens` x the number of words on this rank.
+        options: keywords of `token_scores`.
 
     Raises:
-        ShapeError: the loss is not a scalar tensor. All other errors are those of `token_scores`.
+        ShapeError: `loss` does not return a scalar tensor. The function also raises the errors of
+            `token_scores`.
     """
     columns, scale, head = _settled(
         hidden, weight, ids, entropy=True, chunk_tokens=chunk_tokens, **options

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): the loss of heads that predict further ahead, and draft tokens."""
+"""Multi-token prediction (MTP): labels and loss of heads that predict beyond the next token."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def mtp_labels(
 ) -> Int[Tensor, "*tokens"]:
     """Return the labels of the head that predicts token t + `depth` + 1 at token t. Pure. Local.
 
-    If ranks share the sequence, call this for the whole sequence, and split the result. A shift of
-    the parts would lose the tokens that other ranks have.
+    If ranks share the sequence, call this function for the whole sequence, and split the result. If
+    each rank shifted only its own part, the labels from the tokens of other ranks would be missing.
 
     Args:
-        labels: of the policy: `labels[t]` is token t + 1, or -100 if token t + 1 is padding, begins
-            a sequence or does not count. For a `Pack`, pass
+        labels: the labels of the policy. `labels[t]` is token t + 1, or -100 if token t + 1 is
+            padding, begins a sequence or does not count in the loss. For a `Pack`, pass
             `pack.at_predictors(pack.targets, fill=-100)`.
-        depth: 1 for the first head, as in DeepSeek-V3.
-        sequence_ids: as for other losses. A label from another sequence becomes -100.
+        depth: the depth of the head. The first head has depth 1, as in DeepSeek-V3.
+        sequence_ids: an integer per token. By default each of several rows is one sequence. A
+            single row needs `sequence_ids`. A label from another sequence becomes -100.
 
     Raises:
         ShapeError, UsageError: shapes differ, `sequence_ids` are missing, or `depth` is below 1.
@@ -63,23 +64,24 @@ def mtp_loss(
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
     **options: Any,
 ) -> TokenLoss:
-    """Cross entropy of one head, summed over the tokens with a label. Logits are made in chunks.
+    """Cross entropy of one head, summed over the tokens with a label.
 
-    To train only the head, detach the hidden states and embeddings that you give to the head.
-    Otherwise the loss changes the policy too. DeepSeek-V3 (arXiv:2412.19437) adds to its loss the
-    mean of `divide(mtp_loss(...))` over depths, times a factor (Megatron's
-    `mtp_loss_scaling_factor`).
+    To train only the head, detach the hidden states and embeddings that you pass to the head.
+    Without detached inputs of the head, the loss also trains the policy. DeepSeek-V3
+    (arXiv:2412.19437) adds the mean of `divide(mtp_loss(...))` over all depths to its loss,
+    multiplied by a factor. Megatron calls the factor `mtp_loss_scaling_factor`. Logits are computed
+    in chunks. The host waits for the number of labels.
 
     Args:
-        hidden: the head's last hidden states. Any values where `labels` is -100.
-        weight: of the output layer, which heads usually share with the policy.
+        hidden: the head's last hidden states. Rows whose label is -100 may have any values.
+        weight: the weight of the output layer, which heads usually share with the policy.
         labels: the result of `mtp_labels`.
-        detach_weight: give `weight` no gradient, as Megatron's `mtp_detach_heads` does. The loss
-            then takes three matrix products instead of four.
-        options: as for `logprobs.token_logprobs`. The host also waits for the number of labels.
+        detach_weight: give `weight` no gradient, as Megatron's `mtp_detach_heads` does. With a
+            detached weight, the loss needs three matrix products instead of four.
+        options: keywords of `logprobs.token_logprobs`.
 
     Raises:
-        ShapeError, UsageError, PlanError, RankError: as for `logprobs.token_logprobs`.
+        ShapeError, UsageError, PlanError, RankError: the errors of `logprobs.token_logprobs`.
     """
     mask = labels != -100
     check_tokens(mask, sequence_ids=sequence_ids, hidden=hidden[..., 0], weights=weights)

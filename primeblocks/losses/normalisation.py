@@ -22,30 +22,36 @@ def divide(
     by: Literal["tokens", "sequences"] | int = "tokens",
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Add losses and divide them by the tokens or sequences of all ranks.
+    """Add losses, and divide the sum by the number of tokens or sequences on all ranks.
 
-    *Add* gradients over ranks and micro-batches. The sums equal the gradients of the whole batch on
-    one rank. If your trainer averages over ranks (DDP, or FSDP without a divide factor of 1),
-    multiply by the number of ranks. Collective with `group`: two exchanges of a few bytes, for
-    which the host waits. Local without `group`, or if `by` is a number.
+    *Add* the gradients of all ranks and micro-batches. The sums of gradients equal the gradients
+    that one rank computes for the whole batch. If your trainer averages gradients over ranks (DDP,
+    or FSDP unless its divide factor is 1), multiply the loss by the number of ranks. With `group`,
+    the call is collective, and the host waits for two exchanges of a few bytes. Without `group`, or
+    if `by` is a number, the call is local.
 
     Args:
-        losses: all micro-batches of this rank. If `by` is a number, they may come one at a time. If
-            `by` is a word, pass all of them, because only the losses that you pass are counted.
-        by: a word, or a number if each micro-batch runs its backward before the next one. Get the
-            number from `global_count` of all masks, before the first micro-batch. For Dr. GRPO it
-            is sequences x longest answer.
+        losses: the losses of all micro-batches of this rank. If `by` is a number, you may pass one
+            loss per call. If `by` is a word, pass all losses in one call, because `divide` counts
+            only the losses that you pass.
+        by: a word, or a number if you run the backward of each micro-batch before the next forward.
+            Compute the number with `global_count` from the masks of all micro-batches, before the
+            first micro-batch. For `Dr. GRPO`, pass the number of sequences x the length of the
+            longest answer.
         group: the ranks that have parts of the batch.
 
     Returns:
-        A scalar. It is 0 with gradients of 0 if all tokens are masked.
+        A scalar. If all tokens are masked, the scalar and its gradients are 0.
 
     Raises:
-        UsageError: no loss was passed, `by` is unknown or negative, or sequences are unknown.
-        RankError: another rank refused its arguments, or did not call within the group's timeout.
-        PlanError: this rank is not in `group`, or another rank divides by something else.
+        UsageError: no loss was passed, `by` is unknown or negative, or `by` is "sequences" and a
+            loss has no count of sequences.
+        RankError: another rank refused its arguments, or did not make the call within the group's
+            timeout.
+        PlanError: this rank is not in `group`, or ranks passed different words as `by`.
 
     Example:
+
         >>> loss = divide(grpo_loss(p, q, a, mask=m), by="tokens", group=group)
         >>> loss = divide(gspo_loss(p, q, a, mask=m, weights=length_weights(m)), by="sequences")
     """
@@ -60,13 +66,15 @@ def divide(
 def global_count(
     count: int, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> int:
-    """Add a count over the ranks of a group. Collective with `group`, and the host waits.
+    """Add a count over the ranks of a group.
+
+    With `group`, the call is collective and the host waits. Without `group`, the call is local.
 
     Args:
         device: the device from which the backend of `group` sends.
 
     Raises:
-        RankError, PlanError: as for `divide`, or `count` is not a whole number from 0 up.
+        RankError, PlanError: the errors of `divide`, or `count` is negative or not a whole number.
     """
 
     def look() -> int:
@@ -79,13 +87,14 @@ def global_count(
 def length_weights(
     mask: Bool[Tensor, "*tokens"], *, sequence_ids: Int[Tensor, "*tokens"] | None = None
 ) -> Float[Tensor, "*tokens"]:
-    """Return 1 / (unmasked tokens of the token's sequence), or 0 for masked tokens. Pure. Local.
+    """Return 1 / (number of unmasked tokens in a token's sequence), or 0 if masked. Pure. Local.
 
-    With these weights a loss is a sum over sequences of means over their tokens. Divide it by the
-    sequences, as GRPO and GSPO do. Short answers then count as much as long ones.
+    With length weights, a loss is the sum of the mean losses of all sequences. Divide the loss by
+    the number of sequences, as GRPO and GSPO do. With length weights, short and long answers count
+    equally.
 
     Raises:
-        ShapeError: the mask is not bool, or packed tokens come without `sequence_ids`.
+        ShapeError: the mask is not bool, or packed tokens have no `sequence_ids`.
     """
     check_tokens(mask, sequence_ids=sequence_ids)
     lengths = sequence_sums(mask, sequence_ids).clamp(min=1)

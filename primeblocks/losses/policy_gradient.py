@@ -67,8 +67,8 @@ def grpo_loss(
 ) -> TokenLoss:
     """Clipped surrogate of PPO: -min(r A, clip(r, 1 - low, 1 + high) A). Pure. Local.
 
-    r is p_trainer / p_rollout. A token stops learning when its ratio leaves the band in the
-    direction of its advantage. GRPO, DAPO, Dr. GRPO and others are settings of this loss:
+    r is `p_trainer / p_rollout`, and A is the advantage. If r leaves the band [1 - low, 1 + high]
+    in the direction of A, the token gets no gradient. Other losses are settings of `grpo_loss`:
 
     ==================  ===========================================================================
     GRPO                `weights=length_weights(mask)`, divided by the sequences
@@ -81,16 +81,16 @@ def grpo_loss(
     ==================  ===========================================================================
 
     Args:
-        rollout_logprobs: the engine's, of the tokens that it sampled. For decoupled PPO pass those
-            of the policy at the start of the step, p_old, and `weights` from p_old / p_engine.
-        advantages: one per token. Expand advantages of rollouts to their tokens.
+        rollout_logprobs: the engine's log-probabilities of the sampled tokens. In decoupled PPO,
+            pass `log p_old` of the policy at the step's start, and `weights` of `p_old / p_engine`.
+        advantages: one per token. Expand the advantage of a rollout to all tokens of the rollout.
         mask: True for completion tokens.
-        min_ratio: a lower ratio counts as this, without gradient.
-        max_ratio: a higher ratio counts as this, without gradient. This is the dual clip, for
-            negative advantages.
+        min_ratio: a lower ratio counts as `min_ratio`, without gradient.
+        max_ratio: a higher ratio counts as `max_ratio`, without gradient. For negative advantages,
+            `max_ratio` is the dual clip.
 
     Raises:
-        UsageError: a clip is negative, `clip_low` is above 1, or the bounds of r exclude 1.
+        UsageError: a clip is negative, `clip_low` is above 1, or the bounds of r do not include 1.
 
     Source: arXiv:1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip).
     """
@@ -119,11 +119,11 @@ def cispo_loss(
 ) -> TokenLoss:
     """Policy gradient with a clipped weight: -sg[clip(r, 1 - low, 1 + high)] A log p. Pure. Local.
 
-    Unlike in a clipped surrogate, every token keeps a gradient. With `clip_low=0, clip_high=0` the
+    In contrast to a clipped surrogate, every token keeps a gradient. If both clips are 0, the
     clipped ratio is 1, so the loss is REINFORCE with `weights`.
 
     Args:
-        clip_low: 1 leaves small ratios unchanged, as in the paper.
+        clip_low: with `clip_low=1`, small ratios stay unchanged, as in the CISPO paper.
 
     Raises:
         UsageError: a clip is negative, or `clip_low` is above 1.
@@ -153,11 +153,11 @@ def aipo_loss(
 ) -> TokenLoss:
     """Importance-weighted policy gradient: -sg[min(r, max_ratio)] A log p. Pure. Local.
 
-    CISPO with only an upper bound. Every token keeps a gradient, which suits rollouts that are
-    several versions old.
+    The loss is CISPO with only an upper bound. Every token keeps a gradient, so the loss suits
+    rollouts that are several versions old.
 
     Args:
-        max_ratio: at least 1. The paper uses 2 to 10.
+        max_ratio: the upper bound of the ratio, at least 1. The AIPO paper uses 2 to 10.
 
     Raises:
         UsageError: `max_ratio` is below 1.
@@ -191,9 +191,9 @@ def sapo_loss(
 ) -> TokenLoss:
     """Soft gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A. Pure. Local.
 
-    tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the
-    gradient is that of REINFORCE. It fades as r moves away from 1. No token counts as clipped. The
-    paper averages each sequence: use `weights=length_weights(mask)`, and divide by the sequences.
+    tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the loss
+    has the gradient of REINFORCE, which fades as r moves away from 1. Tokens never count as
+    clipped. The SAPO paper uses `length_weights(mask)`, and divides by the number of sequences.
 
     Raises:
         UsageError: a temperature is not above 0.
@@ -228,14 +228,14 @@ def dppo_loss(
 ) -> TokenLoss:
     """Policy gradient in a trust region: -sg[min(r, max_ratio)] A log p, or 0. Pure. Local.
 
-    q is the engine's probability of a token, and p is the trainer's. The token counts 0 if p has
-    moved too far in the direction of its advantage. Too far means that the divergence of (p, 1 - p)
-    from (q, 1 - q) is above the bound. "tv" is |p - q|, "kl" is KL(q || p). A clip of ratios cuts
-    off rare tokens after small moves. This loss keeps them, and cuts off frequent tokens earlier.
+    q is the engine's and p is the trainer's probability of a token. A token's loss is 0 if p moved
+    from q in the direction of the advantage, and the divergence is above the bound. The divergence
+    of (p, 1 - p) from (q, 1 - q) is |p - q| ("tv") or KL(q || p) ("kl"). Compared with a clip of
+    ratios, this loss trains rare tokens longer, and stops the training of frequent tokens earlier.
 
     Args:
-        max_low: the bound if the advantage is not above 0.
-        max_high: the bound if the advantage is above 0.
+        max_low: the bound of the divergence if the advantage is not above 0.
+        max_high: the bound of the divergence if the advantage is above 0.
 
     Raises:
         UsageError: a bound is negative, `max_ratio` is below 1, or `divergence` is unknown.
@@ -272,8 +272,8 @@ def dro_loss(
 ) -> TokenLoss:
     """Policy gradient with a penalty: -A log p + beta / 2 (log p - log q)^2. Pure. Local.
 
-    The penalty pulls a token back to the engine's probability q, whatever its age. The loss does
-    not form a ratio and does not clip.
+    The penalty pulls the probability p of a token back to the engine's probability q, for tokens of
+    any age. The loss does not compute a ratio and does not clip.
 
     Raises:
         UsageError: `beta` is not above 0.
@@ -302,9 +302,9 @@ def gspo_loss(
 ) -> TokenLoss:
     """Clipped surrogate with the geometric mean of a sequence's ratios. Pure. Local.
 
-    -min(s A, clip(s, 1 - low, 1 + high) A). The value of log s is the mean of the sequence's
-    log-ratios, and its gradient is the token's own (GSPO-token). The default clips are 500 to 670
-    times smaller than those of `grpo_loss`, because log s is a mean.
+    The loss is -min(s A, clip(s, 1 - low, 1 + high) A). The value of log s is the mean of the
+    sequence's log-ratios. Only the token's own log-ratio has a gradient (GSPO-token). The default
+    clips are 500 to 670 times smaller than in `grpo_loss`, because log s is a mean.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.
@@ -334,9 +334,9 @@ def gmpo_loss(
 ) -> TokenLoss:
     """Geometric mean of ratios that are clipped one by one: -A exp(mean of c). Pure. Local.
 
-    c is the token's log-ratio, at most `clip_high` if A > 0, and at least `-clip_low` otherwise. In
-    the direction of the advantage, an outlier changes the mean by at most the clip. The other
-    tokens of its sequence still learn.
+    c is the token's log-ratio, clipped to at most `clip_high` if A > 0, and to at least `-clip_low`
+    otherwise. In the direction of the advantage, an outlier changes the mean of c by at most the
+    clip. The other tokens of the outlier's sequence still get a gradient.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.

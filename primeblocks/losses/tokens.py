@@ -39,11 +39,12 @@ class TokenLoss:
     """A loss summed over tokens.
 
     Args:
-        sum: differentiable, at least float32. It is over the tokens that the mask keeps.
-        tokens: the number of these tokens.
-        clipped: the number of these tokens whose ratio was clipped, truncated or not counted.
-        sequences: the number of sequences with such a token. None without `sequence_ids` for packed
-            tokens, and for one row, because it may be a pack.
+        sum: the differentiable sum over unmasked tokens, at least float32.
+        tokens: the number of unmasked tokens.
+        clipped: the number of unmasked tokens with a clipped or truncated ratio, or with a loss
+            that was set to 0.
+        sequences: the number of sequences with an unmasked token. Without `sequence_ids`, the
+            number is unknown (None) for packed tokens and single rows, which may be packs.
     """
 
     sum: Tensor

@@ -1,9 +1,9 @@
 """Train mixture-of-experts models over many ranks with torch's own FSDP2 and process groups.
 
 `plan_mesh` plans the degrees of parallelism. `plan_sequence` splits a packed sequence over ranks.
-Dispatchers send tokens to the ranks of their experts. Every gradient is a plain sum over all ranks,
-for any degrees of parallelism. `clip_grad_norm_` works on any mix of meshes. Functions that
-parallelize the model of another package are in `adapters`.
+Dispatchers send each token to the ranks of its experts. For any degrees of parallelism, every
+gradient is a plain sum over all ranks. `clip_grad_norm_` supports parameters on different meshes.
+The subpackage `adapters` contains functions that parallelize models of other packages.
 """
 
 from . import attention, experts, linear, memory

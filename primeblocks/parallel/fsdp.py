@@ -55,32 +55,37 @@ def fully_shard_moe(
     """Shard a mixture-of-experts model in place. Parameter names do not change.
 
     Each rank of `meshes.expert` keeps its share of the experts, and `meshes.expert_fsdp` shards
-    them. `meshes.fsdp` shards all other parameters, also over the ranks of a context group. The
-    model's attention must join the parts of a sequence that these ranks have. Afterwards every
-    gradient is the plain SUM over all ranks, so divide each local loss by `global_token_count`.
-    Local. The model's weights must be equal on all ranks. Forward and backward are collective.
+    this share. `meshes.fsdp` shards all other parameters, also over the ranks of a context group.
+    If a context group shares a sequence, the model's attention must join the parts of the sequence.
+    Every gradient of the sharded model is the plain SUM over all ranks, so divide each local loss
+    by `global_token_count`. Local. The model's weights must be equal on all ranks. Forward and
+    backward of the sharded model are collective.
 
     Args:
-        layers: modules to gather one at a time, usually the decoder layers, in the order in which
-            they run.
-        experts: modules in which dim 0 of every parameter is the expert. Their forward must use
-            the local experts and dispatch over `meshes.expert`. `precision` casts their first
-            floating-point argument, the tokens. Scores keep their dtype.
-        routers: modules that compute and reduce gradients in float32 even if `precision` asks for
-            less, because a small error of a score picks another expert. Outputs are not cast.
+        layers: modules whose parameters are gathered one module at a time, in the order of
+            execution. Usually, `layers` are the decoder layers.
+        experts: modules in which dim 0 of every parameter is the expert. The forward of a module in
+            `experts` must use the local experts and dispatch over `meshes.expert`. `precision`
+            casts the first floating-point argument of the forward, the tokens. Scores keep their
+            dtype.
+        routers: modules that compute and reduce gradients in float32, even if `precision` sets
+            bfloat16 or float16. A small error of a score could change the chosen expert. Outputs of
+            routers are not cast.
         precision: dtypes of compute and reduction. Default: the dtype of the parameters.
         reshard_after_forward: free gathered parameters after forward and gather them again for
-            backward. False gathers once per step instead of twice.
+            backward. With `reshard_after_forward=False`, parameters are gathered once per step
+            instead of twice.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states on the
-            host. Default: on the device.
+            host. By default, shards, gradients and optimizer states are on the device.
 
     Raises:
         PlanError: `model` or a given module is sharded already, or a given module is not part of
             `model`.
-        PlanError: the expert degree does not divide the number of experts, or the degree is over 1
-            without experts.
-        PlanError: a dispatcher uses other ranks than `meshes.expert`, or `reshard_after_forward`
-            is a number. One number would mean different groups for dense parameters and experts.
+        PlanError: the expert degree does not divide the number of experts, or the expert degree is
+            above 1 and `experts` is empty.
+        PlanError: a dispatcher uses other ranks than `meshes.expert`, or `reshard_after_forward` is
+            a number. A number of ranks would mean different groups for dense parameters and
+            experts.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
@@ -144,14 +149,15 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that their total 2-norm is at most `max_norm`.
 
-    Works like `torch.nn.utils.clip_grad_norm_`, for any mix of meshes. A gradient that is not a
-    DTensor must be equal on all ranks. Collective: one all-reduce of one number, and one more small
-    collective if `check`.
+    The function works like `torch.nn.utils.clip_grad_norm_`, for parameters on different meshes. A
+    gradient that is not a DTensor must be equal on all ranks. The call is collective: one
+    all-reduce of one number, and one more small collective with `check=True`.
 
     Args:
-        optimizer: if you pass it, every tensor that it steps must be in `parameters`.
-        check: agree on `max_norm` first, so that a mistake on one rank raises on all ranks instead
-            of hanging. This makes the host wait for a GPU.
+        optimizer: an optimizer to check: every tensor that the optimizer steps must be in
+            `parameters`.
+        check: compare `max_norm` on all ranks first, so that a mistake on one rank raises an error
+            on all ranks instead of hanging. The comparison makes the host wait for a GPU.
 
     Returns:
         The total norm before scaling, in float64, equal on all ranks. If a gradient is not finite,
@@ -159,10 +165,10 @@ def clip_grad_norm_(
         the optimizer step.
 
     Raises:
-        PlanError: a gradient is a partial sum, ranks pass different norms, or `optimizer` steps
-            tensors that are not in `parameters`.
-        PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. This happens with
-            reentrant checkpointing if several forwards precede one backward.
+        PlanError: a gradient is a partial sum, ranks pass different values of `max_norm`, or
+            `optimizer` steps tensors that are not in `parameters`.
+        PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. Reentrant
+            checkpointing leaves parameters unsharded if several forwards precede one backward.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)
@@ -201,10 +207,10 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that steps tensors outside of the model. Local.
 
     Sharding replaces parameters. An optimizer that was made before sharding still steps the old
-    parameters, and would train nothing.
+    parameters, and would not train the model.
 
     Args:
-        model: for an optimizer of several models, an `nn.ModuleList` of them.
+        model: the model, or an `nn.ModuleList` of all models that the optimizer steps.
 
     Raises:
         PlanError: some tensors of the optimizer are not parameters of `model`.
@@ -251,10 +257,10 @@ def global_token_count(local: int | Tensor, meshes: Meshes) -> int:
     """Return the token count of all ranks, by which you divide the loss. Two small collectives.
 
     Args:
-        local: the number of this rank's tokens that count in the loss. The number may be 0.
+        local: the number of this rank's tokens that count in the loss, possibly 0.
 
     Raises:
-        PlanError: `local` is not a whole number from 0 up.
+        PlanError: `local` is not a whole number of at least 0.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)

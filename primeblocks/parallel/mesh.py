@@ -24,14 +24,15 @@ class Meshes:
     """The process groups of one plan. Every mesh exists, because an unused axis has size 1.
 
     Attributes:
-        plan: the plan that the meshes were built from.
-        fsdp: shards dense parameters. It has the two axes (replicate, fsdp) if replicate > 1.
-        expert_fsdp: shards an expert's parameters. It has the two axes (replicate, expert_fsdp) if
-            replicate > 1.
-        expert: each of its ranks owns an equal share of the experts.
-        context: each of its ranks has a part of the same sequences.
-        batch: each of its ranks reads different samples.
-        loss: all ranks, for token counts and norms.
+        plan: the plan from which the meshes were built.
+        fsdp: the mesh that shards dense parameters. If replicate > 1, the mesh has the two axes
+            (replicate, fsdp).
+        expert_fsdp: the mesh that shards the parameters of experts. If replicate > 1, the mesh has
+            the two axes (replicate, expert_fsdp).
+        expert: the mesh on which each rank owns an equal share of the experts.
+        context: the mesh on which each rank has a part of the same sequences.
+        batch: the mesh on which each rank reads different samples.
+        loss: the mesh of all ranks, for token counts and norms.
         models: weak references to the models that `fully_shard_moe` sharded over these meshes.
     """
 
@@ -51,9 +52,10 @@ class Meshes:
 class MeshPlan:
     """Checked degrees of parallelism, made by `plan_mesh`.
 
-    The same ranks are laid out twice, with the last axis fastest: (replicate, expert_fsdp, expert)
-    for parameters and (batch, context) for data. Expert groups and context groups communicate most.
-    Their axes are the fastest, so their ranks are neighbours.
+    The same ranks form a grid (replicate, expert_fsdp, expert) for parameters, and a grid (batch,
+    context) for data. The last axis of a grid is the fastest, because expert groups and context
+    groups communicate most. The ranks of an expert group or a context group are therefore
+    neighbours.
     """
 
     world_size: int
@@ -63,21 +65,21 @@ class MeshPlan:
 
     @property
     def fsdp(self) -> int:
-        """Ranks that share one copy of the dense parameters, context ranks included."""
+        """Number of ranks that share one copy of the dense parameters, including context ranks."""
         return self.world_size // self.replicate
 
     @property
     def expert_fsdp(self) -> int:
-        """Ranks that share one copy of the same experts."""
+        """Number of ranks that share one copy of the same experts."""
         return self.fsdp // self.expert
 
     @property
     def batch(self) -> int:
-        """Ranks that read different samples."""
+        """Number of ranks that read different samples."""
         return self.world_size // self.context
 
     def table(self) -> str:
-        """Return one line per axis: size, ranks of rank 0's group, and the data that it carries."""
+        """Return one line per axis: its size, the group of rank 0, and the data that is sent."""
         axes = {
             "replicate": (self.replicate, self.fsdp, "gradients: all-reduce"),
             "fsdp": (self.fsdp, 1, "dense weights: all-gather; gradients: reduce-scatter"),
@@ -127,7 +129,7 @@ class MeshPlan:
         return self.over(mesh)
 
     def over(self, mesh: Callable[..., DeviceMesh]) -> Meshes:
-        """Return the meshes that `mesh` makes from named degrees. The last axis is the fastest."""
+        """Return the meshes that `mesh` makes from named sizes of axes, the fastest axis last."""
         dense = mesh(replicate=self.replicate, fsdp=self.fsdp)
         # FSDP2 requires that an expert's two axes come from one mesh.
         sparse = mesh(replicate=self.replicate, expert_fsdp=self.expert_fsdp, expert=self.expert)
@@ -147,13 +149,14 @@ class MeshPlan:
 def plan_mesh(
     *, world_size: int, replicate: int = 1, context: int = 1, expert: int = 1
 ) -> MeshPlan:
-    """Check the degrees of parallelism, and derive the sizes of the other axes. Pure.
+    """Check the degrees of parallelism, and derive the sizes of all axes. Pure.
 
     Args:
-        world_size: the number of all ranks.
-        replicate: full copies of the sharded model (HSDP).
-        context: ranks that share a sequence. These ranks also share the dense parameters.
-        expert: ranks that share the experts. These ranks belong to one copy of the model.
+        world_size: the total number of ranks.
+        replicate: the number of full copies of the sharded model (HSDP).
+        context: the number of ranks that share a sequence. The ranks of a sequence also share the
+            dense parameters.
+        expert: the number of ranks that share the experts of one copy of the model.
 
     Raises:
         PlanError: a degree is below 1, or does not divide the number of ranks that it splits.

@@ -30,7 +30,7 @@ def experts(
     gate_up: Float[Tensor, "experts gate_and_up hidden"],
     down: Float[Tensor, "experts hidden intermediate"],
 ) -> Float[Tensor, "tokens hidden"]:
-    """Compute the result of `GroupedExperts`, one token and one choice after the other. Local.
+    """Compute the result of `GroupedExperts`, one choice of one token at a time. Local.
 
     Differentiable. Returns float64.
     """
@@ -61,12 +61,13 @@ def attention(
     sinks: Float[Tensor, " heads"] | None = None,
     parents: Sequence[int] | None = None,
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """Compute the result of `ring_attention` and `ulysses_attention` from all scores. Local.
+    """Compute `ring_attention` and `ulysses_attention` from the matrix of all scores. Local.
 
     Differentiable. Returns float64.
 
     Args:
-        parents: for each document the document that it continues, or -1. Documents are in preorder.
+        parents: for each document, the document that it continues, or -1. Documents are in
+            preorder.
     """
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))

@@ -50,15 +50,15 @@ class SequencePlan:
 
     Split every tensor of tokens by the same plan: ids, positions, masks and labels. A rank keeps
     its tokens in the order of the whole sequence. Make a plan with `plan_sequence`. Equal arguments
-    make equal plans, so every rank makes its own.
+    give equal plans, so every rank makes its own plan.
 
     Attributes:
-        document_lengths: tokens of each document. A length may be 0.
-        order: the order that the plan was made with.
+        document_lengths: the number of tokens in each document. A length may be 0.
+        order: the argument `order` of `plan_sequence`.
         pieces: for each rank, the ascending (start, stop) of each contiguous range of tokens.
         costs: the cost of each rank's tokens, in the unit of `plan_sequence`'s `cost`.
-        parents: for each document the document that it continues, or -1. None if no document
-            continues another.
+        parents: for each document, the document that it continues, or -1. `parents=None` means that
+            all documents are roots.
     """
 
     document_lengths: tuple[int, ...]
@@ -87,12 +87,12 @@ class SequencePlan:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
+        """Number of tokens on each rank."""
         return tuple(sum(stop - start for start, stop in own) for own in self.pieces)
 
     @property
     def max_over_mean(self) -> float:
-        """The cost of the busiest rank over the mean cost. 1 is balanced."""
+        """The cost of the busiest rank divided by the mean cost. 1 means perfect balance."""
         mean = sum(self.costs) / self.ranks
         return max(self.costs) / mean if mean else 1.0
 
@@ -108,7 +108,7 @@ class SequencePlan:
         return Ancestry.of(self.document_lengths, self.parents)
 
     def table(self) -> str:
-        """Return one line per rank: tokens, contiguous ranges, and cost over the mean."""
+        """Return one line per rank: tokens, contiguous ranges, and cost / mean cost."""
         mean = sum(self.costs) / self.ranks or 1.0
         lines = [f"{'rank':<6}{'tokens':>10}{'runs':>7}{'cost/mean':>11}"]
         for rank, (own, cost) in enumerate(zip(self.pieces, self.costs, strict=True)):
@@ -134,7 +134,7 @@ class SequencePlan:
     def positions(self, rank: int) -> Tensor:
         """Return int64 `[local_tokens]`: each token's place in its document, from 0. Local.
 
-        If a document continues another one, its tokens are counted from the root document's start.
+        If documents continue other documents, positions count from the start of the root document.
         """
         if self.parents is not None:
             return torch.from_numpy(self.ancestry.depths)[self.indices(rank)]
@@ -143,8 +143,8 @@ class SequencePlan:
     def labels(self, tokens: Tensor, *, dim: int = -1, ignore_index: int = -100) -> Tensor:
         """Return the next token of each token, and `ignore_index` at each document's end. Local.
 
-        Pass the whole sequence, then split the result. The next token of a rank's last token may be
-        on another rank.
+        Pass the whole sequence, then split the result, because the next token of a rank's last
+        token may be on another rank.
 
         Raises:
             ShapeError: `tokens` is not the whole sequence along `dim`.
@@ -187,8 +187,8 @@ class SequencePlan:
     ) -> Tensor:
         """Return the whole sequence on every rank. Collective over `group`. Differentiable.
 
-        Every rank receives the parts of all other ranks once. In backward, the gradients of a token
-        from all ranks go to the token's own rank, which sums them.
+        Every rank receives the parts of all other ranks once. In backward, each rank receives and
+        adds the gradients of its own tokens from all ranks.
 
         Args:
             check: as in `ring_attention`.
@@ -196,7 +196,7 @@ class SequencePlan:
         Raises:
             ShapeError: `local` is not this rank's part along `dim`.
             PlanError: `group` and the plan have different numbers of ranks, or ranks differ in
-                plan, sizes or in whether they need gradients.
+                plans, in sizes, or in whether gradients are needed.
             RankError: another rank refused its arguments.
         """
         with agreed("SequencePlan.join", local, group=group, check=check) as call:
@@ -216,14 +216,14 @@ class SequencePlan:
 
     @cached_property
     def whole(self) -> SequencePlan:
-        """A plan of the same documents on one rank."""
+        """A plan that assigns the documents of this plan to one rank."""
         pieces = merge_pieces([(0, self.tokens)])
         costs = (sum(self.costs),)
         return SequencePlan(self.document_lengths, "contiguous", (pieces,), costs, self.parents)
 
     @cached_property
     def token_of_row(self) -> Tensor:
-        """`[tokens]`: the place in the sequence of each row, if ranks' tokens are concatenated."""
+        """`[tokens]`: for the concatenated parts of all ranks, each row's place in the sequence."""
         return torch.cat([self.indices(rank) for rank in range(self.ranks)])
 
     @cached_property
@@ -232,7 +232,7 @@ class SequencePlan:
         return self.token_of_row.argsort()
 
     def check_group(self, group: dist.ProcessGroup) -> None:
-        """Raise PlanError if `group` lacks this rank, or its size is not `ranks`. Local."""
+        """Raise PlanError if `group` lacks this rank, or has a size other than `ranks`. Local."""
         check_group(group)
         if group.size() != self.ranks:
             raise PlanError(
@@ -327,23 +327,25 @@ def plan_sequence(
     """Assign the tokens of packed documents to the ranks that share the sequence. Pure.
 
     - `contiguous` gives each rank one contiguous range, which suits recurrences best.
-    - `zigzag` gives each rank one early and one late range. This balances causal attention only if
+    - `zigzag` gives each rank one early and one late range, which balances causal attention only if
       one long document fills the sequence.
-    - `balanced` assigns chunks, the most expensive first. Each chunk goes to the rank with the
-      least work among the ranks that still need chunks. This balances memory and work for any
-      documents.
+    - `balanced` assigns chunks to ranks, the most expensive chunks first. Each chunk goes to the
+      rank with the least work among the ranks that still need chunks. `balanced` balances memory
+      and work for any documents.
 
-    Lengths need not be divisible by `ranks`. Ranks may get different numbers of tokens, also zero.
+    The lengths of documents need not be divisible by `ranks`. Ranks may get different numbers of
+    tokens, also zero.
 
     Args:
-        document_lengths: tokens of each document, in the order in which they are packed.
-        parents: for each document the document that it continues, or -1. A token then also sees the
+        document_lengths: the number of tokens in each document, in the order in which documents are
+            packed.
+        parents: for each document, the document that it continues, or -1. A token also sees the
             documents that its document continues, up to the root. Documents must be in preorder:
-            all documents that continue a document, directly or not, come right after it. A
-            `losses.packing.TreePlan` has such parents.
+            all documents that continue a document, directly or not, come right after the document.
+            The `parents` of a `losses.packing.TreePlan` are in preorder.
         cost: a function from the positions of tokens in their documents to the cost of each token.
-            Default: position + 1, the number of keys that causal attention reads.
-        chunk_tokens: the tokens of one chunk of the order `balanced`.
+            The default cost is position + 1, the number of keys that causal attention reads.
+        chunk_tokens: the number of tokens in a chunk of the order `balanced`.
 
     Raises:
         PlanError: the order is unknown, a number is out of range, or `parents` are not in preorder.

@@ -1,8 +1,8 @@
-"""Plans before a training run: the GPUs of trainer and engine, and a simulation of speed and age.
+"""Planning of GPUs, training speed and staleness before a training run.
 
-`split` divides GPUs. `simulation` plays the asynchronous loop in virtual time. Three modules
-compute in closed form: `capacity` (KV memory), `traffic` (bytes of a step over ranks), and `dsa`
-(sparse attention).
+`split` divides GPUs. `simulation` runs the asynchronous loop in virtual time. The modules
+`capacity` (KV memory), `traffic` (bytes of a step over ranks) and `dsa` (sparse attention) compute
+costs from formulas.
 """
 
 from .engine import EngineModel, decode_latency

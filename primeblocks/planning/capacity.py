@@ -1,4 +1,4 @@
-"""The fewest GPUs that hold a batch of rollouts, the load of each tier, and evictions' cost."""
+"""The fewest GPUs for a batch of rollouts, the load of each tier, and the cost of evictions."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ class Gpu:
 
     Attributes:
         memory_bytes: the whole memory.
-        memory_fraction: the share that the engine may use, weights included.
-        reserve_bytes: the part of that share for activations, graphs and communication.
+        memory_fraction: the share of the memory that the engine may use, including weights.
+        reserve_bytes: bytes of the engine's share that are reserved for activations, graphs and
+            communication.
 
     Raises:
-        PlanError: these numbers leave no memory for weights and pages.
+        PlanError: a number is out of range, or no memory remains for weights and pages.
     """
 
     memory_bytes: int
@@ -57,7 +58,7 @@ class Gpu:
 
     @property
     def usable_bytes(self) -> int:
-        """Bytes for weights and pages."""
+        """Bytes that remain for weights and pages."""
         return int(self.memory_bytes * self.memory_fraction) - self.reserve_bytes
 
 
@@ -66,16 +67,17 @@ class Weights:
     """Sizes of the weights, and the number of parameters that multiply each token.
 
     Attributes:
-        dense_bytes: all weights except routed experts. They are split over a replica's ranks and
-            copied to every replica.
-        expert_bytes: all routed experts together.
-        experts: routed experts per layer.
-        spread_experts: distribute whole experts over all GPUs. If False, a replica splits each
-            expert.
-        active_parameters: parameters that multiply one token, for the cost of recomputing.
+        dense_bytes: bytes of all weights except routed experts. Every replica stores a full copy of
+            dense weights, split over its ranks.
+        expert_bytes: bytes of all routed experts together.
+        experts: number of routed experts per layer.
+        spread_experts: distribute whole experts over all GPUs. With `spread_experts=False`, every
+            replica splits each expert over its ranks.
+        active_parameters: number of parameters that multiply each token, for the cost of
+            recomputing.
 
     Raises:
-        PlanError: a number is negative, or only one of `experts` and `expert_bytes` is given.
+        PlanError: a number is negative, or only one of `experts` and `expert_bytes` is above 0.
     """
 
     dense_bytes: int
@@ -93,10 +95,10 @@ class Weights:
             raise PlanError(f"expert_bytes needs experts, and experts need bytes; got {self}.")
 
     def rank_bytes(self, *, tensor: int, data: int) -> int:
-        """Return the bytes on the fullest GPU, for `data` replicas of `tensor` ranks.
+        """Return the bytes of weights on the fullest GPU, for `data` replicas of `tensor` ranks.
 
         Raises:
-            PlanError: a number is below 1.
+            PlanError: `tensor` or `data` is below 1.
         """
         check_counts(tensor=tensor, data=data)
         dense = -(-self.dense_bytes // tensor)
@@ -108,7 +110,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class KvTier:
-    """The load of one tier if every rollout is at its largest: whole prompts with all samples."""
+    """The load of a tier if all rollouts are at their largest. No prompt is split over tiers."""
 
     name: str
     rollouts: int
@@ -118,7 +120,7 @@ class KvTier:
 
 @dataclass(frozen=True)
 class Recompute:
-    """The cost of computing evicted rollouts once more."""
+    """The cost of recomputing each evicted rollout once."""
 
     rollouts: int
     tokens: int
@@ -130,16 +132,16 @@ class CapacityPlan:
     """The result of `plan_capacity`.
 
     Attributes:
-        groups: layers with equal caches.
+        groups: groups of layers with equal caches.
         gpus: number of GPUs.
-        tensor: ranks of one replica of attention.
-        page_tokens: tokens of a page.
-        weight_bytes: weights on a GPU.
-        kv_bytes: room for pages on a GPU.
-        peak_bytes: the most that pages need on a GPU of the fullest replica.
-        pages: pages of each group at that peak.
-        tiers: GPU, host and disk with their loads.
-        left_over: the cost to recompute, once, each rollout for which no tier has room.
+        tensor: number of ranks in one replica of the attention layers.
+        page_tokens: number of tokens in a page.
+        weight_bytes: bytes of weights on the fullest GPU.
+        kv_bytes: bytes of room for pages on each GPU.
+        peak_bytes: the maximum bytes that pages need on a GPU of the fullest replica.
+        pages: number of pages of each group at the peak.
+        tiers: the loads of GPU, host and disk.
+        left_over: the cost of recomputing, once each, all rollouts that do not fit in any tier.
     """
 
     groups: tuple[KvGroup, ...]
@@ -162,11 +164,11 @@ class CapacityPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether no rollout is evicted from a GPU before it ends, for every order of growth."""
+        """Whether all rollouts stay on their GPUs until they end, for every order of growth."""
         return self.peak_bytes <= self.kv_bytes
 
     def table(self) -> str:
-        """Return bytes by layer group, by GPU and by tier, then the cost of what is left over."""
+        """Return bytes by layer group, by GPU and by tier, then the cost of recomputation."""
         lines = [
             f"{'group':<20}{'layers':>7}{'bytes/token':>13}{'page bytes/GPU':>16}{'pages':>10}"
         ]
@@ -203,27 +205,31 @@ def plan_capacity(
 ) -> CapacityPlan:
     """Plan the memory of rollouts that are all in flight at once. Pure.
 
-    `gpus` form replicas of attention of `tensor` ranks each. Whole prompts are assigned to replicas
-    in turn, the largest first. Weights and key-value heads are split over a replica. Every rank of
-    a replica holds all latents. If heads are fewer than ranks, every rank holds one head.
+    The GPUs form replicas of the attention layers with `tensor` ranks each. Prompts with all their
+    samples are assigned to replicas in turn, the largest prompts first. Weights and key-value heads
+    are split over the ranks of a replica. Every rank of a replica stores all latents. If there are
+    more ranks than heads, every rank stores one head.
 
-    The plan promises that no rollout is evicted before it ends, for every order in which rollouts
-    may grow. An engine that computes prompts in chunks frees a window's pages after each chunk and
-    not after each token. For such an engine, add one chunk's pages of windowed layers to
-    `Gpu.reserve_bytes`. Page sizes of groups are added as they are, without padding to one size.
+    If `fits` is True, every rollout stays on its GPU until its end, for every order in which
+    rollouts may grow. An engine that computes prompts in chunks frees the pages before a window
+    only after each chunk. If an engine computes prompts in chunks, add one chunk's pages of
+    windowed layers to `Gpu.reserve_bytes`. The plan does not pad the pages of all groups to one
+    size.
 
     Args:
-        groups: layers with equal caches, from `kv_groups` or written by hand.
-        rollouts: one entry for each shape.
-        tensor: ranks of one replica.
-        gpus: number of GPUs. With None, the plan finds the smallest number that holds everything.
-        page_tokens: tokens of a page, which is the engine's block size.
-        host_bytes: memory of all machines together, for rollouts that the GPUs do not hold. A page
-            is stored there once, for any number of ranks.
-        disk_bytes: room on all disks together, for rollouts that host memory does not hold.
+        groups: groups of layers with equal caches, from `kv_groups` or written by hand.
+        rollouts: one entry for each shape of rollouts.
+        tensor: number of ranks in one replica.
+        gpus: number of GPUs. With `gpus=None`, the plan uses the smallest number with room for all
+            rollouts.
+        page_tokens: number of tokens in a page: the engine's block size.
+        host_bytes: host memory of all machines together, for rollouts that do not fit on the GPUs.
+            Host memory stores a page once, for any number of ranks.
+        disk_bytes: bytes of all disks together, for rollouts that do not fit in host memory.
 
     Raises:
-        PlanError: the numbers do not fit together.
+        PlanError: `groups` or `rollouts` is empty, a number is too small, or `tensor` does not fit
+            `gpus` or the number of heads.
         CapacityError: no number of GPUs is large enough, or the weights alone do not fit on `gpus`.
     """
     limits = {"host": host_bytes, "disk": disk_bytes}

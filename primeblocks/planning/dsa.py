@@ -1,4 +1,4 @@
-"""Costs of sparse attention over ranks, in closed form, before a process starts."""
+"""Formulas for the costs of sparse attention over ranks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class DsaSizes:
     `DsaSizes(heads=128, index_heads=64, layers=61, index_layers=61)`.
 
     Attributes:
-        heads: heads of attention.
-        index_heads: heads of the indexer.
-        layers: layers with sparse attention.
-        index_layers: layers that select. The other layers reuse a selection.
-        top_k: tokens that a query selects.
-        key_dim: numbers of a row that travels: latent and rotated part.
-        value_dim: columns of the row that are the value.
-        index_dim: numbers of a key of the indexer.
-        row_bytes: bytes of one number of a row.
-        index_bytes: bytes of one number of a key of the indexer.
-        index_speed: the indexer's FLOPs per second over those of attention. Kernels in float8 have
-            a larger value.
+        heads: number of attention heads.
+        index_heads: number of heads of the indexer.
+        layers: number of layers with sparse attention.
+        index_layers: number of layers that select tokens. All other layers reuse a selection.
+        top_k: number of tokens that a query selects.
+        key_dim: columns of a row that ranks send: latent and rotated part.
+        value_dim: columns of a row that are the value.
+        index_dim: columns of a key of the indexer.
+        row_bytes: bytes per number in a row.
+        index_bytes: bytes per number in a key of the indexer.
+        index_speed: the indexer's FLOPs per second, divided by the FLOPs per second of attention.
+            Kernels in float8 need a larger value than the default.
     """
 
     heads: int
@@ -64,11 +64,11 @@ _FORWARD_AND_BACKWARD = 3.5
 
 
 def dsa_cost(sizes: DsaSizes) -> Callable[[np.ndarray], np.ndarray]:
-    """Return the `cost` for `plan_sequence`: the cost of a token at each position. Pure.
+    """Return a `cost` for `plan_sequence`: a function from positions to costs of tokens. Pure.
 
     The unit is FLOPs of attention, for forward and backward of all layers. Attention reads
-    `min(position + 1, top_k)` rows. If there are more than `top_k` tokens, the indexer scores all
-    of them once first.
+    `min(position + 1, top_k)` rows. If a query sees more than `top_k` tokens, the indexer first
+    scores all of these tokens once.
     """
 
     def cost(positions: np.ndarray) -> np.ndarray:
@@ -95,15 +95,19 @@ class DsaPlan:
     """Costs of a layer for one rank, in bytes and FLOPs. The result of `plan_dsa`.
 
     Attributes:
-        gather_bytes: bytes received in the forward of a layer without indexer.
-        index_gather_bytes: additional bytes in a layer with indexer, in the same collective.
-        scatter_bytes: gradients received in backward, which also gathers the rows again.
-        indexer_flops: forward FLOPs of the busiest rank.
-        attention_flops: forward FLOPs of the busiest rank.
-        max_over_mean: the busiest rank's cost over the mean, for all layers, forward and backward.
-        score_bytes: the most memory that chunks of scores and their selection take at once.
-        full_score_bytes: the matrix `[local_tokens, tokens]` in float32, which is never made.
-        indices_bytes: memory of a selection, int32.
+        gather_bytes: bytes that a rank receives in the forward of a layer without indexer.
+        index_gather_bytes: additional bytes that a rank receives in a layer with an indexer, in the
+            same collective as the rows.
+        scatter_bytes: bytes of gradients that a rank receives in backward. Backward also gathers
+            the rows again.
+        indexer_flops: forward FLOPs of the indexer on the busiest rank.
+        attention_flops: forward FLOPs of attention on the busiest rank.
+        max_over_mean: the busiest rank's cost divided by the mean cost, for all layers, forward and
+            backward.
+        score_bytes: the maximum bytes of a chunk of scores and its selection.
+        full_score_bytes: bytes of all scores, `[local_tokens, tokens]` in float32, which are never
+            stored together.
+        indices_bytes: bytes of a selection in int32.
     """
 
     gather_bytes: int
@@ -121,7 +125,7 @@ class DsaPlan:
         return self.score_bytes / self.full_score_bytes if self.full_score_bytes else 0.0
 
     def table(self) -> str:
-        """Return one line per number."""
+        """Return one line for each cost."""
         mib = {
             "received forward, rows": self.gather_bytes,
             "received forward, index keys": self.index_gather_bytes,
@@ -139,9 +143,9 @@ class DsaPlan:
 
 
 def plan_dsa(sequence: SequencePlan, sizes: DsaSizes, *, chunk_bytes: int = 64 << 20) -> DsaPlan:
-    """Compute what sparse attention over a plan sends, computes and stores. Pure.
+    """Compute the traffic, FLOPs and memory of sparse attention over a plan. Pure.
 
-    `chunk_bytes` is that of `TopK`.
+    `chunk_bytes` is the argument `chunk_bytes` of `TopK`.
     """
     others, most = sequence.ranks - 1, max(sequence.counts)
     cost = dsa_cost(sizes)

@@ -21,10 +21,10 @@ __all__ = ["EngineModel", "SimulatedEngine", "decode_latency"]
 
 
 def decode_latency(*, step_s: float, request_s: float = 0.0) -> Callable[[int], float]:
-    """Return the throughput of an engine whose decode step takes `step_s + running * request_s`.
+    """Return the throughput of an engine with decode steps of `step_s + running * request_s`.
 
-    The first term is the time to read the weights. The second is the time to read caches and to
-    compute. Pure.
+    `step_s` is the time in seconds to read the weights. `request_s` is the time per request to read
+    the cache and to compute. Pure.
     """
     if step_s <= 0 or request_s < 0:
         raise UsageError(
@@ -35,11 +35,11 @@ def decode_latency(*, step_s: float, request_s: float = 0.0) -> Callable[[int], 
 
 @dataclass(frozen=True)
 class EngineModel:
-    """One engine, as it was measured.
+    """The measured throughput of one engine.
 
     Args:
-        tokens_per_s: maps the number of running requests to their throughput together.
-        max_running: the most requests that run at once. More requests wait in a queue.
+        tokens_per_s: a function from the number of running requests to their total throughput.
+        max_running: the maximum number of running requests. Further requests wait in a queue.
 
     Raises:
         UsageError: `tokens_per_s` cannot be called, or `max_running` is below 1.
@@ -56,7 +56,7 @@ class EngineModel:
             )
 
     def token_s(self, running: int) -> float:
-        """Return the seconds between two tokens of a request when `running` are running. Pure."""
+        """Return the seconds between two tokens of a request while `running` requests run. Pure."""
         return running / self.tokens_per_s(running)
 
 

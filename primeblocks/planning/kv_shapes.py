@@ -37,22 +37,24 @@ _INDEXED = "indexed_attention"  # latents with an indexer
 
 @dataclass(frozen=True)
 class KvGroup:
-    """Layers with equal caches.
+    """A group of layers with equal caches.
 
     Attributes:
         name: the group's name in a plan.
         layers: number of layers.
-        head_bytes: keys and values of one token, in one head of one layer.
-        heads: key-value heads per layer. Tensor-parallel ranks share them, or hold copies if there
-            are more ranks than heads. Latents and index keys have one head.
-        window: tokens that a token sees, itself included. Earlier pages are freed. With None, it
-            sees all tokens.
-        state_head_bytes: bytes of a rollout's state of fixed size, in one head of one layer.
-        pair_flops: FLOPs of attention of one query to one key in one layer, over all heads.
-        max_keys: the most keys that a query attends to (sparse attention). All keys are stored.
+        head_bytes: bytes of the keys and values of one token, in one head of one layer.
+        heads: number of key-value heads per layer. Tensor-parallel ranks divide the heads, or store
+            copies if there are more ranks than heads. Latents and index keys have one head.
+        window: number of tokens that a token sees, including itself. Pages before the window are
+            freed. With `window=None`, a token sees all earlier tokens.
+        state_head_bytes: bytes of a rollout's recurrent and convolution states, in one head of one
+            layer.
+        pair_flops: FLOPs of attention from one query to one key in one layer, over all heads.
+        max_keys: with sparse attention, the maximum number of keys that a query attends to. The
+            cache stores all keys.
 
     Raises:
-        PlanError: a count is below 1, bytes are negative, or the group stores nothing.
+        PlanError: a count is below 1, bytes are negative, or the group stores no bytes.
     """
 
     name: str
@@ -79,10 +81,11 @@ class KvGroup:
         return self.layers * self.heads * self.head_bytes
 
     def rank_heads(self, tensor: int) -> int:
-        """Count heads on each of `tensor` ranks.
+        """Return the number of heads on each of `tensor` ranks.
 
         Raises:
-            PlanError: neither of `heads` and `tensor` divides the other, or `tensor` is below 1.
+            PlanError: `tensor` does not divide `heads` and is not a multiple of `heads`, or
+                `tensor` is below 1.
         """
         check_counts(tensor=tensor)
         if self.heads % tensor and tensor % self.heads:
@@ -98,7 +101,7 @@ class KvGroup:
         return self.layers * self.rank_heads(tensor) * self.head_bytes * page_tokens
 
     def state_bytes(self, *, tensor: int = 1) -> int:
-        """Return the bytes of a rollout's fixed state in all layers, on one of `tensor` ranks."""
+        """Return the bytes of a rollout's states in all layers, on one of `tensor` ranks."""
         return self.layers * self.rank_heads(tensor) * self.state_head_bytes
 
 
@@ -108,12 +111,13 @@ class Rollouts:
 
     Attributes:
         prompts: number of different prompts.
-        prompt_tokens: length of each prompt.
-        completion_tokens: the most tokens after the prompt in one rollout, over all turns.
-        samples: rollouts per prompt. They share the prompt's whole pages.
+        prompt_tokens: number of tokens in each prompt.
+        completion_tokens: maximum number of tokens after the prompt in one rollout, over all turns.
+        samples: number of rollouts per prompt. The rollouts of a prompt share the full pages of the
+            prompt.
 
     Raises:
-        PlanError: a number is below 1.
+        PlanError: an attribute is below 1.
     """
 
     prompts: int
@@ -127,11 +131,14 @@ class Rollouts:
 
     @property
     def tokens(self) -> int:
-        """Tokens with keys and values: all but the last, because no later token attends to it."""
+        """Tokens with keys and values: all except the last, which no later token attends to."""
         return self.prompt_tokens + self.completion_tokens - 1
 
     def shared_pages(self, page_tokens: int) -> int:
-        """Count whole pages before the prompt's last token, which every sample computes itself."""
+        """Return the number of full pages before the prompt's last token.
+
+        Every sample computes the last token of the prompt itself.
+        """
         return (self.prompt_tokens - 1) // page_tokens
 
 
@@ -145,20 +152,21 @@ class Footprint(NamedTuple):
 def kv_groups(config: Any, *, kv_dtype: str = "bfloat16") -> tuple[KvGroup, ...]:
     """Read the groups of layers from a configuration of transformers. Pure.
 
-    Reads multi-head and grouped-query attention, latents (`kv_lora_rank`), index keys of sparse
-    attention (`index_head_dim`), sliding windows, gated delta networks and Kimi's delta attention
-    (`layer_types`).
+    The function reads multi-head and grouped-query attention, latents (`kv_lora_rank`), index keys
+    of sparse attention (`index_head_dim`), sliding windows, gated delta networks and Kimi's delta
+    attention (`layer_types`).
 
     Args:
         config: an object or a mapping, such as the content of config.json.
-        kv_dtype: float32, bfloat16, float16, fp8, or fp8_ds_mla. fp8_ds_mla is for latents only:
-            per token 512 bytes, four float32 scales and 64 unquantized bfloat16 values. Recurrent
-            states of linear attention are float32. The states of its convolutions have `kv_dtype`,
-            or bfloat16 if `kv_dtype` is quantized.
+        kv_dtype: float32, bfloat16, float16, fp8, or `fp8_ds_mla`. With `fp8_ds_mla`, which is only
+            for latents, a token has 512 bytes, four float32 scales and 64 unquantized bfloat16
+            values. Recurrent states of linear attention are float32. Convolution states of linear
+            attention have `kv_dtype`, or bfloat16 if `kv_dtype` is quantized.
 
     Raises:
-        PlanError: a needed size is absent or not a count.
-        UnsupportedError: layers or dtypes are unknown.
+        PlanError: the configuration lacks a needed size, or a size is not a positive whole number.
+        UnsupportedError: the configuration has layers that `kv_groups` cannot read, or `kv_dtype`
+            is unknown or does not fit the model.
     """
     if (inner := _get(config, "text_config")) is not None:  # of a multimodal model
         config = inner

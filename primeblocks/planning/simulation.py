@@ -36,14 +36,16 @@ class StepRecord:
     """One step of a simulated loop.
 
     Args:
-        engine_busy_s: mean seconds, until the end of the step, in which an engine had a request.
-        lags: for each group, the version that trained on it minus the version at its submission.
-        token_lag: the mean of the same difference over tokens.
-        tokens: tokens of each sample in the step.
-        masked_tokens: tokens that do not count in the loss because of their age.
-        dropped: groups dropped because of their age.
-        failed: attempts that raised.
-        lost: prompts that used up their attempts.
+        engine_busy_s: until the end of the step, the seconds in which an engine had requests,
+            averaged over engines.
+        lags: for each group, the version at its training minus the version at its submission.
+        token_lag: the mean over tokens of the version at training minus the version that sampled
+            the token.
+        tokens: the number of tokens in each sample of the step.
+        masked_tokens: the number of tokens that do not count in the loss because of their age.
+        dropped: the number of groups that were dropped because of their age.
+        failed: the number of attempts that raised an error.
+        lost: the number of prompts that used up their attempts.
     """
 
     end_s: float
@@ -64,8 +66,9 @@ class Simulation:
 
     Args:
         steps: one record per step.
-        settle: the number of steps that averages exclude.
-        sampled_tokens: lengths, in order, of all samples that began and did not fail.
+        settle: the number of steps at the start that averages exclude.
+        sampled_tokens: the number of tokens in each sample that began and did not fail, in the
+            order of beginning.
     """
 
     steps: tuple[StepRecord, ...]
@@ -95,29 +98,29 @@ class Simulation:
 
     @property
     def engine_idle(self) -> float:
-        """The share of time in which an engine had 0 requests."""
+        """The share of time in which an engine had 0 requests, averaged over engines."""
         before = self.steps[self.settle - 1].engine_busy_s if self.settle else 0.0
         return 1 - (self.steps[-1].engine_busy_s - before) / self.settled_s
 
     @property
     def lag(self) -> float:
-        """Mean lag of a group: optimizer steps from its submission to its training."""
+        """Mean number of optimizer steps from a group's submission to the group's training."""
         return float(np.mean([lag for step in self.settled for lag in step.lags]))
 
     @property
     def token_lag(self) -> float:
-        """Mean lag of a token: optimizer steps since the policy that made it."""
+        """Mean number of optimizer steps between a token's policy and the token's training."""
         sizes = [sum(step.tokens) for step in self.settled]
         return float(np.average([step.token_lag for step in self.settled], weights=sizes))
 
     @property
     def lags(self) -> dict[int, int]:
-        """The number of groups by lag."""
+        """The number of groups for each lag in optimizer steps."""
         return dict(sorted(Counter(lag for step in self.settled for lag in step.lags).items()))
 
     @property
     def dropped(self) -> int:
-        """Groups dropped because of their age."""
+        """Number of groups that were dropped because of their age."""
         return sum(step.dropped for step in self.settled)
 
     @property
@@ -132,12 +135,12 @@ class Simulation:
 
     @property
     def trained_tokens(self) -> NDArray[np.float64]:
-        """Lengths of all samples trained on."""
+        """Number of tokens in each trained sample."""
         return np.array([tokens for step in self.settled for tokens in step.tokens])
 
     @property
     def settled_s(self) -> float:
-        """Seconds of the steps that averages include."""
+        """Total seconds of the steps that averages include."""
         return self.total_s - (self.steps[self.settle - 1].end_s if self.settle else 0.0)
 
     def table(self) -> str:
@@ -182,32 +185,37 @@ def simulate(
     seed: int = 0,
     progress: Callable[[int, int], object] | None = None,
 ) -> Simulation:
-    """Run `AsyncLoop` with its buffer and scheduler for `steps` steps of virtual time. Local.
+    """Run `AsyncLoop` with its buffer and scheduler for `steps` steps in virtual time. Local.
 
-    A prompt's samples depend only on `seed`, its ordinal and the attempt. Runs with other limits
-    therefore see the same prompts.
+    The samples of a prompt depend only on `seed`, the prompt's ordinal and the attempt. Simulations
+    that differ only in limits therefore use the same samples.
 
     Do not call this function from a coroutine of the same thread.
 
     Args:
-        workload: the prompts and the lengths of their answers.
-        engines: each request goes to the engine with the fewest requests (`serving.least_loaded`).
-        train_s: seconds of a step, or a callable of the batch's tokens.
-        staleness: the policy of the loop.
-        batch_size: groups in a step.
-        max_in_flight: requests at a time. A request is a group, or a sample with `by_sample`.
-        publish_s: seconds after a step until engines have the new weights. The trainer waits.
-        pause_s: the last part of `publish_s`, in which engines pause.
+        workload: the lengths of answers, the number of turns, and the latency of tools.
+        engines: the simulated engines. Each request goes to the engine with the fewest requests
+            (`serving.least_loaded`).
+        train_s: seconds of a training step, or a function from the number of tokens in a batch to
+            seconds.
+        staleness: the loop's policy for stale rollouts.
+        batch_size: the number of groups in a step.
+        max_in_flight: the maximum number of requests at a time. A request is a group, or a sample
+            with `by_sample`.
+        publish_s: seconds after a training step until engines have the new weights. The trainer
+            waits during `publish_s`.
+        pause_s: seconds at the end of `publish_s` in which engines pause.
         by_sample: request single samples (`group_size`) instead of whole groups.
         retries: retries of samples that fail.
-        steps: steps to simulate.
-        settle: the number of first steps that averages exclude.
-        seed: the seed of all draws.
-        progress: called with the steps simulated and `steps`, after each step.
+        steps: the number of steps to simulate.
+        settle: the number of steps at the start that averages exclude.
+        seed: the seed of all random numbers.
+        progress: a function that is called after each step with the number of simulated steps and
+            `steps`.
 
     Raises:
-        UsageError: there are 0 engines or steps, `pause_s` is longer than `publish_s`, or `train_s`
-            is neither seconds nor a function.
+        UsageError: `engines` is empty, `settle` is not below `steps`, `pause_s` is longer than
+            `publish_s`, or `train_s` is neither seconds nor a function.
     """
     if not engines or not 0 <= settle < steps or not 0 <= pause_s <= publish_s:
         raise UsageError(

@@ -25,11 +25,12 @@ class CostTable:
     """Seconds per sample of a trainer or an engine, by micro-batch and model-parallel degree.
 
     Args:
-        sample_s: measured seconds per sample of one replica of `degree` GPUs, by
-            `(micro_batch, degree)`. For an engine, the micro-batch is the number of samples that
-            run at a time.
-        weight_bytes: weights of one replica. For a trainer include gradients and optimizer state.
-        sample_bytes: memory of one sample of a micro-batch on one replica: activations or KV cache.
+        sample_s: measured seconds per sample by `(micro_batch, degree)`, for one replica of
+            `degree` GPUs. For an engine, `micro_batch` is the number of samples that run at a time.
+        weight_bytes: bytes of one replica's weights. For a trainer, include gradients and optimizer
+            state.
+        sample_bytes: bytes of activations or KV cache for each sample of a micro-batch, on one
+            replica.
 
     Raises:
         PlanError: `sample_s` is empty, or a number is out of range.
@@ -50,11 +51,14 @@ class CostTable:
             )
 
     def gpu_bytes(self, micro_batch: int, degree: int) -> float:
-        """Return the memory that a GPU of a replica needs."""
+        """Return the bytes of memory that each GPU of a replica needs."""
         return (self.weight_bytes + micro_batch * self.sample_bytes) / degree
 
     def batch_s(self, micro_batch: float, degree: int) -> float:
-        """Return interpolated seconds of a micro-batch, at least those of the smallest one."""
+        """Return the seconds of a micro-batch, interpolated between measured sizes.
+
+        The result is at least the seconds of the smallest measured size.
+        """
         table = sorted((b, b * s) for (b, m), s in self.sample_s.items() if m == degree)
         sizes, seconds = zip(*table, strict=True)
         return float(np.interp(micro_batch, sizes, seconds))
@@ -62,9 +66,10 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a loop: replicas of `degree` GPUs that take `micro_batch` samples at a time.
+    """One side of a loop: replicas of `degree` GPUs with `micro_batch` samples at a time.
 
-    `step_s` are the seconds for a batch without waiting, `gpu_bytes` the memory needed on a GPU.
+    `step_s` is the time of a batch in seconds, without waiting. `gpu_bytes` is the memory that each
+    GPU needs.
     """
 
     degree: int
@@ -84,12 +89,12 @@ class SplitPlan:
     """GPUs for the trainer and for the engine, and the resulting step times.
 
     Args:
-        publish_s: seconds that the trainer waits for the engine. Part of every step time except
-            `bound_s`.
-        together_s: seconds of a synchronous step, in which both sides use all GPUs in turn.
-            Infinite if the two sides do not fit on the same GPUs.
-        bound_s: a lower bound of asynchronous steps, with fractions of GPUs and each side at its
-            best.
+        publish_s: seconds that the trainer waits for the engine. `async_s` and `together_s` count
+            `publish_s`, but `bound_s` does not.
+        together_s: seconds of a synchronous step, in which trainer and engine use all GPUs in turn.
+            The value is infinite if trainer and engine do not fit on the same GPUs.
+        bound_s: a lower bound of the seconds of an asynchronous step. The bound allows fractions of
+            GPUs, and uses the choices with the fewest GPU-seconds for trainer and for engine.
     """
 
     trainer: Side
@@ -105,7 +110,7 @@ class SplitPlan:
 
     @property
     def async_s(self) -> float:
-        """Seconds of an asynchronous step, which are those of the slower side."""
+        """Seconds of an asynchronous step: the larger of the trainer's and the engine's seconds."""
         return max(self.trainer.step_s + self.publish_s, self.engine.step_s)
 
     @property
@@ -114,7 +119,7 @@ class SplitPlan:
         return self.together_s / self.async_s
 
     def table(self) -> str:
-        """Return the plan as text: one line per side, then one line per way to run it."""
+        """Return one line each for trainer and engine, then the seconds of each kind of step."""
         lines = ["side      GPUs  degree  replicas  micro-batch  GB a GPU  s a batch"]
         for name, side in (("trainer", self.trainer), ("engine", self.engine)):
             lines.append(
@@ -143,22 +148,22 @@ def plan_split(
     max_off_policy_steps: int = 1,
     publish_s: float = 0.0,
 ) -> SplitPlan:
-    """Choose GPUs, model-parallel degrees and micro-batches of both sides. Pure.
+    """Choose GPUs, model-parallel degrees and micro-batches of trainer and engine. Pure.
 
-    Tries all choices. The asynchronous loop gives each side its own GPUs, with two memory
-    constraints and two degrees. In the synchronous loop all GPUs do both in turn, with one degree
-    and one memory constraint.
+    The search tries all choices. In the asynchronous loop, trainer and engine have separate GPUs,
+    degrees and memory limits. In the synchronous loop, all GPUs generate and train in turn, with
+    one degree and one memory limit.
 
     Args:
-        gpus: the number of all GPUs.
-        batch_size: samples in a step.
-        memory_bytes: memory of a GPU.
-        max_off_policy_steps: the most batches that are generated ahead.
-        publish_s: seconds after a step that the trainer waits for the engine.
+        gpus: the total number of GPUs.
+        batch_size: the number of samples in a step.
+        memory_bytes: bytes of memory of each GPU.
+        max_off_policy_steps: the maximum number of batches that the engine generates ahead.
+        publish_s: seconds that the trainer waits for the engine after each step.
 
     Raises:
-        PlanError: a number is out of range, or no choice fits. The message then gives the least
-            memory that would fit.
+        PlanError: a number is out of range, or no choice fits in memory. If no choice fits, the
+            message contains the minimum memory of trainer and engine.
     """
     sizes = memory_bytes > 0 and publish_s >= 0 and math.isfinite(memory_bytes + publish_s)
     if not sizes or min(batch_size, max_off_policy_steps) < 1 or gpus < 2:

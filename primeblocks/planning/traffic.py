@@ -19,24 +19,25 @@ class StepSizes:
     """The sizes of a model, and of one rank's part of one micro-batch.
 
     Attributes:
-        tokens: tokens of one rank.
-        hidden: width of the rows that travel to experts.
-        num_experts: routed experts per layer.
-        top_k: experts per token.
-        expert_layers: layers with experts.
-        layers: layers with attention.
-        heads: query heads.
-        key_heads: key-value heads.
-        head_dim: the size of a head of queries, keys and values. Pass the mean if sizes differ.
-        root_parameters: parameters outside of the layers, such as embedding and head.
-        layer_parameters: parameters of all layers without experts.
-        expert_parameters: parameters of all experts of all layers.
+        tokens: number of tokens on one rank.
+        hidden: width of the rows that are sent to experts.
+        num_experts: number of routed experts per layer.
+        top_k: number of experts per token.
+        expert_layers: number of layers with experts.
+        layers: number of layers with attention.
+        heads: number of query heads.
+        key_heads: number of key-value heads.
+        head_dim: the head size of queries, keys and values, or the mean of different sizes.
+        root_parameters: number of parameters outside of the layers, such as embedding and head.
+        layer_parameters: number of parameters in all layers, without experts.
+        expert_parameters: number of parameters in all experts of all layers.
         parameter_bytes: bytes of one gathered parameter.
         gradient_bytes: bytes of one reduced gradient.
-        activation_bytes: bytes of one activation. Sums of gradients travel in at least 4 bytes.
-        recompute: activation checkpointing runs the layers' forward twice.
-        latent_dim: numbers per token that travel for all heads in latent attention, such as
-            512 + 64. 0 if keys and values travel.
+        activation_bytes: bytes per number of an activation. Sums of gradients are sent with at
+            least 4 bytes per number.
+        recompute: True if activation checkpointing runs the layers' forward twice.
+        latent_dim: with latent attention, how many values ranks send per token for all heads
+            together, such as 512 + 64. Pass 0 if ranks send keys and values.
     """
 
     tokens: int
@@ -60,7 +61,7 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that one rank receives from others in one micro-batch. The result of `plan_traffic`.
+    """The result of `plan_traffic`: bytes that one rank receives in one micro-batch.
 
     Attributes:
         rows: (axis, purpose, bytes).
@@ -73,7 +74,7 @@ class Traffic:
         return sum(size for *_, size in self.rows)
 
     def of(self, axis: str) -> float:
-        """Bytes over one axis."""
+        """Return the bytes that are received over one axis."""
         return sum(size for name, _, size in self.rows if name == axis)
 
     def table(self) -> str:
@@ -89,15 +90,16 @@ def plan_traffic(
 ) -> Traffic:
     """Compute the bytes that one micro-batch sends over each axis, forward and backward. Pure.
 
-    Assumes that tokens choose experts evenly and that sequences are split evenly. Checks and
-    counts, about a kilobyte per call, are left out.
+    The formulas assume that tokens choose experts evenly and that sequences are split evenly. The
+    result leaves out checks and counts, which are about a kilobyte per call.
 
     Args:
-        dispatch: "once_per_choice" (`AllToAllDispatcher`) or "once_per_rank".
+        dispatch: `"once_per_choice"` (`AllToAllDispatcher`) or `"once_per_rank"`
+            (`OncePerRankDispatcher`).
         attention: "ring" or "ulysses".
 
     Raises:
-        PlanError: `plan` or `sizes` has another type, `dispatch` or `attention` is unknown, or the
+        PlanError: `plan` or `sizes` has a wrong type, `dispatch` or `attention` is unknown, or the
             expert degree does not divide the experts.
     """
     if not isinstance(plan, MeshPlan):

@@ -45,11 +45,11 @@ _WEIGHTS = 3 * _V**2 / np.sum(3 * _V**2)
 
 @dataclass(frozen=True, eq=False)
 class Distribution:
-    """A distribution of positive numbers: tokens, or seconds.
+    """A distribution of positive numbers, such as tokens or seconds.
 
     Args:
-        name: the name in tables.
-        quantile: maps levels in (0, 1) to values, both float64 arrays. It must not decrease.
+        name: the name of the distribution in tables.
+        quantile: a non-decreasing function from levels in (0, 1) to values, both float64 arrays.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Distribution:
         return f"<Distribution {self.name}: mean {self.mean:.4g}>"
 
     def draw(self, generator: np.random.Generator, count: int) -> NDArray[np.float64]:
-        """Return `count` independent values. Local."""
+        """Draw `count` independent values. Local."""
         return self.quantile(generator.random(count))
 
     @cached_property
@@ -68,18 +68,18 @@ class Distribution:
 
 
 def constant(value: float) -> Distribution:
-    """Return the distribution of one value. Pure."""
+    """Return a distribution with a single value. Pure."""
     _positive(value=value)
     return Distribution(f"constant {value:.4g}", lambda u: np.full(np.shape(u), float(value)))
 
 
 def lognormal(*, mean: float, sigma: float, maximum: float | None = None) -> Distribution:
-    """Return a lognormal distribution, cut off at `maximum` as answers are. Pure.
+    """Return a lognormal distribution that is cut off at `maximum`. Pure.
 
     Args:
-        mean: the mean before the cut. The result has a smaller mean.
-        sigma: standard deviation of the logarithm. Lengths of answers usually have 0.9 to 1.2.
-        maximum: larger values become this value.
+        mean: the mean before the cut. After the cut, the mean is smaller.
+        sigma: standard deviation of the logarithm, usually 0.9 to 1.2 for lengths of answers.
+        maximum: values above `maximum` become `maximum`.
     """
     _positive(mean=mean, maximum=maximum)
     if sigma < 0:
@@ -94,7 +94,7 @@ def lognormal(*, mean: float, sigma: float, maximum: float | None = None) -> Dis
 
 
 def empirical(values: Sequence[float]) -> Distribution:
-    """Return the distribution of measured values, all equally likely. Pure."""
+    """Return a distribution in which all measured values are equally likely. Pure."""
     ordered = np.sort(np.asarray(values, np.float64))
     if ordered.ndim != 1 or not ordered.size or not ordered[0] > 0 or not np.isfinite(ordered[-1]):
         raise UsageError(
@@ -109,17 +109,19 @@ def empirical(values: Sequence[float]) -> Distribution:
 
 @dataclass(frozen=True)
 class Workload:
-    """The prompts: the lengths of their answers, and their tools.
+    """The lengths of answers, the number of turns, and the latency of tools.
 
     Args:
-        tokens: tokens of one sample, over all its turns.
-        samples: samples of a group.
-        turns: turns of a sample, of equal length. A tool answers between two turns.
-        tool_s: latency of a tool. Required with several turns.
-        failure_rate: probability that a sample breaks off at some point with an error.
+        tokens: the number of tokens in a sample, over all turns.
+        samples: the number of samples in a group.
+        turns: the number of turns in a sample. All turns of a sample have equal lengths, with a
+            tool call between two turns.
+        tool_s: the latency of a tool in seconds, required if there are several turns.
+        failure_rate: the probability that a sample fails with an error before its end.
 
     Raises:
-        UsageError: a count is below 1, a rate is outside of [0, 1), or turns lack `tool_s`.
+        UsageError: a count is below 1, `failure_rate` is outside of [0, 1), or several turns have
+            no `tool_s`.
     """
 
     tokens: Distribution

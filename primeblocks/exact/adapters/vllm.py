@@ -1,8 +1,8 @@
 """vLLM with the trainer's own model: transformers' code inside of `batch_invariant()`.
 
-Start the engine with `hf_overrides=ARCHITECTURE` and `enforce_eager=True`. It then builds the model
-as transformers does, and replaces no layer of it. Attention reads vLLM's pages of keys in the order
-of the trainer. The engine must run on a CPU, with one rank.
+Start the engine with `hf_overrides=ARCHITECTURE` and `enforce_eager=True`. The engine builds the
+model as transformers does, without replacing layers. Attention reads keys from vLLM's pages, in the
+same order as the trainer. The engine must run on a CPU, with one rank.
 """
 
 import re
@@ -174,7 +174,7 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
         pass
 
     def recursive_replace(self) -> None:
-        """Replace no module, and record the attention modules."""
+        """Record the attention modules, without replacing modules."""
         for name, module in self.model.named_modules():
             fuser = AttentionFuser.match(None, module)
             if fuser is not None and (layer := fuser.layer_index(module)) is not None:
@@ -195,7 +195,7 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
         """Load tensors by the names of a checkpoint, with experts one by one or stacked.
 
         Raises:
-            PlanError: the model does not have the name or the shape of a tensor.
+            PlanError: the model has no tensor with the name and the shape of a passed tensor.
         """
         held = {
             **dict(self.named_parameters(remove_duplicate=False)),

@@ -1,6 +1,6 @@
 """Micro-batches of packed rollouts, balanced over ranks by tokens and by cost.
 
-Trees compute positions that several rollouts share only once.
+With trees, a position that several rollouts share is computed only once.
 """
 
 from .pack import Pack, pack, unpack

@@ -26,18 +26,20 @@ class Pack:
 
     Arrays of *tokens* have a row per token, including prompts and padding. Arrays of *completions*
     (`logprobs`, `versions`, `loss_mask`) have a row per completion token, rollout after rollout.
-    Give the model the arrays of tokens. The head and the loss need only the arrays of completions:
-    `hidden[pack.predictors]` predicts `pack.targets`.
+    Pass the arrays of tokens to the model. The head and the loss need only the arrays of
+    completions, because `hidden[pack.predictors]` predicts `pack.targets`.
 
     Attributes:
         indices: positions of the rollouts in the batch.
         tokens: ids. Padding is 0.
-        positions: of each token inside its rollout.
-        cu_seqlens: the start of each sequence, and the end. Padding is the last sequence.
-        padding: tokens after the last rollout.
-        per_token: attachments with a row per token. Padding has zeros.
+        positions: the position of each token in its rollout.
+        cu_seqlens: the start of each sequence, then the end of the last sequence. If there is
+            padding, padding is the last sequence.
+        padding: the number of padding tokens after the last rollout.
+        per_token: attachments with a row per token. The rows of padding are zeros.
         per_completion: attachments with a row per completion token.
-        others: by rollout, values of the whole rollout: reward, prompt_id, other attachments.
+        others: for each rollout, the values that belong to the whole rollout: reward, prompt_id and
+            other attachments.
     """
 
     indices: tuple[int, ...]
@@ -55,17 +57,17 @@ class Pack:
 
     @property
     def document_lengths(self) -> list[int]:
-        """Tokens of each sequence including padding, for a plan of context parallelism."""
+        """The lengths of all sequences in tokens, including padding, for `plan_sequence`."""
         return np.diff(self.cu_seqlens).tolist()
 
     @property
     def completion_lengths(self) -> NDArray[np.int64]:
-        """Completion tokens of each rollout."""
+        """Number of completion tokens in each rollout."""
         return np.diff(self.cu_seqlens)[: len(self.indices)] - self.prompt_lengths
 
     @property
     def predictors(self) -> NDArray[np.int64]:
-        """Positions of the token before each completion token."""
+        """For each completion token, the index of the previous token in the pack."""
         starts = self.cu_seqlens[: len(self.indices)].astype(np.int64) + self.prompt_lengths - 1
         lengths = self.completion_lengths
         before = np.cumsum(lengths) - lengths
@@ -77,7 +79,7 @@ class Pack:
         return self.tokens[self.predictors + 1]
 
     def split(self, values: Any) -> list[Any]:
-        """Split rows of completions by rollout, such as the trainer's log-probabilities. Views.
+        """Split an array of completions, such as new log-probabilities, into one view per rollout.
 
         Raises:
             ShapeError: `values` does not have a row per completion token.
@@ -98,11 +100,12 @@ class Pack:
     def aligned(self, name: str) -> list[Aligned]:
         """Return values that belong to some tokens, such as images, with positions in this pack.
 
-        They are in the order of their tokens, as models expect them. A rollout may have none.
+        The values are in the order of their tokens, as models expect. A rollout may have no values
+        called `name`.
 
         Raises:
-            UsageError: a value of that name belongs to a whole rollout, or has rows, which are in
-                `per_token` or `per_completion`.
+            UsageError: the values called `name` are in `per_token` or `per_completion`, or belong
+                to a whole rollout.
         """
         found = []
         # Padding, the last sequence, has no values.
@@ -117,9 +120,10 @@ class Pack:
         return sorted(found, key=lambda each: each.start)
 
     def at_predictors(self, values: NDArray, *, fill: Any) -> NDArray:
-        """Return rows of completions at the tokens that predict them, and `fill` at other tokens.
+        """Return one row per token: the row of `values` that the token predicts, or else `fill`.
 
-        Use it for a sequence that ranks share: `pack.at_predictors(pack.targets, fill=-100)`.
+        For a sequence that ranks share, `pack.at_predictors(pack.targets, fill=-100)` returns
+        labels.
 
         Raises:
             ShapeError: `values` does not have a row per completion token.
@@ -142,16 +146,19 @@ def pack(
 
     Args:
         rollouts: the batch.
-        indices: of the rollouts to pack: a micro-batch of a plan. Without indices the result has
-            only padding, so that a rank without work can take part in collectives.
-        per_token: names of attachments with a row per token, such as routes. These are arrays,
-            tensors or `Aligned.rows`. If the last token lacks its row, it gets zeros.
+        indices: the indices of the rollouts to pack, such as a micro-batch of a plan. Without
+            indices, the pack contains only padding, so a rank without rollouts can still take part
+            in collectives.
+        per_token: names of attachments with a row per token, such as routes. The attachments are
+            arrays, tensors or `Aligned.rows`. If `Aligned.rows` lack the row of the last token, the
+            last token gets zeros.
         per_completion: names of attachments with a row per completion token. Attachments that are
-            not named stay whole.
-        multiple_of: tokens are padded to a multiple of this number, and to at least this number.
+            in neither `per_token` nor `per_completion` become part of `others`.
+        multiple_of: the pack is padded to a multiple of `multiple_of` tokens, and to at least
+            `multiple_of` tokens.
 
     Raises:
-        ShapeError: an attachment has another number of rows, or its dtype or trailing dims differ
+        ShapeError: an attachment has a wrong number of rows, or its dtype or trailing dims differ
             between rollouts.
         UsageError: an attachment is missing or named twice, or `multiple_of` is below 1.
     """

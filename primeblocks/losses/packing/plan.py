@@ -20,12 +20,12 @@ Cost = Callable[[NDArray[np.int64]], NDArray[np.float64]]
 def sequence_flops(
     *, active_parameters: float = 3.3e9, layers: int = 48, attention_width: int = 4096
 ) -> Cost:
-    """Return a cost function: training FLOPs of a sequence, from its length. Pure.
+    """Return a function that computes the training FLOPs of a sequence from its length. Pure.
 
-    It is `6 * active_parameters * n + 6 * layers * attention_width * n**2`. The square is causal
-    softmax attention, and `attention_width` is query heads x head size. Active parameters include
-    the head. The defaults are those of Qwen3-30B-A3B, where attention costs more than the rest from
-    16,800 tokens on.
+    The cost of n tokens is `6 * active_parameters * n + 6 * layers * attention_width * n**2`. The
+    term with `n**2` is causal softmax attention, and `attention_width` is the number of query heads
+    x the head size. `active_parameters` include the output head. The defaults describe
+    Qwen3-30B-A3B, where attention costs more than all other computation from 16,800 tokens on.
     """
     each, pair = 6.0 * active_parameters, 6.0 * layers * attention_width
 
@@ -38,13 +38,14 @@ def sequence_flops(
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Micro-batches by rank, the same number on all ranks. Equal arguments give equal plans.
+    """Micro-batches by rank, the same number on each rank. Equal arguments give equal plans.
 
     Attributes:
-        lengths: tokens of each rollout.
-        micro_batches: by rank and micro-batch, indices of rollouts. Some may be empty.
-        costs: by rank and micro-batch, in the unit of `plan_packing`'s `cost`.
-        lower_bound: the cost of the busiest rank is at least this, with any plan.
+        lengths: the number of tokens in each rollout.
+        micro_batches: for each rank and micro-batch, the indices of rollouts. A micro-batch may be
+            empty.
+        costs: for each rank and micro-batch, the cost in the unit of `plan_packing`'s `cost`.
+        lower_bound: a lower bound of the busiest rank's cost in any plan.
     """
 
     lengths: tuple[int, ...]
@@ -64,16 +65,16 @@ class PackingPlan:
 
     @property
     def max_over_mean(self) -> float:
-        """The cost of the busiest rank divided by the mean. 1 is balanced."""
+        """The cost of the busiest rank divided by the mean cost. 1 means perfect balance."""
         return self._over_mean(max(map(sum, self.costs)))
 
     @property
     def bound_over_mean(self) -> float:
-        """A lower bound of `max_over_mean`. It may exceed 1, because rollouts are not cut."""
+        """A lower bound of `max_over_mean`, which may exceed 1, because rollouts are not cut."""
         return self._over_mean(self.lower_bound)
 
     def table(self) -> str:
-        """Return one line per rank: rollouts, tokens, the fullest micro-batch, cost over mean."""
+        """Return one line per rank: rollouts, tokens, fullest micro-batch, cost / mean cost."""
         lines = [f"{'rank':<6}{'rollouts':>9}{'tokens':>10}{'fullest':>9}{'cost/mean':>11}"]
         for rank, own in enumerate(self.micro_batches):
             tokens = [sum(self.lengths[i] for i in part) for part in own]
@@ -102,18 +103,20 @@ def plan_packing(
     the most expensive micro-batches come first, so that ranks wait least for each other.
 
     Args:
-        lengths: tokens of each rollout, in one order on all ranks.
-        ranks: data-parallel ranks. Ranks that share a sequence count as one.
-        budget_tokens: the most tokens of a micro-batch.
-        cost: from lengths to costs. The default is `sequence_flops()`. Only the ratio of its two
-            terms matters.
-        balance: "ranks" gives ranks equal sums, for ranks that wait for each other once per update.
-            Every rank gets as many micro-batches as the neediest rank needs by first fit. "steps"
-            fills the fewest micro-batches of all ranks evenly, and puts micro-batches of similar
-            cost into one step. It suits ranks that wait for each other in every micro-batch, as
-            with FSDP that reshards.
-        annealing_steps: steps of a search that runs if "ranks" ends more than 1 % above
-            `lower_bound`. That is rare, except with few rollouts. 300,000 steps take a second.
+        lengths: the number of tokens in each rollout, in the same order on all ranks.
+        ranks: the number of data-parallel ranks. Ranks that share a sequence count as one rank.
+        budget_tokens: the maximum number of tokens in a micro-batch.
+        cost: a function from lengths to costs. The default cost is `sequence_flops()`. For a plan,
+            only ratios of costs matter.
+        balance: "ranks" gives all ranks similar total costs, and suits ranks that wait for each
+            other once per update. The number of micro-batches per rank is the largest number that a
+            rank needs with first-fit packing. "steps" uses as many micro-batches as first-fit
+            packing of all rollouts needs, rounded up to a multiple of `ranks`. "steps" fills the
+            micro-batches evenly, and puts micro-batches of similar cost into one step. "steps"
+            suits ranks that wait for each other in every micro-batch, as with FSDP that reshards.
+        annealing_steps: the number of steps of a search. With "ranks", the search runs if the
+            busiest rank costs more than 1 % above `lower_bound`. The search is rarely needed,
+            except with few rollouts. A search of 300,000 steps takes one second.
 
     Raises:
         PlanError: a number is out of range, `balance` is unknown, a rollout is empty or above the

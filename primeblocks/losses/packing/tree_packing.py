@@ -31,25 +31,27 @@ def plan_tree_packing(
 ) -> PackingPlan:
     """Assign rollouts to ranks and micro-batches, and count shared positions once. Pure.
 
-    A tree that exceeds the budget is cut between two neighbouring rollouts. Both parts then compute
-    the positions that the two rollouts share. Further plans also cut trees that cost more than a
-    share of a rank's mean cost. The plan with the least cost of the busiest rank is returned. With
-    `balance="steps"` the cost is that of all steps.
+    A tree that exceeds the budget is cut between two neighbouring rollouts. After the cut, both
+    parts of the tree compute the positions that the two rollouts share. The function compares
+    several plans. Some plans also cut trees that cost more than a given fraction of a rank's mean
+    cost. The result is the plan with the lowest cost of the busiest rank. With `balance="steps"`,
+    the result is the plan with the lowest sum of the busiest ranks' costs over all steps.
 
     Args:
-        trees: of the whole batch, without padding.
-        ranks, budget_tokens, balance, annealing_steps: as for `plan_packing`. The budget counts
-            rows, which are distinct positions.
-        cost: from lengths of sequences to costs, as for `plan_packing`. A rollout after another
-            one costs as much as its length, less the cost of the positions that they share.
+        trees: the trees of the whole batch, without padding.
+        ranks, budget_tokens, balance, annealing_steps: the arguments of `plan_packing`. The budget
+            counts rows, which are distinct positions.
+        cost: a function from lengths of sequences to costs, as in `plan_packing`. If a rollout
+            follows another rollout, its cost is the cost of its length minus the cost of the
+            positions that both rollouts share.
 
     Returns:
-        A plan whose `micro_batches` contain indices of rollouts. Its `lengths` and costs count, for
-        each rollout, the positions that no earlier rollout in its micro-batch has. Call
-        `plan_trees` on the rollouts of a micro-batch for its trees.
+        A plan whose `micro_batches` contain indices of rollouts. For each rollout, `lengths` and
+        `costs` count only the positions that no earlier rollout in the micro-batch has. To get the
+        trees of a micro-batch, call `plan_trees` with its rollouts.
 
     Raises:
-        PlanError: as for `plan_packing`, or the trees have padding.
+        PlanError: the errors of `plan_packing`, or the trees have padding.
     """
     if trees.padding:
         raise PlanError(

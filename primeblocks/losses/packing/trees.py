@@ -30,20 +30,21 @@ RULES = ("exact", "first", "own")
 class TreePlan:
     """The segments of a forest in preorder, and the row of each token of the rollouts.
 
-    Tokens are counted as in `pack`: concatenated rollouts, then padding. A row is a distinct
-    position. Give the model `values[places]` for every array with a value per token. Then
-    `hidden[rows[packed.predictors]]` predicts `packed.targets`. Log-probabilities, versions, masks
-    and advantages stay those of each rollout, so losses and corrections do not change.
+    Tokens have the order of `pack`: concatenated rollouts, then padding. A row is a distinct
+    position. For every array `values` with a value per token, pass `values[places]` to the model.
+    In the model's output, `hidden[rows[packed.predictors]]` predicts `packed.targets`. Each rollout
+    keeps its own log-probabilities, versions, masks and advantages. Trees therefore do not change
+    losses and corrections.
 
     Attributes:
-        segment_lengths: rows of each segment, in preorder.
-        parents: the segment that each segment continues, or -1 for a root.
-        lengths: tokens of each rollout.
-        padding: tokens after the last rollout. They are a root of their own.
+        segment_lengths: the number of rows in each segment, in preorder.
+        parents: for each segment, the segment that it continues, or -1 for a root.
+        lengths: the number of tokens in each rollout.
+        padding: the number of padding tokens after the last rollout. Padding is a separate root.
         rows: int64 `[tokens]`, the row of each token.
-        places: int64 `[rows]`, the token whose values a row has.
-        differing: bool `[rows]`, shared rows for which the rollouts recorded different routes. All
-            False with `routes="exact"`.
+        places: int64 `[rows]`, the token whose values each row uses.
+        differing: bool `[rows]`, True for a shared row if its rollouts recorded different routes.
+            With `routes="exact"`, all values are False.
     """
 
     segment_lengths: tuple[int, ...]
@@ -62,13 +63,13 @@ class TreePlan:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """int64 `[rows]`: the depth of each row, which is its position in its rollouts."""
+        """int64 `[rows]`: the depth of each row, which is the row's position in its rollouts."""
         starts = np.cumsum([0, *self.lengths])
         return self.places - starts[np.searchsorted(starts, self.places, side="right") - 1]
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """Pairs of a query and a key that it sees, in separate rollouts and in the trees."""
+        """The number of pairs of a query and a visible key, in separate rollouts and in trees."""
         separate = sum(n * (n + 1) // 2 for n in (*self.lengths, self.padding))
         return separate, int((self.positions + 1).sum())
 
@@ -84,11 +85,11 @@ class TreePlan:
         return separate, shared
 
     def table(self, *, bytes_a_position: int = 48 * 2048 * 2, **sizes: Any) -> str:
-        """Return positions, attention pairs, FLOPs and bytes: separate, shared, and the ratio.
+        """Return a table that compares positions, pairs, FLOPs and bytes of rollouts and trees.
 
         Args:
-            bytes_a_position: activations that a position keeps for the backward, by default one
-                hidden state per layer of Qwen3-30B-A3B in bfloat16.
+            bytes_a_position: bytes of activations per position that the backward needs. Default:
+                one hidden state per layer of Qwen3-30B-A3B in bfloat16.
             sizes: keywords of `flops`.
         """
         positions = len(self.rows), len(self.places)
@@ -105,15 +106,15 @@ class TreePlan:
         return "\n".join(lines)
 
     def held(self, rows: NDArray[np.int64], predictors: NDArray[np.int64]) -> tuple[NDArray, ...]:
-        """Return the completion tokens that some rows predict, for ranks that share the rows. Pure.
+        """Return the completion tokens that a rank's rows predict, if ranks share the rows. Pure.
 
         Args:
             rows: the rows of this rank, ascending, such as `sequence.indices(rank).numpy()`.
             predictors: `packed.predictors`.
 
         Returns:
-            Two int64 arrays of one length. The first has the completion tokens that these rows
-            predict. The second has the position of each token's predictor among these rows.
+            Two int64 arrays of equal length: the completion tokens that `rows` predict, and the
+            position of each token's predictor in `rows`.
         """
         wanted = self.rows[predictors]
         if not len(rows):
@@ -125,10 +126,10 @@ class TreePlan:
     def distinct(
         self, predictors: NDArray[np.int64], targets: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the distinct pairs of a predicting row and a target, and each token's pair. Pure.
+        """Return the distinct pairs of predicting row and target, and the pair of each token. Pure.
 
-        Score the pairs and expand them, `logprobs[pair]`. The head then computes each pair once.
-        Its gradient is that of the sum of the losses of all rollouts that train it.
+        Score the pairs, and expand the scores to tokens with `logprobs[pair]`. The head computes
+        each pair once. A pair gets the sum of the gradients of all rollouts that train the pair.
 
         Args:
             predictors: `packed.predictors`.
@@ -147,29 +148,30 @@ def plan_trees(
     per_token: Sequence[str] = (),
     padding: int = 0,
 ) -> TreePlan:
-    """Share the positions that rollouts have in common. Pure. Reads each token a few times.
+    """Share the positions that rollouts have in common. Pure.
 
-    Rollouts share a row if their tokens and imposed routes agree up to it. Values that cannot be
-    cut, such as images (`Aligned`), must also agree if they begin up to this row. Values that
-    belong to a whole rollout are not compared.
+    Rollouts share a row if their tokens and imposed routes agree up to this row. Values that cannot
+    be cut, such as `Aligned` images, must also agree if they begin up to this row. Values that
+    belong to a whole rollout are not compared. Each token is read a few times.
 
     Args:
-        rollouts: of one micro-batch or batch, such as all rollouts of a `Conversation`.
-        routes: "exact" shares a row only if the imposed routes agree there and before. "first"
-            shares it anyway, with the routes of the first rollout that has routes there. "own"
-            shares it too. Then mark the routes of `differing` rows as missing, so that the
-            trainer's routers choose there.
+        rollouts: rollouts of one micro-batch or batch, such as all rollouts of a `Conversation`.
+        routes: with "exact", rollouts share a row only if their imposed routes agree up to this
+            row. With "first" and "own", rollouts also share rows with different routes. With
+            "first", a row has the routes of the first rollout with routes for the row. With "own",
+            mark the routes of `differing` rows as missing, so that the trainer's routers choose for
+            these rows.
         imposed: for each rollout an array with a row per token, or None for a rollout without
-            routes. The last token may lack its row. For `replay.Routes` pass `value.tensor()[0]`.
-            Default: the attachment "routes".
-        per_token: names of further attachments with a row per token that the model reads. Their
-            rows must agree, whatever `routes` is.
-        padding: `packed.padding`, if `packed` was made of these rollouts.
+            routes. The row of the last token may be missing. For `replay.Routes` pass
+            `value.tensor()[0]`. Default: the attachment "routes".
+        per_token: names of other attachments that the model reads, with a row per token. For every
+            value of `routes`, rollouts share a row only if its `per_token` attachments agree.
+        padding: the number of padding tokens, such as `packed.padding` of a pack of these rollouts.
 
     Raises:
-        UsageError: an unknown rule, a missing attachment, or routes that are bytes.
-        ShapeError: an attachment has another number of rows than its rollout has tokens, or its
-            dtype or trailing dims differ between rollouts.
+        UsageError: `routes` is unknown, an attachment is missing, or routes are bytes.
+        ShapeError: an attachment does not have one row per token of its rollout, its dtype or
+            trailing dims differ between rollouts, or `imposed` lacks a rollout.
     """
     if routes not in RULES:
         raise UsageError(f"plan_trees got routes={routes!r}; it takes {', '.join(RULES)}.")

@@ -1,9 +1,9 @@
-"""DeepGEMM's float8 scores of an indexer. This code has run on one H100, with sgl-deep-gemm 0.1.5.
+"""Float8 scores of an indexer by DeepGEMM. This code has run on one H100, with sgl-deep-gemm 0.1.5.
 
     dsa_attention(..., scores=DeepGemmIndexScores())
 
-On a CPU, tests use a fake that makes the checks in the source of DeepGEMM 2.6.1. DeepGEMM compiles
-a kernel for each number of heads and columns at the first use of these numbers.
+On a CPU, tests use a fake of DeepGEMM with the checks in the source of DeepGEMM 2.6.1. DeepGEMM
+compiles a kernel for each number of heads and columns at the first use of these numbers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COLUMNS = (32, 64, 128)
 
 
 def quantize_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round each vector to E4M3 with one scale, its largest magnitude over 448. Local.
+    """Round each vector to E4M3 with one scale: the vector's largest magnitude / 448. Local.
 
     A vector with a NaN or an infinity gets a NaN scale, and NaN scores.
 
@@ -43,13 +43,13 @@ def quantize_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a machine without the library, or a device for which the library lacks a kernel.
+    """Refuse a machine without DeepGEMM, or a device for which DeepGEMM has no kernel.
 
     Local.
 
     Raises:
-        UnsupportedError: `device` is not CUDA of compute capability 9 or 10.
-        MissingPackageError: no installed module has the function.
+        UnsupportedError: `device` is not a CUDA device of compute capability 9 or 10.
+        MissingPackageError: no installed module has DeepGEMM's function.
     """
     _capability(device)
     _library()
@@ -57,16 +57,16 @@ def check_device(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class DeepGemmIndexScores:
-    """An `IndexScores` by DeepGEMM: E4M3 operands, float32 scores.
+    """An `IndexScores` that uses DeepGEMM, with E4M3 operands and float32 scores.
 
-    Takes 32 or 64 heads, and on compute capability 10 also 8 or 16, of 32, 64 or 128 columns.
-    Rounding changes the order of nearly equal scores, so a selection differs from that of
-    `index_scores`. Models that were trained with a float8 indexer select like this. DeepSeek's
-    models first rotate queries and keys by a Hadamard matrix. Rotate the queries and keys of
-    `IndexerInputs` likewise.
+    The kernel supports 32 or 64 heads of 32, 64 or 128 columns. On compute capability 10, the
+    kernel also supports 8 or 16 heads. Rounding changes the order of nearly equal scores, so the
+    selection can differ from a selection by `index_scores`. Models that were trained with a float8
+    indexer also select by scores of rounded operands. For DeepSeek's models, first rotate the
+    queries and keys of `IndexerInputs` by a Hadamard matrix, as these models do.
 
     The scale of a query vector is multiplied into its head's weight, because a ReLU commutes with
-    positive factors. Keys are quantized at each call, and there is one call per chunk of queries.
+    positive factors. Each chunk of queries needs one call, and each call quantizes the keys again.
 
     Source: github.com/deepseek-ai/DeepGEMM.
     """

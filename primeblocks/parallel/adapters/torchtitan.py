@@ -1,8 +1,9 @@
-"""torchtitan 0.3.0: its experts with our dispatcher, our experts with its dispatchers, its meshes.
+"""Adapters between torchtitan 0.3.0 and this package, for dispatchers, experts and meshes.
 
-`RoutedExperts.Config` takes any `LocalTokenDispatcher.Config`, and ours is one, so no code of
-torchtitan is patched. Importing this module imports torchtitan's MoE modules. The import takes
-seconds, needs triton, and looks for a GPU once per process.
+`RoutedExperts.Config` accepts any `LocalTokenDispatcher.Config`, such as its subclass
+`ForTorchtitan.Config`. This module does not patch torchtitan. An import of this module also imports
+torchtitan's MoE modules, which takes seconds and needs triton. The import looks for a GPU once per
+process.
 """
 
 from __future__ import annotations
@@ -66,15 +67,16 @@ Make = Callable[[dist.ProcessGroup | None], TokenDispatcher]
 
 
 def dispatcher_for(group: dist.ProcessGroup | None) -> TokenDispatcher:
-    """Return an `AllToAllDispatcher` over `group`, or a `LocalDispatcher` without one. Local."""
+    """Return an `AllToAllDispatcher` over `group`, or a `LocalDispatcher` for None. Local."""
     return LocalDispatcher() if group is None else AllToAllDispatcher(group)
 
 
 class ForTorchtitan(LocalTokenDispatcher):
-    """One of our dispatchers, for use inside of torchtitan.
+    """A dispatcher of this package, for use inside of torchtitan.
 
-    Use its `Config` in place of an `AllToAllTokenDispatcher.Config` of torchtitan.
-    `use_dispatcher` does this for a whole model. Costs and errors are those of our dispatcher.
+    Use `ForTorchtitan.Config` in place of torchtitan's `AllToAllTokenDispatcher.Config`.
+    `use_dispatcher` replaces the dispatchers of a whole model. Costs and errors are the same as for
+    the dispatcher that `make` returns.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -82,8 +84,9 @@ class ForTorchtitan(LocalTokenDispatcher):
         """The configuration from which torchtitan builds the dispatcher.
 
         Attributes:
-            make: a function from the group that shares the experts, or None for this rank alone, to
-                our dispatcher. Called when the model is built, and when meshes are wired.
+            make: a function that returns a `TokenDispatcher` for the group that shares the experts,
+                or for None if this rank has all experts. The function is called when the model is
+                built, and when meshes are wired.
         """
 
         make: Make = dispatcher_for
@@ -94,32 +97,34 @@ class ForTorchtitan(LocalTokenDispatcher):
         self.dispatcher = config.make(None)
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
-        """Share the experts over the ranks of `ep_mesh`. torchtitan calls this method. Local."""
+        """Share the experts over the ranks of `ep_mesh`. Torchtitan calls this method. Local."""
         self.dispatcher = self._make(None if ep_mesh is None else ep_mesh.get_group())
 
     def dispatch(
         self, x: Tensor, scores: Tensor, expert_ids: Tensor, counts: Tensor
     ) -> tuple[Tensor, Tensor, Dispatched]:
-        """Return the rows of the local experts, how many each has, and the input of `combine`."""
+        """Return the rows of the local experts, each expert's row count, and `combine`'s input."""
         del counts  # Our dispatcher checks the ids and counts them itself.
         sent = self.dispatcher.dispatch(x, scores, expert_ids, num_experts=self.num_experts)
         return sent.tokens, sent.counts, sent
 
     def combine(self, y: Tensor, dispatched: Dispatched, x: Tensor) -> Tensor:
-        """Return each token's expert outputs, weighted and summed by our dispatcher."""
+        """Return the sum of each token's expert outputs, weighted by scores."""
         del x
         return self.dispatcher.combine(y, dispatched)
 
 
 class FromTorchtitan:
-    """A `TokenDispatcher` made of one of torchtitan's dispatchers.
+    """A `TokenDispatcher` that uses a dispatcher of torchtitan.
 
-    It rounds the experts' outputs to float32, also from float64, before it multiplies them by
-    scores. It sums a token's choices in the dtype of the tokens. Collective as the inner dispatcher
-    is. On gloo use torchtitan's backend "partial_dtensor".
+    Torchtitan's dispatchers round the outputs of experts to float32, also from float64, before they
+    multiply the outputs by scores. The weighted outputs of a token are added in the dtype of the
+    tokens. Calls are collective if torchtitan's dispatcher has a mesh. On gloo, use torchtitan's
+    backend "partial_dtensor".
 
     Args:
-        theirs: a dispatcher that is wired to its mesh. Without a mesh every expert is local.
+        theirs: a dispatcher of torchtitan that is wired to its mesh. Without a mesh, every expert
+            is local.
         check: as for `AllToAllDispatcher`.
 
     Raises:
@@ -136,7 +141,8 @@ class FromTorchtitan:
     ) -> Dispatched:
         """Send tokens to their experts, as `TokenDispatcher.dispatch` does.
 
-        Raises PlanError also if torchtitan's dispatcher has other numbers of experts or choices.
+        The call also raises PlanError if torchtitan's dispatcher has another number of experts or
+        choices.
         """
         self._admit(x, scores, expert_ids, num_experts)
         flat = expert_ids.flatten().long()
@@ -183,18 +189,18 @@ class FromTorchtitan:
 
 
 def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
-    """Give every `RoutedExperts` of a torchtitan model our dispatcher, in place. Local.
+    """Replace the dispatcher of every `RoutedExperts` of a torchtitan model, in place. Local.
 
     Args:
-        target: a model, also after it was parallelised, or the config tree of a model.
+        target: a model before or after parallelisation, or the config tree of a model.
         make: see `ForTorchtitan.Config`.
 
     Returns:
-        The names of the changed modules, as the built model spells them.
+        The names of the changed modules in the built model.
 
     Raises:
-        UnsupportedError: `target` has no `RoutedExperts`, or one has a dispatcher other than
-            torchtitan's local and all-to-all ones. Nothing was changed.
+        UnsupportedError: `target` has no `RoutedExperts`, or a `RoutedExperts` has a dispatcher
+            other than torchtitan's local or all-to-all dispatcher. Nothing was changed.
     """
     if isinstance(target, nn.Module):
         found = [(n, m) for n, m in target.named_modules() if isinstance(m, RoutedExperts)]
@@ -224,14 +230,15 @@ def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
 
 
 def meshes_from(parallel_dims: ParallelDims) -> Meshes:
-    """Return meshes of torchtitan's degrees, over the process groups that torchtitan made.
+    """Return `Meshes` with torchtitan's degrees of parallelism, over torchtitan's process groups.
 
-    torchtitan's degrees become ours: dp_replicate is `replicate`, dp_shard x cp is `fsdp`, efsdp is
-    `expert_fsdp`, ep is `expert`, and cp is `context`. All meshes can communicate. Axes over the
-    same ranks share a group. A group is made for axes of one rank, and for `fsdp` if torchtitan's
-    backend did not make it.
+    In `Meshes`, the degree `dp_replicate` is `replicate`, `dp_shard` x `cp` is `fsdp`, `efsdp` is
+    `expert_fsdp`, `ep` is `expert`, and `cp` is `context`. All axes of the meshes have process
+    groups. Axes over the same ranks share a group. The function makes groups for axes of one rank,
+    and for `fsdp` if torchtitan's backend did not make this group.
 
-    Collective if `build_mesh` has not run yet or a group is made. Otherwise local.
+    The call is collective if `build_mesh` has not run yet, or if the function makes a group, and
+    otherwise local.
 
     Raises:
         UnsupportedError: tp or pp is above 1.
@@ -267,12 +274,12 @@ def meshes_from(parallel_dims: ParallelDims) -> Meshes:
 
 
 def join_weights(w1: Tensor, w2: Tensor, w3: Tensor) -> tuple[Tensor, Tensor]:
-    """Join torchtitan's `w1_EFD`, `w2_EDF`, `w3_EFD` to our `gate_up_proj`, `down_proj`. Local."""
+    """Join torchtitan's `w1_EFD`, `w2_EDF`, `w3_EFD` to `gate_up_proj` and `down_proj`. Local."""
     return torch.cat((w1, w3), dim=1), w2
 
 
 def split_weights(gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Split our weights into views `w1_EFD`, `w2_EDF` and `w3_EFD` for torchtitan. Local."""
+    """Split `gate_up_proj` and `down_proj` into views `w1_EFD`, `w2_EDF` and `w3_EFD`. Local."""
     gate, up = gate_up.chunk(2, dim=1)
     return gate, down, up
 

@@ -1,6 +1,6 @@
 """Softmax attention over a sequence that ranks share.
 
-An `AttentionKernel` computes the attention. Pass one as `kernel=`.
+An `AttentionKernel` computes the attention. To choose a kernel, pass it as `kernel=`.
 """
 
 from . import dsa

@@ -25,31 +25,34 @@ __all__ = ["ContextParallel"]
 class ContextParallel(TorchFunctionMode):
     """A `with` block in which `F.scaled_dot_product_attention` attends over the whole sequence.
 
-    Layers need not know the plan or the group. A layer passes this rank's `[batch, heads,
-    local_tokens, head_dim]` with rotary embedding applied, and the block calls `attention` instead
-    of torch's function. Each call is collective, as `attention` is. All rows of a batch share the
-    plan.
+    Layers do not need the plan or the group. A layer passes this rank's tensors
+    `[batch, heads, local_tokens, head_dim]` with rotary embedding applied, and the block calls
+    `attention` instead of torch's function. Each call is collective, because `attention` is
+    collective. All rows of a batch share the plan.
 
-    You may enter a block again. The innermost of nested blocks applies. A block applies only in the
-    thread that enters it.
+    You may enter a `ContextParallel` several times. If blocks are nested, the innermost block
+    applies. A block applies only in the thread that entered the block.
 
-    Checkpointed layers run again in backward and must find the block there. Pass
+    Checkpointed layers run again in backward, and need the block in this second run. Pass
     `checkpoint(..., use_reentrant=False, context_fn=ContextParallel.checkpoint_contexts)`. Without
-    this argument torch raises CheckpointError, because the second run saves other tensors.
+    `context_fn`, torch raises CheckpointError, because the second run saves other tensors than the
+    first run.
 
     Args:
         sequence: the plan of the sequence, equal on all ranks.
         attention: `ring_attention`, `ulysses_attention`, or a function with their signature, such
             as `functools.partial(ring_attention, kernel=kernel)`.
-        causal: the value that calls must pass as `is_causal`. If False, a token sees its whole
-            document.
-        check: as in `ring_attention`. A call that this block refuses then raises on all ranks, too.
+        causal: the value that calls must pass as `is_causal`. With `causal=False`, a token sees its
+            whole document.
+        check: as in `ring_attention`. With `check=True`, a call that the block refuses raises an
+            error on all ranks.
 
     Raises:
-        PlanError: the group does not fit the plan, or `attention` is not a function. In a call: a
+        PlanError: `group` does not fit the plan, `attention` is not a function, or a call has a
             mask, dropout, or another `is_causal`.
-        ShapeError: in a call, other dims or token counts, or fewer key heads without `enable_gqa`.
-        UnsupportedError: in a call, `nn.MultiheadAttention`, or a reentrant checkpoint.
+        ShapeError: tensors of a call have wrong dims or token counts, or have fewer key heads than
+            heads without `enable_gqa`.
+        UnsupportedError: a call comes from `nn.MultiheadAttention`, or from a reentrant checkpoint.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class ContextParallel(TorchFunctionMode):
 
     @staticmethod
     def checkpoint_contexts() -> Any:
-        """Return contexts for `torch.utils.checkpoint` that keep the current block. Local."""
+        """Return contexts for `torch.utils.checkpoint` that restore the current block. Local."""
         found = nullcontext(), nullcontext()
         if has_torch_function((None,)):  # Modes pass the call on, until a block returns contexts.
             found = handle_torch_function(ContextParallel.checkpoint_contexts, ())

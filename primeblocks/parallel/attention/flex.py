@@ -37,22 +37,24 @@ _DENSE = ("cpu", "meta")
 class FlexKernel:
     """An `AttentionKernel` that calls torch's compiled FlexAttention.
 
-    Forward is one call, and so is backward. Tiles in which no query sees a key are skipped. Tiles
-    in which every query sees every key are computed without a mask. Key heads are not repeated.
-    Reuse one object, because it keeps the compiled functions.
+    Forward and backward of a hop are one call each. Tiles in which no query sees a key are skipped.
+    Tiles in which every query sees every key are computed without a mask. Key heads are not
+    repeated. Reuse one `FlexKernel` object, because the object stores the compiled functions.
 
-    On a CPU torch computes all scores `[heads, queries, keys]`, and float64 operands in float64.
-    This is meant for tests.
+    On a CPU, torch stores all scores `[heads, queries, keys]`, and computes float64 operands in
+    float64. Use the kernel on a CPU only for tests.
 
     Args:
-        tile_tokens: queries and keys of a tile, a multiple of 128 on a GPU. Lists of tiles of 128
-            take 1 MiB per 32,768 queries and 32,768 keys.
-        recompute: in backward, run the forward of a hop again, and differentiate its output and its
-            `lse`. Otherwise FlexAttention's own backward gets the `lse` of all hops. The sum over
-            all hops is the same. Recomputing takes seven matrix products instead of five. None:
-            recompute if torch is older than 2.13, because it cannot compile the backward alone. A
-            call with a softcap always recomputes.
-        compile: the function that compiles. None: `torch.compile`, or no compilation on a CPU.
+        tile_tokens: the number of queries and keys in a tile, a multiple of 128 on a GPU. With
+            tiles of 128, the lists of tiles use 1 MiB per block of 32,768 queries and 32,768 keys.
+        recompute: with `recompute=True`, backward runs the forward of a hop again, and
+            differentiates the hop's output and `lse`. With `recompute=False`, FlexAttention's own
+            backward uses the `lse` of all hops. Recomputation does not change the sum of gradients
+            over all hops. Recomputing needs seven matrix products instead of five. With
+            `recompute=None`, the kernel recomputes if torch is older than 2.13, because older
+            versions cannot compile the backward alone. A call with a softcap always recomputes.
+        compile: the function that compiles FlexAttention. With `compile=None`, the kernel uses
+            `torch.compile` on a GPU, and does not compile on a CPU.
         options: `kernel_options` of FlexAttention.
 
     Source: arXiv:2412.05496.

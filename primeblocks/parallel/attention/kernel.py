@@ -34,13 +34,14 @@ class AttentionSpec:
     """Rules of one attention call: the keys that a query sees, and the form of scores.
 
     Attributes:
-        plan: the documents and ranks. A query sees its own document and the documents that its own
-            document continues.
-        causal: a token sees itself and earlier tokens.
-        scale: factor of the scores.
-        window: a token sees itself and the `window - 1` tokens before it, by position. None means
-            no limit.
-        softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
+        plan: the plan of documents and ranks. A query sees its own document, and the documents that
+            its own document continues.
+        causal: with `causal=True`, a token sees only itself and earlier tokens.
+        scale: the factor by which scores are multiplied.
+        window: a token sees only itself and the previous `window - 1` tokens, by position.
+            `window=None` means no window.
+        softcap: scores become `softcap * tanh(score / softcap)`. With `softcap=None`, scores stay
+            unchanged.
     """
 
     plan: SequencePlan
@@ -50,17 +51,17 @@ class AttentionSpec:
     softcap: float | None = None
 
     def hop(self, query_rank: int, key_rank: int) -> Hop:
-        """Describe the queries of one rank and the keys of another. Pure."""
+        """Describe the queries of one rank and the keys of another rank. Pure."""
         return Hop(self, query_rank, key_rank)
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A part of an attention call: the queries of one rank and the keys of another.
+    """A part of an attention call: the queries of one rank and the keys of another rank.
 
     A rank keeps its tokens in the order of the whole sequence. The keys that a query sees are
-    therefore consecutive rows, for every order, document and window. If documents fork, these rows
-    are not consecutive, and `Ancestry` gives the keys that a query sees.
+    therefore consecutive rows, for every order, document and window. If documents fork, the rows
+    that a query sees are not consecutive, and `Ancestry` determines the rows.
     """
 
     spec: AttentionSpec
@@ -69,16 +70,16 @@ class Hop:
 
     @property
     def pairs(self) -> int:
-        """Count the pairs of a query and a key that the query sees. Pure. Cached on the plan."""
+        """Return the number of pairs of a query and a visible key. Pure. Cached on the plan."""
         found = _pairs(self.spec.plan, self.query_rank, self.spec.causal, self.spec.window)
         return found[self.key_rank]
 
     def seen_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return two int32 `[queries]`: the first row of keys that a query sees, and the row
-        after the last one. Pure.
+        """Return two int32 arrays `[queries]`: the first visible row of keys, and the row after the
+        last visible row. Pure.
 
         Raises:
-            UnsupportedError: documents fork, so these rows are not consecutive.
+            UnsupportedError: documents fork, so the visible rows are not consecutive.
         """
         plan, causal, window = self.spec.plan, self.spec.causal, self.spec.window
         return seen_rows(plan, self.query_rank, self.key_rank, causal, window)
@@ -89,14 +90,16 @@ class AttentionKernel(Protocol):
     """Forward and backward of one hop, one call each. Local.
 
     Ring attention makes one hop for each rank with keys that this rank's queries see, and merges
-    the results. Ulysses makes one hop. Query head h reads key head `h // (heads // key_heads)`. A
-    hop has at least one query and one key. Some of its queries may see no key.
+    the results. Ulysses attention makes one hop. Query head h reads key head
+    `h // (heads // key_heads)`. A hop has at least one query and one key. Some queries of a hop may
+    see no key.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
         """Return the output, and the logarithm (base e) of the sum of exponentials, `lse`.
 
-        The caller owns both results. A query without keys has an output of 0 and an `lse` of -inf.
+        The output and `lse` belong to the caller. A query without keys has an output of 0 and an
+        `lse` of -inf.
 
         Args:
             q: `[queries, heads, head_dim]`.
@@ -105,8 +108,8 @@ class AttentionKernel(Protocol):
             hop: the keys that a query sees, and the form of scores.
 
         Returns:
-            `[queries, heads, value_dim]` in the dtype of q or of `lse`, and the `lse`,
-            `[queries, heads]` in float32, or float64 for float64.
+            The output, `[queries, heads, value_dim]` in the dtype of q or of `lse`, and the `lse`,
+            `[queries, heads]` in float32, or in float64 for float64 operands.
         """
         ...
 
@@ -115,8 +118,8 @@ class AttentionKernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return this hop's part of the gradients of q, k and v, in the dtype of q or of `lse`.
 
-        The caller owns the gradients. `grad`, `out` and `lse` belong to the whole call: they cover
-        the keys of all hops, and sinks.
+        The gradients belong to the caller. `grad`, `out` and `lse` are values of the whole call,
+        and cover the keys of all hops and the sinks.
         """
         ...
 

@@ -36,27 +36,29 @@ def latent_ring_attention(
     kernel: AttentionKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Attend as `ring_attention`, with keys and values that are expanded from latents.
+    """Compute `ring_attention` with keys and values that are expanded from latents.
 
-    Latents travel, with one row per token for all heads. Every hop expands its latents to keys and
-    values, and its backward expands them again. Differentiable. Collective: each rank sends and
-    receives (ranks - 1) times the bytes of the latents. The backward sends the latents again, and
-    their gradients once around the ring in float32, or float64 for float64.
+    Ranks send latents, with one row per token for all heads. Every hop expands latents to keys and
+    values, and the backward of the hop expands the latents again. Differentiable. The call is
+    collective: each rank sends and receives (ranks - 1) times the bytes of the latents. The
+    backward sends the latents again, and sends their gradients once around the ring in float32, or
+    in float64 for float64 operands.
 
     Args:
-        q: `[local_tokens, heads, nope_dim + rope_dim]`, with the last part rotated.
+        q: `[local_tokens, heads, nope_dim + rope_dim]`, with rotary embedding applied to the last
+            `rope_dim` columns.
         latents: `[local_tokens, latent_dim + rope_dim]`: the normalised latent, then the rotated
             part of the key that all heads share.
-        up: `[heads, nope_dim + value_dim, latent_dim]`: the projections of each head to its part of
-            the key and to its value.
-        scale: factor of the scores. Default: (nope_dim + rope_dim) ** -0.5.
+        up: `[heads, nope_dim + value_dim, latent_dim]`: for each head, the projections of the
+            latent to the head's part of the key and to the head's value.
+        scale: the factor by which scores are multiplied. Default: `(nope_dim + rope_dim) ** -0.5`.
         sequence, group, causal, kernel, check: as in `ring_attention`.
 
     Returns:
         `[local_tokens, heads, value_dim]`.
 
     Raises:
-        ShapeError, PlanError, UnsupportedError, RankError: as for `ring_attention`.
+        ShapeError, PlanError, UnsupportedError, RankError: the errors of `ring_attention`.
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2310.01889 (the ring).
     """
@@ -80,14 +82,16 @@ def latent_ulysses_attention(
     kernel: AttentionKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Attend as `ulysses_attention`, with keys and values that are expanded from latents.
+    """Compute `ulysses_attention` with keys and values that are expanded from latents.
 
-    Each rank exchanges its tokens' queries for all queries of its heads. It gathers all latents and
-    expands its own heads. Differentiable. Collective: one all-to-all of q, one of the output, and
-    one gather of latents, padded to the rank with the most tokens. Instead of the gather, the
-    backward has a reduce-scatter of the latents' gradients in float32, or float64 for float64.
+    Each rank sends all queries of its tokens, and receives the queries of its heads for all tokens.
+    Each rank also gathers all latents, and expands the latents to keys and values of its own heads.
+    Differentiable. The call is collective: one all-to-all of q, one all-to-all of the output, and
+    one gather of latents. The gather is padded to the rank with the most tokens. Instead of the
+    gather, the backward makes a reduce-scatter of the latents' gradients in float32, or in float64
+    for float64 operands.
 
-    Args, Returns, Raises: as `latent_ring_attention`.
+    Arguments, result and errors are the same as for `latent_ring_attention`.
 
     Source: arXiv:2405.04434 (latent attention), arXiv:2309.14509.
     """

@@ -30,42 +30,47 @@ def ring_attention(
     kernel: AttentionKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Attend inside each document of a sequence that is split over `group`.
+    """Compute attention inside each document of a sequence that is split over `group`.
 
-    Each rank keeps its queries. Keys and values travel from neighbour to neighbour. Meanwhile
-    `kernel` computes attention to the keys that have arrived, in one call per hop. Takes any order
-    of tokens and any mix of documents. Ranks may have different numbers of tokens, also zero.
-    Differentiable.
+    Each rank keeps its queries, and sends keys and values to the next rank of a ring. During the
+    transfers, `kernel` computes attention to the keys that have arrived, in one call per hop. The
+    function supports every order of tokens and every mix of documents. Ranks may have different
+    numbers of tokens, also zero. Differentiable.
 
-    Collective: each rank sends and receives (ranks - 1) times the bytes of k and v. The backward
-    sends k and v again, and their gradients once around the ring in float32, or float64 for
-    float64.
+    The call is collective: each rank sends and receives (ranks - 1) times the bytes of k and v. The
+    backward sends k and v again, and sends their gradients once around the ring in float32, or in
+    float64 for float64 operands.
 
     Args:
-        q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. q, k and v may have a
-            batch as first dim, whose rows share the plan. A batch costs one copy of each tensor.
-        k: `[local_tokens, key_heads, head_dim]`. key_heads divides heads.
+        q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. The operands q, k and v
+            may have a first dim for a batch. The rows of a batch share the plan, and a batch costs
+            one copy of each tensor.
+        k: `[local_tokens, key_heads, head_dim]`, where key_heads must divide heads.
         v: `[local_tokens, key_heads, value_dim]`.
         sequence: the plan of the sequence, equal on all ranks.
-        causal: a token sees itself and earlier tokens. If False, it sees its whole document.
-        scale: factor of the scores. Default: head_dim ** -0.5.
-        window: a token sees itself and the `window - 1` tokens before it. None means no limit.
-        softcap: scores become `softcap * tanh(score / softcap)`. With None, scores stay unchanged.
-        sinks: `[heads]`, the score of one more key per head, whose value is zero.
-        kernel: computes a hop. Default: on CUDA `VarlenKernel()` if it supports the call,
-            otherwise `RectangleKernel()`. `VarlenKernel` supports few calls with
-            `order="balanced"`.
-        check: agree on shapes, dtypes and the plan first, so that a mistake on one rank raises on
-            all ranks instead of hanging. This is one small collective, and makes the host wait for
-            a GPU.
+        causal: with `causal=True`, a token sees only itself and earlier tokens. With
+            `causal=False`, a token sees its whole document.
+        scale: the factor by which scores are multiplied. Default: `head_dim ** -0.5`.
+        window: a token sees only itself and the previous `window - 1` tokens. `window=None` means
+            no window.
+        softcap: scores become `softcap * tanh(score / softcap)`. With `softcap=None`, scores stay
+            unchanged.
+        sinks: `[heads]`, for each head the score of an additional key with a value of zero.
+        kernel: the kernel that computes a hop. On CUDA, the default is `VarlenKernel()` if
+            `VarlenKernel` supports the call. Otherwise, the default is `RectangleKernel()`. With
+            `order="balanced"`, `VarlenKernel` supports few calls.
+        check: first compare shapes, dtypes and plans of all ranks, so that a mistake on one rank
+            raises an error on all ranks instead of hanging. The comparison is one small collective,
+            and makes the host wait for a GPU.
 
     Returns:
         `[local_tokens, heads, value_dim]`.
 
     Raises:
-        ShapeError: shapes, dtypes or heads do not fit each other or the plan.
-        PlanError: the group does not fit the plan, or ranks have different plans.
-        UnsupportedError: the kernel does not support the plan, the rules, the dtype or the device.
+        ShapeError: shapes, dtypes or heads do not fit together, or do not fit the plan.
+        PlanError: `group` does not fit the plan, or ranks have different plans.
+        UnsupportedError: the kernel does not support the plan, an argument, the dtype or the
+            device.
         RankError: another rank refused its arguments.
 
     Source: arXiv:2310.01889.

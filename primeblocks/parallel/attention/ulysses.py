@@ -31,17 +31,19 @@ def ulysses_attention(
     kernel: AttentionKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Attend inside each document of a sequence that is split over `group`.
+    """Compute attention inside each document of a sequence that is split over `group`.
 
-    Each rank exchanges its part of the tokens for a part of the heads. It computes attention over
-    the whole sequence in one call of `kernel`, and exchanges back. Heads need not divide evenly. If
-    there are fewer key heads than ranks, a key head goes to every rank with a query head that reads
-    it. Differentiable.
+    Each rank sends all heads of its own tokens, and receives some heads of all tokens. `kernel`
+    computes attention over the whole sequence in one call, and a second exchange returns the
+    output. The number of heads need not be divisible by the number of ranks. If there are fewer key
+    heads than ranks, a key head is sent to every rank whose query heads read the key head.
+    Differentiable.
 
-    Collective: one all-to-all each of q, k, v and the output. The backward does the same. During
-    the call a rank stores all tokens of its heads.
+    The call is collective: one all-to-all each of q, k, v and the output. The backward makes an
+    all-to-all for each of the four gradients. During the call, a rank stores all tokens of its
+    heads.
 
-    Args, Returns, Raises: as `ring_attention`.
+    Arguments, result and errors are the same as for `ring_attention`.
 
     Source: arXiv:2309.14509.
     """

@@ -27,31 +27,33 @@ _DEVICES = ("cuda", "meta")
 class VarlenKernel:
     """An `AttentionKernel` that calls torch's flash attention on packed sequences, once per call.
 
-    It has run on one H100, with one rank's share at a time. A hop is cut into segments. A segment
-    is some queries, and the keys that only these queries see. Not every hop has segments:
+    The kernel has run on one H100, with one rank's share at a time. The kernel cuts a hop into
+    segments. A segment contains queries and the keys that only these queries see. Some hops do not
+    have segments:
 
-    - `order="contiguous"`: every hop has segments.
-    - `order="zigzag"`: every hop has segments, unless a window exceeds tokens / ranks.
-    - `order="balanced"`: a hop seldom has segments.
-    - Ulysses attention: the one hop always has segments.
+    - With `order="contiguous"`, every hop has segments.
+    - With `order="zigzag"`, every hop has segments, unless the window exceeds tokens / ranks.
+    - With `order="balanced"`, a hop seldom has segments.
+    - In Ulysses attention, the single hop always has segments.
 
-    Key heads are not repeated. The kernel compiles nothing, and the host reads nothing from a GPU.
+    Key heads are not repeated. The kernel works without compilation, and the host does not read
+    from a GPU.
 
-    The kernel calls the operators under `torch.nn.attention.varlen.varlen_attn`, because their
-    backward takes the output and the `lse` of all hops. The gradients of keys are rounded to the
-    dtype of q in each hop.
+    The kernel calls the operators inside of `torch.nn.attention.varlen.varlen_attn` directly,
+    because the backward operator accepts the output and the `lse` of all hops. In each hop, the
+    gradients of keys are rounded to the dtype of q.
 
     Args:
         operators: for tests without a GPU, a forward and a backward to call instead of
-            `torch.ops.aten._flash_attention_forward` and `_backward`. Devices, dtypes and widths
-            are not checked then.
+            `torch.ops.aten._flash_attention_forward` and `_backward`. With `operators`, the kernel
+            does not check devices, dtypes and widths.
 
     Raises:
-        UnsupportedError: in a call, a hop without segments, a plan with forks, a softcap, or values
-            of another width than keys.
-        UnsupportedError: in a call, a device other than CUDA, or a dtype other than bfloat16 and
+        UnsupportedError: in a call, a hop has no segments, documents fork, there is a softcap, or
+            values and keys differ in width.
+        UnsupportedError: in a call, the device is not CUDA, or the dtype is neither bfloat16 nor
             float16.
-        UnsupportedError: in a call, a head_dim over 256 or not a multiple of 8.
+        UnsupportedError: in a call, head_dim is above 256 or not a multiple of 8.
 
     Source: arXiv:2307.08691.
     """
@@ -62,7 +64,7 @@ class VarlenKernel:
         self.operators = operators
 
     def check(self, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-        """Raise UnsupportedError if some rank's hop does not fit. All ranks raise alike. Local."""
+        """Raise UnsupportedError on all ranks if a hop of any rank is not supported. Local."""
         if spec.plan.parents is not None:
             raise UnsupportedError(
                 "torch's flash attention has no mask for documents that fork. Use "

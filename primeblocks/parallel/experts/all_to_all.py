@@ -32,31 +32,34 @@ Meanwhile = Callable[[], object]
 
 
 class AllToAllDispatcher:
-    """A dispatcher that sends one row per slot: a token travels once for each expert it chose.
+    """A dispatcher that sends one row per slot, so a token is sent once for each of its experts.
 
-    Works on gloo and NCCL. Ranks may have different numbers of tokens, also zero.
+    The dispatcher works on gloo and NCCL. Ranks may have different numbers of tokens, also zero.
 
-    Collective. `dispatch` makes three exchanges: the check, the counts of each expert, and the
-    rows. `combine` exchanges the rows, after a check. Each backward exchanges the rows once. The
-    host reads counts once per dispatch, or never if you pass `capacity_rows` and `check=False`.
+    `dispatch` and `combine` are collective. `dispatch` makes three exchanges: the check, the counts
+    of each expert, and the rows. `combine` makes a check, and then exchanges the rows. The
+    backward of each call exchanges rows once. The host reads counts once per dispatch, or never if
+    you pass `capacity_rows` and `check=False`.
 
-    `dispatch` takes `meanwhile=`, a function such as a layer's shared experts. It is called once,
-    while the rows travel. Its backward runs while the gradients of the rows travel.
+    The argument `meanwhile=` of `dispatch` is a function, such as a layer's shared experts.
+    `dispatch` calls `meanwhile` once, during the exchange of rows. The backward of `meanwhile` runs
+    during the exchange of the rows' gradients.
 
     Args:
-        group: the ranks that share the experts. Rank r owns the r-th share.
-        alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
-            kernels need 128. With an alignment above 1, there are as many rows as any counts could
-            need, so that the host need not read the padded counts. Without a capacity, the last
-            expert gets the surplus rows of zeros.
-        capacity_rows: the most rows that a rank sends to one rank, equal on all ranks. Each rank
-            always sends this many rows to each rank, so the host need not read counts. If a rank
-            needs more rows, the call raises PlanError on all ranks with `check`. Without `check` an
-            assertion of the device fails.
-        check: look at the values of ids and scores, and agree on the layer, before rows are sent. A
-            mistake on one rank then raises on all ranks instead of hanging. In `dispatch` the check
-            includes the number of rows for each rank. In `combine` it is one small collective. The
-            host reads the result of both checks.
+        group: the ranks that share the experts. Rank r owns the r-th share of the experts.
+        alignment: the rows of each expert are padded with rows of zeros to a multiple of
+            `alignment`. FP8 kernels need an alignment of 128. With an alignment above 1, the number
+            of rows is large enough for all counts, so the host need not read the padded counts.
+            Without a capacity, the surplus rows of zeros belong to the last expert.
+        capacity_rows: the maximum number of rows that a rank sends to one rank, equal on all ranks.
+            Each rank always sends `capacity_rows` rows to each rank, so the host need not read
+            counts. If a rank needs more than `capacity_rows` rows, the call raises PlanError on all
+            ranks with `check=True`. With `check=False`, too many rows fail an assertion on the
+            device.
+        check: check the values of ids and scores, and compare the layers of all ranks, before rows
+            are sent. With `check=True`, a mistake on one rank raises an error on all ranks instead
+            of hanging. In `dispatch`, the check includes the number of rows for each rank. In
+            `combine`, the check is one small collective. The host reads the results of the checks.
 
     Raises:
         PlanError: this rank is not in the group, or the alignment or the capacity is below 1.
@@ -149,13 +152,14 @@ class AllToAllDispatcher:
 class OncePerRankDispatcher:
     """A dispatcher that sends a token once to each rank that owns some of its experts.
 
-    The owner copies the token for its experts, and sends back the sum of their weighted outputs.
-    With top-8 over two ranks, rows take at most a quarter of the bytes that `AllToAllDispatcher`
-    sends. Each sent row adds `top_k` ids of 4 bytes and `top_k` scores in their own dtype.
+    The receiving rank copies the token for its experts, and sends back the sum of the experts'
+    weighted outputs. With top-8 over two ranks, the rows have at most a quarter of the bytes that
+    `AllToAllDispatcher` sends. With each row, the dispatcher sends `top_k` ids of 4 bytes and
+    `top_k` scores in their own dtype.
 
-    Otherwise works like `AllToAllDispatcher`, without a capacity. `dispatch` makes four exchanges:
-    the counts with the check, the ids, the scores, and the rows. Outputs are rounded to their dtype
-    once more.
+    The dispatcher does not support a capacity. Everything else works as in `AllToAllDispatcher`.
+    `dispatch` makes four exchanges: the counts with the check, the ids, the scores, and the rows.
+    Outputs are rounded to their dtype one time more than with `AllToAllDispatcher`.
 
     Source: arXiv:2412.19437, section 3.2 (DeepSeek-V3 sends a token once to each node).
     """

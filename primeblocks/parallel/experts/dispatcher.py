@@ -37,12 +37,12 @@ class Dispatched:
     """The rows that arrived for the local experts.
 
     Attributes:
-        tokens: one row per slot, grouped by local expert. Inside an expert, rows are ordered by
-            source rank, then token, then choice, as in a batch on one rank. With an alignment each
-            expert's rows end in rows of zeros.
-        counts: rows of each local expert with its rows of zeros, on the device of `tokens`. The
-            counts add up to the number of rows. With a capacity, `tokens` ends in more rows, which
-            `combine` leaves out.
+        tokens: one row per slot, grouped by local expert. The rows of an expert are ordered by
+            source rank, then token, then choice, as in a batch on one rank. With an alignment, rows
+            of zeros follow the rows of each expert.
+        counts: the number of rows of each local expert, including rows of zeros, on the device of
+            `tokens`. Without a capacity, the counts add up to the number of rows. With a capacity,
+            `tokens` has additional rows at the end, which `combine` leaves out.
         handle: private data of the dispatcher, which `combine` needs.
     """
 
@@ -52,15 +52,16 @@ class Dispatched:
 
     @cached_property
     def offs(self) -> Int32[Tensor, " local_experts"]:
-        """The row after each expert's last row, on the device, as grouped products need it."""
+        """The row after each expert's last row, on the device, for grouped products."""
         return self.counts.cumsum(0, dtype=torch.int32)
 
 
 @runtime_checkable
 class TokenDispatcher(Protocol):
-    """The contract to send tokens to experts and back.
+    """The interface of dispatchers, which send tokens to experts and back.
 
-    The backward of `dispatch` sends gradients as `combine` sends rows, and vice versa.
+    The backward of `dispatch` sends gradients from experts back to tokens, as `combine` sends rows.
+    The backward of `combine` sends gradients from tokens to experts, as `dispatch` sends rows.
     """
 
     def dispatch(
@@ -70,40 +71,43 @@ class TokenDispatcher(Protocol):
 
         Args:
             x: `[tokens, hidden]`, differentiable.
-            scores: `[tokens, top_k]`, gate weights, differentiable. `combine` uses them.
+            scores: `[tokens, top_k]`, differentiable gate weights, which `combine` uses.
             expert_ids: `[tokens, top_k]`, integers in `[0, num_experts)`.
-            num_experts: experts of the whole layer. Each rank owns an equal, consecutive share.
+            num_experts: the number of experts in the whole layer. Each rank owns an equal,
+                consecutive share of the experts.
 
         Raises:
-            ShapeError: shapes, dtypes, ids or scores do not fit. No row was sent.
-            PlanError: the ranks cannot share the experts equally, or disagree about the layer.
+            ShapeError: shapes, dtypes, ids or scores are wrong. No row was sent.
+            PlanError: the ranks cannot share the experts equally, or differ in `num_experts`,
+                `top_k`, widths, dtypes, or in whether gradients are needed.
             RankError: another rank refused its arguments.
         """
         ...
 
     def combine(self, y: Tensor, dispatched: Dispatched) -> Tensor:
-        """Return `[tokens, hidden]`: each token's expert outputs, weighted by its scores.
+        """Return `[tokens, hidden]`, the sum of each token's expert outputs, weighted by scores.
 
         Args:
             y: `[slots, hidden]`, the experts' outputs for `dispatched.tokens`.
 
         Raises:
             ShapeError: `y` does not have one row for each dispatched row.
-            PlanError: ranks disagree about width, dtype or whether they need gradients.
+            PlanError: ranks differ in the width or dtype of `y`, or in whether gradients are
+                needed.
             RankError: another rank refused its arguments.
         """
         ...
 
 
 class LocalDispatcher:
-    """A dispatcher for ranks that own all experts: sorts rows and sends nothing. Local.
+    """A dispatcher for ranks that own all experts, which sorts rows without communication. Local.
 
     Args:
-        alignment: each expert's rows are padded with zeros to a multiple of this number. FP8
-            kernels need 128.
-        check: look at the values of ids and scores, for which the host waits. With `check=False`
-            values out of range give undefined results. The host then waits only if there is an
-            alignment, to read the number of rows.
+        alignment: the rows of each expert are padded with rows of zeros to a multiple of
+            `alignment`. FP8 kernels need an alignment of 128.
+        check: check the values of ids and scores, for which the host waits. With `check=False`,
+            values out of range give undefined results. With `check=False`, the host waits only if
+            `alignment` is above 1, to read the number of rows.
     """
 
     def __init__(self, *, alignment: int = 1, check: bool = True) -> None:

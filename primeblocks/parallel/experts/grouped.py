@@ -37,20 +37,21 @@ def grouped_linear(
 ) -> Float[Tensor, "slots out_features"]:
     """Multiply each expert's range of rows by the expert's own matrix. Local. Differentiable.
 
-    torch's grouped kernel computes bfloat16, and float32 on a CPU, if both dims of a matrix are
-    multiples of 16 bytes. A loop computes everything else. Under autocast, the kernel and the loop
-    compute in the dtype of autocast. An expert without rows gets a zero gradient instead of None,
-    so that FSDP reduces it.
+    Torch's grouped kernel multiplies bfloat16 operands, and float32 operands on a CPU, if both dims
+    of a matrix are multiples of 16 bytes. A loop over experts multiplies all other operands. Under
+    autocast, the kernel and the loop compute in the dtype of autocast. An expert without rows gets
+    a zero gradient instead of None, so that FSDP reduces the gradient.
 
     Args:
         tokens: rows grouped by expert, such as `Dispatched.tokens`.
-        counts: rows of each expert. The sum may be below `slots`. The results of the rows after the
-            last group are undefined. The host reads the counts if they are on the host, or if the
-            loop runs.
+        counts: the number of rows of each expert. The sum of the counts may be below `slots`.
+            Results for rows after the last group are undefined. The host reads the counts if
+            `counts` is on the host, or if the loop runs.
 
     Raises:
-        ShapeError: shapes do not fit, or `counts` and `weight` have different numbers of experts.
-        ShapeError: the counts add up to more than the rows. Checked only if the host reads counts.
+        ShapeError: shapes do not fit together, or `counts` and `weight` have different numbers of
+            experts.
+        ShapeError: the sum of `counts` is above the number of rows, and the host reads `counts`.
     """
     check_tensors(tokens=tokens, counts=counts, weight=weight)
     if counts.ndim != 1 or weight.ndim != 3 or tokens.shape[1:] != weight.shape[2:]:
@@ -98,7 +99,8 @@ def grouped_swiglu(
 ) -> Float[Tensor, "slots hidden"]:
     """Run each expert, `down(activation(gate) * up)`, on its rows. Local. Differentiable.
 
-    The first half of dim 1 of `gate_up` is the gate. Raises the errors of `grouped_linear`.
+    The first half of dim 1 of `gate_up` is the gate. The function raises the errors of
+    `grouped_linear`.
     """
     gate, up = grouped_linear(tokens, counts, gate_up).chunk(2, dim=-1)
     return grouped_linear(activation(gate) * up, counts, down)
@@ -107,9 +109,10 @@ def grouped_swiglu(
 class GroupedExperts(nn.Module):
     """The experts of one layer, with the parameter names of transformers.
 
-    The module is built with all experts. `fully_shard_moe` leaves each rank its share. `dispatcher`
-    must use the ranks that share the experts. A call is collective if the dispatcher is. To use
-    another product, such as a product in float8, set the attribute `grouped_mm`.
+    The module is built with all experts of the layer. After `fully_shard_moe`, each rank stores its
+    share of the experts. `dispatcher` must use the ranks that share the experts. A call is
+    collective if the calls of the dispatcher are collective. To use another product, such as a
+    product in float8, set the attribute `grouped_mm`.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class GroupedExperts(nn.Module):
         self.down_proj = nn.Parameter(nn.init.normal_(down, std=intermediate**-0.5))
 
     def forward(self, x: Tensor, expert_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return `[tokens, hidden]`. The arguments are those of `TokenDispatcher.dispatch`."""
+        """Return `[tokens, hidden]`. The arguments are as in `TokenDispatcher.dispatch`."""
         sent = self.dispatcher.dispatch(x, scores, expert_ids, num_experts=self.num_experts)
         gate, up = expert_linear(self, "gate_up_proj", sent.tokens, sent.counts).chunk(2, dim=-1)
         y = expert_linear(self, "down_proj", self.activation(gate) * up, sent.counts)

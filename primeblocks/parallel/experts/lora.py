@@ -30,27 +30,30 @@ def add_expert_lora(
 ) -> list[str]:
     """Add low-rank factors to the experts of `model`, and freeze the experts' own weights.
 
-    Adapts the parameters `gate_up_proj`, `up_proj` and `down_proj`, `[experts, ...]`. The new
-    parameters are `NAME_lora_A` `[experts, rank, in]`, drawn like a linear layer's weight, and
-    `NAME_lora_B` `[experts, out, rank]`, which is zero. Outputs therefore do not change until an
-    optimizer step. `GroupedExperts` and transformers' experts with a dispatcher apply the factors.
+    The function adapts the parameters `gate_up_proj`, `up_proj` and `down_proj` of shape
+    `[experts, ...]`. The new parameter `NAME_lora_A`, `[experts, rank, in]`, is initialised like a
+    linear layer's weight. The new parameter `NAME_lora_B`, `[experts, out, rank]`, is zero. Outputs
+    therefore do not change until the first optimizer step. `GroupedExperts` and transformers'
+    experts with a dispatcher apply the factors.
 
-    Other modules stay as they are. Adapt them with PEFT first, because PEFT freezes all parameters
-    that it did not add. Local. Call this function before `fully_shard_moe`. torch's random state
-    must be equal on all ranks.
+    Other modules do not change. To adapt other modules, apply PEFT before this function, because
+    PEFT freezes all parameters that PEFT did not add. Local. Call this function before
+    `fully_shard_moe`. Torch's random state must be equal on all ranks.
 
     Args:
-        rank: with a multiple of 8, torch's grouped kernel takes bfloat16 rows.
+        rank: the rank of the factors. If `rank` is a multiple of 8, torch's grouped kernel supports
+            bfloat16 rows.
         alpha: the product of the factors is scaled by `alpha / rank`.
-        dtype: the dtype of the factors. Default: the weight's dtype. Float32 factors of bfloat16
-            weights also keep small optimizer steps. Rows are still multiplied in their own dtype.
+        dtype: the dtype of the factors. Default: the weight's dtype. For bfloat16 weights, float32
+            factors do not lose small optimizer steps. Rows are multiplied in the dtype of the rows,
+            for every dtype of the factors.
 
     Returns:
         The names of the adapted weights.
 
     Raises:
-        PlanError: the model has no such experts, the rank is below 1, or experts have an adapter
-            already.
+        PlanError: the model has no experts with adaptable parameters, the rank is below 1, or
+            experts have an adapter already.
         UnsupportedError: the experts are sharded already.
     """
     check_counts(rank=rank)
@@ -79,11 +82,12 @@ def add_expert_lora(
 
 @torch.no_grad()
 def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each adapted weight with its adapter added, to export it.
+    """Yield each adapted weight with its adapter added, for an export.
 
-    Each tensor is new, and has the name, layout and dtype of its weight. The sum is formed in
-    float32 or wider. The model does not change. Local, but collective if sharded: a rank gathers
-    the factors of the experts that its FSDP group shares, and multiplies them for its own part.
+    Each yielded tensor is new, and has the name, layout and dtype of its weight. Weight and adapter
+    are added in float32 or a wider dtype. The model does not change. The call is local, but
+    collective for a sharded model. In a sharded model, a rank gathers the factors of the experts
+    that its FSDP group shares. The rank multiplies the factors only for its own part.
     """
     for path, module, name in _adapted(model):
         weight: Tensor = getattr(module, name)
@@ -101,11 +105,11 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def expert_lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole factors, named and shaped as PEFT does for `target_parameters`.
+    """Return the whole factors, with the names and shapes in PEFT for `target_parameters`.
 
-    A is `[experts * rank, in]`, and B is `[out, rank * experts]` with experts last. If both weights
-    of a module are adapted, the first has `base_layer` in its name. Local, but collective if
-    sharded.
+    The factor A is `[experts * rank, in]`, and the factor B is `[out, rank * experts]` with experts
+    last. If both weights of a module are adapted, the names of the first weight's factors contain
+    `base_layer`. The call is collective for a sharded model, and otherwise local.
     """
     adapted = list(_adapted(model))
     state = {}

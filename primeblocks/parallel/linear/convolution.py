@@ -31,26 +31,27 @@ def causal_conv1d(
 ) -> Tensor:
     """Convolve each channel with its own kernel over each document, with zeros before the document.
 
-    The result equals `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` on each
+    The result equals `nn.Conv1d(groups=channels)` with a left padding of `kernel - 1` for each
     document separately. If a document began on another rank, this rank receives up to `kernel - 1`
-    tokens before its own. Computes in the dtype of `weight`, and returns the dtype of `x`.
-    Differentiable.
+    tokens that precede its own tokens. The convolution computes in the dtype of `weight`, and the
+    result has the dtype of `x`. Differentiable.
 
-    Collective, and so is its backward: one exchange each. A rank receives at most
-    `(kernel - 1) x channels` elements of `x` for each of its runs. No rank sends anything if no
-    document is cut or the kernel has one tap. All ranks know this from the plan.
+    The call and its backward are collective, with one exchange each. A rank receives at most
+    `(kernel - 1) x channels` elements of `x` for each of its runs. All ranks skip the exchange if
+    no document is cut, or if the kernel has one tap.
 
     Args:
         x: `[tokens, channels]`, this rank's part.
-        weight: `[channels, kernel]`. The last tap multiplies the token itself.
+        weight: `[channels, kernel]`. The last tap of a kernel multiplies the token itself.
         bias: `[channels]`.
-        check: agree on shapes and the plan first, so that a mistake on one rank raises on all ranks
-            instead of hanging. This is one small collective, and makes the host wait for a GPU.
+        check: compare shapes and the plan on all ranks first, so that a mistake on one rank raises
+            an error on all ranks instead of hanging. The comparison is one small collective, and
+            makes the host wait for a GPU.
 
     Raises:
         ShapeError: `weight` or `bias` does not fit `x`, or `x` is not this rank's part.
-        PlanError: the group does not fit the plan, or ranks differ in plan, sizes or in whether
-            they need gradients.
+        PlanError: `group` does not fit the plan, or ranks differ in plans, in sizes, or in whether
+            gradients are needed.
         RankError: another rank refused its arguments.
     """
     with agreed("causal_conv1d", x, weight, group=group, check=check) as call:

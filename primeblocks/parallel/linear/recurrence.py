@@ -39,39 +39,44 @@ def gated_delta_rule(
     kernel: Callable[..., tuple[Tensor, Tensor]] = chunk_gated_delta_rule,
     check: bool = True,
 ) -> Tensor:
-    """`S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)` on each document.
+    """Compute the gated delta rule on each document.
 
-    No rank waits for another. A run that is a part of a document starts from zero. `key_dim` extra
-    columns of values show how the run reads and changes its first state. An exchange then finds
-    the true first state. Runs of equal length share one call of `kernel`. Differentiable.
+    The rule is `S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)`.
 
-    Collective, and so is its backward: two exchanges each, or none if no document is cut. The
-    exchanges move at most `heads x (key_dim^2 + 2 key_dim value_dim)` elements for each run of a
-    cut document. Orders with few runs are therefore cheap: "contiguous", or large chunks. In a cut
-    document, work that is proportional to `value_dim` becomes proportional to
-    `key_dim + value_dim`.
+    All ranks compute their runs at the same time. A run that is a part of a document is computed
+    from a state of zero. `key_dim` additional columns of values show how a run reads and changes
+    its first state. An exchange determines the true first state of the run. Runs of equal length
+    share one call of `kernel`. Differentiable.
 
-    The call does not check for NaN. A NaN reaches the later tokens of its document, but not other
+    The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
+    if no document is cut. The exchanges send at most `heads x (key_dim^2 + 2 key_dim value_dim)`
+    elements for each run of a cut document. Orders with few runs are therefore cheap, such as
+    "contiguous", or "balanced" with large chunks. In a cut document, work that is proportional to
+    `value_dim` becomes proportional to `key_dim + value_dim`.
+
+    The call does not check for NaN. A NaN spreads to later tokens of its document, but not to other
     documents.
 
     Args:
-        q, k: `[tokens, heads, key_dim]`, this rank's part. Normalise both first if the model does
-            so and `kernel` does not. Repeat grouped heads first.
+        q, k: `[tokens, heads, key_dim]`, this rank's part. If the model normalises q and k, but
+            `kernel` does not, normalise q and k before the call. Repeat grouped heads before the
+            call.
         v: `[tokens, heads, value_dim]`.
         g: `[tokens, heads]`, the logarithm of the decay, at most 0.
         beta: `[tokens, heads]`.
         kernel: a function from `(q, k, v, g=, beta=, initial_state=)` to the output and the last
-            state, for any `value_dim`. Tensors have a leading batch, and states are
-            `[batch, heads, key_dim, value_dim]`. Example: `partial(f, output_final_state=True)`
-            with the function of transformers or of flash-linear-attention.
+            state, for any `value_dim`. Tensors have a first dim for a batch, and states are
+            `[batch, heads, key_dim, value_dim]`. An example is
+            `partial(f, output_final_state=True)`, where `f` is the gated delta rule of transformers
+            or of flash-linear-attention.
         check: as in `causal_conv1d`.
 
     Returns:
         `[tokens, heads, value_dim]` in the dtype of `v`.
 
     Raises:
-        ShapeError: the operands do not fit each other, or this rank's part of the plan.
-        PlanError, RankError: as for `causal_conv1d`.
+        ShapeError: the operands do not fit together, or do not fit this rank's part of the plan.
+        PlanError, RankError: the errors of `causal_conv1d`.
 
     Source: arXiv:2412.06464 (gated delta networks).
     """
@@ -111,28 +116,28 @@ def state_space(
     kernel: Callable[..., tuple[Tensor, Tensor]] = chunk_state_space,
     check: bool = True,
 ) -> Tensor:
-    """`S = exp(dt A) S + (dt x) B^T; y = S C + D x` on each document: Mamba-2.
+    """Compute Mamba-2, `S = exp(dt A) S + (dt x) B^T; y = S C + D x`, on each document.
 
-    No rank waits for another. Every run starts from zero. If a run is a part of a document, an
-    exchange finds its true first state. The decayed reading of that state is added to the output.
-    Runs of equal length share one call of `kernel`. Differentiable.
+    All ranks compute their runs at the same time, from states of zero. If a run is a part of a
+    document, an exchange determines the run's true first state. The output includes the effect of
+    the true first state. Runs of equal length share one call of `kernel`. Differentiable.
 
-    Collective, and so is its backward: two exchanges each, or none if no document is cut. The
-    exchanges move at most `heads x (2 head_dim state_dim + 1)` elements for each run of a cut
-    document.
+    The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
+    if no document is cut. The exchanges send at most `heads x (2 head_dim state_dim + 1)` elements
+    for each run of a cut document.
 
-    The call does not check for NaN. A NaN reaches the later tokens of its document, but not other
+    The call does not check for NaN. A NaN spreads to later tokens of its document, but not to other
     documents.
 
     Args:
         x: `[tokens, heads, head_dim]`, this rank's part.
         dt: `[tokens, heads]`, the steps after bias, softplus and limits.
         A: `[heads]`, at most 0.
-        B, C: `[tokens, groups, state_dim]`. `groups` divides `heads`.
-        D: `[heads]`, the skip. With None, the skip term is left out.
+        B, C: `[tokens, groups, state_dim]`. `groups` must divide `heads`.
+        D: `[heads]`, the factor of the skip term. With `D=None`, the skip term is left out.
         kernel: a function from `(x, dt, A, B, C)` to the output and the last state. Tensors have a
-            leading batch, and states are `[batch, heads, head_dim, state_dim]`. Example:
-            `partial(f, chunk_size=..., return_final_states=True)` with transformers'
+            first dim for a batch, and states are `[batch, heads, head_dim, state_dim]`. An example
+            is `partial(f, chunk_size=..., return_final_states=True)`, where `f` is transformers'
             `mamba2_chunk_scan` or mamba-ssm's `mamba_chunk_scan_combined`.
         check: as in `causal_conv1d`.
 
@@ -140,8 +145,8 @@ def state_space(
         `[tokens, heads, head_dim]` in the dtype of `x`.
 
     Raises:
-        ShapeError: the operands do not fit each other, or this rank's part of the plan.
-        PlanError, RankError: as for `causal_conv1d`.
+        ShapeError: the operands do not fit together, or do not fit this rank's part of the plan.
+        PlanError, RankError: the errors of `causal_conv1d`.
 
     Source: arXiv:2405.21060 (state space duality).
     """

@@ -28,16 +28,16 @@ class GroupMemory:
         with memory.released() as moved:  # or release() ... restore()
             rollout()
 
-    A group on NCCL is suspended. A group on gloo, or without a collective call so far, has nothing
-    to free and is skipped. We have never run this class on a GPU.
+    `release` suspends groups on NCCL. Groups on gloo, and groups that have not made a collective
+    call yet, have nothing to free and are skipped. We have never run this class on a GPU.
 
-    Collective over all groups, without a timeout: if a rank does not make the call, the other ranks
-    wait. Between release and restore, a collective call over these groups uses freed memory. NCCL
-    does not check that.
+    `release` and `restore` are collective over all groups, without a timeout. If a rank does not
+    call `release` or `restore`, the other ranks wait. Between `release` and `restore`, a collective
+    call over a suspended group uses freed memory, because NCCL does not refuse the call.
 
     Args:
-        groups: process groups, and meshes, which add the groups of all their axes, in any order.
-            Leave out the groups that an engine in the same process uses.
+        groups: process groups and meshes, in any order. For a mesh, the groups of all its axes are
+            suspended. Leave out the groups that an engine in the same process uses.
 
     Raises:
         PlanError: a group is not a process group or a mesh, or does not include this rank.
@@ -67,13 +67,13 @@ class GroupMemory:
         self._suspended: dict[Any, int] | None = None
 
     def release(self) -> MovedBytes:
-        """Suspend the groups, and count the bytes that NCCL frees. Collective.
+        """Suspend the groups, and return the bytes that NCCL frees. Collective.
 
         Raises:
             UsageError: the groups are released already. Nothing was changed.
             UnsupportedError: a backend cannot be suspended. Nothing was changed.
-            RuntimeError: NCCL failed, as it does for communicators that share memory
-                (`split_share`). Call restore on all ranks.
+            RuntimeError: NCCL failed, for example because communicators share memory
+                (`split_share`). If NCCL failed, call `restore` on all ranks.
         """
         if self._suspended is not None:
             raise UsageError("the groups are released already. Call restore() first.")
@@ -103,7 +103,7 @@ class GroupMemory:
 
     @contextmanager
     def released(self) -> Iterator[MovedBytes]:
-        """Release for the length of a `with` block, and restore at its end. Collective."""
+        """Call `release` at the start of a `with` block, and `restore` at its end. Collective."""
         moved = self.release()
         try:
             yield moved

@@ -33,7 +33,7 @@ _ALIGN_BYTES = 512
 
 @dataclass(frozen=True)
 class MovedBytes:
-    """Bytes that one call freed on the device, or allocated there again, by kind."""
+    """Bytes that one call freed on the device, or allocated on the device again, by kind."""
 
     num_bytes: dict[str, int]
 
@@ -42,7 +42,7 @@ class MovedBytes:
         return sum(self.num_bytes.values())
 
     def table(self) -> str:
-        """Return one line per kind, and the total."""
+        """Return one line per kind of memory, and the total."""
         rows = self.num_bytes | {"total": self.total_bytes}
         return "\n".join(f"{kind:<12}{size:>18,} bytes" for kind, size in rows.items())
 
@@ -82,24 +82,28 @@ class HostMemory:
             print(moved.table())
             rollout()
 
-    Each storage is moved once, even if several tensors share it. With FSDP2 the padded shard is
-    moved. The kinds are "weights" (parameters and buffers), "gradients" and "optimizer" (its
-    state). You can move kinds one by one: `restore("weights")` is enough to publish weights. The
-    first release allocates host memory, page-locked for CUDA, and later ones reuse it. Local.
+    Each storage is moved once, even if several tensors share the storage. With FSDP2, the storages
+    of padded shards are moved. The kinds of memory are "weights" (parameters and buffers),
+    "gradients" and "optimizer" (optimizer states). You can move the kinds of memory one by one. For
+    example, `restore("weights")` is enough to publish weights. The first release allocates host
+    memory, page-locked for CUDA, and later releases reuse the host memory. Local.
 
-    While a kind is away, calls of `forward`, `state_dict`, `load_state_dict` and `step` that need
-    it raise UsageError. Any other use of a released tensor reads freed memory, and torch does not
-    check that. If another process has mapped a tensor by CUDA IPC, that memory stays allocated.
+    While a kind of memory is on the host, calls of `forward`, `state_dict`, `load_state_dict` and
+    `step` that need this memory raise UsageError. All other uses of a released tensor, such as
+    arithmetic, read freed memory, because torch does not check for released tensors. If another
+    process has mapped a tensor by CUDA IPC, the memory of the tensor stays allocated.
 
-    A release first reshards FSDP2 modules. Release between optimizer steps. Gradients that FSDP2
-    still accumulates unsharded (`set_requires_gradient_sync(False)`) stay on the device unchanged.
+    `release` first reshards FSDP2 modules. Call `release` between optimizer steps. Gradients that
+    FSDP2 still accumulates unsharded (`set_requires_gradient_sync(False)`) stay on the device
+    unchanged.
 
     Args:
-        model: a module. A release moves its tensors, also DTensors, if they are on the device of
-            the first parameter. The device may be a CPU.
-        optimizer: With None, no optimizer state moves.
-        chunk_bytes: host memory of a kind grows by this many bytes at a time. Pinned memory is
-            rounded up to a power of two.
+        model: the module whose tensors are moved. `release` moves tensors and DTensors that are on
+            the device of the first parameter. The device may be a CPU.
+        optimizer: the optimizer whose states are moved. With `optimizer=None`, optimizer states
+            stay on the device.
+        chunk_bytes: the number of bytes by which the host memory grows, separately for each kind of
+            memory. Torch rounds pinned memory up to a power of two.
 
     Raises:
         UsageError: the model is not a module or has no parameters.
@@ -129,25 +133,26 @@ class HostMemory:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory, in use or not."""
+        """Bytes of allocated host memory, used or unused."""
         return sum(host.num_bytes for host in self._host.values())
 
     @property
     def away(self) -> tuple[str, ...]:
-        """The kinds that are on the host at the moment."""
+        """The kinds of memory that are on the host at the moment."""
         return tuple(self._away)
 
     def release(self, *kinds: str) -> MovedBytes:
-        """Copy storages to the host and free them on the device. Local. Waits for the device.
+        """Copy storages to the host and free the device memory. Local.
 
-        Also returns torch's unused device memory to the driver, for other processes.
+        The call waits for the device, and returns torch's unused device memory to the driver, so
+        that other processes can use the memory.
 
         Args:
-            kinds: the kinds to move. Default: all kinds that are on the device.
+            kinds: the kinds of memory to move. Default: all kinds of memory that are on the device.
 
         Raises:
-            UsageError: a kind is away already or unknown, or all kinds are away. Nothing was
-                changed.
+            UsageError: a kind of memory is unknown or already on the host, or all kinds are on the
+                host. Nothing was changed.
             UnsupportedError: a storage cannot shrink, because it is shared memory or belongs to
                 another library. Nothing was changed.
         """
@@ -175,16 +180,19 @@ class HostMemory:
         return MovedBytes({kind: held.num_bytes for kind, held in away.items()})
 
     def restore(self, *kinds: str) -> MovedBytes:
-        """Allocate the storages again and copy their bytes back. Local. Waits for the device.
+        """Allocate the storages again and copy their bytes back. Local.
+
+        The call waits for the device.
 
         Args:
-            kinds: the kinds to move. Default: all kinds that are away.
+            kinds: the kinds of memory to move. Default: all kinds of memory that are on the host.
 
         Raises:
-            UsageError: a kind is not away, or all kinds are on the device.
-            ShapeError: a tensor has another storage, shape or dtype than at its release. A removed
-                tensor, such as a gradient after `zero_grad`, is not an error.
-            CapacityError: the device lacks memory. Nothing was changed. Free memory and call again.
+            UsageError: a kind of memory is not on the host, or all kinds are on the device.
+            ShapeError: a tensor has another storage, shape or dtype than when it was released. A
+                removed tensor, such as a gradient after `zero_grad`, is not an error.
+            CapacityError: the device lacks memory. Nothing was changed. Free memory, and call
+                `restore` again.
         """
         wanted = self._wanted(kinds, list(self._away), "restore")
         self._check_unchanged(wanted)
@@ -204,7 +212,11 @@ class HostMemory:
 
     @contextmanager
     def released(self, *kinds: str) -> Iterator[MovedBytes]:
-        """Release kinds for the length of a `with` block, then restore those still away."""
+        """Call `release` at the start of a `with` block.
+
+        At the end of the block, kinds of memory that are still on the host are restored. Kinds that
+        were on the host before the block stay on the host.
+        """
         before = set(self._away)
         moved = self.release(*kinds)
         try:

@@ -1,17 +1,20 @@
-"""Never run on a GPU: the `Kernels` of `exact` in Triton, for `batch_invariant(kernels=)`.
+"""Triton kernels for `batch_invariant(kernels=)`, which have never run on a GPU.
 
-They run in Triton's interpreter, and compile for sm_90 and sm_100. They compute in float32, round
-once, and have no gradients. The host does not wait for them. The order of additions depends only on
-the dtype, on the width of heads, and on the number of added elements:
+The kernels run in Triton's interpreter, and compile for `sm_90` and `sm_100`. The kernels compute
+in float32, round each result once, and have no gradients. The host does not wait for the kernels.
+The order of additions depends only on the dtype, on the width of heads, and on the number of added
+elements:
 
 - Products have tiles of one size, without split-K and without tuning. A program adds the tiles of
   the inner dim from first to last.
-- Sums over a row add neighbours, then neighbouring sums, and so on, as `batch_invariant()` does on
-  a CPU. The kernel states each addition itself, because Triton's own sums depend on which
-  elements a thread has. Their order would depend on the alignment of a row's address.
+- A sum over a row adds neighbouring elements, then neighbouring sums, and so on, as
+  `batch_invariant()` does on a CPU. The kernel makes each addition explicitly, because the order of
+  Triton's own sums depends on the elements of each thread. The elements of a thread depend on the
+  alignment of a row's address.
 - Attention adds pages of keys in the order of positions. When a page raises the maximum of a
   query's scores, the sums of this query are rescaled. A key that a query does not see has a weight
-  of zero. A page of such keys multiplies the sums by one and adds zero, so it changes no bit.
+  of zero. If a query sees no key of a page, the page multiplies the query's sums by one and adds
+  zero, which changes no bit.
 """
 
 from ....errors import MissingPackageError

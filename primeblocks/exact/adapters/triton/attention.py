@@ -92,13 +92,15 @@ def _launch_of_attention(dtype: torch.dtype, width: int, outs: int) -> dict[str,
 def attend(query: Tensor, key: Tensor, value: Tensor, *, positions: Tensor, scale: float) -> Tensor:
     """Compute `exact.attend`: attention from queries of one sequence to its keys. Local.
 
-    Shapes are `[queries, heads, width]`, `[keys, groups, width]`, `[keys, groups, outs]` and
-    `[queries]`. The host does not read `positions`. A position after the last key counts as the
-    last key, and the result of a negative position is undefined.
+    `query`, `key`, `value` and `positions` have the shapes `[queries, heads, width]`,
+    `[keys, groups, width]`, `[keys, groups, outs]` and `[queries]`. The host does not read
+    `positions`. A position after the last key counts as the position of the last key, and the
+    result of a negative position is undefined.
 
     Raises:
         ShapeError: shapes, dtypes or devices do not fit together.
-        UnsupportedError: heads wider than 256, another dtype, gradients, or tensors on a CPU.
+        UnsupportedError: heads are wider than 256, a dtype is not supported, an operand needs
+            gradients, or tensors are on a CPU.
     """
     check(query, key, value)
     fits = query.dim() == key.dim() == value.dim() == 3 and positions.shape == query.shape[:1]

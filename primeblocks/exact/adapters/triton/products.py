@@ -74,7 +74,8 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 
     Raises:
         ShapeError: shapes, dtypes or devices do not fit together.
-        UnsupportedError: another dtype, gradients, or tensors on a CPU.
+        UnsupportedError: a dtype is not supported, an operand needs gradients, or tensors are on a
+            CPU.
     """
     if left.dim() == right.dim() == 2:
         return matmul(left[None], right[None])[0]
@@ -88,9 +89,9 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 def grouped_matmul(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of rows of `[rows, in]` by its own matrix of `[groups, in, out]`. Local.
 
-    `ends` is the end of each group, in ascending order. The host does not read it, and an end after
-    the last row counts as the last row. Rows after the last end are zero. Raises the errors of
-    `matmul`.
+    For each group, `ends` contains the index after the group's last row, in ascending order. The
+    host does not read `ends`. An end above the number of rows counts as the number of rows. Rows of
+    the result after the last group are zero. The function raises the errors of `matmul`.
     """
     return _multiply(left, right, ends.clamp(0, len(left)), len(left))
 

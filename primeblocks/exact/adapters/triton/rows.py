@@ -92,22 +92,23 @@ def _launch_of_rows(kind: str, width: int) -> dict[str, Any]:
 
 
 def total(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum over the last dim. Local. The result has `dtype`, or the dtype of `values`.
+    """Sum `values` over the last dim. Local. The result has `dtype`, or the dtype of `values`.
 
     Raises:
         ShapeError: `values` has no dims.
-        UnsupportedError: another dtype, gradients, or tensors on a CPU.
+        UnsupportedError: a dtype is not supported, an operand needs gradients, or tensors are on a
+            CPU.
     """
     return _by_row("total", values, dtype)
 
 
 def softmax(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute the softmax over the last dim. Otherwise the same as `total`."""
+    """Compute the softmax over the last dim. Local. Dtype and errors are as for `total`."""
     return _by_row("softmax", values, dtype)
 
 
 def log_softmax(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Compute the logarithm of the softmax over the last dim. Otherwise the same as `total`."""
+    """Compute the logarithm of `softmax`. Local. Dtype and errors are as for `total`."""
     return _by_row("log_softmax", values, dtype)
 
 

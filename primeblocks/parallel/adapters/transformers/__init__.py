@@ -3,7 +3,7 @@
 Experts run through transformers' registry of experts implementations (`ExpertsInterface`).
 Attention over split sequences runs through transformers' registry of attention functions
 (`AttentionInterface`). Recurrent layers have no registry, so the adapter replaces the forward of
-each recurrent module. It recognises these modules by the name of their class.
+each recurrent module. The adapter recognises recurrent modules by the names of their classes.
 """
 
 from ....errors import MissingPackageError

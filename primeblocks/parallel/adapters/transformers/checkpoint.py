@@ -54,30 +54,30 @@ def load_pretrained(
 ) -> None:
     """Load the weights of a checkpoint of transformers into a sharded model. Collective.
 
-    Each rank reads from the files only the boxes of its own shards, in their stored dtype. Float8
-    codes (`quant_method` "fp8") are read with the scales of the blocks that a box touches. The
-    names and conversions are transformers' own.
+    Each rank reads only its own shards from the files, in the stored dtype. For float8 codes
+    (`quant_method` "fp8"), a rank also reads the scales of the blocks that overlap its shards.
+    Names and conversions come from transformers.
 
     Ranks do not exchange weights, so every rank must be able to read the folder. If the checkpoint
-    is on the Hub, rank 0 fetches it before the other ranks do.
+    is on the Hub, rank 0 downloads the checkpoint before the other ranks do so.
 
     Args:
-        model: the model that you passed to `parallelize`. It may have been built on the meta
-            device.
-        progress: called after each tensor that this rank has read, with the number of these tensors
-            and the number of all tensors.
+        model: the model that you passed to `parallelize`, possibly built on the meta device.
+        progress: a function that is called after each tensor that this rank has read, with the
+            number of read tensors and the number of all tensors.
 
     Raises:
-        UnsupportedError: the model has adapters, whose names are not in such a checkpoint.
+        UnsupportedError: the model has adapters, but a checkpoint of transformers does not contain
+            adapters.
         PlanError: this rank cannot read the checkpoint, or the checkpoint's names or shapes differ
             from the model's.
-        PlanError: the weights are quantized by another method than "fp8", or their conversion
-            computes with them. Save them dequantized first, with transformers.
+        PlanError: the weights are quantized by another method than "fp8", or the conversion does
+            arithmetic on weights. Save dequantized weights with transformers first.
         PlanError: float8 codes lack scales for their blocks, or two tied weights differ.
         RankError: another rank raised PlanError.
 
     Warns:
-        UserWarning: the checkpoint holds weights that match no parameter of the model.
+        UserWarning: the checkpoint contains weights without a matching parameter in the model.
     """
     refuse_adapters(model)
     reshard(model)

@@ -41,22 +41,22 @@ def save_pretrained(
     max_shard_size: int | str = "50GB",
     progress: Callable[[int, int], object] | None = None,
 ) -> None:
-    """Write the whole model, as its own `save_pretrained` would from one rank. Collective.
+    """Write the whole model, like the model's own `save_pretrained` on one rank. Collective.
 
-    Rank 0 writes the tensors of the checkpoint one after the other. Each rank sends its own part,
-    and no rank stores more than one whole tensor at a time. To resume a training run, save the
-    parts of all ranks instead: docs/parallel.md.
+    Rank 0 writes the tensors of the checkpoint one after the other. Each rank sends its own part of
+    a tensor, and no rank stores more than one whole tensor at a time. To resume a training run,
+    save the parts of all ranks instead, as docs/parallel.md describes.
 
     Args:
         model: the model that you passed to `parallelize`.
-        max_shard_size: the largest size of a file, in bytes or as text such as "5GB", equal on all
+        max_shard_size: the maximum size of a file, in bytes or as text such as "5GB", equal on all
             ranks. A larger checkpoint is split into several files with an index.
-        progress: called after each tensor that was written, with the number of these tensors and
-            the number of all tensors.
+        progress: a function that is called after each written tensor, with the number of written
+            tensors and the number of all tensors.
 
     Raises:
-        UnsupportedError: the model has adapters. Readers could not load them under these names.
-        UnsupportedError: the conversion to the checkpoint's names computes with weights.
+        UnsupportedError: the model has adapters, whose names other programs do not know.
+        UnsupportedError: the conversion to the names of the checkpoint does arithmetic on weights.
         PlanError: rank 0 cannot write to `path`.
         PlanError: `max_shard_size` is not a size, or differs between ranks. Nothing was written.
         RankError: another rank raised PlanError.

@@ -42,11 +42,12 @@ _IMPLEMENTATION = "primeblocks_indexed"
 
 @dataclass(frozen=True)
 class IndexedAttention:
-    """Kernels for families whose attention has an indexer: `attention=` of `parallelize`.
+    """Kernels for models with an indexer, for the argument `attention=` of `parallelize`.
 
     Attributes:
-        kernel: computes attention to the selected rows. Default: `ReferenceKernel()`.
-        scores: computes the scores of the indexer. Default: `index_scores`.
+        kernel: the kernel that computes attention to the selected rows. Default:
+            `ReferenceKernel()`.
+        scores: the function that computes the scores of the indexer. Default: `index_scores`.
         check: as in `ring_attention`.
     """
 

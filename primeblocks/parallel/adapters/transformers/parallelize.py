@@ -75,23 +75,25 @@ def parallelize(
 ) -> None:
     """Parallelize a causal language model over `meshes`, in place: experts, sequences and FSDP2.
 
-    Outputs and gradients equal those of the model on one rank. Parameter names do not change.
-    Parameters become DTensors, and `layout_of` returns the box that a rank stores. Hooks on the
-    router keep working: the experts take the ids that the router module returns, also if a hook
-    replaced them. Build optimizers afterwards. Local. The model's weights must be equal on all
-    ranks.
+    Outputs and gradients are equal to the outputs and gradients of the model on one rank. Parameter
+    names do not change. Parameters become DTensors, and `layout_of` returns the box that a rank
+    stores. Hooks on the router keep working, because the experts use the ids that the router module
+    returns, also if a hook replaced these ids. Build optimizers after this call. Local. The model's
+    weights must be equal on all ranks.
 
     Args:
-        model: a whole model on every rank, or a model on the meta device. In the second case each
-            rank allocates memory for its parts only, and parameters are NaN until they are loaded.
+        model: a whole model on every rank, or a model on the meta device. For a model on the meta
+            device, each rank allocates memory for its parts only, and parameters are NaN until
+            weights are loaded.
         attention: `ring_attention`, `ulysses_attention`, or a function with their signature, for
-            calls with `local_inputs`. Default: `ulysses_attention`. Split sequences need a plan.
-            With context=1, a call without a plan keeps the model's own attention and masks.
-            Families with an indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4) take no such function.
-            For them pass `IndexedAttention(kernel=..., scores=...)` or nothing.
+            calls with `local_inputs`. The default attention is `ulysses_attention`. Calls with
+            split sequences need a plan. With context=1, a call without a plan uses the model's own
+            attention and masks. For families with an indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4),
+            pass `IndexedAttention(kernel=..., scores=...)` or nothing instead of a function.
         precision: see `fully_shard_moe`. Routers and the weights of indexers stay in float32.
-        dispatcher: must share experts over `meshes.expert`. Default: `AllToAllDispatcher`, or
-            `LocalDispatcher` if one rank has all experts.
+        dispatcher: the dispatcher of the experts, which must use the ranks of `meshes.expert`. The
+            default dispatcher is `AllToAllDispatcher`, or `LocalDispatcher` if one rank has all
+            experts.
         recurrence_kernel: the `kernel` of `gated_delta_rule` (Qwen3-Next, Qwen3.5) or of
             `state_space` (Nemotron-H), for the recurrent layers of calls with a plan. Example:
             `partial(chunk_gated_delta_rule, output_final_state=True)` of flash-linear-attention.
@@ -99,11 +101,11 @@ def parallelize(
         reshard_after_forward, offload_policy: see `fully_shard_moe`.
 
     Raises:
-        UnsupportedError: no test covers the model, or it cannot be split this way. A call of the
-            model raises this error for a plan that the model cannot follow, or for a loss of one
-            rank's tokens only.
-        PlanError: the expert degree does not divide the experts, or the dispatcher uses other ranks
-            than `meshes.expert`.
+        UnsupportedError: no test covers the model, or the model cannot be split with the passed
+            arguments. A call of the model raises UnsupportedError if the model cannot follow the
+            plan, or if the loss would cover only one rank's tokens.
+        PlanError: the expert degree does not divide the number of experts, or the dispatcher uses
+            other ranks than `meshes.expert`.
     """
     plan, kind = meshes.plan, model.config.model_type
     if kind not in FAMILIES:
@@ -170,8 +172,8 @@ def local_inputs(
         `input_ids` and `position_ids`, each `[1, local_tokens]`, the plan, and `use_cache=False`.
 
     Raises:
-        ShapeError, PlanError: as for `SequencePlan.split`.
-        PlanError: some rank would get 0 tokens. Every rank raises this error.
+        ShapeError, PlanError: the errors of `SequencePlan.split`.
+        PlanError: a rank would get 0 tokens, which raises the error on every rank.
     """
     if not all(sequence.counts):
         raise PlanError(

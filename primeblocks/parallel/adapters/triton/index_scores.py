@@ -64,10 +64,10 @@ def score_tiles(
 
 @dataclass(frozen=True)
 class TritonIndexScores:
-    """An `IndexScores` that makes one launch and allocates only its result.
+    """An `IndexScores` that makes one launch and allocates only the result.
 
-    Takes float16, bfloat16 or float32, and sums in float32. Supports at most 128 heads, each of at
-    most 128 columns.
+    Operands may be float16, bfloat16 or float32, and sums are in float32. The kernel supports at
+    most 128 heads of at most 128 columns.
     """
 
     def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:

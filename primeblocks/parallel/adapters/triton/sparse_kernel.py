@@ -25,23 +25,24 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class TritonSparseKernel:
     """A `SparseKernel` in Triton, for float16, bfloat16 and float32.
 
-    Forward is one launch. Backward sets dkv to zero and launches two kernels. The host does not
-    wait. Serves latent attention: keys of at most 576 columns, whose first columns are the value.
-    An id beyond the rows makes its query's output NaN. Tiles are chosen for Hopper. Other GPUs and
-    float32 work, but are not tuned. Float32 does not use tensor cores.
+    Forward launches one kernel. Backward sets the gradient of kv to zero and launches two kernels.
+    The host does not wait. The kernels support latent attention with keys of at most 576 columns,
+    of which the first columns are the value. If an id is beyond the last row, the output of the
+    query is NaN. The sizes of tiles are chosen for Hopper. Other GPUs and float32 are supported,
+    but not tuned. Float32 does not use tensor cores.
 
-    The programs of backward add to the same rows in any order, so gradients of rows differ by
-    rounding between runs. Under `torch.use_deterministic_algorithms` backward raises an error. With
-    `warn_only=True` it runs, without a warning.
+    The programs of backward add gradients to the same rows in any order, so the rounding of the
+    gradient of kv can differ between calls. Under `torch.use_deterministic_algorithms`, backward
+    raises an error. With `warn_only=True`, backward runs without a warning.
     """
 
     def forward(
         self, q: Tensor, kv: Tensor, indices: Tensor, *, rows: Rows, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Attend from each query to its rows. Local.
+        """Compute attention of each query to its selected rows. Local.
 
         Raises:
-            ShapeError: shapes, dtypes or devices do not fit.
+            ShapeError: shapes, dtypes or devices do not fit together.
             UnsupportedError: the dtype is float64, `rows` are not rows of latent attention, or
                 tensors are on a CPU.
         """
@@ -84,10 +85,10 @@ class TritonSparseKernel:
         rows: Rows,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of q, and of kv in float32. Local.
+        """Return the gradient of q, and the gradient of kv in float32. Local.
 
         Raises:
-            ShapeError, UnsupportedError: as `forward`.
+            ShapeError, UnsupportedError: the errors of `forward`.
             UnsupportedError: torch demands deterministic algorithms.
         """
         columns = _check(q, kv, indices, rows)

@@ -1,8 +1,9 @@
 """Attention to selected rows, such as DeepSeek sparse attention (DSA), over split sequences.
 
-`dsa_attention` does everything in one call. Its parts are also functions: `gather_tokens`,
-`select` and `sparse_attention`. A selector such as `TopK` chooses the rows that a query sees. A
-`SparseKernel` computes attention to these rows.
+`dsa_attention` gathers rows, selects rows and computes attention in one call. The functions
+`gather_tokens`, `select` and `sparse_attention` are the separate steps of `dsa_attention`. A
+selector such as `TopK` chooses the rows that a query sees. A `SparseKernel` computes attention to
+the chosen rows.
 """
 
 from .attention import dsa_attention, sparse_attention

@@ -41,43 +41,47 @@ def dsa_attention(
     scores: IndexScores | None = None,
     check: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Attend from each query to the rows that its indexer selects, over a split sequence.
+    """Compute attention of each query to the rows that an indexer selects, over a split sequence.
 
     Each rank keeps its queries. One all-gather fetches the rows (latents) and the indexer's keys of
-    all tokens. The indexer then scores this rank's queries in chunks, so the matrix of all scores
-    never exists. The kernel reads only the selected rows. Takes any order of tokens and any mix of
-    documents. Ranks may have different numbers of tokens, also zero.
+    all tokens. The indexer computes the scores of this rank's queries in chunks, so the matrix of
+    all scores is never stored. The kernel reads only the selected rows. The function supports every
+    order of tokens and every mix of documents. Ranks may have different numbers of tokens, also
+    zero.
 
-    Differentiable in q, kv and sinks. The indexer gets no gradient.
+    The output is differentiable in q, kv and sinks. The indexer gets no gradient.
 
-    Collective. Forward receives `(ranks - 1) * max(sequence.counts)` rows of kv and of indexer.k.
-    Backward receives the rows of kv again, and reduces as many rows of gradients in float32.
+    The call is collective. In forward, a rank receives `(ranks - 1) * max(sequence.counts)` rows of
+    kv and of indexer.k. In backward, a rank receives the rows of kv again, and reduces as many
+    rows of gradients in float32, or in float64 for float64 operands.
 
-    To share the selection of another layer, call `sparse_attention` with that layer's indices.
+    To share the selection of another layer, call `sparse_attention` with the indices of the other
+    layer.
 
     Args:
         q: `[local_tokens, heads, key_dim]`, with rotary embedding applied. For latent attention,
-            absorb the key projection first.
+            absorb the key projection into q first.
         kv: `[local_tokens, width]` or `[local_tokens, groups, width]`, with rotary embedding
             applied.
         indexer: this rank's queries, keys and weights of the indexer.
         rows: the columns of kv that are key and value.
-        selector: `TopK(2048)`, or another rule.
-        scale: factor of attention's scores. Default: key_dim ** -0.5. For latent attention pass the
-            scale of its heads before absorption.
-        sinks: `[heads]`, the score of one more key per head, whose value is zero.
-        kernel: computes attention to the selected rows. Default: `ReferenceKernel()`.
-        scores: computes the scores of the indexer. Default: `index_scores`.
+        selector: the rule that selects rows, such as `TopK(2048)`.
+        scale: the factor by which attention scores are multiplied. Default: `key_dim ** -0.5`. For
+            latent attention, pass the scale of the heads before absorption.
+        sinks: `[heads]`, for each head the score of an additional key with a value of zero.
+        kernel: the kernel that computes attention to the selected rows. Default:
+            `ReferenceKernel()`.
+        scores: the function that computes the scores of the indexer. Default: `index_scores`.
         check: as in `ring_attention`.
 
     Returns:
         The output, `[local_tokens, heads, value_dim]`, and the indices, int32
-        `[local_tokens, groups, k]`. Indices are ascending places in the whole sequence, followed by
-        -1. Ties go to the earliest token.
+        `[local_tokens, groups, k]`. The indices are ascending token indices in the whole sequence,
+        followed by -1. If tokens have equal scores, `TopK` selects the earliest token.
 
     Raises:
-        ShapeError: shapes, dtypes or heads do not fit each other or the plan.
-        PlanError: the group does not fit the plan, or ranks have different plans.
+        ShapeError: shapes, dtypes or heads do not fit together, or do not fit the plan.
+        PlanError: `group` does not fit the plan, or ranks have different plans.
         RankError: another rank refused its arguments.
 
     Source: arXiv:2512.02556 (DeepSeek-V3.2); docs/dsa.md.
@@ -118,19 +122,20 @@ def sparse_attention(
     kernel: SparseKernel | None = None,
     check: bool = True,
 ) -> Tensor:
-    """Attend from each query to the rows that `indices` name, over a split sequence.
+    """Compute attention of each query to the rows in `indices`, over a split sequence.
 
     The indices may come from `select`, from another layer, or from an inference engine whose
-    selection is replayed. Differentiable in q, kv and sinks. Collective like `dsa_attention`,
-    without the indexer.
+    selection is replayed. The output is differentiable in q, kv and sinks. The call is collective
+    like `dsa_attention`, but does not gather the indexer's keys.
 
     Args:
-        indices: int32 `[local_tokens, groups, k]`: places in the whole sequence, followed by -1.
-            Future places and repeated places are not refused.
-        entries: the plan of the rows of kv, if they are not tokens. Default: `sequence`.
-        whole: the result of `gather_tokens(kv, ...)`, if you have it. Used only in forward.
+        indices: int32 `[local_tokens, groups, k]`: indices of rows of the whole kv, which are
+            tokens or entries, followed by -1. Future and repeated rows are not refused.
+        entries: the plan of the rows of kv, if these rows are not tokens. Default: `sequence`.
+        whole: the result of `gather_tokens(kv, ...)`, if you have gathered the rows already. Only
+            forward uses `whole`.
 
-    Other arguments, results and errors: as for `dsa_attention`.
+    Other arguments, results and errors are the same as for `dsa_attention`.
     """
     plan = sequence if entries is None else entries
     with agreed("sparse_attention", q, kv, group=group, check=check) as call:

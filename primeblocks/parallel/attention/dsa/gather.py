@@ -17,14 +17,15 @@ def gather_tokens(
 ) -> tuple[Tensor, ...]:
     """Return whole tensors from the parts of all ranks, in the order of the sequence.
 
-    The results have no gradient. Collective: one all-gather of all tensors. Each rank receives
-    `(ranks - 1) * max(sequence.counts)` rows. A row has the bytes of one token in all tensors.
+    The results have no gradient. The call is collective: one all-gather of all tensors together.
+    Each rank receives `(ranks - 1) * max(sequence.counts)` rows. A row has the bytes of one token
+    in all tensors.
 
     Args:
         tensors: `[local_tokens, ...]`, of any dtypes.
 
     Returns:
-        `[tokens, ...]` each, equal on every rank.
+        One tensor `[tokens, ...]` for each argument, equal on every rank.
     """
     parts = [x.detach().contiguous() for x in tensors]
     if sequence.ranks == 1:

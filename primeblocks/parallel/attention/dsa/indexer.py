@@ -42,7 +42,8 @@ BYTES_OF_A_SCORE = 18
 class IndexerInputs(NamedTuple):
     """Queries, keys and weights of an indexer, with rotary embedding applied.
 
-    score[t, s] = sum over heads of weights[t, h] * relu(q[t, h] . k[s])
+    The score of query t and key s is the sum over heads h of
+    `weights[t, h] * relu(q[t, h] . k[s])`.
     """
 
     q: Tensor
@@ -54,10 +55,10 @@ class IndexerInputs(NamedTuple):
 
 
 class IndexScores(Protocol):
-    """A function that scores some queries against some keys. Local."""
+    """A function that computes the scores of queries and keys. Local."""
 
     def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-        """Return `[queries, candidates]` in float32, or float64 for float64.
+        """Return scores `[queries, candidates]` in float32, or in float64 for float64 operands.
 
         Args:
             q: `[queries, index_heads, index_dim]`.
@@ -80,7 +81,7 @@ class Selector(Protocol):
         rank: int,
         scores: IndexScores,
     ) -> Tensor:
-        """Return int32 `[local_tokens, groups, k]`, as `select` does."""
+        """Return the selection, int32 `[local_tokens, groups, k]`, in the form of `select`."""
         ...
 
 
@@ -88,11 +89,13 @@ class Selector(Protocol):
 class TopK:
     """Select the `k` tokens with the highest scores in the query's document, up to the query.
 
-    Ties go to the earlier token. DeepSeek-V3.2 and GLM-5 select this way.
+    If tokens have equal scores, the earlier token is selected. `TopK` is the selection of
+    DeepSeek-V3.2 and GLM-5.
 
     Attributes:
-        k: the largest number of tokens that a query sees.
-        chunk_bytes: memory for a chunk of queries' scores. The matrix of all scores never exists.
+        k: the maximum number of tokens that a query selects.
+        chunk_bytes: bytes of memory for a chunk of scores. The matrix of all scores is never
+            stored.
     """
 
     k: int
@@ -133,17 +136,18 @@ def select(
 ) -> Tensor:
     """Select the rows that each query of this rank attends to. Local. No gradient.
 
-    A checkpointed layer selects again when it is recomputed. `keep_indices` keeps the first
-    selection.
+    A checkpointed layer selects again when the layer is recomputed, unless the checkpoint uses
+    `keep_indices`.
 
     Args:
-        keys: `[tokens, index_dim]`, the keys of all ranks in the order of the sequence. For a
-            selector of entries: the keys of entries.
-        scores: computes the scores. Default: `index_scores`.
+        keys: `[tokens, index_dim]`, the keys of all ranks in the order of the sequence. If the
+            selector selects entries instead of tokens, pass the keys of entries.
+        scores: the function that computes the scores. Default: `index_scores`.
 
     Returns:
-        Int32 `[local_tokens, groups, k]`: ascending places in the whole sequence, followed by -1. A
-        NaN score counts as infinite, so that a NaN reaches the output.
+        Int32 `[local_tokens, groups, k]`: ascending indices of rows of the whole kv, which are
+        tokens or entries, followed by -1. A NaN score counts as infinite, so that a NaN reaches the
+        output.
 
     Raises:
         ShapeError, UnsupportedError: the operands do not fit the selector.
@@ -165,10 +169,11 @@ def select(
 
 
 def keep_indices() -> Any:
-    """Return contexts in which `torch.utils.checkpoint` keeps selections. Local.
+    """Return contexts in which `torch.utils.checkpoint` stores selections. Local.
 
-    Everything else is recomputed. A recomputed selection could sum in another order and break near
-    ties differently. The gradients would then belong to other rows.
+    All results except selections are recomputed. A recomputed selection could add scores in another
+    order, and choose other rows if scores are nearly equal. With recomputed selections, the
+    gradients could belong to other rows than the output.
 
     Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. The
     contexts store the indices of each layer that selects.
@@ -191,7 +196,7 @@ def _select_indices(q: Tensor) -> Tensor:
 class Candidates(NamedTuple):
     """Consecutive queries of one document and the candidates that they see.
 
-    Query `i` of `queries` has the position `position + i` in its document. It sees the
+    Query `i` of `queries` has the position `position + i` in its document, and sees the
     `(position + i + 1) // ratio` candidates from `first` on.
     """
 
@@ -233,7 +238,7 @@ def best_candidates(
     like: Tensor,
     chunk_bytes: int,
 ) -> Tensor:
-    """Select as `top_candidates` does, by the scores that `table` returns.
+    """Select like `top_candidates`, by the scores that `table` returns.
 
     Args:
         table: a function from rows and their candidates to scores `[queries, run.most]`. Scores of
@@ -277,7 +282,7 @@ def _chunks(runs: list[Candidates], k: int, chunk_bytes: int) -> Iterator[tuple[
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
-    """Score queries against keys, head by head: `IndexScores` in plain torch. Local."""
+    """Compute the scores of queries and keys head by head: `IndexScores` in plain torch. Local."""
     dtype = accumulator_dtype(q)
     keys, weights = k.to(dtype).T, weights.to(dtype)
     total = torch.zeros(q.shape[0], k.shape[0], dtype=dtype, device=q.device)
@@ -288,11 +293,12 @@ def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
 
 
 def top_ids(scores: Tensor, k: int) -> Tensor:
-    """Return the columns of each row's `k` highest scores, ascending, followed by -1: `[rows, k]`.
+    """Return `[rows, k]`, the columns of each row's `k` highest scores, ascending, followed by -1.
 
-    Ties go to the first column. A score of -inf is never selected, and NaN counts as infinite. The
-    host does not wait. `torch.topk` alone may select any of equal scores, which are common in an
-    indexer because its ReLU makes exact zeros. `scores` are overwritten.
+    If columns have equal scores, the first column is selected. A score of -inf is never selected,
+    and NaN counts as infinite. The host does not wait. `torch.topk` alone may select any column of
+    equal scores. Equal scores are common, because the ReLU of an indexer returns exact zeros.
+    `scores` are overwritten.
     """
     rows, columns = scores.shape
     taken = min(k, columns)

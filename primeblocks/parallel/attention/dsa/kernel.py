@@ -17,17 +17,17 @@ __all__ = ["ReferenceKernel", "Rows", "SparseKernel", "row_scores", "selected_ro
 
 @dataclass(frozen=True)
 class Rows:
-    """The columns of a row that are its key and its value. The two may overlap.
+    """The columns of a row that are its key and its value. Key and value may overlap.
 
-    A whole row travels between ranks, also if queries read only some of its columns.
+    Ranks send whole rows, also if queries read only some columns of a row.
 
     - `Rows.latent(512, 64)` describes latent attention (MLA).
     - `Rows.heads(128, 128)` describes keys and values of grouped heads, next to each other.
     - `Rows((0, 512), (0, 512))` describes one vector that is both key and value.
 
     Attributes:
-        key: the first column, and the column after the last.
-        value: likewise.
+        key: the first column of the key, and the column after its last column.
+        value: the first column of the value, and the column after its last column.
     """
 
     key: tuple[int, int]
@@ -42,12 +42,12 @@ class Rows:
 
     @classmethod
     def latent(cls, latent_dim: int, rope_dim: int = 0) -> Rows:
-        """Describe latents, followed by the rotated part of the key."""
+        """Describe rows of a latent, followed by the rotated part of the key."""
         return cls((0, latent_dim + rope_dim), (0, latent_dim))
 
     @classmethod
     def heads(cls, key_dim: int, value_dim: int) -> Rows:
-        """Describe a key, followed by its value."""
+        """Describe rows of a key, followed by its value."""
         return cls((0, key_dim), (key_dim, key_dim + value_dim))
 
     @property
@@ -67,9 +67,9 @@ class Rows:
 class SparseKernel(Protocol):
     """Forward and backward of attention over selected rows. Local.
 
-    Query head h reads group `h // (heads // groups)`. A query's ids precede every -1, so a kernel
-    may stop at the first -1. A query without ids has an output of 0 and an `lse` of -inf. A kernel
-    does not allocate tensors as large as all selected rows together.
+    Query head h reads group `h // (heads // groups)`. The ids of a query come before every -1, so a
+    kernel may stop at the first -1. A query without ids has an output of 0 and an `lse` of -inf. A
+    kernel does not allocate tensors as large as all selected rows together.
     """
 
     def forward(
@@ -83,8 +83,8 @@ class SparseKernel(Protocol):
             indices: int32 `[queries, groups, k]`, ids of entries.
 
         Returns:
-            `[queries, heads, value_dim]` in the dtype of q, and `[queries, heads]` in float32,
-            or float64 for float64.
+            The output, `[queries, heads, value_dim]` in the dtype of q, and `lse`,
+            `[queries, heads]` in float32, or in float64 for float64 operands.
         """
         ...
 
@@ -100,7 +100,7 @@ class SparseKernel(Protocol):
         rows: Rows,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of q, in its dtype, and of kv, in the dtype of `lse`.
+        """Return the gradient of q in the dtype of q, and the gradient of kv in the dtype of `lse`.
 
         `out` and `lse` may cover more keys than `indices`, such as a sink.
         """
@@ -108,12 +108,13 @@ class SparseKernel(Protocol):
 
 
 class ReferenceKernel:
-    """A `SparseKernel` in plain torch, which computes some queries at a time.
+    """A `SparseKernel` in plain torch, which computes one chunk of queries at a time.
 
-    Sums are taken in float32, or in float64 for float64.
+    Sums are in float32, or in float64 for float64 operands.
 
     Args:
-        chunk_bytes: the approximate memory of a call. A call computes at least one query at a time.
+        chunk_bytes: the approximate memory of a chunk of queries, in bytes. A chunk has at least
+            one query.
     """
 
     def __init__(self, chunk_bytes: int = 64 << 20) -> None:
