@@ -1,8 +1,8 @@
 """Run latent attention with an indexer on a packed sequence that is split over ranks.
 
 The first layer selects tokens, and the second layer reuses the selection. The script prints the
-costs of GLM-5.2 for 131,072 tokens on 8 ranks. The script also computes masked dense attention on
-one rank, and prints the differences of outputs and gradients.
+costs of one layer of GLM-5.2 for 131,072 tokens on 8 ranks. The script also computes masked dense
+attention on one rank, and prints the differences of outputs and gradients.
 
     torchrun --nproc-per-node 4 examples/dsa_context_parallel.py
 """
@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
         return self.result(out), indices
 
     def dense(self, x, chosen, sequence):
-        """Compute masked dense attention on one rank. Without an indexer, reuse `chosen`."""
+        """Compute masked dense attention on one rank. A layer without indexer reuses `chosen`."""
         positions = sequence.positions(0)
         q, kv = self.projected(x, positions)
         if self.index is not None:

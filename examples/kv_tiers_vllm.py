@@ -76,7 +76,10 @@ class Round:
 
 
 def play(llm: vllm.LLM, version: int, vocab: int) -> Round:
-    """Run all turns of all agents. Prompts, tool results and order are equal for all versions."""
+    """Run all turns of all agents.
+
+    For all versions, the first prompts, the tool results and the order of the agents are equal.
+    """
     round_, random = Round(), np.random.default_rng(0)
     contexts = random.integers(4, vocab, (AGENTS, PROMPT)).tolist()
     before = kv.engine_statistics().tiers

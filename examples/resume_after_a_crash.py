@@ -1,4 +1,4 @@
-"""A training run that is killed several times ends like a run that is never killed.
+"""Kill a training run several times, and compare its end with a run that is never killed.
 
     python examples/resume_after_a_crash.py
 
