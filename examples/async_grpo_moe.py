@@ -141,7 +141,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
                 capacity=(options.max_off_policy_steps + 1) * PROMPTS,
                 staleness=async_loop.StalenessPolicy(
                     options.max_off_policy_steps,
-                    on_stale="wait",  # A hard bound. Answers have similar lengths, so none is slow.
+                    on_stale="wait",  # A hard bound. Answers have similar lengths.
                     correction=f"{options.loss}, with the engine's log-probabilities",
                 ),
             ),

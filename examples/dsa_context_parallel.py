@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
     def forward(self, x, indices, *, sequence, group):
         positions = sequence.positions(group.rank())
         q, kv = self.projected(x, positions)
-        # The scale belongs to the heads before the absorption.
+        # The scale uses the size of a head before the absorption.
         rules = {"sequence": sequence, "group": group, "rows": ROWS, "scale": (NOPE + ROPE) ** -0.5}
         if self.index is None:
             return self.result(dsa.sparse_attention(q, kv, indices, **rules)), indices
@@ -96,7 +96,7 @@ def main() -> None:
     layers = nn.ModuleList([LatentAttention(selects=True), LatentAttention(selects=False)])
     x = torch.randn(sum(DOCUMENTS), HIDDEN)
 
-    # Tokens are assigned to ranks by their cost. Scores are a large part, because k is small.
+    # Ranks get tokens by cost. Index scores are a large part of the cost, because k is small.
     sizes = DsaSizes(
         heads=HEADS, index_heads=INDEX_HEADS, layers=2, index_layers=1, top_k=TOP_K,
         key_dim=LATENT + ROPE, value_dim=LATENT, index_dim=INDEX_DIM,

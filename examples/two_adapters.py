@@ -180,7 +180,7 @@ class Tenant:
         self.publisher = weightsync.Publisher(self.plan, self.tensors, self.transport)
         self.served: dict[int, Any] = {}  # vLLM's request for each version that the engine holds
         self.in_flight: Counter[int] = Counter()  # requests by version
-        self.saved: dict[int, tuple] = {}  # weights and moments by version; all, for the audit
+        self.saved: dict[int, tuple] = {}  # weights and moments of all versions
         self.publishing: asyncio.Task[None] | None = None
         self.runs = 0
         self.history: list[async_loop.Step] = []
@@ -390,7 +390,7 @@ def engine_arguments(checkpoint: Path) -> dict[str, Any]:
         max_num_seqs=len(TENANTS) * 2 * PROMPTS * GROUP,
         kv_bytes=64 << 20,
         max_lora_rank=RANK,
-        max_loras=len(TENANTS) * (MAX_OFF_POLICY_STEPS + 2),  # in one batch; others wait
+        max_loras=len(TENANTS) * (MAX_OFF_POLICY_STEPS + 2),  # in one batch. Other adapters wait
     )
     return arguments | lora.lora_engine_args()
 

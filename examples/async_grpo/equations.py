@@ -26,7 +26,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
     },
 }
-# ChatML, with the calls of Qwen and Hermes. A tiny model does not need a description of its tool.
+# ChatML, with tool calls as in Qwen and Hermes. A tiny model needs no description of its tool.
 TEMPLATE = """
 {%- for m in messages %}{{- "<|im_start|>" + m.role + "\\n" + m.content }}
     {%- for call in m.tool_calls or [] %}
