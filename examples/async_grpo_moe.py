@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 2 examples/async_grpo_moe.py
 
 The model learns to write a few words of Python's own documentation backwards. First, a short
-supervised training on demonstrations teaches the letters. Half of the demonstrations copy the text
-instead of reversing the text, so the reward must teach the model to reverse. FSDP2 splits the dense
-weights over the two trainer ranks, and each rank has half of the experts. While the trainer trains,
-vLLM samples in its own process. After every optimizer step, the trainer ranks send their shards to
-the running engine. With `--state FOLDER`, you can start a killed run again, and the run continues
-from its last saved step.
+supervised training on demonstrations teaches the model to write letters. Half of the demonstrations
+copy the text instead of reversing the text, so the reward must teach the model to reverse. FSDP2
+splits the dense weights over the two trainer ranks, and each rank has half of the experts. While
+the trainer trains, vLLM samples in its own process. After every optimizer step, the trainer ranks
+send their shards to the running engine. With `--state FOLDER`, you can start a killed run again,
+and the run continues from its last saved step.
 
 Several nodes do not need shared memory or shared files, because the weights are sent over TCP. Run
 this command on each node:
@@ -17,8 +17,8 @@ this command on each node:
         --rdzv-endpoint FIRST_NODE:29400 examples/async_grpo_moe.py
 
 For your own experiment, change the constants in this file. The engine uses a GPU if the machine has
-a GPU. The trainer uses GPUs if the machine has one further GPU per trainer rank. With fewer GPUs,
-the trainer uses the CPU.
+a GPU. The trainer uses GPUs if the machine has one GPU for the engine and one GPU per trainer rank.
+With fewer GPUs, the trainer uses the CPU.
 """
 
 import argparse
@@ -141,7 +141,7 @@ async def drive(trainer: Trainer, checkpoint: Path, options: argparse.Namespace)
                 capacity=(options.max_off_policy_steps + 1) * PROMPTS,
                 staleness=async_loop.StalenessPolicy(
                     options.max_off_policy_steps,
-                    on_stale="wait",  # A hard bound. Answers have similar lengths, so none is slow.
+                    on_stale="wait",  # A hard bound. Answers have similar lengths.
                     correction=f"{options.loss}, with the engine's log-probabilities",
                 ),
             ),

@@ -1,8 +1,8 @@
 """Run latent attention with an indexer on a packed sequence that is split over ranks.
 
 The first layer selects tokens, and the second layer reuses the selection. The script prints the
-costs of GLM-5.2 for 131,072 tokens on 8 ranks. The script also computes masked dense attention on
-one rank, and prints the differences of outputs and gradients.
+costs of one layer of GLM-5.2 for 131,072 tokens on 8 ranks. The script also computes masked dense
+attention on one rank, and prints the differences of outputs and gradients.
 
     torchrun --nproc-per-node 4 examples/dsa_context_parallel.py
 """
@@ -62,7 +62,7 @@ class LatentAttention(nn.Module):
     def forward(self, x, indices, *, sequence, group):
         positions = sequence.positions(group.rank())
         q, kv = self.projected(x, positions)
-        # The scale belongs to the heads before the absorption.
+        # The scale uses the size of a head before the absorption.
         rules = {"sequence": sequence, "group": group, "rows": ROWS, "scale": (NOPE + ROPE) ** -0.5}
         if self.index is None:
             return self.result(dsa.sparse_attention(q, kv, indices, **rules)), indices
@@ -72,7 +72,7 @@ class LatentAttention(nn.Module):
         return self.result(out), indices
 
     def dense(self, x, chosen, sequence):
-        """Compute masked dense attention on one rank. Without an indexer, reuse `chosen`."""
+        """Compute masked dense attention on one rank. A layer without indexer reuses `chosen`."""
         positions = sequence.positions(0)
         q, kv = self.projected(x, positions)
         if self.index is not None:
@@ -96,7 +96,7 @@ def main() -> None:
     layers = nn.ModuleList([LatentAttention(selects=True), LatentAttention(selects=False)])
     x = torch.randn(sum(DOCUMENTS), HIDDEN)
 
-    # Tokens are assigned to ranks by their cost. Scores are a large part, because k is small.
+    # Ranks get tokens by cost. Index scores are a large part of the cost, because k is small.
     sizes = DsaSizes(
         heads=HEADS, index_heads=INDEX_HEADS, layers=2, index_layers=1, top_k=TOP_K,
         key_dim=LATENT + ROPE, value_dim=LATENT, index_dim=INDEX_DIM,

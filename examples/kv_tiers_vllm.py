@@ -8,9 +8,9 @@ Without a store, the engine computes the whole conversation again at every turn.
 engine loads the pages from host memory and disk. Before each round of agents, the trainer makes a
 step and publishes a new version of the weights. The prompts of all rounds are equal, and a
 `cache_salt` per version prevents requests from reading pages of old weights. For each version, the
-script prints the prompt tokens that were not computed, the time to the first token, and the counts
-of the tiers. The engines with and without the store must return equal answers. The model is tiny
-and random. To use another model, pass its path.
+script prints the prompt tokens that were not computed, the time to the first token, and the page
+hits of each tier. The engines with and without the store must return equal answers. The model is
+tiny and random. To use another model, pass its path.
 """
 
 import os
@@ -46,7 +46,7 @@ MODEL = {"num_layers": 4, "hidden": 256, "num_experts": 16, "top_k": 4, "vocab":
 VERSIONS, AGENTS, TURNS = 3, 5, 4
 PROMPT, TOOL, GENERATED = 512, 96, 8
 LR = 1e-4
-CLOSE = 1e-4  # of log-probabilities in float32, because the batches differ
+CLOSE = 1e-4  # largest difference of log-probabilities, because the batches differ
 TIMEOUT_S = 60.0
 ENGINE = {
     "dtype": "float32",
@@ -76,7 +76,10 @@ class Round:
 
 
 def play(llm: vllm.LLM, version: int, vocab: int) -> Round:
-    """Run all turns of all agents. Prompts, tool results and order are equal for all versions."""
+    """Run all turns of all agents.
+
+    For all versions, the first prompts, the tool results and the order of the agents are equal.
+    """
     round_, random = Round(), np.random.default_rng(0)
     contexts = random.integers(4, vocab, (AGENTS, PROMPT)).tolist()
     before = kv.engine_statistics().tiers

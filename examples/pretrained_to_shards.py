@@ -28,7 +28,7 @@ from primeblocks.parallel.adapters.transformers import (
 
 FOLDER = Path(tempfile.gettempdir()) / "pretrained_to_shards"
 CHECKPOINT = FOLDER / "pretrained"  # A folder, or "Qwen/Qwen3-30B-A3B". Made if missing.
-STEPS, ROWS, TOKENS, RATE = 2, 8, 32, 1e-2  # Of each run; rows of a batch, over all ranks.
+STEPS, ROWS, TOKENS, RATE = 2, 8, 32, 1e-2  # Steps per run, rows per batch of all ranks.
 CONFIG = Qwen3MoeConfig(
     vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
     num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,

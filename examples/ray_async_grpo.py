@@ -142,7 +142,7 @@ class Engine:
 
 
 async def answers(calls: Iterable[Awaitable], timeout_s: float = HANG_S) -> list:
-    """Await calls of actors. Raise `EngineError` if an actor is dead or hangs."""
+    """Await the results of calls to actors. Raise `EngineError` if an actor is dead or hangs."""
     try:
         return await asyncio.wait_for(asyncio.gather(*calls), timeout_s)
     except ray.exceptions.RayActorError as error:
@@ -153,7 +153,7 @@ async def answers(calls: Iterable[Awaitable], timeout_s: float = HANG_S) -> list
 
 @dataclass
 class Seat:
-    """A place for one engine at a time. If an engine dies, a new engine replaces it."""
+    """A bundle for one engine. If the engine dies, a new engine starts in the same bundle."""
 
     bundle: int
     actor: ray.actor.ActorHandle = None
@@ -180,13 +180,13 @@ class Serving:
         self.fleet = Fleet(generate, max_in_flight=MAX_IN_FLIGHT)
 
     async def update(self, receipt: weightsync.marker.Receipt) -> None:
-        """Send a version to all open engines. Replace each engine that cannot load the version."""
+        """Send a version to all engines that get requests. Replace engines that cannot load it."""
         async with self._changing:
             self._receipt = receipt
             await asyncio.gather(*map(self._update, self.in_flight()))
 
     def in_flight(self) -> dict[str, int]:
-        """Return the number of unfinished requests of each open engine, by the engine's name."""
+        """Return the number of unfinished requests of each engine that gets requests, by name."""
         return {state.name: state.in_flight for state in self.fleet.states()}
 
     async def ask(self, name: str, method: str, *args, **options):
@@ -210,7 +210,7 @@ class Serving:
         await answers([asyncio.gather(*closing, return_exceptions=True)])
 
     async def _start(self, name: str) -> None:
-        """Start an engine in its seat, and open the engine when it has the newest version."""
+        """Start an engine in its seat, load the newest version, and then send requests to it."""
         seat = self.seats[name]
         where = PlacementGroupSchedulingStrategy(
             self._place, placement_group_bundle_index=seat.bundle
@@ -261,7 +261,7 @@ class Serving:
 
 
 class Run:
-    """Calls actors for the loop, and counts events."""
+    """Calls the actors for the loop, and records the measurements."""
 
     def __init__(self, ranks: list, serving: Serving) -> None:
         self.ranks, self.serving = ranks, serving

@@ -54,7 +54,7 @@ from primeblocks import async_loop
 from primeblocks.capture.adapters.transformers import ChatTemplate
 from primeblocks.testing import tiny_models
 
-# --- the size; at the right Qwen3-30B-A3B, two nodes with five H200 each: computed, never run ---
+# --- the size; comments at the right: Qwen3-30B-A3B on two nodes with five H200, never run ---
 CHECKPOINT = None  # None makes a tiny Qwen3-MoE.  "/models/Qwen3-30B-A3B-Instruct-2507"
 RANKS = 2  # of the trainer, per node              4; the engine has the first node's first GPU
 WARM_STEPS = 300  #                                0; the checkpoint can call tools
@@ -195,7 +195,7 @@ def make_checkpoint(seed: int, folder: Path) -> None:
 
 
 def be_a_rank(options: argparse.Namespace) -> None:
-    """Run one rank of one arm, in a process that torchrun started."""
+    """Run one rank of one arm (with or without replay), in a process that torchrun started."""
     disable_progress_bar()
     torch.set_num_threads(1)
     device = demo.trainer_device()
@@ -219,9 +219,10 @@ def be_a_rank(options: argparse.Namespace) -> None:
 
 
 def live(arm: str, options: argparse.Namespace, *, kill_at: int | None) -> int | None:
-    """Run an arm to its end, or kill all its processes with SIGKILL after `kill_at` steps.
+    """Run one arm (with or without replay) to its end, or kill it with SIGKILL after some steps.
 
-    Return the number of steps before the kill, or None without a kill.
+    After `kill_at` steps, all processes of the arm are killed. Return the number of steps before
+    the kill, or None without a kill.
     """
     run_id = f"{arm}-{os.getpid()}"
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]

@@ -1,4 +1,4 @@
-"""A training run that is killed several times ends like a run that is never killed.
+"""Kill a training run several times, and compare its end with a run that is never killed.
 
     python examples/resume_after_a_crash.py
 
@@ -115,7 +115,7 @@ class Engine:
             choices = self._logprobs[prompt["word"], len(tokens)]
             tokens.append(int(torch.multinomial(choices.exp(), 1)))
             logprobs.append(float(choices[tokens[-1]]))
-            versions.append(self._version)  # Continue after a publish.
+            versions.append(self._version)  # may change within a completion
             fields = {
                 "tokens": np.array([prompt["word"], *tokens]),
                 "prompt_length": 1,
@@ -200,7 +200,7 @@ def live(folder: Path, bar: tqdm, *, kill_after: float | None) -> dict:
 
 
 def lives(folder: Path, *, kills: int) -> dict:
-    """Run until all prompts are trained on, with `kills` kills on the way."""
+    """Run until all prompts are trained on, and kill the run `kills` times."""
     folder.mkdir()
     chance = random.Random(SEED)
     with tqdm(total=PROMPTS // BATCH, desc=folder.name, leave=True) as bar:

@@ -6,7 +6,7 @@ vLLM generates in bfloat16 and returns the experts that each token visited. A tr
 with the same weights makes one training step on the sampled tokens, with the engine's experts. The
 script prints the mismatch between engine and trainer, once with the trainer's own routes and once
 with the engine's routes. The model is tiny and random, with large weights, so that rounding changes
-many choices. To use another model, pass its path.
+many expert choices. To use another model, pass its path.
 """
 
 import os

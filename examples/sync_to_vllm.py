@@ -4,10 +4,11 @@
 
 A trainer in float32 makes AdamW steps on random tokens. After each step, the trainer sends the
 weights to a vLLM engine in bfloat16, which continues to answer requests. Every fourth version is
-sent in full. All other versions are sent as deltas, which are faster over a link of 100 Mbit/s. The
-script prints the bytes, the seconds and the pause of each update, and the versions that sampled
-each answer. The script also compares the engine's answers with the answers of a new engine that
-starts with the same weights. The model is tiny and random. To use another model, pass its path.
+sent in full. All other versions are sent as deltas (only the changed weights), because the script
+assumes a link of 100 Mbit/s. The script prints the bytes, the seconds and the pause of each update,
+and the versions that sampled each answer. The script also compares the engine's answers with the
+answers of a new engine that starts with the same weights. The model is tiny and random. To use
+another model, pass its path.
 """
 
 import asyncio

@@ -83,7 +83,7 @@ def letter(place: int) -> int:
 
 
 def reward_of(tokens: Sequence[int], direction: int) -> float:
-    """Return the share of a walk's steps in one direction. `tokens` begins with the prompt."""
+    """Return the share of a walk's steps that go in `direction`. `tokens` includes the prompt."""
     pairs = itertools.pairwise(tokens[1:])  # After BOS.
     right = sum(b >= FIRST_LETTER and b == letter(a - FIRST_LETTER + direction) for a, b in pairs)
     return right / WALK
@@ -163,8 +163,8 @@ class Tenant:
     """A policy with an adapter, an optimizer, a loop, and versions in the engine.
 
     Args:
-        fault: the method ("train" or "generate") that fails from version `FAULT_AT` on. With "",
-            the run does not fail.
+        fault: the method ("train" or "generate") that fails from version `FAULT_AT` on. If `fault`
+            is empty, no method fails.
     """
 
     def __init__(self, name: str, trainer: Trainer, engine: VllmEngine, fault: str = "") -> None:
@@ -180,7 +180,7 @@ class Tenant:
         self.publisher = weightsync.Publisher(self.plan, self.tensors, self.transport)
         self.served: dict[int, Any] = {}  # vLLM's request for each version that the engine holds
         self.in_flight: Counter[int] = Counter()  # requests by version
-        self.saved: dict[int, tuple] = {}  # weights and moments by version; all, for the audit
+        self.saved: dict[int, tuple] = {}  # weights and moments of all versions
         self.publishing: asyncio.Task[None] | None = None
         self.runs = 0
         self.history: list[async_loop.Step] = []
@@ -241,8 +241,8 @@ class Tenant:
         """Restore the weights and moments of the newest version in the engine.
 
         Python cannot end a thread, so a step of the failed run may still be running. `restore`
-        undoes a step that ended after the failure. If a step of the failed run still waits for its
-        turn, the step raises `ClosedError`."""
+        undoes a step that ended after the failure. If a step of the failed run still waits for the
+        model, the step raises `ClosedError`."""
         weights, moments = copy.deepcopy(self.saved[self.version])
         with self.trainer.adapted(self.name):
             self.runs += 1
@@ -328,7 +328,7 @@ class Tenant:
     def audit(self, *, shift: int = 0) -> float:
         """Return the largest difference between log-probabilities of engine and adapter.
 
-        For each trained token, the adapter has the version that sampled the token, minus `shift`.
+        A rollout that version `v` sampled is compared with the adapter of version `v - shift`.
         """
         worst, now = 0.0, {name: tensor.clone() for name, tensor in self.tensors.items()}
         for version, (weights, _) in self.saved.items():
@@ -390,7 +390,7 @@ def engine_arguments(checkpoint: Path) -> dict[str, Any]:
         max_num_seqs=len(TENANTS) * 2 * PROMPTS * GROUP,
         kv_bytes=64 << 20,
         max_lora_rank=RANK,
-        max_loras=len(TENANTS) * (MAX_OFF_POLICY_STEPS + 2),  # in one batch; others wait
+        max_loras=len(TENANTS) * (MAX_OFF_POLICY_STEPS + 2),  # in one batch. Other adapters wait
     )
     return arguments | lora.lora_engine_args()
 

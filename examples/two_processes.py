@@ -5,8 +5,9 @@
 
 The trainer sends weights through a folder, and the engines send rollouts over ZeroMQ. The policy
 learns to spell six words. You can start any number of engines, at any time. You can also kill an
-engine at any time. A group that the trainer's buffer has not received from a killed engine is lost.
-Each run needs a new folder, on a disk that all processes share. A run takes a few seconds on a CPU.
+engine at any time. If you kill an engine, groups that have not reached the trainer's buffer are
+lost. Each run needs a new folder, on a disk that all processes share. A run takes a few seconds on
+a CPU.
 """
 
 import argparse

@@ -1,1 +1,5 @@
-"""The files of `async_grpo_moe.py` that you change for another task or another engine."""
+"""Parts of four examples, which you change for another task or another engine.
+
+The examples are `async_grpo_moe.py`, `ray_async_grpo.py`, `reasoning_gym_grpo.py` and
+`trl_async_grpo.py`.
+"""

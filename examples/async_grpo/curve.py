@@ -37,7 +37,7 @@ class Log:
         return record
 
     def write_step(self, step: Step, mismatch: tuple | None) -> dict:
-        """Log a step. `mismatch` is k3 without replay, k3 with replay, and agreement of routes."""
+        """Log a step. `mismatch` is k3 without and with replay, and the share of equal routes."""
         rollouts = [rollout for group in step.groups for rollout in group.rollouts]
         return self.write(
             version=step.version,
@@ -60,7 +60,7 @@ def lines(path: Path) -> list[dict]:
 
 
 def draw(summary: dict, path: Path) -> None:
-    """Draw solved questions and mismatch by step, one line per arm. Dotted lines mark resumes."""
+    """Draw solved questions and mismatch by step, one line per run. Dotted lines mark resumes."""
     plt.rcParams.update({"svg.hashsalt": "primeblocks", "svg.fonttype": "none"})
     fig, (above, below) = plt.subplots(
         2, figsize=(7, 5.5), sharex=True, height_ratios=(3, 2), layout="constrained"
@@ -93,7 +93,7 @@ def draw(summary: dict, path: Path) -> None:
 
 
 def table(summary: dict) -> str:
-    """Return the results of each arm as text."""
+    """Return the results of each run as text."""
     rows = []
     for name, log in summary["arms"].items():
         steps = [each for each in log if "reward" in each]

@@ -61,7 +61,7 @@ def engine_arguments(
 
 
 class Episodes:
-    """Runs whole episodes. Only this class handles texts, tokens and scores together.
+    """Runs whole episodes: renders texts, calls engine and calculator, and scores answers.
 
     Set `engine` before you call `one`. The method `demonstration` does not need an engine.
     """

@@ -26,7 +26,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
     },
 }
-# ChatML, with the calls of Qwen and Hermes. A tiny model does not need a description of its tool.
+# ChatML, with tool calls as in Qwen and Hermes. A tiny model needs no description of its tool.
 TEMPLATE = """
 {%- for m in messages %}{{- "<|im_start|>" + m.role + "\\n" + m.content }}
     {%- for call in m.tool_calls or [] %}
@@ -78,7 +78,7 @@ def teacher(entry: dict, heard: list[str], *, wrong: bool) -> str:
 
 
 def make_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """Return the first tokens of Mistral's Tekken tokenizer of 2024 from `mistral_common`."""
+    """Return a tokenizer with the first tokens of Mistral's Tekken of 2024 (`mistral_common`)."""
     data = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
     cut = json.loads(data.read_text())
     cut["config"] |= {"default_vocab_size": vocab - len(WORDS), "default_num_special_tokens": 20}

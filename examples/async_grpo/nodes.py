@@ -55,7 +55,7 @@ def transport_over_tcp(store_host: str, store_port: int, *, host: str, owner: bo
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address that this node uses towards `host`, without sending data."""
+    """Return the local address from which this node reaches `host`. Sends no data."""
     family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as link:
         link.connect(there)

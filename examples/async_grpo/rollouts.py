@@ -78,7 +78,7 @@ def engine_arguments(
 
 
 class Rollouts:
-    """Samples rollouts. Only this class handles texts, tokens and rewards together."""
+    """Samples rollouts: encodes texts, calls the engine, and computes rewards."""
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine

@@ -18,7 +18,7 @@ def model(dtype: str = "float32") -> nn.Module:
 
 @torch.no_grad()
 def rollouts(count: int = 8) -> dict[str, Tensor]:
-    """Return answers of random tokens, with log-probabilities from a changed bfloat16 model.
+    """Return random answers, and their log-probabilities in a bfloat16 model with noisy weights.
 
     The advantage of a rollout is its share of even tokens, minus the mean share of the batch.
     """
