@@ -57,7 +57,10 @@ class PrimeblocksError(Exception):
 
 
 class UsageError(PrimeblocksError, ValueError):
-    """An argument is wrong, or arguments contradict each other. The call changed nothing."""
+    """An argument is wrong, or arguments contradict each other.
+
+    A call that raises this error changes nothing, unless the docstring of the call says otherwise.
+    """
 
 
 class ShapeError(UsageError):

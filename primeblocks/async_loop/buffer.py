@@ -119,8 +119,8 @@ class RolloutBuffer:
             DeadlineError: no batch was ready within `timeout_s`. The call removed only stale
                 groups.
             UsageError: `count` is not between 1 and the capacity, or a group contains a policy
-                later than `version`. If you pass `on_drop`, all groups of later policies are
-                removed first.
+                later than `version`. If you pass `on_drop`, `take` first removes all groups that
+                contain a later policy.
         """
         if not 1 <= count <= self.capacity:
             raise UsageError(

@@ -67,17 +67,17 @@ class AdaptiveLimit:
 
 @dataclass(frozen=True)
 class Retries:
-    """The number of attempts per rollout, and of failures after which the training run ends.
+    """Limits on the attempts per rollout, and on the groups that fail in a row.
 
     A mistake in code ends the attempts of a rollout at once. TypeError, NameError, AttributeError,
     ImportError, SyntaxError and NotImplementedError count as mistakes in code.
 
     Args:
-        attempts: the number of attempts per rollout. If the last attempt fails, the prompt of the
-            rollout leaves the training run.
+        attempts: the number of attempts per rollout, or per group if `generate` returns whole
+            groups. If the last attempt fails, the prompt leaves the training run.
         backoff_s: seconds before the second attempt. The wait doubles for each later attempt.
         give_up_after: if `give_up_after` groups fail in a row, the last error ends the training
-            run. After the death of an engine, every group fails.
+            run. For example, every group fails after the engine died.
 
     Raises:
         UsageError: a number is out of range.

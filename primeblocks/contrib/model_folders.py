@@ -51,7 +51,7 @@ class ModelFolders:
     folder. A folder appears only when it is complete. Folders with equal names have equal bytes.
 
     Args:
-        plan: the publisher's plan. In the plan, reader 0 must want whole tensors.
+        plan: the publisher's plan. In the plan, reader 0 must receive whole tensors.
         transport: any transport that stores versions, opened for reading.
         like: the checkpoint that the engines started from.
         root: the directory of the folders, which is created if missing.

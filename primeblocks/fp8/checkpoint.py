@@ -256,7 +256,7 @@ def encode_weights(
 
     Args:
         only: the names that `convert` returned, or a regular expression for weights or their
-            modules. Weights that do not match, vectors and biases are sent unchanged.
+            modules. Vectors and biases are sent unchanged, and so are weights that do not match.
         exclude: a regular expression for weights that are sent unchanged.
         layouts: the layouts of this rank's tensors by name (`primeblocks.layout.layout_of`), or
             None if this rank has whole tensors.

@@ -41,8 +41,9 @@ class FleetMember:
     Args:
         generate: an async function that returns a rollout of a prompt. The function must accept
             `cache_salt`, and may accept other options.
-        engine: the target of `update` and of control calls: an `AsyncLLM`, or an object such as
-            weightsync's `VllmServer`, whose `until(deadline)` returns control calls over HTTP.
+        engine: the `AsyncLLM` that gets updates and control calls, or an object such as
+            weightsync's `VllmServer`. The method `until(deadline)` of such an object returns an
+            object that makes control calls over HTTP.
         is_prefill: whether other engines read pages from this engine. A prefill engine is paused
             first, and the pause waits until other engines have read the computed pages.
     """
