@@ -72,7 +72,10 @@ class PlanError(UsageError):
 
 
 class UnsupportedError(UsageError):
-    """A combination is not supported. The message states the reason and a remedy."""
+    """A combination of arguments, packages or devices is not supported.
+
+    The message states the reason and a remedy.
+    """
 
 
 class MissingPackageError(PrimeblocksError, ImportError):

@@ -29,7 +29,7 @@ class RolloutBuffer:
         capacity: the largest number of groups. If the buffer is full, `put` waits.
         capacity_bytes: the largest total size of the groups (`Group.nbytes`), in bytes. None means
             unlimited.
-        staleness: the policy that `take` applies.
+        staleness: the staleness policy that `take` applies.
         clock: the clock that measures the deadlines.
 
     Raises:
@@ -111,7 +111,7 @@ class RolloutBuffer:
         Args:
             in_flight: a function that returns the oldest version of each group that is being
                 generated. Pass `in_flight` if `on_stale` is "wait".
-            on_drop: a function that is called at once with each group that is removed and not
+            on_drop: a function that is called immediately with each group that is removed and not
                 returned.
             unless: a future whose result is an error, which `take` raises when the future is done.
 

@@ -112,8 +112,9 @@ class Conversation:
             logprobs: `[sampled]`, the engine's log-probability of each sampled token.
             versions: `[sampled]`, the policy version that sampled each token.
             attachments: named values of the turn, as in `Rollout`. The positions of an `Aligned`
-                value count from the start of the prompt. Rows may begin at any token up to the
-                first token that has no row yet. You may leave out images of earlier turns.
+                value count from the start of the prompt. The rows of a value may begin at any token
+                up to the first token that has no row yet. You may leave out images of earlier
+                turns.
 
         Raises:
             ShapeError: the prompt or the answer is empty, arrays differ in length, or rows are

@@ -55,8 +55,8 @@ def capture_app(recorder: Recorder) -> Starlette:
 
     A request must contain the key of its session, as `Authorization: Bearer`. An answer is sampled
     in full before the response begins. A failed request therefore gets an HTTP error status, even
-    if the agent asked for a stream. A stream sends all events at once. A turn is recorded when the
-    engine has answered, even if the agent does not read the answer. If the agent closes the
+    if the agent asked for a stream. A stream sends all its events together. A turn is recorded when
+    the engine has answered, even if the agent does not read the answer. If the agent closes the
     connection before the engine has answered, the request to the engine is cancelled.
 
     An error has the JSON form of OpenAI's API. The status is 400 for an unsupported request, 401

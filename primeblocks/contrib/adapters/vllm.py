@@ -221,7 +221,7 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
     Raises:
         PlanError: there are fewer than two parts, a part is not the result of a builder, or two
             parts need different values of one engine argument.
-        UnsupportedError: vLLM does not support the parts together, or not in their order.
+        UnsupportedError: vLLM does not support this combination of parts, or this order.
     """
     if on_load_failure not in ("recompute", "fail"):
         raise PlanError(f"on_load_failure is recompute or fail; got {on_load_failure!r}.")
