@@ -50,8 +50,7 @@ class AsyncLoop:
             The loop ends early (`ended`) if the prompts run out before a batch is full.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
-            each sample is a separate request. With `ledger`, the call also gets `draft=`, a
-            `Draft`.
+            each sample is one request. With `ledger`, the call gets `draft=`, a `Draft`.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
             runs in its own thread, and does not block the event loop.
         publish: `publish(v)`, plain or async, sends the weights of policy `v` to the engine during
@@ -59,7 +58,8 @@ class AsyncLoop:
             copy. The loop awaits the awaitable while the next step trains.
         buffer: a buffer for this loop alone. The loop uses the buffer's staleness policy.
         batch_size: the number of groups per batch.
-        max_in_flight: a number or an `AdaptiveLimit` of groups, or of samples with `group_size`.
+        max_in_flight: the largest number of groups in flight, or of samples with `group_size`. Pass
+            a number or an `AdaptiveLimit`.
         group_size: the number of samples per group, if `generate` makes one sample per call.
         keep: `keep(group)` returns False to leave a finished group out. Batches stay complete.
         retries: rules for calls of `generate` that raise an error or miss their deadline.

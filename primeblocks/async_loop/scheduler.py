@@ -21,10 +21,11 @@ class AdaptiveLimit:
 
     A report raises the limit by 4 requests if the limit is reached and less than 0.6 of the KV
     cache is used. A report cuts the limit if at least 0.9 of the KV cache is used. Preempted
-    requests or a queue longer than 1 / 8 of the limit also cut the limit. A cut multiplies the
-    smaller of the limit and the requests in flight by 0.8. Preemption is costly, because the engine
-    computes preempted requests twice. Pass the object as `max_in_flight` of `AsyncLoop`, and call
-    `observe` with every report. The limit does not depend on a clock. Local.
+    requests or a queue longer than 1 / 8 of the limit also cut the limit. After a cut, the limit is
+    0.8 times the old limit or 0.8 times the number of requests in flight, whichever is smaller.
+    Preemption is costly, because the engine computes preempted requests twice. Pass the object as
+    `max_in_flight` of `AsyncLoop`, and call `observe` with every report. The limit does not depend
+    on a clock. Local.
 
     Args:
         start: the first limit, in requests.

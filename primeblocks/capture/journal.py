@@ -84,7 +84,9 @@ class CaptureJournal:
         attachments: Mapping[str, Any],
         **values: Any,
     ) -> None:
-        """Write the arguments of `Conversation.append`, which returned `turn`. Durable on return.
+        """Write a turn: the arguments of the `Conversation.append` call that returned `turn`.
+
+        Durable on return.
 
         Raises:
             UsageError: `turns` was not called for the session.

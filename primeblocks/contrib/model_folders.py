@@ -1,4 +1,4 @@
-"""A committed version as a folder for stock loaders, with safetensors and config.json.
+"""Folders with safetensors and config.json, made of published versions of the weights.
 
 Only `adapters/sglang.py` needs model folders, and this adapter has never run on SGLang.
 """
@@ -60,7 +60,8 @@ class ModelFolders:
 
     Raises:
         PlanError: the plan lacks tensors of `like`, has tensors of other shapes, or gives reader 0
-            only parts. From an incomplete folder, a loader would silently keep old tensors.
+            only parts of tensors. From an incomplete folder, a loader would silently keep old
+            tensors.
         UnsupportedError: `like` has no safetensors files.
         UsageError: `keep` is less than 2.
     """

@@ -250,7 +250,7 @@ def encode_weights(
 
     - `"float8"`: codes and scales, which take half the bytes of bfloat16.
     - `"simulated"`: dequantized numbers in the weight's dtype, for engines without float8 kernels.
-      In bfloat16, the product of code and scale is rounded once more.
+      If this dtype is bfloat16, the product of code and scale is also rounded to bfloat16.
 
     Each rank quantizes its own shards. A shard must not cut through a tile of `recipe.weights`.
 

@@ -55,8 +55,8 @@ class StepCounter(TorchDispatchMode):
             An operator counts if it reads values, has a shape that depends on values, or copies
             between host and device without `non_blocking`.
         collectives: number of calls per collective.
-        received_bytes: bytes from other ranks, per collective. An all-reduce counts the bytes of
-            the ring algorithm.
+        received_bytes: bytes from other ranks, per collective. For an all-reduce, the counter
+            counts the bytes of the ring algorithm.
         peak_bytes: the peak memory of all storages that the step made, in bytes.
     """
 

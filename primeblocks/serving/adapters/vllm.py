@@ -75,7 +75,7 @@ class VllmFleet:
             `update(engines, published, timeout_s=)` loads a version into all `engines` or into
             none. The attribute `engines` of a raised error lists the positions of failed engines.
             If some engines are prefill engines, `update` also gets their positions as `prefill=`.
-        through: the `generate` function of a router, to which all requests go instead of
+        through: the `generate` function of a router. All requests go to the router instead of to
             `members`. The router does not know which engines are drained.
         clock: the clock for deadlines.
         options: keyword arguments of `serving.Fleet`.

@@ -16,8 +16,8 @@ receiver deletes the ordinal's state, unless the group is ACCEPTED.
 If a sender dies, the receiver keeps the states of the ordinals in the sender's last list.
 
 If only a sender or only the receiver dies, no accepted group is lost. The accepted groups of a dead
-sender are in the buffer. If the receiver dies, every sender sends its unsettled groups again. An
-accepted group is lost only if its sender and the receiver both die before the group is settled.
+sender have entered the buffer. If the receiver dies, every sender sends its unsettled groups again.
+An accepted group is lost only if its sender and the receiver both die before the group is settled.
 
 Messages are JSON and `codec` payloads. The sender and the receiver do not use pickle. Any process
 that reaches the port can add groups. Bind to a private address, or set ZeroMQ's CURVE keys in a
