@@ -196,8 +196,8 @@ class AsyncLoop:
         Raises:
             DeadlineError: a wait for a batch, a step or a publish was longer than `step_timeout_s`.
             ClosedError: the loop is not open, a step has failed, or another call makes a step.
-            Exception: the last error of `generate`, if the prompts ran out and all prompts since
-                the last step failed (after the first step, at least `batch_size` prompts).
+            Exception: the last error of `generate`, if prompts ran out and all prompts since the
+                last step failed. After the first step, these must be at least `batch_size` prompts.
         """
         for done in range(count):
             try:

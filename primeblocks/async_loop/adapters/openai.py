@@ -71,8 +71,8 @@ async def generate(
     Args:
         client: a client that may retry within `timeout_s`.
         version: the version of the weights. If weights can change during the call, pass an async
-            function that asks the server (vLLM: `served_version`). The function runs before and
-            after the request, because the OpenAI protocol does not label tokens with versions.
+            function that returns the server's version (`served_version` for vLLM). The function
+            runs before and after the request, because the OpenAI protocol lacks versions of tokens.
         extra_body: more fields of the request, which override arguments of this function.
 
     Raises:
