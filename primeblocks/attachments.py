@@ -99,7 +99,10 @@ def check_inside(attachments: Mapping[str, Any], length: int) -> None:
 
 
 def cut_attachments(attachments: Mapping[str, Any], stop: int) -> dict[str, Any]:
-    """Return the attachments of the first `stop` tokens. Values without tokens stay unchanged."""
+    """Return the attachments of the first `stop` tokens.
+
+    Values that are not `Aligned` stay unchanged.
+    """
     kept = {}
     for name, value in attachments.items():
         before = [x.before(stop) if isinstance(x, Aligned) else x for x in parts(value)]

@@ -16,7 +16,7 @@ _CLEANUP_S = 1.0
 
 
 class Clock(Protocol):
-    """A clock that returns the time and can sleep. Tests pass a simulated clock."""
+    """A clock that returns the time and can sleep. For tests, pass a simulated clock."""
 
     def now(self) -> float:
         """Return the time in seconds since an arbitrary origin. The time never decreases."""

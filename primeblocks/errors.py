@@ -57,7 +57,10 @@ class PrimeblocksError(Exception):
 
 
 class UsageError(PrimeblocksError, ValueError):
-    """An argument is wrong, or arguments contradict each other. The call changed nothing."""
+    """An argument is wrong, or arguments contradict each other.
+
+    A call that raises this error changes nothing, unless the docstring of the call says otherwise.
+    """
 
 
 class ShapeError(UsageError):
@@ -69,7 +72,10 @@ class PlanError(UsageError):
 
 
 class UnsupportedError(UsageError):
-    """A combination is not supported. The message states the reason and a remedy."""
+    """A combination of arguments, packages or devices is not supported.
+
+    The message states the reason and a remedy.
+    """
 
 
 class MissingPackageError(PrimeblocksError, ImportError):

@@ -90,7 +90,7 @@ def all_to_all_rows(
 
 
 def all_gather_rows(x: Tensor, *, rows: int, group: dist.ProcessGroup) -> Tensor:
-    """Gather the rows of all ranks in rank order, with zero padding after each rank. Collective.
+    """Gather the rows of all ranks in rank order, with zeros after each rank's rows. Collective.
 
     `x` may have any dtype. Not differentiable.
 
@@ -173,7 +173,7 @@ def _shown(value: object) -> str:
 
 @dataclass
 class Call:
-    """The facts and numbers of one rank for `agreed`, and after the call the numbers of all ranks.
+    """The facts and numbers that a rank sends in `agreed`, and the numbers that all ranks sent.
 
     Attributes:
         facts: a dict of values that must be equal on all ranks, such as sizes and dtypes. Values
@@ -181,9 +181,11 @@ class Call:
         numbers: an int64 tensor `[count]` on the device, with at most 3 + 2 x ranks values. The
             gather of the facts also sends the numbers, so that the host waits only once.
         judge: a function that returns an error if the numbers of one rank are wrong, else None. The
-            function must be the same on all ranks, and must return None for zeros.
-        told: the numbers of each rank, set at the end of the block. Zeros may follow the numbers.
-            With `check=False`, `told` stays empty.
+            function must be the same on all ranks. The function must return None for zeros, because
+            zeros stand for a rank that passes no numbers.
+        told: the numbers of each rank, set at the end of the block. In a group of several ranks,
+            zeros extend the numbers of each rank to 3 + 2 x ranks values. With `check=False`,
+            `told` stays empty.
     """
 
     facts: dict[str, object] = field(default_factory=dict)

@@ -136,8 +136,9 @@ class Group:
 
     Args:
         prompt: the caller's object for the prompt, returned to the caller if the group is dropped.
-        version: the policy version at the submission of the group. `version` contributes to the age
-            of the group, because the KV cache of the prompt may be older than all sampled tokens.
+        version: the engine's policy version when the generation of the group started. `version`
+            contributes to the age of the group, because the KV cache of the prompt may be older
+            than all sampled tokens.
         generate_s: the duration of generation in seconds.
         ordinal: the position of the prompt among all drawn prompts, counted from 0.
     """

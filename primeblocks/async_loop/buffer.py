@@ -29,7 +29,7 @@ class RolloutBuffer:
         capacity: the largest number of groups. If the buffer is full, `put` waits.
         capacity_bytes: the largest total size of the groups (`Group.nbytes`), in bytes. None means
             unlimited.
-        staleness: the policy that `take` applies.
+        staleness: the staleness policy that `take` applies.
         clock: the clock that measures the deadlines.
 
     Raises:
@@ -111,7 +111,7 @@ class RolloutBuffer:
         Args:
             in_flight: a function that returns the oldest version of each group that is being
                 generated. Pass `in_flight` if `on_stale` is "wait".
-            on_drop: a function that is called at once with each group that is removed and not
+            on_drop: a function that is called immediately with each group that is removed and not
                 returned.
             unless: a future whose result is an error, which `take` raises when the future is done.
 
@@ -119,8 +119,8 @@ class RolloutBuffer:
             DeadlineError: no batch was ready within `timeout_s`. The call removed only stale
                 groups.
             UsageError: `count` is not between 1 and the capacity, or a group contains a policy
-                later than `version`. If you pass `on_drop`, all groups of later policies are
-                removed first.
+                later than `version`. If you pass `on_drop`, `take` first removes all groups that
+                contain a later policy.
         """
         if not 1 <= count <= self.capacity:
             raise UsageError(

@@ -39,8 +39,9 @@ class Journal:
     and changes nothing.
 
     SIGKILL does not undo calls that returned. A call that SIGKILL interrupts takes effect as a
-    whole or not at all. The journal counts and deletes prompts of final steps and prompts that are
-    left out. The file is therefore as large as the other prompts together were at their largest.
+    whole or not at all. The journal deletes prompts of final steps and prompts that are left out,
+    and keeps only their number. New prompts reuse the space of deleted prompts, but the file does
+    not shrink.
 
     You may call methods from any thread. One process at a time can open a journal, on a local disk.
     Other processes may read the file with any SQLite client. Three more files are stored next to
@@ -48,9 +49,9 @@ class Journal:
 
     Args:
         path: the file. A missing file is created, but a missing folder is an error.
-        durability: the death of the process undoes no call. With `durability="process"`, a power
-            loss may undo the last calls. With `durability="power"`, a power loss undoes no call,
-            but each call costs an fsync.
+        durability: calls that returned survive the death of the process. With
+            `durability="process"`, a power loss may undo the last calls. With `durability="power"`,
+            the calls also survive a power loss, but each call costs an fsync.
         timeout_s: seconds to wait at most for another program that writes to the file.
 
     Raises:
@@ -162,7 +163,7 @@ class Journal:
             )
 
     def dropped(self, ordinal: int) -> None:
-        """Delete the samples of a prompt, which must be generated again from the start."""
+        """Delete the samples of a prompt, so that the prompt is generated again from the start."""
         with self._database.transaction() as db:
             (ordinal,) = tables.expect(db, "dropped", [ordinal])
             db.execute("DELETE FROM trajectories WHERE ordinal = ?", (ordinal,))
@@ -171,10 +172,10 @@ class Journal:
             )
 
     def left_out(self, ordinal: int, reason: str) -> None:
-        """Record that a prompt leaves the run for good, without being trained on.
+        """Record that a prompt leaves the training run and is never trained on.
 
         `reason` is "filtered" or "failed", optionally followed by a colon and a text. The journal
-        counts and deletes the prompt, and does not store the text of the reason.
+        deletes the prompt and increases a count, and does not store the text of the reason.
         """
         end = reason.partition(":")[0]
         if end not in {PromptState.FILTERED, PromptState.FAILED}:
@@ -225,9 +226,9 @@ class Journal:
             db.execute("UPDATE progress SET version = ?", (version + 1,))
 
     def checkpointed(self, version: int) -> None:
-        """Make the steps before policy `version` final. The weights of `version` must be durable.
+        """Mark the steps before policy `version` as final.
 
-        The groups of final steps are deleted.
+        The weights of `version` must be durable. The groups of final steps are deleted.
         """
         version = check_version(version)
         with self._database.transaction() as db:
@@ -247,7 +248,7 @@ class Journal:
             db.execute("UPDATE progress SET trained = trained + ?", (len(ordinals),))
 
     def restore(self, version: int) -> Restored:
-        """Go back to policy `version`, and return the prompts and groups that are left.
+        """Go back to policy `version`, and return the prompts and groups of the restored state.
 
         `version` is the policy of the loaded weights. Prompts that were taken for the step from
         `version`, or for a later step, become finished again. Prompts in flight are generated

@@ -206,7 +206,7 @@ def pack_whole_group(group: Group) -> bytes:
 
 
 def unpack_whole_group(payload: bytes, ordinal: int) -> Group:
-    """Return the group that `pack_whole_group` packed. Forged bytes may raise other errors.
+    """Return the group that `pack_whole_group` packed. Forged bytes may raise any error.
 
     Raises:
         CorruptionError: bytes changed after packing, or the group has another ordinal.

@@ -40,26 +40,26 @@ Publish = Callable[[int], Any]
 class AsyncLoop:
     """A loop that keeps rollouts in flight while it trains and updates weights.
 
-    An error of `train` or `publish` ends the loop. If `generate` raises an error, `retries` sets
-    the number of attempts. The first error of each type is logged with its traceback. Every wait of
-    `steps` ends after at most `step_timeout_s` seconds. The end of the `async with` block cancels
-    all requests and a running publish. After an error, leave the block and make a new loop.
+    An error of `train` or `publish` ends the loop. If `generate` raises an error, the loop tries
+    again, as `retries` allows. The first error of each type is logged with its traceback. Every
+    wait of `steps` ends after at most `step_timeout_s` seconds. The end of the `async with` block
+    cancels all requests and a running publish. After an error, leave the block and make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
             The loop ends early (`ended`) if the prompts run out before a batch is full.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
-            each sample is a separate request. With `ledger`, the call also gets `draft=`, a
-            `Draft`.
+            each sample is one request. With `ledger`, the call gets `draft=`, a `Draft`.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
             runs in its own thread, and does not block the event loop.
         publish: `publish(v)`, plain or async, sends the weights of policy `v` to the engine during
             rollouts. A plain function may copy the weights and return an awaitable that sends the
             copy. The loop awaits the awaitable while the next step trains.
-        buffer: a buffer for this loop alone. The buffer's staleness policy applies.
+        buffer: a buffer for this loop alone. The loop uses the buffer's staleness policy.
         batch_size: the number of groups per batch.
-        max_in_flight: a number or an `AdaptiveLimit` of groups, or of samples with `group_size`.
+        max_in_flight: the largest number of groups in flight, or of samples with `group_size`. Pass
+            a number or an `AdaptiveLimit`.
         group_size: the number of samples per group, if `generate` makes one sample per call.
         keep: `keep(group)` returns False to leave a finished group out. Batches stay complete.
         retries: rules for calls of `generate` that raise an error or miss their deadline.
@@ -196,8 +196,8 @@ class AsyncLoop:
         Raises:
             DeadlineError: a wait for a batch, a step or a publish was longer than `step_timeout_s`.
             ClosedError: the loop is not open, a step has failed, or another call makes a step.
-            Exception: the last error of `generate`, if the prompts ran out and every prompt since
-                the last step failed. Fewer than `batch_size` failures after a step raise nothing.
+            Exception: the last error of `generate`, if prompts ran out and all prompts since the
+                last step failed. After the first step, these must be at least `batch_size` prompts.
         """
         for done in range(count):
             try:

@@ -21,10 +21,11 @@ class AdaptiveLimit:
 
     A report raises the limit by 4 requests if the limit is reached and less than 0.6 of the KV
     cache is used. A report cuts the limit if at least 0.9 of the KV cache is used. Preempted
-    requests or a queue longer than 1 / 8 of the limit also cut the limit. A cut multiplies the
-    smaller of the limit and the requests in flight by 0.8. Preemption is costly, because the engine
-    computes preempted requests twice. Pass the object as `max_in_flight` of `AsyncLoop`, and call
-    `observe` with every report. The limit does not depend on a clock. Local.
+    requests or a queue longer than 1 / 8 of the limit also cut the limit. After a cut, the limit is
+    0.8 times the old limit or 0.8 times the number of requests in flight, whichever is smaller.
+    Preemption is costly, because the engine computes preempted requests twice. Pass the object as
+    `max_in_flight` of `AsyncLoop`, and call `observe` with every report. The limit does not depend
+    on a clock. Local.
 
     Args:
         start: the first limit, in requests.
@@ -67,17 +68,17 @@ class AdaptiveLimit:
 
 @dataclass(frozen=True)
 class Retries:
-    """The number of attempts per rollout, and of failures after which the training run ends.
+    """Limits on the attempts per rollout, and on the groups that fail in a row.
 
-    A mistake in code ends the attempts of a rollout at once. TypeError, NameError, AttributeError,
-    ImportError, SyntaxError and NotImplementedError count as mistakes in code.
+    A mistake in code ends the attempts of a rollout immediately. TypeError, NameError,
+    AttributeError, ImportError, SyntaxError and NotImplementedError count as mistakes in code.
 
     Args:
-        attempts: the number of attempts per rollout. If the last attempt fails, the prompt of the
-            rollout leaves the training run.
+        attempts: the number of attempts per rollout, or per group if `generate` returns whole
+            groups. If the last attempt fails, the prompt leaves the training run.
         backoff_s: seconds before the second attempt. The wait doubles for each later attempt.
         give_up_after: if `give_up_after` groups fail in a row, the last error ends the training
-            run. After the death of an engine, every group fails.
+            run. For example, every group fails after the engine died.
 
     Raises:
         UsageError: a number is out of range.

@@ -25,9 +25,9 @@ class StalenessPolicy:
     Unless `on_stale` is "continue", the loop starts only as many groups as can be trained on within
     the bound. The oldest groups are trained on first.
 
-    - "wait" makes the trainer wait for groups that would exceed the bound. The bound is hard, and
-      the trainer idles while it waits for the slowest group. Groups exceed the bound only after a
-      rollback or if `take` gets no `in_flight`, and "wait" drops such groups.
+    - "wait" makes the trainer wait for a group that would become too old in later steps. The bound
+      is hard, and the trainer idles while it waits for the slowest group. Groups exceed the bound
+      only after a rollback or if `take` gets no `in_flight`, and "wait" drops such groups.
     - "pace" only limits how many groups are started, and does not enforce the bound. With "pace",
       no group is dropped, the trainer does not wait, and a slow group may exceed the bound. With
       "pace", trained rollouts have the same length distribution as sampled rollouts.
@@ -45,10 +45,11 @@ class StalenessPolicy:
         max_off_policy_steps: the largest number of optimizer steps between the policy that sampled
             a token and the policy that trains on the token. A bound of 0 means on-policy training.
         on_stale: "wait", "pace", "mask", "drop" or "continue".
-        correction: the name of the loss correction for older tokens, for logs. Examples of names
-            are "truncated importance sampling" and "ratio to the engine's log-probabilities". A
-            correction is required if the bound is above 0 or `on_stale` is "continue". Without a
-            correction, ratios to the trainer's own policy would be wrong.
+        correction: a name of the correction that your loss applies to tokens of older policies.
+            Examples are "truncated importance sampling" and "ratio to the engine's
+            log-probabilities". A correction is required if the bound is above 0 or `on_stale` is
+            "continue". Without a correction, a loss treats these tokens as if the trainer's policy
+            had sampled them.
 
     Raises:
         UsageError: the bound is negative, `on_stale` is unknown, or a correction is missing.
@@ -75,7 +76,7 @@ class StalenessPolicy:
     def fresh(self, rollout: Rollout, *, version: int) -> NDArray[np.bool_]:
         """Return a mask `[completion]` of tokens within the bound, for the policy `version`. Pure.
 
-        The mask is True for tokens that no policy sampled.
+        The mask is also True for tokens that no policy sampled.
 
         Raises:
             UsageError: as for `staleness`.
@@ -109,7 +110,7 @@ class StalenessPolicy:
 
         Args:
             in_flight: the number of groups that are being generated.
-            finished: the number of groups that are generated and not yet trained on.
+            finished: the number of generated groups that are not yet trained on.
             behind: the number of versions by which the engine is behind the trainer.
 
         Source: the capacity law of AReaL, arXiv:2505.24298, section 5.1.
@@ -124,8 +125,8 @@ class StalenessPolicy:
     ) -> bool:
         """Return whether the `count` oldest finished groups may be trained on now. Pure.
 
-        If `on_stale` is "wait", True requires that every other group, finished or in flight, fits
-        into a later step of `count` groups within the bound.
+        If `on_stale` is "wait", the result is True only if later steps of `count` groups can train
+        on all other groups within the bound. These groups are finished or in flight.
 
         Args:
             finished: the oldest version of each group that waits to be trained on.

@@ -33,8 +33,8 @@ class Step:
         lost: prompts whose attempts all failed, each with the reason.
         masked_tokens: the number of tokens of this batch that are masked because of their age.
         trainer_idle_s: seconds that training waited for rollouts.
-        engine_idle_s: seconds since the previous step in which the staleness policy kept the number
-            of requests below `max_in_flight`.
+        engine_idle_s: seconds in which the staleness policy kept the number of requests below
+            `max_in_flight`, counted since the previous step.
         train_s: seconds of `train`.
         publish_s: seconds that training waited for `publish`.
         metrics: the result of `train`. If `metrics` is a mapping, `postfix` shows its "ess" and

@@ -42,9 +42,10 @@ class Turn:
 
     Attributes:
         branch: the position of the turn's rollout in `Conversation.rollouts()`.
-        matched: the number of prompt tokens that the turn's rollout already had, or that another
-            rollout had if `continuity` is FORK.
-        added: the number of remaining prompt tokens, which are not trained on.
+        matched: the number of leading prompt tokens that the turn's rollout already had. If
+            `continuity` is FORK, the largest number that an earlier rollout had.
+        added: the number of prompt tokens after the matched tokens. Added tokens are not trained
+            on.
         sampled: the number of tokens of the answer.
         dropped: the number of sampled tokens that this turn removed from the rollout.
     """
@@ -111,8 +112,9 @@ class Conversation:
             logprobs: `[sampled]`, the engine's log-probability of each sampled token.
             versions: `[sampled]`, the policy version that sampled each token.
             attachments: named values of the turn, as in `Rollout`. The positions of an `Aligned`
-                value count from the start of the prompt. Rows may begin at any token up to the
-                first token that has no row yet. You may leave out images of earlier turns.
+                value count from the start of the prompt. The rows of a value may begin at any token
+                up to the first token that has no row yet. You may leave out images of earlier
+                turns.
 
         Raises:
             ShapeError: the prompt or the answer is empty, arrays differ in length, or rows are

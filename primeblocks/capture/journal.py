@@ -47,8 +47,8 @@ class CaptureJournal:
     space only for the tokens and rows that it adds to the previous turn. A FORK turn writes all its
     rows.
 
-    This class has the errors and the durability of `primeblocks.async_loop.Journal` with its
-    defaults.
+    The errors and the durability are the same as for a `primeblocks.async_loop.Journal` with
+    default arguments.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -84,7 +84,9 @@ class CaptureJournal:
         attachments: Mapping[str, Any],
         **values: Any,
     ) -> None:
-        """Write a turn that `Conversation.append` returned, with its arguments. Durable on return.
+        """Write a turn: the arguments of the `Conversation.append` call that returned `turn`.
+
+        Durable on return.
 
         Raises:
             UsageError: `turns` was not called for the session.
@@ -155,7 +157,7 @@ class CaptureJournal:
         """Return the conversation of a session, up to the last recorded turn.
 
         Args:
-            max_realigned_tokens: the value that the recorded `Conversation` had.
+            max_realigned_tokens: the `max_realigned_tokens` of the recorded `Conversation`.
 
         Raises:
             CorruptionError: bytes in the file changed after the journal wrote these bytes.

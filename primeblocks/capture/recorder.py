@@ -146,8 +146,8 @@ class CaptureSession:
         """Answer a request, and record the turn as soon as the engine has answered.
 
         Args:
-            gone: a future whose result becomes an error when the agent closes its connection. When
-                `gone` is done, the request to the engine is cancelled, unless the engine has
+            gone: a future that gets an error as its result when the agent closes its connection.
+                When `gone` is done, the request to the engine is cancelled, unless the engine has
                 answered.
 
         Raises:

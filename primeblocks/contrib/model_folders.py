@@ -1,4 +1,4 @@
-"""A committed version as a folder for stock loaders, with safetensors and config.json.
+"""Folders with safetensors and config.json, made of published versions of the weights.
 
 Only `adapters/sglang.py` needs model folders, and this adapter has never run on SGLang.
 """
@@ -51,7 +51,7 @@ class ModelFolders:
     folder. A folder appears only when it is complete. Folders with equal names have equal bytes.
 
     Args:
-        plan: the publisher's plan. In the plan, reader 0 must want whole tensors.
+        plan: the publisher's plan. In the plan, reader 0 must receive whole tensors.
         transport: any transport that stores versions, opened for reading.
         like: the checkpoint that the engines started from.
         root: the directory of the folders, which is created if missing.
@@ -60,7 +60,8 @@ class ModelFolders:
 
     Raises:
         PlanError: the plan lacks tensors of `like`, has tensors of other shapes, or gives reader 0
-            only parts. From an incomplete folder, a loader would silently keep old tensors.
+            only parts of tensors. From an incomplete folder, a loader would silently keep old
+            tensors.
         UnsupportedError: `like` has no safetensors files.
         UsageError: `keep` is less than 2.
     """

@@ -92,9 +92,9 @@ def audit(
     of causes reproduce the engine's bits, `audit` reports all combinations with the fewest causes.
     `audit` also counts the codes, scales or plain values that differ.
 
-    `audit` compares only weights. `audit` does not check how the engine quantizes activations or
-    the KV cache, or codes that the engine makes after you read its tensors. Local. One tensor at a
-    time is compared on the trainer's device, with some float32 copies of this tensor.
+    `audit` compares only weights, and does not check how the engine quantizes activations or the KV
+    cache. Codes that the engine makes after you read its tensors are not checked. Local. `audit`
+    compares one tensor at a time on the trainer's device, with some float32 copies.
 
     Args:
         trainer: a module, or a dict of whole tensors. Pass float32 master weights if they exist.

@@ -250,13 +250,13 @@ def encode_weights(
 
     - `"float8"`: codes and scales, which take half the bytes of bfloat16.
     - `"simulated"`: dequantized numbers in the weight's dtype, for engines without float8 kernels.
-      In bfloat16, the product of code and scale is rounded once more.
+      If this dtype is bfloat16, the product of code and scale is also rounded to bfloat16.
 
     Each rank quantizes its own shards. A shard must not cut through a tile of `recipe.weights`.
 
     Args:
         only: the names that `convert` returned, or a regular expression for weights or their
-            modules. Weights that do not match, vectors and biases are sent unchanged.
+            modules. Vectors and biases are sent unchanged, and so are weights that do not match.
         exclude: a regular expression for weights that are sent unchanged.
         layouts: the layouts of this rank's tensors by name (`primeblocks.layout.layout_of`), or
             None if this rank has whole tensors.

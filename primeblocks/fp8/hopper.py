@@ -19,7 +19,7 @@ _OTHERS = (
 
 
 def check_hopper(device: torch.device, engine: str) -> None:
-    """Refuse a device without Hopper's block-scaled products. Local. The host does not wait.
+    """Check that `device` has Hopper's block-scaled products. Local. The host does not wait.
 
     Later GPUs are refused, too. Their float8 products have tiles of 1 x 32 and UE8M0 scales. A
     library would have to cast float32 scales to UE8M0, which changes the numbers.

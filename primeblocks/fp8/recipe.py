@@ -89,7 +89,7 @@ class Quantizer(Protocol):
 class FusedQuantizer(Protocol):
     """A `Quantizer` that can also compute a SwiGLU or a transpose while it reads the input.
 
-    `how` contains the keyword arguments of `Quantizer`.
+    `how` stands for the keyword arguments of a `Quantizer`: `scale`, `quotient` and `nonfinite`.
     """
 
     def both(self, x: Tensor, tile: Tile, **how: Any) -> tuple[Quantized, Quantized]:
@@ -117,12 +117,13 @@ class Recipe:
     Args:
         activations: tile of activations. See the property `gradients` for the tile of gradients.
         weights: tile of weights. If a tile has several rows, the gradient of the input uses the
-            transposed codes. If a tile has one row, weights are also quantized along the other dim.
+            transposed codes. If a tile has one row, the transposed weight is quantized separately
+            for this gradient.
         scale: kind of scales. `"ue8m0"` scales are rounded up to powers of two.
         quotient: the formula for scaled values. See `quantize`.
         source: `"bfloat16"` quantizes weights after rounding to bfloat16, the dtype in which FSDP2
-            gathers weights and engines load weights. `"float32"` quantizes master weights with at
-            least float32 precision.
+            gathers weights and engines load weights. `"float32"` quantizes master weights, which
+            must be float32 or float64.
         wgrad: dtype of the operands in products for weight gradients. Sums are always float32.
         saved: the data that forward keeps for the weight's gradient: the input, or float8 codes of
             the input, which take one byte per value.

@@ -19,11 +19,11 @@ class ReferenceGemm:
     """A `Gemm` that defines the result of products bit for bit, on any device.
 
     Within one tile of the inner dim, products of codes are summed exactly in float64 and rounded to
-    float32. In the order of tiles, `total = fma(a_scale * b_scale, sum, total)` adds the sums in
-    float32. The result does not depend on threads, libraries or the order inside a tile.
+    float32. Then `total = fma(a_scale * b_scale, sum, total)` adds these sums in float32, tile
+    after tile. The result does not depend on threads, libraries or the order inside a tile.
 
     Hopper's tensor cores accumulate with fewer bits than float32, so kernels on tensor cores agree
-    with this class only within a tolerance. Local. The host reads `offsets`.
+    with this class only within a tolerance. Local. The host waits for the values of `offsets`.
 
     Raises:
         ShapeError: raised by a product if the inner dims of the operands, or the numbers of columns
@@ -57,7 +57,7 @@ class SimulatedGemm:
     """A `Gemm` that multiplies dequantized matrices in float32 with torch.
 
     Results differ from `ReferenceGemm` only by rounding in float32. Use this class to train small
-    models on a CPU, or on a GPU without float8. Local. The host reads `offsets`.
+    models on a CPU, or on a GPU without float8. Local. The host waits for the values of `offsets`.
 
     Raises:
         ShapeError: raised by a product if the inner dims of the operands, or the numbers of columns
@@ -88,7 +88,7 @@ class SimulatedGemm:
 
 
 def runs(offsets: Tensor) -> list[slice]:
-    """Return one slice of rows per expert. The host reads `offsets`. Local."""
+    """Return one slice of rows per expert. The host waits for the values of `offsets`. Local."""
     ends = offsets.tolist()
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 

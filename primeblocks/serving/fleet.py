@@ -165,9 +165,9 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
     """Return the engines that must also restart after an engine restarted. Pure.
 
     An engine that restarts leaves its old transfer agent in every engine that read from it. Drain,
-    restart and add the returned engines. Direct readers of the restarted engine come first. In
-    vLLM, the restarts are needed for NIXL up to 1.3 over RDMA. For any NIXL version, the restarts
-    are needed if the restarted engine keeps its `engine_id`.
+    restart and add the returned engines. The engines that read directly from the restarted engine
+    come first. In vLLM, the restarts are needed for NIXL up to 1.3 over RDMA. For any NIXL version,
+    the restarts are needed if the restarted engine keeps its `engine_id`.
 
     Args:
         agents: for the name of each engine, the names of engines whose transfer agents the engine
@@ -288,7 +288,7 @@ class Fleet:
         return states[place].name
 
     def states(self, request: Request | None = None) -> Sequence[EngineState]:
-        """Return the state of each open engine, with `matched` counted for `request`."""
+        """Return the state of each open engine. The values of `matched` are for `request`."""
         request = Request() if request is None else request
         matched = self._matched(request.pages)
         return [

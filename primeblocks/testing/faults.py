@@ -25,9 +25,10 @@ class FaultyTransport:
 
     Args:
         inner: the wrapped object.
-        script: for each method name, a list with one entry per call. None forwards the call. An
-            exception is raised instead of the call. A function is called instead, and returns the
-            result. Its argument is a function without parameters that makes the original call.
+        script: for each method name, a list with one entry per call. An entry None forwards the
+            call. An entry that is an exception is raised instead of the call. An entry that is a
+            function is called instead of the method, and returns the result. The argument of this
+            function is a function without parameters that makes the original call.
 
     Raises:
         UsageError: `script` names a method that `inner` does not have.

@@ -122,7 +122,7 @@ def assert_as_precise(actual: Tensor, *, naive: Tensor, exact: Tensor, factor: f
 
     Errors are root mean squares, because the largest of many errors depends on the processor and
     may double by chance. To find an error in a single element, use `assert_close_float64`. An error
-    of at most `factor` roundings of the dtype of `actual` always passes.
+    of at most `factor` times the rounding error of the dtype of `actual` always passes.
 
     Args:
         naive: the result of the straightforward computation in the dtype of `actual`.

@@ -36,8 +36,9 @@ class StepCounter(TorchDispatchMode):
     """A counter of the work of a step on a device, used as `with StepCounter() as step`. Local.
 
     Each CPU tensor stands for a device tensor, except for results of `cpu()` and tensors that are
-    computed only from results of `cpu()`. A read of a tensor that a script makes on the host
-    therefore counts, too. With `device="cpu"`, copies from the host to the device are not counted.
+    computed only from results of `cpu()`. If a script makes a tensor on the host and reads it, the
+    read therefore counts, too. With `device="cpu"`, copies from the host to the device are not
+    counted.
 
     With tensors on the meta device, the counter counts steps of any size, but a read of values
     raises an error. With `FakeTensorMode`, enter the mode before the counter. A read of a fake
@@ -50,13 +51,13 @@ class StepCounter(TorchDispatchMode):
 
     Attributes:
         operators: number of calls per operator that is not a view. Allocations count as operators.
-        host_reads: number of calls per operator for which the host would wait. An operator counts
-            if it reads values, has a shape that depends on values, or copies between host and
-            device without `non_blocking`.
+        host_reads: per operator, the number of calls in which the host would wait for the device.
+            An operator counts if it reads values, has a shape that depends on values, or copies
+            between host and device without `non_blocking`.
         collectives: number of calls per collective.
-        received_bytes: bytes from other ranks, per collective. An all-reduce counts the bytes of
-            the ring algorithm.
-        peak_bytes: the largest total number of bytes at one time in storages that the step made.
+        received_bytes: bytes from other ranks, per collective. For an all-reduce, the counter
+            counts the bytes of the ring algorithm.
+        peak_bytes: the peak memory of all storages that the step made, in bytes.
     """
 
     supports_higher_order_operators = True
@@ -108,7 +109,7 @@ class StepCounter(TorchDispatchMode):
         return out
 
     def read(self, name: str, x: Tensor) -> bool:
-        """Count a read of `x` that is not an operator. Return whether the host would wait.
+        """Count a read of `x` that calls no operator. Return whether the host would wait.
 
         A read such as `tolist` calls an operator on a GPU, but not on a CPU.
         """

@@ -2,7 +2,8 @@
 
 Use `run` for tests in which every rank runs to the end. Use `gang` for tests that kill a rank or
 read values of running ranks. Ranks are forked from a server process that has already imported
-torch, so a test takes tenths of a second. With `spawn`, a test would take seconds. An example:
+torch, so a test takes tenths of a second. With the start method `spawn`, a test would take seconds.
+An example:
 
     def body(x):
         dist.all_reduce(x)
@@ -149,7 +150,7 @@ class Gang:
         """Wait for the next value that `rank` sends with `tell`.
 
         Raises:
-            RankError: a rank failed, or `rank` ended without another value.
+            RankError: a rank failed, or `rank` ended before it sent another value.
             DeadlineError: `rank` did not send a value before the gang's deadline.
         """
         member = self._members[rank]

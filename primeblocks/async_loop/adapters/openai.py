@@ -71,8 +71,8 @@ async def generate(
     Args:
         client: a client that may retry within `timeout_s`.
         version: the version of the weights. If weights can change during the call, pass an async
-            function that asks the server, for vLLM with `served_version`. The function runs before
-            and after the request, because the OpenAI protocol does not label tokens with versions.
+            function that returns the server's version (`served_version` for vLLM). The function
+            runs before and after the request, because the OpenAI protocol lacks versions of tokens.
         extra_body: more fields of the request, which override arguments of this function.
 
     Raises:
@@ -80,7 +80,8 @@ async def generate(
         CapacityError: the server has no room for the request now.
         EngineError: the server died or failed, or its answer does not have the expected form.
         PrimeblocksError: the weights changed during the call, or the server aborted the request
-            before the first token. `Retries` repeat the request, and a `Fleet` keeps the server.
+            before the first token. A loop with `Retries` repeats the request, and a `Fleet` does
+            not drain the server.
         UnsupportedError: the server's answers have no log-probabilities or no token ids.
         UsageError: the server refused the request.
     """

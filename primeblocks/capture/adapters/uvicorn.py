@@ -42,9 +42,9 @@ class CaptureServer:
                 ...  # Any agent that uses this client.
             rollouts = session.rollouts(reward=1.0)
 
-    Do not block the event loop that entered the context, because this loop answers requests. The
-    server does not handle signals. HTTP is not encrypted, so anyone who reads the network can read
-    keys. If agents run on other machines, use a tunnel or a proxy with TLS.
+    Do not block the event loop of the `async with` statement, because this loop answers requests.
+    The server does not handle signals. HTTP is not encrypted, so anyone who reads the network can
+    read keys. If agents run on other machines, use a tunnel or a proxy with TLS.
 
     Args:
         host: the address to listen on. An address other than loopback needs `url`.

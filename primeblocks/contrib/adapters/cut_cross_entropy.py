@@ -58,11 +58,11 @@ def token_logprobs(
         hidden: the hidden states.
         weight: the weight of the head.
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
-        filter_eps: the backward skips a block of logits if all gradients in the block are below
-            `filter_eps`. The backward compares the gradient of -log p for each logit: the logit's
-            probability, minus one for the chosen word. This gradient is not yet multiplied by the
-            gradient of the token's result. With None, the backward skips no block. The default of
-            Apple's package is the dtype's epsilon / 32.
+        filter_eps: the backward skips a block of logits if the gradients of -log p for all logits
+            of the block have magnitudes below `filter_eps`. The gradient for a logit is its
+            probability, minus one for the chosen word. The comparison comes before the product with
+            the gradient of the token's result. With None, the backward skips no block. The default
+            of Apple's package is the dtype's epsilon / 32.
         options: other keyword arguments of `losses.logprobs.token_logprobs`, which must have their
             neutral values.
 

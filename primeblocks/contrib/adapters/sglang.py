@@ -56,7 +56,7 @@ _PAUSE: dict[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class SglangReport:
-    """The cost of an update in seconds, and SGLang's checksum of the weights of all its ranks.
+    """The duration of an update in seconds, and SGLang's checksum of the weights on all ranks.
 
     Engines with equal sharding and version have equal checksums.
     """

@@ -48,9 +48,9 @@ def trace_rollouts(
     components of the reward are in `rewards`.
 
     Expert routes of a branch become the attachment "routed_experts" with rows `[tokens - 1, layers,
-    top_k]`. The tokens that sampling kept become two attachments. The attachment "sampling_mask"
-    contains all ids of these tokens, and "sampling_mask_counts" contains the number of ids per
-    token.
+    top_k]`. The kept tokens, from which the engine could sample, become two attachments. The
+    attachment "sampling_mask" contains the ids of all kept tokens, and "sampling_mask_counts"
+    contains the number of these ids per token.
 
     Args:
         version: the version of the policy that sampled all tokens. For several policies, pass a

@@ -1,9 +1,10 @@
 """Engine arguments for vLLM's own KV tiers and transfers.
 
-No engine was run with arguments of this module, because vLLM's workers need a GPU. Unknown settings
-are ignored by vLLM, and other settings are checked only when vLLM's workers start. The builders of
-this module refuse a wrong value at once. `OPTIONS` lists the options of each builder. Call a
-builder once per engine, because each configuration contains the id of one engine.
+We have never run an engine with arguments from this module, because vLLM's workers need a GPU.
+Unknown settings are ignored by vLLM, and other settings are checked only when vLLM's workers start.
+The builders of this module raise an error for a wrong value immediately. `OPTIONS` lists the
+options of each builder. Call a builder once per engine, because each configuration contains the id
+of one engine.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ class Option(NamedTuple):
     Args:
         name: vLLM's name of the option, or "" if the builder converts the option to other settings.
         allowed: the allowed values. An int is the smallest allowed integer, a tuple lists the
-            allowed values, and a str is a regular expression. `bool`, `str` or `list` (of names) is
-            the required type. None allows any value.
+            allowed values, and a str is a regular expression. A type (`bool`, `str` or `list`) is
+            the required type of the value, and `list` requires a list of names. None allows any
+            value.
         meaning: a description of the option, or of the text that a regular expression matches.
         default: the default value. A builder accepts the value None only if None is the default.
-        hint: a text at the end of the error message.
+        hint: a text at the end of the error message for a value that is not allowed.
     """
 
     name: str
@@ -208,9 +210,9 @@ def mooncake_settings(**options: Any) -> str:
 def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict[str, Any]:
     """Combine connectors in one engine: `multi(nixl("prefill"), native(cpu_bytes=...))`. Pure.
 
-    The engine saves pages to all parts. A request loads from the first part that has *any* of its
-    tokens, and the engine computes the other tokens. Put NIXL first, because a short prefix in an
-    earlier cache would prevent NIXL from loading the whole prompt.
+    The engine saves pages with all connectors. A request loads pages from the first connector that
+    has *any* of its tokens, and the engine computes the other tokens. Put NIXL first, because a
+    short prefix in an earlier cache would prevent NIXL from loading the whole prompt.
 
     Args:
         parts: results of `native`, `nixl`, `mooncake` and `engine_args`.
@@ -219,7 +221,7 @@ def multi(*parts: Mapping[str, Any], on_load_failure: str = "recompute") -> dict
     Raises:
         PlanError: there are fewer than two parts, a part is not the result of a builder, or two
             parts need different values of one engine argument.
-        UnsupportedError: vLLM does not support the parts together, or not in their order.
+        UnsupportedError: vLLM does not support this combination of parts, or this order.
     """
     if on_load_failure not in ("recompute", "fail"):
         raise PlanError(f"on_load_failure is recompute or fail; got {on_load_failure!r}.")

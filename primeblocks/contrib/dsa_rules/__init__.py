@@ -1,4 +1,4 @@
-"""Selection rules for sparse attention other than top-k, and the loss that trains an indexer.
+"""Rules other than top-k to select tokens for sparse attention, and a loss that trains an indexer.
 
 Pass a selector of pools, tiles or compressed entries as `selector=` to `select` of
 `parallel.attention.dsa`. The module `entries` pools or compresses windows of tokens into entries.

@@ -80,9 +80,9 @@ def windows(
 
     Forward and backward are collective, with one exchange each. For each contiguous range of its
     tokens, a rank receives at most `ratio - 1 + overlap` tokens of `x`. The received tokens are the
-    beginning of a split window and the `overlap` tokens before the window. If no rank needs tokens
-    of another rank, which every rank knows from the plan, no rank sends anything. Concatenate all
-    tensors that you need per token, so that one exchange sends all of them.
+    beginning of a split window and the `overlap` tokens before the window. If the plan shows that
+    no rank needs tokens of another rank, all ranks skip the exchange. Concatenate all tensors that
+    you need per token, so that one exchange sends all of them.
 
     Args:
         x: `[local_tokens, ...]`, this rank's tokens.
@@ -127,8 +127,8 @@ def gated_mean(values: Tensor, gates: Tensor, present: Tensor) -> Tensor:
         values: `[entries, window, dim]`.
         gates: `[entries, window, dim]`, the logits. The logits include the term that the model adds
             per position in the window.
-        present: bool `[entries, window]`, True for tokens that count. Each window needs a token
-            that counts.
+        present: bool `[entries, window]`, True for the tokens to average. Each window needs at
+            least one True.
 
     Returns:
         `[entries, dim]`.

@@ -55,8 +55,8 @@ def indexer_loss(
     Args:
         q, kv, rows, scale, sinks, check: as in `dsa_attention`.
         indices: `[local_tokens, 1, k]`, the ids that `dsa_attention` returned.
-        chunk_bytes: the approximate memory of a call, in bytes. If one query needs more memory, the
-            call computes one query at a time.
+        chunk_bytes: the approximate memory of a call, in bytes. If one query needs more than
+            `chunk_bytes`, the call computes one query at a time.
 
     Returns:
         A scalar in float32, or in float64 if the indexer's q is float64.

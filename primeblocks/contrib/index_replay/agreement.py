@@ -31,8 +31,8 @@ class IndexAgreement:
 def compare(one: Indices, other: Indices) -> IndexAgreement:
     """Compare two selections. Local.
 
-    A row counts only if both selections have the row, and its token can attend to more than `top_k`
-    tokens.
+    A row counts only if both selections have the row. The row's token must also be able to attend
+    to more tokens than the larger `top_k` of the two selections.
 
     Raises:
         ShapeError: the selections differ in the positions of tokens or in layers.

@@ -38,7 +38,7 @@ class Indexer(Protocol):
         """The index of the indexer's layer among all hidden layers of the model."""
 
     def filled(self, ids: Tensor) -> Tensor:
-        """Return ids, with -1 at the end of rows, in the form that the model's attention needs."""
+        """Convert ids with -1 at the end of rows to the form that the model's attention needs."""
 
 
 class _Where:

@@ -19,7 +19,7 @@ __all__ = ["Indices"]
 class Indices:
     """The positions that each token attended to, in each layer with its own indexer.
 
-    A value on the host, made of read-only numpy arrays. A slice is a view. Positions count from the
+    The arrays are read-only numpy arrays on the host. A slice is a view. Positions count from the
     start of the token's document, as in an engine, even if the trainer packs documents. Layers that
     use the selection of another layer are left out. An unknown row is marked as missing, and
     `impose` keeps the model's own selection for a missing row.

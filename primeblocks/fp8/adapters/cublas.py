@@ -2,9 +2,10 @@
 
     recipe = fp8.Recipe(gemm=CublasGemm(experts=TritonGemm()))
 
-`CublasGemm` has run on one H100. On a CPU, tests check calls against torch's own shape functions.
-`CublasGemm` needs only torch, built for CUDA 12.9 or later, and a GPU of compute capability 9.0. On
-a GPU of another compute capability, cuBLAS does not support tiles of 1 x 128.
+`CublasGemm` has run on one H100. On a CPU, tests check the arguments with torch's own shape
+functions, and the values with a fake of `scaled_mm`. `CublasGemm` needs only torch, built for CUDA
+12.9 or later, and a GPU of compute capability 9.0. On a GPU of another compute capability, cuBLAS
+does not support tiles of 1 x 128.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ALIGNED = 16  # Alignment, in bytes, of the addresses of scales and of the stri
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a device without block-scaled products of cuBLAS. Local.
+    """Check that `CublasGemm` can run on `device` with the installed torch. Local.
 
     The host does not wait for the device.
 

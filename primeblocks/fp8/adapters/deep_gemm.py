@@ -3,8 +3,8 @@
     recipe = fp8.Recipe(gemm=DeepGemm(k_groups=TritonGemm()))
 
 `DeepGemm` ran on one H100 with sgl-deep-gemm 0.1.5, apache-tvm-ffi 0.1.11 and torch 2.11. On a CPU,
-tests replace DeepGEMM by a fake that repeats the checks of DeepGEMM 2.6.1 and sgl-deep-gemm 0.2.5.
-DeepGEMM compiles a kernel at the first use of each shape of weights.
+tests replace DeepGEMM by a fake that repeats the checks in the source of DeepGEMM 2.6.1. DeepGEMM
+compiles a kernel at the first use of each shape of weights.
 
 **Use a wheel only with the torch version for which the wheel was built.**
 For example, sgl-deep-gemm 0.2.2 was built for a newer torch than 2.11. With torch 2.11,
@@ -37,7 +37,7 @@ _ROWS = 64  # Fewest rows if both tiles are 1 x 128: for 4 rows the kernel did n
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a machine without DeepGEMM, and a device that is not a Hopper GPU. Local.
+    """Check that DeepGEMM is installed, and that `device` is a Hopper GPU. Local.
 
     On GPUs of compute capability 10, DeepGEMM would round float32 scales to UE8M0.
 
@@ -67,8 +67,8 @@ class DeepGemm:
     CUDA call raises the error.
 
     Args:
-        k_groups: the `Gemm` that multiplies over experts' tokens, for `wgrad="float8"`. DeepGEMM's
-            own product would need the numbers of tokens on the host.
+        k_groups: the `Gemm` for `k_grouped`, which recipes with `wgrad="float8"` call. DeepGEMM's
+            own kernel for this product would need the number of tokens per expert on the host.
 
     Source: github.com/deepseek-ai/DeepGEMM.
     """
@@ -112,7 +112,7 @@ class DeepGemm:
 
         Raises:
             ShapeError: shapes or devices do not match, or `offsets` is not int32.
-            UnsupportedError, MissingPackageError: as for `a @ b.T`.
+            UnsupportedError, MissingPackageError: as for `__call__`.
         """
         if a.codes.ndim != 2 or b.codes.ndim != 3 or offsets.shape != b.shape[:1]:
             raise ShapeError(

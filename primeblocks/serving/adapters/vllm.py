@@ -41,8 +41,9 @@ class FleetMember:
     Args:
         generate: an async function that returns a rollout of a prompt. The function must accept
             `cache_salt`, and may accept other options.
-        engine: the target of `update` and of control calls: an `AsyncLLM`, or an object such as
-            weightsync's `VllmServer`, whose `until(deadline)` returns control calls over HTTP.
+        engine: the `AsyncLLM` that gets updates and control calls, or an object such as
+            weightsync's `VllmServer`. The method `until(deadline)` of such an object returns an
+            object that makes control calls over HTTP.
         is_prefill: whether other engines read pages from this engine. A prefill engine is paused
             first, and the pause waits until other engines have read the computed pages.
     """
@@ -74,7 +75,7 @@ class VllmFleet:
             `update(engines, published, timeout_s=)` loads a version into all `engines` or into
             none. The attribute `engines` of a raised error lists the positions of failed engines.
             If some engines are prefill engines, `update` also gets their positions as `prefill=`.
-        through: the `generate` function of a router, to which all requests go instead of
+        through: the `generate` function of a router. All requests go to the router instead of to
             `members`. The router does not know which engines are drained.
         clock: the clock for deadlines.
         options: keyword arguments of `serving.Fleet`.

@@ -71,8 +71,8 @@ def completion_of(
     """Read one of vLLM's outputs. Local.
 
     Args:
-        version: of the adapter that sampled the output. With None, the engine's labels of the base
-            weights are used.
+        version: the version of the adapter that sampled the output. With None, the engine's labels
+            of the base weights are used.
 
     Raises:
         EngineError: the label of the engine's weights is not a version.

@@ -40,13 +40,13 @@ class RolloutReceiver:
     started.
 
     Args:
-        buffer: the capacity of the buffer limits the number of accepted groups that wait for
-            `take`.
+        buffer: the buffer that gets the groups. The capacity of the buffer limits the number of
+            accepted groups that wait for `take`.
         address: ZeroMQ's address to bind, "tcp://10.0.0.1:5555" for instance. For port 0, the
             receiver binds a free port, and the attribute `address` contains the port.
-        capacity_bytes: a limit on the payload bytes of groups that wait for room in the buffer. At
-            the limit, the receiver reads no message, and ZeroMQ queues at most four messages per
-            connection.
+        capacity_bytes: a limit on the payload bytes of groups that wait for room in the buffer.
+            When the limit is reached, the receiver does not read messages, and ZeroMQ queues at
+            most four messages per connection.
         max_group_bytes: the largest payload of a group. The receiver refuses a larger payload. If
             the payload exceeds both `max_group_bytes` and 64 MiB, ZeroMQ closes the connection.
         configure: a function that is called with the socket before the socket is bound.

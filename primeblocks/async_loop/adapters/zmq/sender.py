@@ -36,8 +36,8 @@ class RolloutSender:
         address: the address of the receiver, such as "tcp://10.0.0.1:5555".
         capacity_bytes: the largest total payload of unsettled groups, in bytes. `put` waits while
             its group would exceed `capacity_bytes`.
-        retry_s: seconds between two requests to the receiver. A lost group is sent again after
-            `retry_s` seconds.
+        retry_s: the longest time between two requests to the receiver, in seconds. A lost group is
+            sent again after about `retry_s` seconds.
         clock: the clock that measures the deadlines.
         configure: a function that is called with the socket before the socket connects.
 
@@ -76,7 +76,7 @@ class RolloutSender:
         self.close()
 
     def close(self) -> None:
-        """Stop sending, and delete all copies. To lose no group, await `settled` first."""
+        """Stop sending, and delete all copies. Await `settled` first, so that no group is lost."""
         self._wire.close()
 
     @property

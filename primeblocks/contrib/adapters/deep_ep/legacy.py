@@ -54,7 +54,7 @@ def buffer_dispatcher(
         hidden: the number of values in a row, a multiple of 8.
         alignment: the rows of each expert are padded with zero rows to a multiple of `alignment`.
             FP8 kernels need an `alignment` of 128 rows.
-        check: as for `AllToAllDispatcher`. If `check` is False, values out of range make the
+        check: as for `AllToAllDispatcher`. If `check` is False, ids or scores out of range make the
             results undefined.
 
     Raises:

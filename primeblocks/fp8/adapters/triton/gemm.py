@@ -304,7 +304,8 @@ class TritonGemm:
         """Multiply each expert's rows of `a` by `b[expert].T`.
 
         Local. Raises the errors of `__call__`. The number of programs is enough for any `offsets`,
-        and programs without rows end at once. Rows of the result after the last offset are zero.
+        and programs without rows end immediately. Rows of the result after the last offset are
+        zero.
         """
         _check(a, b, offsets, ndim=3)
         out = a.codes.new_empty(a.shape[0], b.shape[1], dtype=getattr(torch, self.dtype))
