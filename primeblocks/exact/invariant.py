@@ -70,7 +70,7 @@ def batch_invariant(*, kernels: Kernels | None = None) -> Iterator[None]:
     - Attention calls torch's `scaled_dot_product_attention`. In transformers set
       `attn_implementation="sdpa"`.
     - Experts use transformers' default grouped products, a loop over experts, or expert parallelism
-      with its default dispatcher.
+      with the default dispatcher of `parallelize`.
     - Activation checkpoints enter `batch_invariant()` again to recompute a layer. Pass
       `context_fn=lambda: (nullcontext(), batch_invariant())` to torch's `checkpoint`.
 

@@ -31,8 +31,8 @@ def mtp_labels(
             padding, begins a sequence or does not count in the loss. For a `Pack`, pass
             `pack.at_predictors(pack.targets, fill=-100)`.
         depth: the depth of the head. The first head has depth 1, as in DeepSeek-V3.
-        sequence_ids: an integer per token. By default each of several rows is one sequence. A
-            single row needs `sequence_ids`. A label from another sequence becomes -100.
+        sequence_ids: an integer per token. By default, if there are several rows, each row is one
+            sequence. A single row needs `sequence_ids`. A label from another sequence becomes -100.
 
     Raises:
         ShapeError, UsageError: shapes differ, `sequence_ids` are missing, or `depth` is below 1.

@@ -70,7 +70,10 @@ class Hop:
 
     @property
     def pairs(self) -> int:
-        """Return the number of pairs of a query and a visible key. Pure. Cached on the plan."""
+        """Return the number of pairs of a query and a visible key. Pure.
+
+        The plan caches the result.
+        """
         found = _pairs(self.spec.plan, self.query_rank, self.spec.causal, self.spec.window)
         return found[self.key_rank]
 
@@ -98,8 +101,8 @@ class AttentionKernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
         """Return the output, and the logarithm (base e) of the sum of exponentials, `lse`.
 
-        The output and `lse` belong to the caller. A query without keys has an output of 0 and an
-        `lse` of -inf.
+        The caller may overwrite the output and `lse`. A query without keys has an output of 0 and
+        an `lse` of -inf.
 
         Args:
             q: `[queries, heads, head_dim]`.
@@ -116,10 +119,11 @@ class AttentionKernel(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this hop's part of the gradients of q, k and v, in the dtype of q or of `lse`.
+        """Return this hop's part of the gradients of q, k and v.
 
-        The gradients belong to the caller. `grad`, `out` and `lse` are values of the whole call,
-        and cover the keys of all hops and the sinks.
+        The kernel returns gradients in the dtype of q or in the dtype of `lse`. The caller may
+        overwrite the gradients. `grad`, `out` and `lse` are values of the whole call, and cover the
+        keys of all hops and the sinks.
         """
         ...
 
