@@ -89,10 +89,8 @@ class Selector(Protocol):
 class TopK:
     """For each query, select the `k` tokens with the highest scores.
 
-    Only tokens of the query's document up to the query itself are candidates.
-
-    If tokens have equal scores, the earlier token is selected. `TopK` is the selection of
-    DeepSeek-V3.2 and GLM-5.
+    Only tokens of the query's document up to the query itself are candidates. If tokens have equal
+    scores, the earlier token is selected. `TopK` is the selection of DeepSeek-V3.2 and GLM-5.
 
     Attributes:
         k: the maximum number of tokens that a query selects.
