@@ -110,7 +110,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class KvTier:
-    """The load of a tier if all rollouts are at their largest. No prompt is split over tiers."""
+    """The load of a tier if all rollouts have their maximum size. No prompt is split over tiers."""
 
     name: str
     rollouts: int

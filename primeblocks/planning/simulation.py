@@ -206,7 +206,7 @@ def simulate(
             waits during `publish_s`.
         pause_s: seconds at the end of `publish_s` in which engines pause.
         by_sample: request single samples (`group_size`) instead of whole groups.
-        retries: retries of samples that fail.
+        retries: the rule for retries of failed samples.
         steps: the number of steps to simulate.
         settle: the number of first steps that the averages exclude.
         seed: the seed of all random numbers.

@@ -91,8 +91,8 @@ def plan_traffic(
     """Compute the bytes that a rank receives over each axis in one micro-batch. Pure.
 
     The bytes of forward and backward are added. The formulas assume that tokens choose experts
-    evenly and that sequences are split evenly. The result leaves out checks and counts, which are
-    about a kilobyte per call.
+    evenly and that sequences are split evenly. The result leaves out the exchanges of checks and
+    counts, which send about a kilobyte per call.
 
     Args:
         dispatch: `"once_per_choice"` (`AllToAllDispatcher`) or `"once_per_rank"`
