@@ -1,7 +1,7 @@
 """The division of GPUs between trainer and engine: LlamaRL's search over measured costs.
 
-The search assumes that all samples have equal lengths. `simulate` has tails of lengths and bounds
-on staleness.
+The search assumes that all samples have equal lengths. `simulate` also models long-tailed lengths
+and the maximum staleness.
 
 Source: arXiv:2505.24034, section 7. The derivation is in `docs/planning_evidence.md`.
 """
