@@ -3,10 +3,10 @@
 Most functions return a `Correction` with weights per token, counts and the effective sample size.
 Pass the weights as `weights=` to any loss. The weights have no gradient. To combine corrections,
 multiply their weights: `a.weights * b.weights`. The ratio r of a token is `p_trainer / p_rollout`.
-If the loss itself compares with an old policy, r is `p_old / p_rollout`. Masked tokens may have any
-values. A ratio above `e**20` counts as `e**20`. If a log-probability of an unmasked token is NaN,
-the weight is NaN, 0 or 1, and the loss is NaN. All functions raise `ShapeError` if operands differ
-in shape or have a wrong dtype.
+If the loss itself uses a ratio to an old policy, r is `p_old / p_rollout`. Masked tokens may have
+any values. A ratio above `e**20` counts as `e**20`. If a log-probability of an unmasked token is
+NaN, the weight is NaN, 0 or 1, and the loss is NaN. All functions raise `ShapeError` if operands
+differ in shape or have a wrong dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formulas for the costs of sparse attention over ranks."""
+"""Formulas for the costs of sparse attention that is split over ranks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["EngineModel", "SimulatedEngine", "decode_latency"]
 
 
 def decode_latency(*, step_s: float, request_s: float = 0.0) -> Callable[[int], float]:
-    """Return `tokens_per_s` for an engine with decode steps of `step_s + running * request_s`.
+    """Return a throughput function for decode steps of `step_s + running * request_s` seconds.
 
     `step_s` is the time in seconds to read the weights. `request_s` is the time per request to read
     the cache and to compute. Pure.

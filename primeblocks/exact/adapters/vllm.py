@@ -118,7 +118,7 @@ class PagedAttention(CPUAttentionBackend):
 class PagedAttentionLayer(Attention):
     """vLLM's attention layer, which runs outside of the modes of `batch_invariant()`.
 
-    The layer only calls `PagedAttentionImpl`, whose `attend` computes in one order without modes.
+    The layer only calls `PagedAttentionImpl`, which computes in one order without these modes.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -31,7 +31,7 @@ def accumulator_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Rules of one attention call: the keys that a query sees, and the form of scores.
+    """Rules of one attention call: the keys that a query sees, and how scores are computed.
 
     Attributes:
         plan: the plan of documents and ranks. A query sees its own document, and the documents that
@@ -108,7 +108,7 @@ class AttentionKernel(Protocol):
             q: `[queries, heads, head_dim]`.
             k: `[keys, key_heads, head_dim]`.
             v: `[keys, key_heads, value_dim]`.
-            hop: the keys that a query sees, and the form of scores.
+            hop: the keys that a query sees, and the rules for scores.
 
         Returns:
             The output, `[queries, heads, value_dim]` in the dtype of q or of `lse`, and the `lse`,
