@@ -39,7 +39,7 @@ def kl_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """Sum estimates of KL(trainer || reference) or of KL(reference || trainer). Pure. Local.
+    """Add estimates of KL(trainer || reference) or of KL(reference || trainer). Pure. Local.
 
     With `x = log p_trainer - log p_reference` and `u = exp(-x)`, a token that the trainer sampled
     has these estimates:
