@@ -193,7 +193,7 @@ def sapo_loss(
 
     tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the loss
     has the gradient of REINFORCE, which fades as r moves away from 1. Tokens never count as
-    clipped. As in the SAPO paper, pass `length_weights(mask)`, and divide by the sequences.
+    clipped. As in the SAPO paper, pass `weights=length_weights(mask)` and divide by the sequences.
 
     Raises:
         UsageError: a temperature is not above 0.

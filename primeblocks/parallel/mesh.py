@@ -52,9 +52,9 @@ class Meshes:
 class MeshPlan:
     """Checked degrees of parallelism, made by `plan_mesh`.
 
-    The same ranks form a grid (replicate, expert_fsdp, expert) for parameters, and a grid (batch,
-    context) for data. Rank numbers are consecutive along the last axis of a grid. The ranks of an
-    expert group or a context group are therefore neighbours. These groups communicate most.
+    The ranks form one grid (replicate, expert_fsdp, expert) for parameters, and another grid
+    (batch, context) for data. Rank numbers are consecutive along the last axis of a grid. The ranks
+    of an expert group or a context group are therefore neighbours. These groups communicate most.
     """
 
     world_size: int
