@@ -63,14 +63,14 @@ COLLECTIVES = frozenset({"c10d", "_c10d_functional", "fsdp"})
 def batch_invariant(*, kernels: Kernels | None = None) -> Iterator[None]:
     """Make the bits of a row independent of the rest of the batch, in a `with` block.
 
-    Local. The block applies to forward passes in this thread, on a CPU. You may call backward
-    inside or outside of the block. `topk` returns equal elements in the order of their indices.
-    Models must meet three conditions:
+    Local. The block applies to forward passes in this thread. Without `kernels`, tensors must be on
+    a CPU. You may call backward inside or outside of the block. `topk` returns equal elements in
+    the order of their indices. Models must meet three conditions:
 
     - Attention calls torch's `scaled_dot_product_attention`. In transformers set
       `attn_implementation="sdpa"`.
     - Experts use transformers' default grouped products, a loop over experts, or expert parallelism
-      with its default dispatcher.
+      with the default dispatcher of `parallelize`.
     - Activation checkpoints enter `batch_invariant()` again to recompute a layer. Pass
       `context_fn=lambda: (nullcontext(), batch_invariant())` to torch's `checkpoint`.
 

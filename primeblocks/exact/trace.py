@@ -92,7 +92,7 @@ class Trace:
 
 
 def first_difference(one: Trace, other: Trace) -> Difference | None:
-    """Return the first difference of two traces, in the order of `one`. Local.
+    """Return the first difference of two traces, in the order of the events of `one`. Local.
 
     If all common events agree, the function returns None. Each trace must contain one sequence. A
     row is a vector along the last dim. If one trace has fewer rows, such as a decode step, its rows

@@ -58,7 +58,7 @@ def leave_one_out_advantages(
     """Return how much better each rollout is than the mean of the other rollouts. Pure. Local.
 
     The advantage of a reward r is n / (n - 1) (r - mean), with n unmasked members in the group. The
-    baseline is unbiased. The advantage in a group of one member is 0.
+    mean of the other rollouts is an unbiased baseline. The advantage in a group of one member is 0.
 
     Source: arXiv:2402.14740 (RLOO).
     """
@@ -96,11 +96,11 @@ def turn_advantages(
     normalise: bool = True,
     epsilon: float = 1e-4,
 ) -> Float[Tensor, "groups members turns"]:
-    """Return how much each turn's return exceeds the group's mean return at the turn. Pure. Local.
+    """Return how much better each turn is than the mean of its group at that turn. Pure. Local.
 
-    A turn's return is its reward plus the discounted rewards of later turns. For each turn,
-    advantages are computed as in `group_advantages`, over the members that have the turn. Add a
-    reward of the whole rollout to its last turn.
+    A turn's return is its reward plus the discounted rewards of later turns. For each turn, the
+    advantages of the returns are computed as in `group_advantages`, over the members that have the
+    turn. Before the call, add a reward of the whole rollout to the reward of its last turn.
 
     Args:
         mask: True for the turns that a member has. A missing turn before other turns has reward 0.

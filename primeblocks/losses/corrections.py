@@ -3,10 +3,10 @@
 Most functions return a `Correction` with weights per token, counts and the effective sample size.
 Pass the weights as `weights=` to any loss. The weights have no gradient. To combine corrections,
 multiply their weights: `a.weights * b.weights`. The ratio r of a token is `p_trainer / p_rollout`.
-If the loss itself compares with an old policy, r is `p_old / p_rollout`. Masked tokens may have any
-values. A ratio above `e**20` counts as `e**20`. If an unmasked token has a NaN, its weight is NaN,
-0 or unchanged, and the loss is NaN. All functions raise `ShapeError` if operands differ in shape or
-have a wrong dtype.
+If the loss itself uses a ratio to an old policy, r is `p_old / p_rollout`. Masked tokens may have
+any values. A ratio above `e**20` counts as `e**20`. If a log-probability of an unmasked token is
+NaN, the weight is NaN, 0 or 1, and the loss is NaN. All functions raise `ShapeError` if operands
+differ in shape or have a wrong dtype.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Correction:
         kept: the number of weights within the bounds.
         truncated: the number of weights that were set to a bound.
         masked: the number of weights that were set to 0.
-        ess: the effective sample size, (sum w)^2 / sum w^2, of tokens, or of sequences if all
-            tokens of a sequence have the same weight. With equal weights, `ess / samples` is 1.
+        ess: the effective sample size, (sum w)^2 / sum w^2. The samples are tokens, or sequences if
+            all tokens of a sequence have the same weight. With equal weights, `ess / samples` is 1.
         samples: the number of tokens or sequences from which `ess` was computed.
     """
 
@@ -288,10 +288,10 @@ def clip_cov_mask(
     """Weight 0 for a few random tokens among the tokens that lower the entropy most. Pure. Local.
 
     A token's covariance is (A - mean A) (log p - mean log p), with means over the batch. The
-    candidates are the tokens that `grpo_loss` does not clip, with a covariance between the bounds.
-    From the candidates, `generator` draws `fraction` of the number of all tokens, and at least one
-    if there is a candidate. All other tokens get weight 1. Call this function once for all tokens
-    of a step. Pass the same `clip_low` and `clip_high` to `grpo_loss`.
+    candidates are the tokens that `grpo_loss` does not clip and that have a covariance between the
+    bounds. `generator` draws some of the candidates: `fraction` x the number of unmasked tokens,
+    but at least one. All other tokens get weight 1. Call this function once for all tokens of a
+    step. Pass the same `clip_low` and `clip_high` to `grpo_loss`.
 
     Raises:
         UsageError: `fraction` is not in (0, 1], or a clip is out of range.
@@ -324,8 +324,8 @@ def kl_cov_tokens(
     """Choose the tokens with the largest covariance of advantage and log-probability. Pure. Local.
 
     For KL-Cov, add `kl_loss(..., mask=result, estimator="abs", gradient="estimator")` to
-    `grpo_loss(..., clip_low=1, clip_high=math.inf)`. The result marks `fraction` of all tokens, but
-    at least one token. Call this function once for all tokens of a step.
+    `grpo_loss(..., clip_low=1, clip_high=math.inf)`. The result marks `fraction` of the unmasked
+    tokens, but at least one. Call this function once for all tokens of a step.
 
     Raises:
         UsageError: `fraction` is not in (0, 1].

@@ -71,8 +71,8 @@ def token_scores(
             bfloat16 model only if the engine also uses float32, because the dtype changes the
             mismatch with the engine.
         group: the ranks that share the vocabulary. All ranks pass the same `hidden` and `ids`, and
-            get the same result and the whole gradient of `hidden`. The forward sends 3 + 2 x
-            choices numbers per token, and the backward sends a tensor `[tokens, hidden]`.
+            get the same result and the whole gradient of `hidden`. With c ids per token, the
+            forward sends 3 + 2 c numbers per token. The backward sends a tensor `[tokens, hidden]`.
         first_word: the vocabulary id of the first row of `weight`.
         chunk_tokens: the number of rows in a chunk of logits.
         chunk_words: the number of columns in a chunk of logits.

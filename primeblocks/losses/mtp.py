@@ -31,8 +31,8 @@ def mtp_labels(
             padding, begins a sequence or does not count in the loss. For a `Pack`, pass
             `pack.at_predictors(pack.targets, fill=-100)`.
         depth: the depth of the head. The first head has depth 1, as in DeepSeek-V3.
-        sequence_ids: an integer per token. By default each of several rows is one sequence. A
-            single row needs `sequence_ids`. A label from another sequence becomes -100.
+        sequence_ids: an integer per token. By default, if there are several rows, each row is one
+            sequence. A single row needs `sequence_ids`. A label from another sequence becomes -100.
 
     Raises:
         ShapeError, UsageError: shapes differ, `sequence_ids` are missing, or `depth` is below 1.
@@ -67,10 +67,10 @@ def mtp_loss(
     """Cross entropy of one head, summed over the tokens with a label.
 
     To train only the head, detach the hidden states and embeddings that you pass to the head.
-    Without detached inputs of the head, the loss also trains the policy. DeepSeek-V3
-    (arXiv:2412.19437) adds the mean of `divide(mtp_loss(...))` over all depths to its loss,
-    multiplied by a factor. Megatron calls the factor `mtp_loss_scaling_factor`. Logits are computed
-    in chunks. The host waits for the number of labels.
+    Without detached inputs of the head, the loss also trains the policy. The loss of DeepSeek-V3
+    (arXiv:2412.19437) includes the mean of `divide(mtp_loss(...))` over all depths, multiplied by a
+    factor. Megatron calls the factor `mtp_loss_scaling_factor`. Logits are computed in chunks. The
+    host waits for the number of labels.
 
     Args:
         hidden: the head's last hidden states. Rows whose label is -100 may have any values.

@@ -193,7 +193,7 @@ def sapo_loss(
 
     tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the loss
     has the gradient of REINFORCE, which fades as r moves away from 1. Tokens never count as
-    clipped. The SAPO paper uses `length_weights(mask)`, and divides by the number of sequences.
+    clipped. As in the SAPO paper, pass `weights=length_weights(mask)` and divide by the sequences.
 
     Raises:
         UsageError: a temperature is not above 0.
@@ -335,8 +335,8 @@ def gmpo_loss(
     """Geometric mean of ratios that are clipped one by one: -A exp(mean of c). Pure. Local.
 
     c is the token's log-ratio, clipped to at most `clip_high` if A > 0, and to at least `-clip_low`
-    otherwise. In the direction of the advantage, an outlier changes the mean of c by at most the
-    clip. The other tokens of the outlier's sequence still get a gradient.
+    otherwise. In the direction of the advantage, an outlier adds at most the clip to the sum of all
+    c. The other tokens of the outlier's sequence still get a gradient.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.

@@ -39,7 +39,7 @@ class TokenLoss:
     """A loss summed over tokens.
 
     Args:
-        sum: the differentiable sum over unmasked tokens, at least float32.
+        sum: the differentiable sum over unmasked tokens, in float32 or a wider dtype.
         tokens: the number of unmasked tokens.
         clipped: the number of unmasked tokens with a clipped or truncated ratio, or with a loss
             that was set to 0.

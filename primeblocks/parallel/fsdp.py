@@ -64,10 +64,10 @@ def fully_shard_moe(
     Args:
         layers: modules whose parameters are gathered one module at a time, in the order of
             execution. Usually, `layers` are the decoder layers.
-        experts: modules in which dim 0 of every parameter is the expert. The forward of a module in
+        experts: modules whose parameters all have experts as dim 0. The forward of a module in
             `experts` must use the local experts and dispatch over `meshes.expert`. `precision`
-            casts the first floating-point argument of the forward, the tokens. Scores keep their
-            dtype.
+            casts only the first floating-point argument of the forward, which must be the tokens.
+            Scores keep their dtype.
         routers: modules that compute and reduce gradients in float32, even if `precision` sets
             bfloat16 or float16. A small error of a score could change the chosen expert. Outputs of
             routers are not cast.
@@ -84,8 +84,8 @@ def fully_shard_moe(
         PlanError: the expert degree does not divide the number of experts, or the expert degree is
             above 1 and `experts` is empty.
         PlanError: a dispatcher uses other ranks than `meshes.expert`, or `reshard_after_forward` is
-            a number. A number of ranks would mean different groups for dense parameters and
-            experts.
+            a number. FSDP2 would reshard to groups of this many ranks, which would differ between
+            dense parameters and experts.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)

@@ -52,10 +52,9 @@ class Meshes:
 class MeshPlan:
     """Checked degrees of parallelism, made by `plan_mesh`.
 
-    The same ranks form a grid (replicate, expert_fsdp, expert) for parameters, and a grid (batch,
-    context) for data. The last axis of a grid is the fastest, because expert groups and context
-    groups communicate most. The ranks of an expert group or a context group are therefore
-    neighbours.
+    The ranks form one grid (replicate, expert_fsdp, expert) for parameters, and another grid
+    (batch, context) for data. Rank numbers are consecutive along the last axis of a grid. The ranks
+    of an expert group or a context group are therefore neighbours. These groups communicate most.
     """
 
     world_size: int
@@ -129,7 +128,10 @@ class MeshPlan:
         return self.over(mesh)
 
     def over(self, mesh: Callable[..., DeviceMesh]) -> Meshes:
-        """Return the meshes that `mesh` makes from named sizes of axes, the fastest axis last."""
+        """Return the meshes that `mesh` makes from the sizes of named axes.
+
+        Rank numbers must be consecutive along the last axis of each call.
+        """
         dense = mesh(replicate=self.replicate, fsdp=self.fsdp)
         # FSDP2 requires that an expert's two axes come from one mesh.
         sparse = mesh(replicate=self.replicate, expert_fsdp=self.expert_fsdp, expert=self.expert)
@@ -154,8 +156,8 @@ def plan_mesh(
     Args:
         world_size: the total number of ranks.
         replicate: the number of full copies of the sharded model (HSDP).
-        context: the number of ranks that share a sequence. The ranks of a sequence also share the
-            dense parameters.
+        context: the number of ranks that share a sequence. The dense parameters are also sharded
+            over these ranks.
         expert: the number of ranks that share the experts of one copy of the model.
 
     Raises:

@@ -216,7 +216,7 @@ class SequencePlan:
 
     @cached_property
     def whole(self) -> SequencePlan:
-        """A plan that assigns the documents of this plan to one rank."""
+        """A plan that assigns all documents of this plan to one rank."""
         pieces = merge_pieces([(0, self.tokens)])
         costs = (sum(self.costs),)
         return SequencePlan(self.document_lengths, "contiguous", (pieces,), costs, self.parents)

@@ -1,8 +1,8 @@
 """Planning of GPUs, training speed and staleness before a training run.
 
 `split` divides GPUs. `simulation` runs the asynchronous loop in virtual time. The modules
-`capacity` (KV memory), `traffic` (bytes of a step over ranks) and `dsa` (sparse attention) compute
-costs from formulas.
+`capacity` (KV memory), `traffic` (bytes that a rank receives in a micro-batch) and `dsa` (sparse
+attention) compute costs from formulas.
 """
 
 from .engine import EngineModel, decode_latency

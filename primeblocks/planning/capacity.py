@@ -110,7 +110,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class KvTier:
-    """The load of a tier if all rollouts are at their largest. No prompt is split over tiers."""
+    """The load of a tier if all rollouts have their maximum size. No prompt is split over tiers."""
 
     name: str
     rollouts: int
@@ -141,7 +141,7 @@ class CapacityPlan:
         peak_bytes: the maximum bytes that pages need on a GPU of the fullest replica.
         pages: number of pages of each group at the peak.
         tiers: the loads of GPU, host and disk.
-        left_over: the cost of recomputing, once each, all rollouts that do not fit in any tier.
+        left_over: the cost if each rollout that does not fit in any tier is recomputed once.
     """
 
     groups: tuple[KvGroup, ...]

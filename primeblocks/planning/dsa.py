@@ -1,4 +1,4 @@
-"""Formulas for the costs of sparse attention over ranks."""
+"""Formulas for the costs of sparse attention that is split over ranks."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ class DsaPlan:
 
 
 def plan_dsa(sequence: SequencePlan, sizes: DsaSizes, *, chunk_bytes: int = 64 << 20) -> DsaPlan:
-    """Compute the traffic, FLOPs and memory of sparse attention over a plan. Pure.
+    """Compute the traffic, FLOPs and memory of one layer of sparse attention on one rank. Pure.
 
     `chunk_bytes` is the argument `chunk_bytes` of `TopK`.
     """

@@ -21,7 +21,7 @@ __all__ = ["EngineModel", "SimulatedEngine", "decode_latency"]
 
 
 def decode_latency(*, step_s: float, request_s: float = 0.0) -> Callable[[int], float]:
-    """Return the throughput of an engine with decode steps of `step_s + running * request_s`.
+    """Return a throughput function for decode steps of `step_s + running * request_s` seconds.
 
     `step_s` is the time in seconds to read the weights. `request_s` is the time per request to read
     the cache and to compute. Pure.
@@ -38,7 +38,8 @@ class EngineModel:
     """The measured throughput of one engine.
 
     Args:
-        tokens_per_s: a function from the number of running requests to their total throughput.
+        tokens_per_s: a function from the number of running requests to their total throughput in
+            tokens per second.
         max_running: the maximum number of running requests. Further requests wait in a queue.
 
     Raises:

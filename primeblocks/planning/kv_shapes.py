@@ -137,7 +137,7 @@ class Rollouts:
     def shared_pages(self, page_tokens: int) -> int:
         """Return the number of full pages before the prompt's last token.
 
-        Every sample computes the last token of the prompt itself.
+        Each sample computes the last token of its prompt separately.
         """
         return (self.prompt_tokens - 1) // page_tokens
 

@@ -36,8 +36,8 @@ class StepRecord:
     """One step of a simulated loop.
 
     Args:
-        engine_busy_s: until the end of the step, the seconds in which an engine had requests,
-            averaged over engines.
+        engine_busy_s: seconds in which an engine ran requests, from the start of the simulation to
+            the end of this step, averaged over engines. Pauses do not count.
         lags: for each group, the version at its training minus the version at its submission.
         token_lag: the mean over tokens of the version at training minus the version that sampled
             the token.
@@ -66,9 +66,9 @@ class Simulation:
 
     Args:
         steps: one record per step.
-        settle: the number of steps at the start that averages exclude.
+        settle: the number of first steps that the averages exclude.
         sampled_tokens: the number of tokens in each sample that began and did not fail, in the
-            order of beginning.
+            order in which the samples began.
     """
 
     steps: tuple[StepRecord, ...]
@@ -98,7 +98,7 @@ class Simulation:
 
     @property
     def engine_idle(self) -> float:
-        """The share of time in which an engine had 0 requests, averaged over engines."""
+        """The share of time in which an engine ran 0 requests or paused, averaged over engines."""
         before = self.steps[self.settle - 1].engine_busy_s if self.settle else 0.0
         return 1 - (self.steps[-1].engine_busy_s - before) / self.settled_s
 
@@ -200,15 +200,15 @@ def simulate(
             seconds.
         staleness: the loop's policy for stale rollouts.
         batch_size: the number of groups in a step.
-        max_in_flight: the maximum number of requests at a time. A request is a group, or a sample
-            with `by_sample`.
+        max_in_flight: the maximum number of requests at a time. A request asks for a group, or for
+            one sample if `by_sample` is True.
         publish_s: seconds after a training step until engines have the new weights. The trainer
             waits during `publish_s`.
         pause_s: seconds at the end of `publish_s` in which engines pause.
         by_sample: request single samples (`group_size`) instead of whole groups.
-        retries: retries of samples that fail.
+        retries: the rule for retries of failed samples.
         steps: the number of steps to simulate.
-        settle: the number of steps at the start that averages exclude.
+        settle: the number of first steps that the averages exclude.
         seed: the seed of all random numbers.
         progress: a function that is called after each step with the number of simulated steps and
             `steps`.

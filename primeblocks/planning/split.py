@@ -1,7 +1,7 @@
 """The division of GPUs between trainer and engine: LlamaRL's search over measured costs.
 
-The search assumes that all samples have equal lengths. `simulate` has tails of lengths and bounds
-on staleness.
+The search assumes that all samples have equal lengths. `simulate` also models long-tailed lengths
+and the maximum staleness.
 
 Source: arXiv:2505.24034, section 7. The derivation is in `docs/planning_evidence.md`.
 """
@@ -66,7 +66,7 @@ class CostTable:
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a loop: replicas of `degree` GPUs with `micro_batch` samples at a time.
+    """A trainer or an engine: replicas of `degree` GPUs with `micro_batch` samples at a time.
 
     `step_s` is the time of a batch in seconds, without waiting. `gpu_bytes` is the memory that each
     GPU needs.
@@ -89,7 +89,7 @@ class SplitPlan:
     """GPUs for the trainer and for the engine, and the resulting step times.
 
     Args:
-        publish_s: seconds that the trainer waits for the engine. `async_s` and `together_s` count
+        publish_s: seconds that the trainer waits for the engine. `async_s` and `together_s` include
             `publish_s`, but `bound_s` does not.
         together_s: seconds of a synchronous step, in which trainer and engine use all GPUs in turn.
             The value is infinite if trainer and engine do not fit on the same GPUs.

@@ -1,4 +1,4 @@
-"""The bytes that a training step sends, computed before a process starts."""
+"""The bytes that a rank receives in one micro-batch, computed before a process starts."""
 
 from __future__ import annotations
 
@@ -88,10 +88,11 @@ class Traffic:
 def plan_traffic(
     plan: MeshPlan, sizes: StepSizes, *, dispatch: str = "once_per_choice", attention: str = "ring"
 ) -> Traffic:
-    """Compute the bytes that one micro-batch sends over each axis, forward and backward. Pure.
+    """Compute the bytes that a rank receives over each axis in one micro-batch. Pure.
 
-    The formulas assume that tokens choose experts evenly and that sequences are split evenly. The
-    result leaves out checks and counts, which are about a kilobyte per call.
+    The bytes of forward and backward are added. The formulas assume that tokens choose experts
+    evenly and that sequences are split evenly. The result leaves out the exchanges of checks and
+    counts, which send about a kilobyte per call.
 
     Args:
         dispatch: `"once_per_choice"` (`AllToAllDispatcher`) or `"once_per_rank"`

@@ -116,7 +116,10 @@ class PagedAttention(CPUAttentionBackend):
 
 
 class PagedAttentionLayer(Attention):
-    """vLLM's layer. Its operators only call `PagedAttentionImpl`, so torch modes are disabled."""
+    """vLLM's attention layer, which runs outside of the modes of `batch_invariant()`.
+
+    The layer only calls `PagedAttentionImpl`, which computes in one order without these modes.
+    """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         with _disable_current_modes():

@@ -67,7 +67,7 @@ class Pack:
 
     @property
     def predictors(self) -> NDArray[np.int64]:
-        """For each completion token, the index of the previous token in the pack."""
+        """For each completion token, the index of the token before it, in the whole pack."""
         starts = self.cu_seqlens[: len(self.indices)].astype(np.int64) + self.prompt_lengths - 1
         lengths = self.completion_lengths
         before = np.cumsum(lengths) - lengths

@@ -70,7 +70,10 @@ class PackingPlan:
 
     @property
     def bound_over_mean(self) -> float:
-        """A lower bound of `max_over_mean`, which may exceed 1, because rollouts are not cut."""
+        """A lower bound of `max_over_mean`.
+
+        The bound may be above 1, because rollouts are not cut.
+        """
         return self._over_mean(self.lower_bound)
 
     def table(self) -> str:

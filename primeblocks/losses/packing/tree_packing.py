@@ -33,17 +33,18 @@ def plan_tree_packing(
 
     A tree that exceeds the budget is cut between two neighbouring rollouts. After the cut, both
     parts of the tree compute the positions that the two rollouts share. The function compares
-    several plans. Some plans also cut trees that cost more than a given fraction of a rank's mean
-    cost. The result is the plan with the lowest cost of the busiest rank. With `balance="steps"`,
-    the result is the plan with the lowest sum of the busiest ranks' costs over all steps.
+    several plans, which differ in the maximum cost of a tree. More expensive trees are cut in the
+    same way. The result is the plan with the lowest cost of the busiest rank. With
+    `balance="steps"`, the function adds the cost of each step's busiest rank, and the result is the
+    plan with the lowest sum.
 
     Args:
         trees: the trees of the whole batch, without padding.
         ranks, budget_tokens, balance, annealing_steps: the arguments of `plan_packing`. The budget
             counts rows, which are distinct positions.
         cost: a function from lengths of sequences to costs, as in `plan_packing`. If a rollout
-            follows another rollout, its cost is the cost of its length minus the cost of the
-            positions that both rollouts share.
+            shares positions with the previous rollout, its cost is the cost of its length minus the
+            cost of the shared positions.
 
     Returns:
         A plan whose `micro_batches` contain indices of rollouts. For each rollout, `lengths` and

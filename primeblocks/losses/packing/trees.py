@@ -30,11 +30,11 @@ RULES = ("exact", "first", "own")
 class TreePlan:
     """The segments of a forest in preorder, and the row of each token of the rollouts.
 
-    Tokens have the order of `pack`: concatenated rollouts, then padding. A row is a distinct
-    position. For every array `values` with a value per token, pass `values[places]` to the model.
-    In the model's output, `hidden[rows[packed.predictors]]` predicts `packed.targets`. Each rollout
-    keeps its own log-probabilities, versions, masks and advantages. Trees therefore do not change
-    losses and corrections.
+    Tokens have the order of `pack`: concatenated rollouts, then padding. Each distinct position of
+    the rollouts is one row. For every array `values` with a value per token, pass `values[places]`
+    to the model. In the model's output, `hidden[rows[packed.predictors]]` predicts
+    `packed.targets`. Each rollout keeps its own log-probabilities, versions, masks and advantages.
+    Trees therefore do not change losses and corrections.
 
     Attributes:
         segment_lengths: the number of rows in each segment, in preorder.
@@ -42,7 +42,7 @@ class TreePlan:
         lengths: the number of tokens in each rollout.
         padding: the number of padding tokens after the last rollout. Padding is a separate root.
         rows: int64 `[tokens]`, the row of each token.
-        places: int64 `[rows]`, the token whose values each row uses.
+        places: int64 `[rows]`, for each row, the index of the token that gives the row its values.
         differing: bool `[rows]`, True for a shared row if its rollouts recorded different routes.
             With `routes="exact"`, all values are False.
     """
@@ -150,22 +150,23 @@ def plan_trees(
 ) -> TreePlan:
     """Share the positions that rollouts have in common. Pure.
 
-    Rollouts share a row if their tokens and imposed routes agree up to this row. Values that cannot
-    be cut, such as `Aligned` images, must also agree if they begin up to this row. Values that
-    belong to a whole rollout are not compared. Each token is read a few times.
+    Rollouts share a row if their tokens and imposed routes agree up to this row. Values that belong
+    to a range of tokens as a whole, such as `Aligned` images, must also agree if they begin at or
+    before this row. Values that belong to a whole rollout are not compared. The comparison reads
+    each token only a few times.
 
     Args:
         rollouts: rollouts of one micro-batch or batch, such as all rollouts of a `Conversation`.
         routes: with "exact", rollouts share a row only if their imposed routes agree up to this
             row. With "first" and "own", rollouts also share rows with different routes. With
-            "first", a row has the routes of the first rollout with routes for the row. With "own",
-            mark the routes of `differing` rows as missing, so that the trainer's routers choose for
-            these rows.
+            "first", a row has the routes of the first rollout that has routes for the row. With
+            "own", mark the routes of `differing` rows as missing, so that the trainer's routers
+            choose for these rows.
         imposed: for each rollout an array with a row per token, or None for a rollout without
             routes. The row of the last token may be missing. For `replay.Routes` pass
             `value.tensor()[0]`. Default: the attachment "routes".
         per_token: names of other attachments that the model reads, with a row per token. For every
-            value of `routes`, rollouts share a row only if its `per_token` attachments agree.
+            value of `routes`, rollouts share a row only if these attachments agree up to this row.
         padding: the number of padding tokens, such as `packed.padding` of a pack of these rollouts.
 
     Raises:

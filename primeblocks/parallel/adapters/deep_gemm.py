@@ -2,8 +2,8 @@
 
     dsa_attention(..., scores=DeepGemmIndexScores())
 
-On a CPU, tests use a fake of DeepGEMM with the checks in the source of DeepGEMM 2.6.1. DeepGEMM
-compiles a kernel for each number of heads and columns at the first use of these numbers.
+On a CPU, tests replace DeepGEMM by a fake, which repeats the checks in the source of DeepGEMM
+2.6.1. DeepGEMM compiles a kernel at the first call with a new number of heads or columns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_device(device: torch.device) -> None:
 
     Raises:
         UnsupportedError: `device` is not a CUDA device of compute capability 9 or 10.
-        MissingPackageError: no installed module has DeepGEMM's function.
+        MissingPackageError: no installed module has DeepGEMM's function `fp8_mqa_logits`.
     """
     _capability(device)
     _library()

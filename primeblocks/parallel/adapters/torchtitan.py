@@ -85,8 +85,8 @@ class ForTorchtitan(LocalTokenDispatcher):
 
         Attributes:
             make: a function that returns a `TokenDispatcher` for the group that shares the experts,
-                or for None if this rank has all experts. The function is called when the model is
-                built, and when meshes are wired.
+                or for None if this rank has all experts. The dispatcher calls `make` when the model
+                is built, and again in `wire_meshes`.
         """
 
         make: Make = dispatcher_for
@@ -141,8 +141,8 @@ class FromTorchtitan:
     ) -> Dispatched:
         """Send tokens to their experts, as `TokenDispatcher.dispatch` does.
 
-        The call also raises PlanError if torchtitan's dispatcher has another number of experts or
-        choices.
+        The call also raises PlanError if torchtitan's dispatcher was configured for another number
+        of experts, or for another number of experts per token.
         """
         self._admit(x, scores, expert_ids, num_experts)
         flat = expert_ids.flatten().long()

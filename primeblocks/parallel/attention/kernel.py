@@ -31,7 +31,7 @@ def accumulator_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Rules of one attention call: the keys that a query sees, and the form of scores.
+    """Rules of one attention call: the keys that a query sees, and how scores are computed.
 
     Attributes:
         plan: the plan of documents and ranks. A query sees its own document, and the documents that
@@ -70,7 +70,10 @@ class Hop:
 
     @property
     def pairs(self) -> int:
-        """Return the number of pairs of a query and a visible key. Pure. Cached on the plan."""
+        """Return the number of pairs of a query and a visible key. Pure.
+
+        The plan caches the result.
+        """
         found = _pairs(self.spec.plan, self.query_rank, self.spec.causal, self.spec.window)
         return found[self.key_rank]
 
@@ -98,14 +101,14 @@ class AttentionKernel(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
         """Return the output, and the logarithm (base e) of the sum of exponentials, `lse`.
 
-        The output and `lse` belong to the caller. A query without keys has an output of 0 and an
-        `lse` of -inf.
+        The caller may overwrite the output and `lse`. A query without keys has an output of 0 and
+        an `lse` of -inf.
 
         Args:
             q: `[queries, heads, head_dim]`.
             k: `[keys, key_heads, head_dim]`.
             v: `[keys, key_heads, value_dim]`.
-            hop: the keys that a query sees, and the form of scores.
+            hop: the keys that a query sees, and the rules for scores.
 
         Returns:
             The output, `[queries, heads, value_dim]` in the dtype of q or of `lse`, and the `lse`,
@@ -116,10 +119,11 @@ class AttentionKernel(Protocol):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this hop's part of the gradients of q, k and v, in the dtype of q or of `lse`.
+        """Return this hop's part of the gradients of q, k and v.
 
-        The gradients belong to the caller. `grad`, `out` and `lse` are values of the whole call,
-        and cover the keys of all hops and the sinks.
+        The kernel returns gradients in the dtype of q or in the dtype of `lse`. The caller may
+        overwrite the gradients. `grad`, `out` and `lse` are values of the whole call, and cover the
+        keys of all hops and the sinks.
         """
         ...
 

@@ -25,11 +25,12 @@ _DEVICES = ("cuda", "meta")
 
 
 class VarlenKernel:
-    """An `AttentionKernel` that calls torch's flash attention on packed sequences, once per call.
+    """An `AttentionKernel` that calls torch's flash attention on packed sequences.
 
-    The kernel has run on one H100, with one rank's share at a time. The kernel cuts a hop into
-    segments. A segment contains queries and the keys that only these queries see. Some hops do not
-    have segments:
+    The kernel has run on one H100, where one process computed the share of one rank at a time.
+    Forward and backward of a hop are one call each. The kernel cuts a hop into segments. A segment
+    contains consecutive queries and all keys that these queries see. No key is in two segments. The
+    order of tokens decides whether a hop has segments:
 
     - With `order="contiguous"`, every hop has segments.
     - With `order="zigzag"`, every hop has segments, unless the window exceeds tokens / ranks.

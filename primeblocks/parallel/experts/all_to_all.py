@@ -48,18 +48,19 @@ class AllToAllDispatcher:
     Args:
         group: the ranks that share the experts. Rank r owns the r-th share of the experts.
         alignment: the rows of each expert are padded with rows of zeros to a multiple of
-            `alignment`. FP8 kernels need an alignment of 128. With an alignment above 1, the number
-            of rows is large enough for all counts, so the host need not read the padded counts.
-            Without a capacity, the surplus rows of zeros belong to the last expert.
+            `alignment`. FP8 kernels need an alignment of 128. With an alignment above 1, the
+            dispatcher always allocates the maximum number of rows that padding can need, so the
+            host need not read the padded counts. Without a capacity, the surplus rows of zeros
+            belong to the last expert.
         capacity_rows: the maximum number of rows that a rank sends to one rank, equal on all ranks.
             Each rank always sends `capacity_rows` rows to each rank, so the host need not read
-            counts. If a rank needs more than `capacity_rows` rows, the call raises PlanError on all
-            ranks with `check=True`. With `check=False`, too many rows fail an assertion on the
-            device.
-        check: check the values of ids and scores, and compare the layers of all ranks, before rows
-            are sent. With `check=True`, a mistake on one rank raises an error on all ranks instead
-            of hanging. In `dispatch`, the check includes the number of rows for each rank. In
-            `combine`, the check is one small collective. The host reads the results of the checks.
+            counts. If a rank has more than `capacity_rows` rows for one rank, `dispatch` raises
+            PlanError on all ranks. With `check=False`, an assertion on the device fails instead.
+        check: before rows are sent, check the values of ids and scores, and compare sizes and
+            dtypes on all ranks. With `check=True`, a mistake on one rank raises an error on all
+            ranks instead of hanging. In `dispatch`, the check includes the number of rows for each
+            rank. In `combine`, the check is one small collective. The host reads the results of the
+            checks.
 
     Raises:
         PlanError: this rank is not in the group, or the alignment or the capacity is below 1.

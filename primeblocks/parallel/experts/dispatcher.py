@@ -52,7 +52,10 @@ class Dispatched:
 
     @cached_property
     def offs(self) -> Int32[Tensor, " local_experts"]:
-        """The row after each expert's last row, on the device, for grouped products."""
+        """For each expert, the index after its last row.
+
+        The tensor is on the device of `counts`, as grouped products need.
+        """
         return self.counts.cumsum(0, dtype=torch.int32)
 
 

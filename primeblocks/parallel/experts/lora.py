@@ -85,9 +85,9 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each adapted weight with its adapter added, for an export.
 
     Each yielded tensor is new, and has the name, layout and dtype of its weight. Weight and adapter
-    are added in float32 or a wider dtype. The model does not change. The call is local, but
-    collective for a sharded model. In a sharded model, a rank gathers the factors of the experts
-    that its FSDP group shares. The rank multiplies the factors only for its own part.
+    are added in float32 or a wider dtype. The model does not change. The call is collective for a
+    sharded model, and otherwise local. In a sharded model, a rank gathers the factors of the
+    experts that its FSDP group shares. The rank multiplies the factors only for its own part.
     """
     for path, module, name in _adapted(model):
         weight: Tensor = getattr(module, name)
@@ -105,7 +105,7 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def expert_lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the whole factors, with the names and shapes in PEFT for `target_parameters`.
+    """Return the whole factors, with the names and shapes that PEFT uses for `target_parameters`.
 
     The factor A is `[experts * rank, in]`, and the factor B is `[out, rank * experts]` with experts
     last. If both weights of a module are adapted, the names of the first weight's factors contain

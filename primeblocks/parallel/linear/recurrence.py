@@ -44,9 +44,10 @@ def gated_delta_rule(
     The rule is `S = exp(g) S; S += k (beta (v - S^T k))^T; o = S^T q / sqrt(key_dim)`.
 
     All ranks compute their runs at the same time. A run that is a part of a document is computed
-    from a state of zero. `key_dim` additional columns of values show how a run reads and changes
-    its first state. An exchange determines the true first state of the run. Runs of equal length
-    share one call of `kernel`. Differentiable.
+    from a state of zero. For such a run, `kernel` gets `key_dim` additional columns of values. The
+    results in these columns show how a first state changes the output and the last state. An
+    exchange determines the true first state of the run. Runs of equal length share one call of
+    `kernel`. Differentiable.
 
     The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
     if no document is cut. The exchanges send at most `heads x (key_dim^2 + 2 key_dim value_dim)`
@@ -131,7 +132,7 @@ def state_space(
 
     Args:
         x: `[tokens, heads, head_dim]`, this rank's part.
-        dt: `[tokens, heads]`, the steps after bias, softplus and limits.
+        dt: `[tokens, heads]`, the step sizes, with bias, softplus and limits applied.
         A: `[heads]`, at most 0.
         B, C: `[tokens, groups, state_dim]`. `groups` must divide `heads`.
         D: `[heads]`, the factor of the skip term. With `D=None`, the skip term is left out.

@@ -102,8 +102,8 @@ class HostMemory:
             the device of the first parameter. The device may be a CPU.
         optimizer: the optimizer whose states are moved. With `optimizer=None`, optimizer states
             stay on the device.
-        chunk_bytes: the number of bytes by which the host memory grows, separately for each kind of
-            memory. Torch rounds pinned memory up to a power of two.
+        chunk_bytes: the host memory of each kind grows in steps of `chunk_bytes` bytes. Torch
+            rounds pinned memory up to a power of two.
 
     Raises:
         UsageError: the model is not a module or has no parameters.

@@ -9,11 +9,11 @@ elements:
   the inner dim from first to last.
 - A sum over a row adds neighbouring elements, then neighbouring sums, and so on, as
   `batch_invariant()` does on a CPU. The kernel makes each addition explicitly, because the order of
-  Triton's own sums depends on the elements of each thread. The elements of a thread depend on the
+  Triton's own sums depends on how elements are divided among threads. This division depends on the
   alignment of a row's address.
 - Attention adds pages of keys in the order of positions. When a page raises the maximum of a
   query's scores, the sums of this query are rescaled. A key that a query does not see has a weight
-  of zero. If a query sees no key of a page, the page multiplies the query's sums by one and adds
+  of zero. If a query sees no key of a page, the kernel multiplies the query's sums by one and adds
   zero, which changes no bit.
 """
 

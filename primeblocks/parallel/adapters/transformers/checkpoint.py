@@ -55,8 +55,8 @@ def load_pretrained(
     """Load the weights of a checkpoint of transformers into a sharded model. Collective.
 
     Each rank reads only its own shards from the files, in the stored dtype. For float8 codes
-    (`quant_method` "fp8"), a rank also reads the scales of the blocks that overlap its shards.
-    Names and conversions come from transformers.
+    (`quant_method` "fp8"), a rank also reads the scales of the blocks that overlap its shards. The
+    names of weights and their conversions come from transformers.
 
     Ranks do not exchange weights, so every rank must be able to read the folder. If the checkpoint
     is on the Hub, rank 0 downloads the checkpoint before the other ranks do so.

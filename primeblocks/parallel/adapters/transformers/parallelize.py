@@ -77,8 +77,8 @@ def parallelize(
 
     Outputs and gradients are equal to the outputs and gradients of the model on one rank. Parameter
     names do not change. Parameters become DTensors, and `layout_of` returns the box that a rank
-    stores. Hooks on the router keep working, because the experts use the ids that the router module
-    returns, also if a hook replaced these ids. Build optimizers after this call. Local. The model's
+    stores. Hooks on the router keep working, even hooks that replace ids, because the experts use
+    the ids that the router module returns. Build optimizers after this call. Local. The model's
     weights must be equal on all ranks.
 
     Args:

@@ -52,8 +52,8 @@ def dsa_attention(
     The output is differentiable in q, kv and sinks. The indexer gets no gradient.
 
     The call is collective. In forward, a rank receives `(ranks - 1) * max(sequence.counts)` rows of
-    kv and of indexer.k. In backward, a rank receives the rows of kv again, and reduces as many
-    rows of gradients in float32, or in float64 for float64 operands.
+    kv and of indexer.k. In backward, a rank receives the rows of kv again. A reduce-scatter then
+    sends the same number of rows of gradients in float32, or in float64 for float64 operands.
 
     To share the selection of another layer, call `sparse_attention` with the indices of the other
     layer.
@@ -131,7 +131,8 @@ def sparse_attention(
     Args:
         indices: int32 `[local_tokens, groups, k]`: indices of rows of the whole kv, which are
             tokens or entries, followed by -1. Future and repeated rows are not refused.
-        entries: the plan of the rows of kv, if these rows are not tokens. Default: `sequence`.
+        entries: the plan of the rows of kv, if these rows are entries that were computed from
+            several tokens. Default: `sequence`.
         whole: the result of `gather_tokens(kv, ...)`, if you have gathered the rows already. Only
             forward uses `whole`.
 

@@ -18,8 +18,8 @@ def gather_tokens(
     """Return whole tensors from the parts of all ranks, in the order of the sequence.
 
     The results have no gradient. The call is collective: one all-gather of all tensors together.
-    Each rank receives `(ranks - 1) * max(sequence.counts)` rows. A row has the bytes of one token
-    in all tensors.
+    Each rank receives `(ranks - 1) * max(sequence.counts)` rows. A row contains the values of one
+    token from all tensors.
 
     Args:
         tensors: `[local_tokens, ...]`, of any dtypes.

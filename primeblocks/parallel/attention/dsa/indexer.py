@@ -81,16 +81,16 @@ class Selector(Protocol):
         rank: int,
         scores: IndexScores,
     ) -> Tensor:
-        """Return the selection, int32 `[local_tokens, groups, k]`, in the form of `select`."""
+        """Return the selection, int32 `[local_tokens, groups, k]`, as `select` returns it."""
         ...
 
 
 @dataclass(frozen=True)
 class TopK:
-    """Select the `k` tokens with the highest scores in the query's document, up to the query.
+    """For each query, select the `k` tokens with the highest scores.
 
-    If tokens have equal scores, the earlier token is selected. `TopK` is the selection of
-    DeepSeek-V3.2 and GLM-5.
+    Only tokens of the query's document up to the query itself are candidates. If tokens have equal
+    scores, the earlier token is selected. `TopK` is the selection of DeepSeek-V3.2 and GLM-5.
 
     Attributes:
         k: the maximum number of tokens that a query selects.
@@ -141,7 +141,8 @@ def select(
 
     Args:
         keys: `[tokens, index_dim]`, the keys of all ranks in the order of the sequence. If the
-            selector selects entries instead of tokens, pass the keys of entries.
+            selector selects entries, which are computed from several tokens, pass the keys of the
+            entries.
         scores: the function that computes the scores. Default: `index_scores`.
 
     Returns:
@@ -242,7 +243,8 @@ def best_candidates(
 
     Args:
         table: a function from rows and their candidates to scores `[queries, run.most]`. Scores of
-            candidates that a query does not see may have any value. The scores are overwritten.
+            candidates that a query does not see may have any value. `best_candidates` overwrites
+            the scores.
         like: a tensor with one row per query, on the device of the scores.
     """
     found = torch.full((like.shape[0], k), -1, dtype=torch.int32, device=like.device)
@@ -296,9 +298,9 @@ def top_ids(scores: Tensor, k: int) -> Tensor:
     """Return `[rows, k]`, the columns of each row's `k` highest scores, ascending, followed by -1.
 
     If columns have equal scores, the first column is selected. A score of -inf is never selected,
-    and NaN counts as infinite. The host does not wait. `torch.topk` alone may select any column of
-    equal scores. Equal scores are common, because the ReLU of an indexer returns exact zeros.
-    `scores` are overwritten.
+    and NaN counts as infinite. The host does not wait. If columns have equal scores, `torch.topk`
+    alone may select any of these columns. Equal scores are common, because the ReLU of an indexer
+    returns exact zeros. `scores` are overwritten.
     """
     rows, columns = scores.shape
     taken = min(k, columns)

@@ -80,7 +80,8 @@ class SparseKernel(Protocol):
         Args:
             q: `[queries, heads, key_dim]`.
             kv: `[entries, groups, width]`.
-            indices: int32 `[queries, groups, k]`, ids of entries.
+            indices: int32 `[queries, groups, k]`, ids of the rows of `kv` that a query reads,
+                followed by -1.
 
         Returns:
             The output, `[queries, heads, value_dim]` in the dtype of q, and `lse`,
