@@ -62,7 +62,7 @@ class HostTier:
             _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
 
     def claim(self) -> None:
-        """Claim the pool for one store. UsageError: a store has claimed the pool before."""
+        """Claim the pool for one store. Raises UsageError if another store has claimed the pool."""
         if not self._claimed.acquire(blocking=False):
             raise UsageError(
                 "this HostTier belongs to another store. Make one HostTier for each store."

@@ -54,8 +54,8 @@ def engine_args(
         disk_path: the folder of our pages on disk. Without `persist`, the folder is emptied when
             the engine starts and stops.
         disk_bytes: the largest size of our pages on disk, without the index.
-        max_staleness: pages of versions staler than this number are evicted first (see
-            `request_args`). With None, all versions are treated alike.
+        max_staleness: pages with a larger staleness than this number are evicted first. The version
+            comes from `request_args`. With None, all versions are treated alike.
         evict: "versions" is `VersionAware`, and "rollouts" is `RolloutAware`. Compared with `lru`,
             "rollouts" has several times the hits if agents queue, and less than half the hits if
             waits have a heavy tail.
@@ -64,7 +64,7 @@ def engine_args(
             (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). With a number above 0, routes
             are stored with their pages. With 0, routes stay in vLLM.
         persist: a name for the pages on disk, under which the next engine finds these pages. Change
-            `persist` if the weights with which the engine starts change, or anything else on which
+            `persist` if the engine starts with other weights, or if anything else changes on which
             the pages depend. Only engines with equal model, layout, parallel sizes and vLLM version
             find the pages. With None, the folder starts empty and is emptied at the end.
 
@@ -163,8 +163,8 @@ class EngineStatistics:
 
     Args:
         hits: pages passed to the engine.
-        tokens: prompt tokens that requests took from the pages of `hits` instead of computing these
-            tokens.
+        tokens: prompt tokens that the engine did not compute, because their keys and values came
+            from the pages that `hits` counts.
         tiers: the counts of `TierStatistics`, by tier name.
     """
 
