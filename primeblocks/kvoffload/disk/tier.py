@@ -36,12 +36,12 @@ class DiskTier:
     A power cut may undo changes since the last `flush` or `clear`. Damage to the index may undo
     changes or lose all pages. A load never gets a wrong page, because the caller compares the
     digest of key and bytes. Threads may share a tier: calls take turns, except `holds` and `len`.
-    After `close`, or in a forked child, calls except `holds`, `len` and `close` raise ClosedError.
+    After `close` or in a forked child, calls raise ClosedError, except `holds`, `len` and `close`.
 
     If another program removed, replaced or truncated a file of the tier, the next change or `flush`
-    raises CorruptionError. If the file was `pages` or `lock`, and was removed or replaced, the tier
-    refuses new pages until the folder is opened again. On a full disk the tier continues with its
-    existing frames. If the index then needs room, the tier drops the pages in its last frames.
+    raises CorruptionError. If `pages` or `lock` was removed or replaced, the tier refuses new pages
+    until the folder is opened again. On a full disk the tier continues with its existing frames. If
+    the index then needs room, the tier drops the pages in its last frames.
 
     Args:
         path: the folder, which is made if absent. Only one tier at a time can own the folder.

@@ -55,7 +55,7 @@ def plot_ratios(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = N
 
 
 def plot_agreement(agreement: Agreement, *, axes: Axes | None = None) -> Axes:
-    """Plot for each layer how often both sides chose the same experts."""
+    """Plot for each layer how often the two recordings have the same experts."""
     axes = _made(axes)
     axes.bar(list(agreement.by_layer), list(agreement.by_layer.values()))
     axes.set(title="Routes that agree", xlabel="layer", ylabel="fraction", ylim=(0, 1))

@@ -30,7 +30,7 @@ class RouterShape:
     """The shape of a model's captured rows.
 
     Args:
-        num_layers: number of hidden layers. In vLLM's rows, dense layers have zeros.
+        num_layers: the number of hidden layers. In vLLM's rows, dense layers have zeros.
         moe_layers: the indices of the layers with a router, ascending.
         num_experts: the number of routed experts in each layer with a router, without shared
             experts.
@@ -98,9 +98,10 @@ def plan_capture_bytes(
 ) -> int:
     """Return how many bytes of rows the engine must keep, so that every cached page has rows. Pure.
 
-    `kvoffload` stores rows with its pages. Rows of pages in other tiers are kept by page hash, in a
-    store of the returned size. If the store has dropped the rows of a page, the plug-in's patch
-    `missing_routes_survive` marks these rows as missing. Without the patch the *engine dies*.
+    vLLM keeps rows by page hash, in a store of the returned size. The store needs room for the rows
+    of all cached pages, except pages in `kvoffload`, which stores rows with its pages. If the store
+    has dropped the rows of a page, the plug-in's patch `missing_routes_survive` marks these rows as
+    missing. Without the patch the *engine dies*.
 
     Args:
         page_tokens: the number of tokens in a KV page (vLLM's block size).
