@@ -128,7 +128,7 @@ def measure_mismatch(
         rollout_logprobs: the engine's log-probabilities, of the shape of `trainer_logprobs`.
         mask: bool of the shape of `trainer_logprobs`, True where a token counts. Leave out prompt
             and padding.
-        worst: how many tokens the result's `worst` contains. They have the largest k3.
+        worst: how many of the tokens with the largest k3 the result names.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.

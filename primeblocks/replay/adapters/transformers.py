@@ -1,6 +1,6 @@
 """Routers of Hugging Face transformers models.
 
-Each supported router returns `(logits, gate weights, indices)`. It computes the weights only from
+A supported router returns `(logits, gate weights, indices)`, and computes the weights only from
 the logits. A forward hook can compute weights of other experts from the logits, without running the
 router again. The adapter recognises a router by the source code of its `forward` method, which many
 families share.

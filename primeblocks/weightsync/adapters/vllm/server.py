@@ -84,7 +84,7 @@ class VllmServer:
         self._server = JsonServer(url, headers=headers)
 
     def until(self, deadline: float) -> _Calls:
-        """Return the server's calls. Each call ends by `deadline` (time.monotonic)."""
+        """Return an object that calls the server. Each call ends by `deadline` (time.monotonic)."""
         return _Calls(self._server, deadline)
 
 
