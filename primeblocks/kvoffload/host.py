@@ -17,7 +17,7 @@ __all__ = ["HostTier"]
 
 
 class HostTier:
-    """A pool of equal frames in one allocation.
+    """A pool of frames of equal size, in one allocation (the slab).
 
     The operating system provides memory when a frame is first written, unless the pool is pinned.
 

@@ -199,12 +199,12 @@ class TieredStore:
         self._ask(self._catalogue.note, lambda ledger: ledger.pause(rollout, reason))
 
     def resume(self, rollout: Hashable) -> None:
-        """Report that a rollout runs again, as a save or load with its name also does. Local."""
+        """Report that a rollout runs again. Saves and loads for the rollout do the same. Local."""
         users_of(rollout)
         self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
-        """Report the whole queue, next rollout first. A rollout that left the queue runs. Local."""
+        """Report the whole queue, next rollout first. Rollouts that left it now run. Local."""
         names = users_of(*rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 

@@ -128,7 +128,7 @@ class Plan:
         return sum(self.buckets[index].bytes for index in self.of_rank(rank))
 
     def read_bytes(self, reader: int) -> int:
-        """Return the bytes that a reader reads of one version."""
+        """Return the bytes that a reader reads for one version."""
         return sum(self.buckets[index].bytes for index in self.of_reader(reader))
 
     def writer_peak_bytes(self, rank: int) -> int:

@@ -4,7 +4,7 @@
     transport = PullTransport(store, NixlWire(serves=False))                   # in engines
 
 UCX chooses its transports by itself. To restrict the choice, set `UCX_TLS`. On a machine without
-RDMA and without a GPU, UCX has only `tcp,shm,self,sysv,posix`.
+RDMA and without a GPU, UCX has only the transports `tcp,shm,self,sysv,posix`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class TrlTransfer:
     """Publishes TRL's weights, and makes the engine load them.
 
     The first call of `send_weights` makes the plan and attaches the engine. The first transfer is
-    version 1, and each further transfer is the next version. Cost: a copy of the model in `dtype` in
+    version 1, and each later transfer is the next version. Cost: a copy of the model in `dtype` in
     host memory, filled one weight at a time. If `full_every` is above 1, the cost is two copies of
     the model.
 

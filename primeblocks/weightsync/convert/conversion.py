@@ -1,4 +1,4 @@
-"""Conversions between the names and shapes that trainer, checkpoint and engine give weights.
+"""Conversions of weights between the names and shapes of trainer, checkpoint and engine.
 
 A conversion only moves elements, so it is exact. To record it, its function runs once on tensors
 without memory. The strides of the results say which box of a source fills which box of a target. So

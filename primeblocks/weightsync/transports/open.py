@@ -54,8 +54,8 @@ def IpcTransport(
     """Return a transport of packed buffers, on one machine and for one user.
 
     Engines read the buffers in place, through CUDA IPC or a memfd. If an engine dies, the versions
-    that it used are released. Markers and notes are small files in a directory that only this user
-    can read.
+    that it used are released. Commit markers and handles of buffers are stored in small files, in a
+    directory that only this user can read.
 
     On a GPU, close the engines' ends before the trainer's, because engines use the trainer's
     memory. On a GPU this transport ran with one trainer and one engine process. The code for CPU

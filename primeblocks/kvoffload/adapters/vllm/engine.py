@@ -50,16 +50,16 @@ def engine_args(
 
     Args:
         primary_bytes: the size of vLLM's pool in shared memory.
-        host_bytes: the size of our pages in host memory.
+        host_bytes: the bytes of host memory for our pages.
         disk_path: the folder of our pages on disk. Without `persist`, the folder is emptied when
             the engine starts and stops.
         disk_bytes: the largest size of our pages on disk, without the index.
         max_staleness: pages with a larger staleness than this number are evicted first. The version
             comes from `request_args`. With None, all versions are treated alike.
-        evict: "versions" is `VersionAware`, and "rollouts" is `RolloutAware`. Compared with `lru`,
-            "rollouts" has several times the hits if agents queue, and less than half the hits if
-            waits have a heavy tail.
-        offload_prompt_only: whether to leave out generated tokens.
+        evict: "versions" uses `VersionAware`, and "rollouts" uses `RolloutAware`. Compared with
+            `lru`, "rollouts" has several times the hits if agents queue, and less than half the
+            hits if waits have a heavy tail.
+        offload_prompt_only: whether to leave out the pages of generated tokens.
         routes_bytes_per_token: with routed-expert capture, the bytes captured per token
             (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). With a number above 0, routes
             are stored with their pages. With 0, routes stay in vLLM.
@@ -120,7 +120,10 @@ def engine_args(
 
 
 def server_args(**settings: Any) -> list[str]:
-    """Return a server's command-line arguments, with settings and errors of `engine_args`. Pure."""
+    """Return a server's command-line arguments. Pure.
+
+    Takes the arguments and raises the errors of `engine_args`.
+    """
     return command_line(engine_args(**settings))
 
 
@@ -159,7 +162,7 @@ def transfer_settings(config: KVTransferConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """The work of our tier for the engines of this process.
+    """Counts of what our tier did for the engines of this process.
 
     Args:
         hits: pages passed to the engine.

@@ -49,7 +49,8 @@ class RouterShape:
     def from_config(cls, config: Any) -> RouterShape:
         """Read a model's configuration: an object of transformers, or the dict of a `config.json`.
 
-        Local. For a model of several modalities, this method reads the text model.
+        Local. For a model of several modalities, this method reads the configuration of the text
+        model.
 
         Raises:
             UnsupportedError: the configuration lacks the number of experts, choices or layers, or

@@ -72,7 +72,7 @@ class VllmServer:
     A VllmServer does not keep a connection open.
 
     Args:
-        url: http://host:port of the server itself, never of a router.
+        url: http://host:port of the server itself, not of an HTTP router.
         headers: HTTP headers that are sent with every request.
 
     Raises:
