@@ -204,8 +204,8 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
     first. For other pages, the expected time until the next use depends on the time since the last
     use. Both times are equal for a page without a rollout. For a page of several rollouts, the
     expected time is an eighth of the time since the last use. For a page of ended rollouts, the
-    expected time is eight times the time since the last use, because such a page may belong to the
-    prompt of a later rollout. A page of ended rollouts is not demoted.
+    expected time is eight times the time since the last use. Such a page is not demoted, but may
+    belong to the prompt of a later rollout.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)

@@ -32,7 +32,7 @@ class TrlTransfer:
     the model.
 
     Args:
-        transport: the trainer's end. You close it.
+        transport: the trainer's end of the transport. You must close the transport yourself.
         attach: `attach(plan)` connects the engine to the transport.
         update: `update(receipt)` makes the engine load a version, and may pause it.
         run: `run(coroutine, timeout_s=)` runs a coroutine in the engine's event loop and returns

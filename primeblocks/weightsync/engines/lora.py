@@ -145,9 +145,9 @@ class AdapterSpec:
 
 
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:
-    """Return the LoRA parameters of a PEFT model by the names of PEFT's files. Local, no copies.
+    """Return the LoRA parameters of a PEFT model by the names of PEFT's files. Local.
 
-    The result contains the live parameters, and DTensors stay sharded.
+    The result contains the live parameters without copies, and DTensors stay sharded.
 
     Args:
         adapter: PEFT's name of the adapter in the model.

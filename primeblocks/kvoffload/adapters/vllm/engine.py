@@ -64,9 +64,9 @@ def engine_args(
             (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). With a number above 0, routes
             are stored with their pages. With 0, routes stay in vLLM.
         persist: a name for the pages on disk, under which the next engine finds these pages. Change
-            `persist` if the engine starts with other weights, or if anything else changes on which
-            the pages depend. Only engines with equal model, layout, parallel sizes and vLLM version
-            find the pages. With None, the folder starts empty and is emptied at the end.
+            `persist` if the engine starts with other weights, or after any other change that makes
+            the stored pages wrong. Only engines with equal model, layout, parallel sizes and vLLM
+            version find the pages. With None, the folder starts empty and is emptied at the end.
 
     Raises:
         PlanError: a size is out of range, or only one of `disk_path` and `disk_bytes` is given.
