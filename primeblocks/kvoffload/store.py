@@ -220,8 +220,8 @@ class TieredStore:
     def flush(self) -> Pending[None]:
         """Write pages that are only in host memory to lower tiers, and make them durable. Local.
 
-        Leaves out pages whose save is not over. An error means that a tier refused a page or had no
-        room for it. A later `flush` tries the refused page again.
+        Pages whose save is still running are left out. An error means that a tier refused a page or
+        did not have room for it. A later `flush` tries the refused page again.
         """
         return self._after(self._catalogue.write_down, flush=True)
 

@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """By tensor name, the offset of its first byte in a buffer of all whole tensors.
+        """The position of each tensor's first byte, by name, in a buffer of all whole tensors.
 
         Tensors of wider dtypes come first, without padding.
         """
@@ -134,7 +134,7 @@ class Plan:
     def writer_peak_bytes(self, rank: int) -> int:
         """Return the bytes that a rank needs to send a full version over a process group.
 
-        These bytes are at most two buckets.
+        In addition to its weights, the rank needs at most two buckets.
         """
         mine = self.of_rank(rank)
         messages = sum(len(self.buckets[index].readers) for index in mine)
@@ -143,7 +143,7 @@ class Plan:
     def reader_peak_bytes(self, reader: int) -> int:
         """Return the bytes that a reader needs to receive a full version over a process group.
 
-        These bytes are the reader's boxes, and at most two buckets.
+        In addition to the loaded weights, the reader needs its boxes and at most two buckets.
         """
         mine = self.of_reader(reader)
         return self.read_bytes(reader) + min(2, len(mine)) * self._largest(mine)

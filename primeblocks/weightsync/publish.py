@@ -109,26 +109,25 @@ class Publisher:
     ) -> Receipt:
         """Send and commit one version. Collective over the trainer ranks.
 
-        Readers never see only a part of the version. After a failure, call `publish` again
-        with the same version. If a rank died or hung, first make a new group and new Publishers. If
-        the version is already committed, `publish` compares the committed version with the
-        parameters and does not send weights. If another rank hangs, the call ends two seconds after
-        `timeout_s`.
+        Readers never see a partly sent version. After a failure, call `publish` again with the same
+        version. If a rank died or hung, first make a new group and new Publishers. If the version
+        is already committed, `publish` compares the committed version with the parameters and does
+        not send weights. If another rank hangs, the call ends two seconds after `timeout_s`.
 
         Cost: one copy and one XXH3-128 of the bytes that this rank sends, in up to four threads,
         and eight small all-gathers. A delta costs one more pass over the bytes of the previous
         version.
 
         Args:
-            progress: called after each bucket, with the number of bytes that this rank has read and
-                with their total.
+            progress: called after each bucket, with the number of bytes that this rank has read so
+                far, and the total number.
 
         Raises:
             TransferError: some rank failed, died or was late. The committed version did not
                 change, unless the call failed after rank 0's commit.
             UsageError: `version` is not a policy version, is below the committed version, or is
                 committed with other bytes. Also raised if the parameters do not fit the plan, if
-                ranks disagree, or if another call of `publish` is running.
+                ranks differ in version or plan, or if another call of `publish` is running.
             ClosedError: the publisher was closed.
         """
         if self._closed:

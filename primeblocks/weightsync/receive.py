@@ -84,9 +84,9 @@ class Subscriber:
             previous version again. "ahead" works like "before" for deltas, if there is no previous
             version, or if torch's threads use all cores. If other processes may still write to the
             bytes, `load` gets copies, and the copies are checked.
-        observe: a function that returns the engine's tensors by the names in the pairs of `load`.
+        observe: a function that returns the engine's tensors, by the names that were given to `load`.
             After a load, each tensor must equal the tensor that `load` got, bit for bit. Otherwise,
-            the load has failed. Without `observe`, the receipt does not tell what `load` did.
+            the load has failed. Without `observe`, the receipt does not say what `load` did.
 
     Raises:
         PlanError: the plan has no such reader, or this reader needs a wiring and got no `convert`.

@@ -112,7 +112,7 @@ def verify_engine(
     """Compare an engine's weights with the trainer's, and name the tensors that differ.
 
     Does not send or change weights. Collective over the trainer ranks. Cost: one pass over the
-    weights on each side.
+    weights in the trainer, and one in the engine.
 
     Args:
         parameters: this rank's parameters, unchanged since the last update of the engine. If you

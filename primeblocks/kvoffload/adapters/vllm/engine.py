@@ -165,7 +165,7 @@ class EngineStatistics:
     """Counts of what our tier did for the engines of this process.
 
     Args:
-        hits: pages passed to the engine.
+        hits: pages that our tier passed to the engine.
         tokens: prompt tokens that the engine did not compute, because their keys and values came
             from the pages that `hits` counts.
         tiers: the counts of `TierStatistics`, by tier name.

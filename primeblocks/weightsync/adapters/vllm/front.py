@@ -176,9 +176,9 @@ async def update_all(
             "recompute", running requests compute their KV cache again with the new weights. With
             "abort", running requests end with finish reason "abort". With "continue", the prefix
             cache also keeps pages of the old weights, so use another `cache_salt` for each version.
-        prefill: positions of engines whose pages other engines read. Prefill engines pause first.
-            The pause of a prefill engine waits until its pages were read, or for
-            `kv_lease_duration` (30 s).
+        prefill: the positions in `engines` of prefill engines, whose KV pages other engines read.
+            Prefill engines pause first. The pause of a prefill engine waits until its pages were
+            read, or for `kv_lease_duration` (30 s).
         timeout_s: the time limit for the whole update. The last two fifths are reserved for loading
             the previous version again and for resuming.
 
