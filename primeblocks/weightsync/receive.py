@@ -84,7 +84,7 @@ class Subscriber:
             previous version again. "ahead" works like "before" for deltas, if there is no previous
             version, or if torch's threads use all cores. If other processes may still write to the
             bytes, `load` gets copies, and the copies are checked.
-        observe: a function that returns the engine's tensors, by the names that were given to `load`.
+        observe: a function that returns the engine's tensors, by the names that `load` was given.
             After a load, each tensor must equal the tensor that `load` got, bit for bit. Otherwise,
             the load has failed. Without `observe`, the receipt does not say what `load` did.
 

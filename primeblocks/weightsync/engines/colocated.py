@@ -166,8 +166,8 @@ class Colocated:
         If a stage fails, the engine wakes and loads its version again.
 
         Raises:
-            Exception: the errors of `to_engine`. After an error, the engine keeps the turn, unless
-                the turn is "torn".
+            Exception: the errors of `to_engine`. After an error, it is still the engine's turn,
+                unless the turn is "torn".
         """
         self._expect("engine")
         receipt = self._receipt
