@@ -231,8 +231,8 @@ class VersionAware:
     pages of ended rollouts are loaded again.
 
     Args:
-        max_staleness: the largest staleness of pages that are kept. With None, pages of all
-            versions are kept.
+        max_staleness: pages with a larger staleness than this number are useless. With None, rule 1
+            does not apply.
 
     Raises:
         PlanError: `max_staleness` is negative.
@@ -260,13 +260,13 @@ class RolloutAware:
        before it.
 
     The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
-    Without rollouts, `pause`, `queue` and `end`, rule 2 chooses as `lru` does. A mean says little
-    about waits with a heavy tail. For waits with a heavy tail, the policy can fall to 0.38 of the
-    hits of `lru` (see `docs/kvoffload_eviction.md`).
+    If you never pass a `rollout`, rule 2 chooses as `lru` does. A mean says little about waits with
+    a heavy tail. For waits with a heavy tail, the policy can fall to 0.38 of the hits of `lru` (see
+    `docs/kvoffload_eviction.md`).
 
     Args:
-        max_staleness: the largest staleness of pages that are kept. With None, pages of all
-            versions are kept.
+        max_staleness: pages with a larger staleness than this number are useless. With None, rule 1
+            does not apply.
 
     Raises:
         PlanError: `max_staleness` is negative.
