@@ -17,7 +17,7 @@ __all__ = ["HostTier"]
 
 
 class HostTier:
-    """A pool of equal frames in one allocation.
+    """A pool of frames of equal size, in one allocation (the slab).
 
     The operating system provides memory when a frame is first written, unless the pool is pinned.
 
@@ -62,7 +62,7 @@ class HostTier:
             _cuda("cudaHostRegister", self._slab.ctypes.data, self._slab.nbytes, 0)
 
     def claim(self) -> None:
-        """Claim the pool for one store. UsageError: a store has claimed the pool before."""
+        """Claim the pool for one store. Raises UsageError if another store has claimed the pool."""
         if not self._claimed.acquire(blocking=False):
             raise UsageError(
                 "this HostTier belongs to another store. Make one HostTier for each store."

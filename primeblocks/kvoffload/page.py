@@ -171,7 +171,8 @@ def page_hashes(tokens: Any, *, page_tokens: int) -> list[bytes]:
 
     Args:
         tokens: the token ids, as a list, an array, or a tensor in host memory.
-        page_tokens: the number of tokens per page. Tokens after the last whole page get no hash.
+        page_tokens: the number of tokens per page. Tokens after the last whole page do not get a
+            hash.
 
     Raises:
         PlanError: `page_tokens` is below 1, or `tokens` is not one dim of 64-bit integers.

@@ -117,7 +117,7 @@ class Pending(Generic[T]):
         return self.wait(timeout_s=0)
 
     def cancel(self) -> bool:
-        """Give up the operation, or return False if it was over.
+        """Give up the operation, or return False if the operation was already over.
 
         Pages that were already moved are not moved back.
         """

@@ -43,7 +43,7 @@ class TieredStore:
     A page found in a lower tier is copied back to host memory. Calls return at once, and threads of
     the store copy and do I/O. A load sees every save that was called before it. The result of a
     save is ready once host memory has the page. If all lower tiers refuse a page, as on a full
-    disk, the page is lost when it leaves host memory. `statistics()` counts refused pages.
+    disk, the page is lost when it leaves host memory. `statistics()` counts refused writes.
 
     Args:
         tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes all tiers.
@@ -148,7 +148,7 @@ class TieredStore:
         Drops a damaged copy, and then tries lower tiers. A miss leaves `into` unchanged.
 
         Args:
-            into: a writable page, in a form that `save` takes. `rollout` is as in `save`.
+            into: a writable buffer, of a type that `save` accepts. `rollout` is as in `save`.
 
         Raises:
             ShapeError: `into` has the wrong size or is read-only. Otherwise as `save`.
@@ -199,12 +199,12 @@ class TieredStore:
         self._ask(self._catalogue.note, lambda ledger: ledger.pause(rollout, reason))
 
     def resume(self, rollout: Hashable) -> None:
-        """Report that a rollout runs again, as a save or load with its name also does. Local."""
+        """Report that a rollout runs again. Saves and loads for the rollout do the same. Local."""
         users_of(rollout)
         self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
-        """Report the whole queue, next rollout first. A rollout that left the queue runs. Local."""
+        """Report the whole queue, next rollout first. Rollouts that left it now run. Local."""
         names = users_of(*rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
@@ -214,14 +214,14 @@ class TieredStore:
         self._ask(self._catalogue.end, rollout)
 
     def clear(self) -> Pending[None]:
-        """Drop every page. After an error, a tier may have pages when it is opened next. Local."""
+        """Drop every page. If a tier fails, its pages may return when it is opened next. Local."""
         return self._after(self._catalogue.clear)
 
     def flush(self) -> Pending[None]:
         """Write pages that are only in host memory to lower tiers, and make them durable. Local.
 
-        Leaves out pages whose save is not over. An error means that a tier refused a page or had no
-        room for it. A later `flush` tries the refused page again.
+        Pages whose save is still running are left out. An error means that a tier refused a page or
+        did not have room for it. A later `flush` tries the refused page again.
         """
         return self._after(self._catalogue.write_down, flush=True)
 
@@ -384,11 +384,11 @@ def load_prefix(
     """Load the pages of a prompt up to the first missing page, and wait for them.
 
     The result has one entry per loaded page. The result ends before a damaged page, but buffers of
-    later pages may have been written. The first page becomes the least recently used loaded page.
+    later pages may have been written. Pages count as used in the order of `keys`.
 
     Args:
-        keys: the prompt's pages, in order. `page_hashes` computes the hashes of the keys.
-        into: a buffer for each page. `TieredStore.load` describes buffers and `rollout`.
+        keys: the keys of the prompt's pages, in order. `page_hashes` computes their hashes.
+        into: a buffer for each page. Buffers and `rollout` are as in `TieredStore.load`.
 
     Raises:
         DeadlineError: the pages were not ready within `timeout_s`. The loads are given up.

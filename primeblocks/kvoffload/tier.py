@@ -79,11 +79,11 @@ class Tier(Protocol):
         ...
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Remove pages, also for the next owner of the tier. Unknown keys are ignored."""
+        """Remove pages, so that the next owner cannot find them. Unknown keys are ignored."""
         ...
 
     def clear(self) -> None:
-        """Remove every page, also for the next owner of the tier."""
+        """Remove every page, so that the next owner of the tier cannot find the pages."""
         ...
 
     def flush(self) -> None:
@@ -140,7 +140,7 @@ class TierStatistics:
         misses: loads for which this tier had no usable page.
         stores: pages written, by saves, demotions and promotions.
         evictions: pages that were evicted to make room.
-        checksum_failures: pages that were torn, changed or removed, and then dropped.
+        checksum_failures: pages that the store dropped, because they were torn, changed or removed.
         failures: reads and writes that the tier refused, for example on a full disk.
         skipped: pages not written because the tier had refused other pages or did not keep up.
         bytes_written: the bytes of pages and attachments that `stores` counts.

@@ -42,8 +42,8 @@ def follow(
     Each layer gets its rows as an argument of its call, so any number of micro-batches may be in
     flight. An activation checkpoint of a whole layer recomputes the layer with the same rows. If
     the model's forward takes `routed_experts` or `**kwargs`, the forward must pass the rows on to
-    its layers, as transformers does. If the forward takes neither, hooks give the rows to the
-    layers, or to the `checkpoint_wrapper` around a layer.
+    its layers, as transformers does. If the forward takes neither of the two, hooks pass the rows
+    to the layers, or to the `checkpoint_wrapper` around a layer.
 
     Local: adds forward hooks to the model, its layers and routers. Call `follow` before
     `torch.compile`.
@@ -51,7 +51,7 @@ def follow(
     Args:
         model: the module that is called with the rows: the model, or this rank's pipeline stage.
         routers: the routers inside `model`, from an adapter. For a stage, call the adapter on the
-            whole model, because layer ids count the layers of the whole model. Pass only the
+            whole model, because layer ids count the layers of the whole model. Then pass only the
             stage's routers.
         layer_ids: the layer ids of the rows, in the order of the third dim of the rows. The default
             is the layers of the routers, ascending. Pass `routes.layer_ids` for rows of all layers.

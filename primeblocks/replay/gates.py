@@ -2,11 +2,12 @@
 
 Each of the three formulas repeats the arithmetic and the dtype of the host's code. For the experts
 that the router itself would choose, results have the same bits as the host's gate weights. All
-three functions are local and differentiable. Rows may name any number of experts, not only `top_k`.
+three functions are local and differentiable. A row of `experts` may have any number of ids, not
+only `top_k`.
 
-If a saturated router gives exactly 0 to all experts of a row, a host that adds no epsilon would
-divide 0 by 0. For such a row, the functions return the limit of the host's formula: the softmax
-over the logits of the row's experts.
+If a saturated router gives exactly 0 to all experts of a row, a host that does not add an epsilon
+would divide 0 by 0. For such a row, the functions return the limit of the host's formula: the
+softmax over the logits of the row's experts.
 """
 
 from __future__ import annotations
@@ -46,13 +47,16 @@ def sigmoid_gates(
     scale: float = 1.0,
     epsilon: float = 1e-20,
 ) -> Float[Tensor, "tokens columns"]:
-    """Independent sigmoids: DeepSeek-V3, GLM-4.5, GLM-5, MiniMax-M2, Nemotron-H, AFMoE, Laguna.
+    """Take `experts` from independent sigmoids, one for each expert.
+
+    Models: DeepSeek-V3, GLM-4.5, GLM-5, MiniMax-M2, MiniMax-M3, Nemotron-H, AFMoE, Laguna.
 
     The correction bias of these routers affects choices and not weights, so a replay needs neither
     the bias nor the expert groups.
 
     Args:
-        epsilon: the number that the host adds before it divides: 0 for MiniMax-M2 and Laguna.
+        epsilon: used only with `renormalise`. The host adds `epsilon` to the sum of a row's gates,
+            and divides the gates by the result. It is 0 for MiniMax-M2, MiniMax-M3 and Laguna.
     """
     gates = logits.sigmoid().gather(-1, experts)
     if renormalise and epsilon:

@@ -35,9 +35,9 @@ def impose(
 ) -> Iterator[Imposed]:
     """Make the routers follow `routes` while the context is open.
 
-    Only the ids of experts are replayed, in the order of `routes`. The trainer computes gate
-    weights from its own scores, so that gradients reach the router. A missing token uses the
-    trainer's own choice. Row i of `routes` belongs to token i of the flattened input,
+    Without `gates`, only the ids of experts are replayed, in the order of `routes`. The trainer
+    computes gate weights from its own scores, so that gradients reach the router. A missing token
+    uses the trainer's own choice. Row i of `routes` belongs to token i of the flattened input,
     `[batch * sequence]`. Open one context per micro-batch. With activation checkpointing, call
     backward inside the context too.
 
@@ -49,11 +49,12 @@ def impose(
         routers: the routers of the model, from an adapter.
         routes: one row per token of the micro-batch.
         gates: the engine's gate weights, float32 `[tokens, layers, top_k]`, such as `Tape.gates`.
-            With `gates`, the model computes with exactly the engine's values, in its own dtype.
+            With `gates`, the model computes with the engine's exact values, in the model's dtype.
             Gradients go to the trainer's gate weights, which missing tokens also use.
         min_score_ratio: in (0, 1]. A replayed expert is kept only if its trainer score is at least
-            `min_score_ratio` times the lowest score of the trainer's own choices. Other slots get
-            the trainer's best choice that is not in the row. Padding rows keep their experts.
+            `min_score_ratio` times the lowest score of the trainer's own choices. The slots of the
+            other experts get the trainer's best choices that are not yet in the row. Padding rows
+            keep their experts.
 
     Raises:
         PlanError: `routes` come from a different model.

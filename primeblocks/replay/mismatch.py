@@ -62,10 +62,10 @@ class Mismatch:
 
     @staticmethod
     def pool(parts: Iterable[Mismatch]) -> Mismatch:
-        """Return one measurement of the tokens of all parts.
+        """Combine the measurements of all ranks into one measurement of all tokens.
 
-        Gather the parts of all ranks first. Local. Positions of the worst tokens begin with the
-        index of their part.
+        First gather the measurements of all ranks. Local. In the result, the positions of the worst
+        tokens begin with the index of their part.
 
         Raises:
             UsageError: `parts` is empty.
@@ -128,7 +128,7 @@ def measure_mismatch(
         rollout_logprobs: the engine's log-probabilities, of the shape of `trainer_logprobs`.
         mask: bool of the shape of `trainer_logprobs`, True where a token counts. Leave out prompt
             and padding.
-        worst: the number of worst tokens to name.
+        worst: how many of the tokens with the largest k3 the result names.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
@@ -283,7 +283,7 @@ def _check_not_positive(name: str, values: torch.Tensor, positions: torch.Tensor
 
 @dataclass(frozen=True)
 class Agreement:
-    """Rates at which two sides chose the same set of experts, in any order."""
+    """Rates at which two recordings have the same set of experts, in any order."""
 
     overall: float
     """Fraction of (token, layer) pairs."""

@@ -141,7 +141,7 @@ class Routes:
     def join(parts: Iterable[Routes], *, pad_to: int | None = None) -> Routes:
         """Join parts along the tokens, in one copy.
 
-        Rows of padding name the experts in turn, over all parts, so that experts get equal work.
+        Padding rows name the experts in turn across all parts, so that experts get equal work.
 
         Args:
             pad_to: the number of tokens to which each part is padded, for rows of one length.
@@ -220,7 +220,7 @@ class Routes:
     def with_missing(self, *, before: int = 0, after: int = 0) -> Routes:
         """Add tokens whose choices are unknown.
 
-        The last sampled token has no row (`after=1`). An omitted prompt has no rows (`before=`).
+        Pass `after=1` for the last sampled token, and `before=` for the tokens of an absent prompt.
 
         Raises:
             ShapeError: `before` or `after` is negative.
@@ -234,8 +234,8 @@ class Routes:
     def pad(self, tokens: int) -> Routes:
         """Pad to `tokens` with rows that name all experts in turn.
 
-        Ids of successive experts are far apart, so that even a few rows give work to all ranks of
-        an expert-parallel group. The padding rows go to the end of the flattened input. For a
+        The ids in neighbouring slots are far apart, so even a few rows give work to all ranks of an
+        expert-parallel group. The padding rows go to the end of the flattened input. For a
         batch, call `with_missing` on each sequence, or use `join(pad_to=)`.
 
         Raises:

@@ -55,7 +55,7 @@ class KeptTokens:
 
     @classmethod
     def from_lists(cls, sets: Iterable[Sequence[int]], *, vocab_size: int) -> KeptTokens:
-        """Return kept tokens from one list of ids per token, in any order.
+        """Return kept tokens from one list per token, which has the kept ids in any order.
 
         vLLM returns the lists as `output.sampling_mask.token_ids`.
 
@@ -240,9 +240,9 @@ def kept_tokens(
 ) -> KeptTokens:
     """Return the ids that temperature, then top-k, then top-p keep. Local. Sorts the vocabulary.
 
-    Use this function only for an engine that does not return its kept ids. Near the limit, the
-    trainer's logits may keep other ids than the engine's logits. As in vLLM 0.32, the most likely
-    id is always kept. An id as likely as the last id of top-k is kept, too.
+    Use this function only for an engine that does not return its kept ids. Near the limit of top-k
+    or top-p, the trainer's logits may keep other ids than the engine's logits. As in vLLM 0.32, the
+    most likely id is always kept. An id as likely as the last id of top-k is kept, too.
 
     Args:
         logits: `[tokens, vocab]`.

@@ -30,7 +30,8 @@ def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -
         reader: the number of the reader in the plan.
 
     Raises:
-        PlanError: target and plan differ, a dtype loses bits, or a tensor is on the meta device.
+        PlanError: target and plan differ, a target's dtype cannot store all sent values, or a
+            tensor is on the meta device.
     """
     if not isinstance(target, nn.Module):
         target = named_tensors(target)  # An iterator can be read only once.

@@ -30,7 +30,7 @@ class Receipt:
     Attributes:
         seconds: how long the call took.
         digest: the digest of the version's commit marker.
-        held: the `digest_tensors` of the engine's tensors, if the `Subscriber` observes them. Each
+        held: digests of the engine's tensors, if the `Subscriber` was made with `observe`. Each
             tensor was compared with the tensor that `load` got. Pass `held` to `verify_engine` to
             compare the engine's tensors again.
     """

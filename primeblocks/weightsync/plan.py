@@ -61,8 +61,8 @@ class Plan:
         target: the names, the dtypes and the whole shapes of the tensors that are sent.
         wants: the boxes that each reader wants.
         bucket_bytes: the most bytes that a bucket may have.
-        unsent: the trainer's other tensors, which no reader wants. `unsent` is empty if the plan
-            was made with `convert`, because the sources of `convert` list all tensors of the
+        unsent: the names of the trainer's tensors that no reader wants. If the plan was made with
+            `convert`, `unsent` is empty, because `convert.sources` already names all tensors of the
             trainer.
     """
 
@@ -82,7 +82,7 @@ class Plan:
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """The offset of each tensor's first byte in a blob of all whole tensors, by tensor name.
+        """The position of each tensor's first byte, by name, in a buffer of all whole tensors.
 
         Tensors of wider dtypes come first, without padding.
         """
@@ -128,24 +128,30 @@ class Plan:
         return sum(self.buckets[index].bytes for index in self.of_rank(rank))
 
     def read_bytes(self, reader: int) -> int:
-        """Return the bytes that a reader reads of one version."""
+        """Return the bytes that a reader reads for one version."""
         return sum(self.buckets[index].bytes for index in self.of_reader(reader))
 
     def writer_peak_bytes(self, rank: int) -> int:
-        """Return the bytes that a full sync over a process group needs on a rank: two buckets."""
+        """Return the bytes that a rank needs to send a full version over a process group.
+
+        In addition to its weights, the rank needs at most two buckets.
+        """
         mine = self.of_rank(rank)
         messages = sum(len(self.buckets[index].readers) for index in mine)
         return min(2, messages) * self._largest(mine)
 
     def reader_peak_bytes(self, reader: int) -> int:
-        """Return the bytes that a full group sync needs on a reader: its boxes and two buckets."""
+        """Return the bytes that a reader needs to receive a full version over a process group.
+
+        In addition to the loaded weights, the reader needs its boxes and at most two buckets.
+        """
         mine = self.of_reader(reader)
         return self.read_bytes(reader) + min(2, len(mine)) * self._largest(mine)
 
     def table(self) -> str:
         """Tabulate the bytes that ranks write and readers read, with the total and its lower bound.
 
-        `peak` is the memory that a full sync over a process group takes in addition to the weights.
+        `peak` is the result of `writer_peak_bytes` or `reader_peak_bytes`.
         """
         links = {(bucket.rank, reader) for bucket in self.buckets for reader in bucket.readers}
         lines = [f"{'':>12} {'links':>6} {'buckets':>8} {'copies':>8} {'bytes':>16} {'peak':>16}"]

@@ -47,8 +47,7 @@ class Publisher:
     While a call of `publish` runs, a second call from any thread is refused.
 
     Args:
-        plan: the plan, which must be equal on all ranks. The plan's sources are the ranks of
-            `group`, in order.
+        plan: the plan, which must be equal on all ranks. Source i of the plan is rank i of `group`.
         parameters: as for `describe`. The parameters are read again at each publish.
         transport: this rank's end of the transport, which rank 0 owns.
         group: a gloo group. None is the default group, if torch.distributed is initialized.
@@ -58,9 +57,9 @@ class Publisher:
         convert: as for `plan_sync`.
         encode: a function that gets each tensor's name and this rank's part, before the cast to the
             target's dtype. If `encode` is a plain function, it must keep the name and the shape,
-            and return a dtype that converts to the target's dtype. `fp8.encode_weights` makes codes
-            and scales.
-        full_every: the number of consecutive versions of which at least one is sent in full. Other
+            and return a dtype that converts to the target's dtype. For FP8, pass the result of
+            `fp8.encode_weights`.
+        full_every: of this many consecutive versions, at least one is sent in full. The other
             versions are sent as deltas if a delta is expected to be faster. If `full_every` is 1,
             all versions are full. With a larger number, each rank keeps a copy, in host memory, of
             all bytes that it sends.
@@ -110,26 +109,25 @@ class Publisher:
     ) -> Receipt:
         """Send and commit one version. Collective over the trainer ranks.
 
-        Readers see either the whole version or none of it. After a failure, call `publish` again
-        with the same version. If a rank died or hung, first make a new group and new Publishers. If
-        the version is already committed, `publish` compares the committed version with the
-        parameters and does not send weights. If another rank hangs, the call ends two seconds after
-        `timeout_s`.
+        Readers never see a partly sent version. After a failure, call `publish` again with the same
+        version. If a rank died or hung, first make a new group and new Publishers. If the version
+        is already committed, `publish` compares the committed version with the parameters and does
+        not send weights. If another rank hangs, the call ends two seconds after `timeout_s`.
 
         Cost: one copy and one XXH3-128 of the bytes that this rank sends, in up to four threads,
         and eight small all-gathers. A delta costs one more pass over the bytes of the previous
         version.
 
         Args:
-            progress: called after each bucket, with the number of bytes that this rank has read and
-                with their total.
+            progress: called after each bucket, with the number of bytes that this rank has read so
+                far, and the total number.
 
         Raises:
             TransferError: some rank failed, died or was late. The committed version did not
                 change, unless the call failed after rank 0's commit.
             UsageError: `version` is not a policy version, is below the committed version, or is
                 committed with other bytes. Also raised if the parameters do not fit the plan, if
-                ranks disagree, or if another call of `publish` is running.
+                ranks differ in version or plan, or if another call of `publish` is running.
             ClosedError: the publisher was closed.
         """
         if self._closed:

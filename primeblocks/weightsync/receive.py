@@ -79,14 +79,14 @@ class Subscriber:
             targets of the wiring one at a time, in new memory.
         threads: how many threads check bytes, if there are enough bytes for them.
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
-            tensor while `load` copies earlier tensors, or once `load_into` has copied it. "ahead"
-            is faster, but may find damage in the middle of a load, after which `receive` loads the
-            previous version again. Without a previous version, for a delta, and if torch's threads
-            use all cores, "ahead" also checks all bytes first. If other processes may still write
-            to the bytes, `load` gets copies, and the copies are checked.
-        observe: a function that returns the engine's tensors by the names that `load` gets. After a
-            load, each tensor must equal the tensor that `load` got, bit for bit, or the load has
-            failed. Without `observe`, the receipt does not say what `load` did with the tensors.
+            tensor while `load` copies earlier tensors, or after `load_into` has copied the tensor.
+            "ahead" is faster, but may find damage in the middle of a load. `receive` then loads the
+            previous version again. "ahead" works like "before" for deltas, if there is no previous
+            version, or if torch's threads use all cores. If other processes may still write to the
+            bytes, `load` gets copies, and the copies are checked.
+        observe: a function that returns the engine's tensors, by the names that `load` was given.
+            After a load, each tensor must equal the tensor that `load` got, bit for bit. Otherwise,
+            the load has failed. Without `observe`, the receipt does not say what `load` did.
 
     Raises:
         PlanError: the plan has no such reader, or this reader needs a wiring and got no `convert`.
@@ -124,7 +124,7 @@ class Subscriber:
 
     @property
     def version(self) -> int | None:
-        """The version of the engine. None before the first load, in a load or after EngineError."""
+        """The loaded version. None before the first load, during a load, and after EngineError."""
         return None if self._served is None else self._served.version
 
     @property
@@ -143,8 +143,8 @@ class Subscriber:
         """Wait for a version and check every byte, but do not load it. Local.
 
         The next `receive` then only loads the version. Arguments, cost and errors are as for
-        `receive`. The reader does not hold memory that a trainer needs again. If the trainer has
-        published two more versions into this memory, `receive(version)` raises TransferError.
+        `receive`. If the bytes are in the trainer's memory, the trainer may reuse this memory after
+        `verify`. After two more publishes, `receive(version)` then raises TransferError.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):
@@ -170,15 +170,15 @@ class Subscriber:
 
         Args:
             version: the version to load. `version` may be older than the loaded version. The loaded
-                version is not loaded again. None means the version whose bytes `verify` checked and
-                kept, or else the newest version, if it is newer than the loaded version.
+                version is not loaded again. None means the version whose bytes `verify` has kept.
+                Without such bytes, None means the newest version newer than the loaded version.
             timeout_s: how long to wait for the version and its checks.
             progress: called with the bytes checked and loaded so far, and with their total. If
                 `progress` raises an error during a load, the load still runs to completion.
 
         Raises:
             DeadlineError: the version was not committed or not checked in time.
-            CorruptionError: bytes or marker were changed on the way. The engine is unchanged.
+            CorruptionError: bytes or commit marker are damaged. The engine is unchanged.
             PlanError: publisher and reader have different plans. The engine is unchanged.
             TransferError: the version was retired, or another reader of a group does not have it.
                 Also raised if `load` failed and the previous version was loaded again.

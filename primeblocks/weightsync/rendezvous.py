@@ -40,7 +40,8 @@ def announce(
         where: the name of a new `SharedMemoryTransport`, or this rank's end of a transport.
         parameters: as for `describe`.
         dtype: the dtype in which floats are sent. With None, each tensor keeps its own dtype.
-        convert: as for `plan_sync`. The engines hold the targets of `convert`.
+        convert: as for `plan_sync`. The engines' tensors have the names and shapes that are in
+            `convert.targets`.
         group: the trainer ranks. None is the default group, or only this process if
             torch.distributed is not initialized.
 

@@ -48,11 +48,11 @@ _Wrong = dict[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of `verify_engine`: the names of tensors, each with a place or a reason.
+    """The result of `verify_engine`: by tensor name, where or why a tensor is not proved.
 
     Attributes:
         tensors: the number of tensors compared.
-        differing: tensors with other elements in the engine.
+        differing: tensors whose elements in the engine differ from the trainer's elements.
         missing: tensors that the engine does not have.
         unexpected: tensors of the engine that the trainer does not send.
         unobservable: tensors whose elements cannot be observed in the engine.
@@ -112,19 +112,20 @@ def verify_engine(
     """Compare an engine's weights with the trainer's, and name the tensors that differ.
 
     Does not send or change weights. Collective over the trainer ranks. Cost: one pass over the
-    weights on each side.
+    weights in the trainer, and one in the engine.
 
     Args:
-        parameters: this rank's parameters, unchanged since the last update of the engine. With the
-            `held` of a `Receipt`, the call checks whether the engine still has the loaded tensors.
+        parameters: this rank's parameters, unchanged since the last update of the engine. If you
+            pass the `held` of a `Receipt` instead, the call checks whether the engine still has the
+            loaded tensors.
         engine: on rank 0, a module, tensors by name, or an `Observed`. For several processes, a
             list with one entry for each process. `engine` may also be a function that returns a
-            module, tensors by name, an `Observed` or a list. On ranks other than 0, None.
+            module, tensors by name, an `Observed` or a list. Pass None on all other ranks.
         into: for each reader, the wiring to its parameters if these parameters are fused, stacked
             or sliced.
         plan, convert, source, encode, group: the arguments of the `Publisher`. Without `plan`, a
-            plan is made for `into`. Without `plan` and `into`, tensors that both sides have are
-            compared by name.
+            plan is made for `into`. Without `plan` and `into`, tensors that have the same name
+            in trainer and engine are compared.
         timeout_s: how long ranks wait for each other.
         progress: called after each bucket, or after each tensor if tensors are compared by name.
             The arguments are the number of bytes that this rank has compared, and the total number.
@@ -132,8 +133,8 @@ def verify_engine(
     Raises:
         PlanError: the trainer's tensors do not fit the plan, or the engine was observed with
             another plan. Also raised if `parameters` or `engine` has an unsupported type.
-        UsageError: `engine` is missing, or the sides have no name in common. Also raised if `plan`
-            and `into` are missing for several ranks, several engine processes or an `Observed`.
+        UsageError: `engine` is missing, or does not share a name with the trainer. Also raised if
+            `plan` and `into` are missing for several ranks, engine processes or an `Observed`.
         TransferError: a rank failed or was late.
     """
     deadline = time.monotonic() + timeout_s

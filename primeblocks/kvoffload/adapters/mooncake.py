@@ -9,7 +9,8 @@ directly between the slab of the host tier and the memory of other machines. Moo
 decides which pages are evicted.
 
 The tier follows the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and types.h). The tier
-ran with the wheel `mooncake-transfer-engine-non-cuda` over TCP on one machine. RDMA was not run.
+was run with the wheel `mooncake-transfer-engine-non-cuda` over TCP on one machine. The tier was not
+run over RDMA.
 """
 
 from __future__ import annotations
@@ -89,10 +90,10 @@ def connect(
         hostname: the name under which other clients reach this machine.
         segment_bytes: the bytes of memory that this process gives to pages of all engines: 0, or at
             least 16 MiB.
-        buffer_bytes: the size of Mooncake's own buffer, for values that it reads from a disk.
+        buffer_bytes: the size of Mooncake's own buffer, for values that Mooncake reads from a disk.
         protocol: "tcp" or "rdma".
         devices: RDMA devices, separated by commas.
-        metadata: Mooncake's metadata server. The default works without a server.
+        metadata: Mooncake's metadata server. The default works without a metadata server.
         timeout_s: how long to try to reach the master. Without a master, Mooncake's own setup
             would block the whole interpreter for 90 s (measured with 0.3.13).
 
@@ -133,25 +134,26 @@ class MooncakeTier:
     """A tier of pages that all engines of a Mooncake Store share.
 
     A value has a header, the page, its attachments, and zeros up to the size of a frame. All values
-    have one size, because a reader must know the size of a value. The first value of a key stays
-    until Mooncake evicts it or an engine drops it.
+    have one size, because a reader must know the size of a value. The first value that is written
+    under a key stays until Mooncake evicts the value or an engine drops it.
 
-    A call ends when Mooncake ends it. A call takes 30 s if the master hangs, and 60 s if the owner
-    of the memory hangs (measured with 0.3.13). Mooncake uses the frames of a call until the call
-    ends, so the tier cannot give up a call sooner. The deadlines of the `TieredStore` still hold.
-    After a call that was late or lost its connection, all loads miss for `rest_s` seconds. Threads
-    may share a tier. Puts and gets of a tier run one after the other.
+    The tier cannot stop a call to Mooncake, because Mooncake uses the frames of the call until the
+    call ends. A call takes 30 s if the master hangs, and 60 s if the process that stores the page
+    hangs (measured with 0.3.13). The deadlines of the `TieredStore` still hold. After a call that
+    was late or lost its connection, all loads miss for `rest_s` seconds. Threads may share a tier.
+    Puts and gets of a tier run one after the other.
 
     Args:
         client: the result of `connect`. The tier closes this client.
         host: the host tier of the store, whose slab is registered with Mooncake.
         namespace: the prefix of all names in the store. The prefix has 1 to 64 characters: letters,
             digits and `_.-`.
-        rest_s: how many seconds to make no calls after a call that was late or lost its connection.
+        rest_s: for how many seconds the tier does not call Mooncake after a call that was late or
+            lost its connection.
         clock: a monotonic clock: a function that returns seconds.
 
     Raises:
-        PlanError: `namespace` is empty, is too long, or has other characters.
+        PlanError: `namespace` is empty, is too long, or has a character that is not allowed.
         EngineError: Mooncake refuses to register the slab.
     """
 
@@ -196,7 +198,7 @@ class MooncakeTier:
             self._registered.append(memory.ctypes.data)
 
     def put(self, records: Sequence[Record]) -> list[Wrong | None]:
-        """Write pages that the store lacks. Costs one request per 64 pages, and the transfers."""
+        """Write pages that the store lacks. Cost: a request per 64 pages, and the transfer."""
         answers: list[Wrong | None] = []
         for batch in _batches([record.key for record in records]):
             with self._turn:
@@ -206,7 +208,7 @@ class MooncakeTier:
     def get(
         self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]
     ) -> list[Found | Wrong | None]:
-        """Read pages. Costs one request per 64 pages, and the transfers. Removes wrong values."""
+        """Read pages, and remove wrong values. Cost: a request per 64 pages, and the transfer."""
         answers: list[Found | Wrong | None] = []
         for batch in _batches(keys):
             with self._turn:
@@ -214,7 +216,7 @@ class MooncakeTier:
         return answers
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Remove pages for all engines, even while others read them. Costs one request.
+        """Remove pages for all engines, even while other engines read them. Cost: one request.
 
         Raises:
             OSError, DeadlineError: Mooncake did not remove the pages.
@@ -229,7 +231,7 @@ class MooncakeTier:
     def clear(self) -> None:
         """Remove all pages of the namespace for all engines.
 
-        One request. Raises the errors of `drop`.
+        Cost: one request. Raises the errors of `drop`.
         """
         pattern = f"^{self._namespace.replace('.', '[.]')}/"
         with self._call() as client:
@@ -239,7 +241,9 @@ class MooncakeTier:
         """Do nothing. Mooncake decides how durable pages are."""
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Return which pages the store has, or False for all pages during `rest_s`. One request.
+        """Return which pages the store has, or False for all pages during `rest_s`.
+
+        Cost: one request.
 
         Raises:
             OSError, DeadlineError: Mooncake did not answer.
@@ -261,8 +265,8 @@ class MooncakeTier:
         if Mooncake's master has ended (measured with 0.3.13).
 
         Raises:
-            DeadlineError: a call of another thread has not ended after two minutes. Mooncake keeps
-                the client and the slab.
+            DeadlineError: a call of another thread has not ended after two minutes. The client
+                stays open, and the slab stays registered.
         """
         with self._changed:
             if self._closed:

@@ -1,4 +1,4 @@
-"""Crash-safe pages on a local disk: one file of equal frames, and an SQLite index."""
+"""Crash-safe pages on a local disk: one file of frames of equal size, and an SQLite index."""
 
 from .data import System
 from .tier import DiskTier

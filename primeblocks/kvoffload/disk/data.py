@@ -40,9 +40,10 @@ _VECTOR = min(256, os.sysconf("SC_IOV_MAX"))  # buffers of one call
 
 
 class System:
-    """The file system: only this class accesses files. Tests of faults use a subclass that fails.
+    """All calls to the file system. To test faults, pass a subclass whose methods raise OSError.
 
-    Every call may raise OSError. Calls of a connection may raise sqlite3.Error.
+    Every method may raise OSError. Methods of the connection from `connect` may raise
+    sqlite3.Error.
     """
 
     connection = sqlite3.Connection
@@ -77,7 +78,10 @@ class System:
         return os.open(path, flags, 0o600)
 
     def connect(self, path: Path) -> sqlite3.Connection:
-        """Open a database for this process alone and all its threads. Make it if absent."""
+        """Open a database for all threads of this process, and make the database if absent.
+
+        Other processes cannot use the database meanwhile.
+        """
         connection = sqlite3.connect(
             path,
             timeout=0,
@@ -112,7 +116,7 @@ class System:
         return os.pwritev(descriptor, buffers, offset)
 
     def read(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        """Fill buffers in turn. Return the number of bytes read, or 0 at the end of the file."""
+        """Fill buffers one after the other. Return the bytes read, or 0 at the end of the file."""
         return os.preadv(descriptor, buffers, offset)
 
     def truncate(self, descriptor: int, size: int) -> None:
@@ -126,7 +130,7 @@ class System:
         path.unlink(missing_ok=True)
 
     def sync_folder(self, folder: Path) -> None:
-        """Make the names of files survive a power cut."""
+        """Make the names of the files in a folder survive a power cut."""
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

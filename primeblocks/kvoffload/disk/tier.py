@@ -27,21 +27,21 @@ _ROOM_BYTES, _ROW_BYTES = 16 << 10, 128  # a generous guess at what the index ta
 class DiskTier:
     """A folder of pages that survives the process that made them.
 
-    The file `pages` has equal frames, and new pages go to the next free frames. The SQLite database
-    `index` has a row for each page, with the frame of the page. A page is acknowledged only after
-    its row is committed. The frame of a removed page is reused only after the removal of its row is
-    committed. After a kill, the next owner finds all acknowledged changes. A page whose `put` was
-    cut short has no row, and its frame is free.
+    The file `pages` has frames of equal size. New pages go to the next free frames. The SQLite
+    database `index` has a row for each page, with the frame of the page. A page is acknowledged
+    only after its row is committed. The frame of a removed page is reused only after the removal of
+    its row is committed. After a kill, the next owner finds all acknowledged changes. A page whose
+    `put` was interrupted does not have a row, and its frame is free.
 
     A power cut may undo changes since the last `flush` or `clear`. Damage to the index may undo
     changes or lose all pages. A load never gets a wrong page, because the caller compares the
     digest of key and bytes. Threads may share a tier: calls take turns, except `holds` and `len`.
-    After `close`, or in a forked child, only `holds`, `len` and `close` do not raise ClosedError.
+    After `close` or in a forked child, calls raise ClosedError, except `holds`, `len` and `close`.
 
-    If another program removed, replaced or cut a file of the tier, the next change or `flush`
-    raises CorruptionError. Without `pages` or `lock`, the tier accepts no pages until the folder is
-    opened again. On a full disk the tier continues with its existing frames. If the index then
-    needs room, the tier drops the pages in its last frames.
+    If another program removed, replaced or truncated a file of the tier, the next change or `flush`
+    raises CorruptionError. If `pages` or `lock` was removed or replaced, the tier refuses new pages
+    until the folder is opened again. On a full disk the tier continues with its existing frames. If
+    the index then needs room, the tier drops the pages in its last frames.
 
     Args:
         path: the folder, which is made if absent. Only one tier at a time can own the folder.
@@ -52,7 +52,7 @@ class DiskTier:
         page_bytes: the bytes of a page.
         attachment_bytes: the room next to each page for its packed attachments.
         io: "direct" bypasses the page cache, "buffered" uses it, "auto" bypasses it if possible.
-        system: the operating system. Tests pass a system that fails.
+        system: makes all calls to the file system. Pass a subclass of `System` to test faults.
 
     Raises:
         PlanError: `capacity_bytes` is too small for one page, or `io` is unknown.
@@ -100,11 +100,11 @@ class DiskTier:
     def put(self, records: Sequence[Record]) -> list[Answer]:
         """Write pages: first their bytes, then their index rows in one transaction. Local.
 
-        A page that replaces another page is written to a new frame. If no frame is free, the old
-        page is removed first, and a refusal or a kill loses both pages. If a frame is free, a
-        refusal leaves the old page in place. The answer is a `CapacityError` if quota or disk is
-        full, a `ShapeError` if the content does not fit, or an `OSError`. A `CorruptionError` means
-        that the index is damaged and that all pages are lost.
+        A page that replaces another page is written to a new frame. If a frame is free, a failed
+        write leaves the old page in place. If no frame is free, the old page is removed first, and
+        a failed write or a kill loses both pages. The result has `CapacityError` if quota or disk
+        is full, `ShapeError` if the content does not fit, or an `OSError`. A `CorruptionError`
+        means that the index is damaged and that all pages are lost.
         """
         with self._in_turn():
             latest = {record.key: record for record in records}
@@ -125,7 +125,7 @@ class DiskTier:
     def get(self, keys: Sequence[PageKey], *, into: Sequence[np.ndarray]) -> list[Found | Answer]:
         """Read pages, and return their lengths and digests, which the caller must compare. Local.
 
-        The result has None for a missing page, and an OSError if the file system refused. A
+        The result has None for a missing page, and an OSError if the page cannot be read. A
         CorruptionError means that the file ends before the page, or that the index is damaged.
         """
         with self._in_turn():
@@ -169,9 +169,9 @@ class DiskTier:
         """Make all changes so far survive a power cut.
 
         Raises:
-            CapacityError, OSError: the file system refused.
-            CorruptionError: pages were lost after an earlier refusal, or because the file was cut.
-                Other pages survive. Also raised for the reasons given in `drop`.
+            CapacityError, OSError: the file system refused a write or a sync.
+            CorruptionError: pages were lost, because an earlier sync failed or a file was truncated
+                or damaged. Other pages survive. Also raised for the reasons given in `drop`.
         """
         with self._in_turn(), refusing(self.path):
             try:

@@ -29,7 +29,10 @@ __all__ = [
 
 
 class Facts(Flag):
-    """The facts that a store keeps for a policy. A store always keeps recency."""
+    """Facts that a store keeps only for policies that need them.
+
+    In addition, a store always keeps when each page was last used.
+    """
 
     NONE = 0
     VERSIONS = auto()  # pages by policy version
@@ -65,8 +68,8 @@ class Live:
         since: the tick at which the state began.
         position: the place of the rollout in the engine's queue, counted from 0, or 0 if the
             rollout does not queue.
-        expected_ticks: the number of ticks until the rollout is expected to run again, from running
-            means of earlier waits.
+        expected_ticks: the expected number of ticks until the rollout runs again, computed from the
+            running means of earlier waits.
     """
 
     page: Candidate
@@ -77,7 +80,7 @@ class Live:
 
 
 class Snapshot(NamedTuple):
-    """A full tier, reduced to the pages that a policy may choose.
+    """The facts about a full tier, and the pages from which a policy may choose.
 
     Args:
         version: the current policy version.
@@ -85,11 +88,11 @@ class Snapshot(NamedTuple):
         oldest: the least recently used page of all.
         by_version: the least recently used page of each version. Needs `VERSIONS`.
         ended: among pages whose rollouts have all ended, the page whose last rollout ended first.
-            A later use of a page counts as a later end. Needs `ENDS`.
+            If a page is used after that end, the time of this use counts as the end. Needs `ENDS`.
         live: the rollout that has run longest, the rollout that has waited longest for each
             reason, and the last rollout of the queue. Needs `STATES`.
         shared: the least recently used page that several rollouts use. Needs `ENDS`.
-        unnamed: the least recently used page without a named rollout. Needs `ENDS`.
+        unnamed: the least recently used page for which no rollout was named. Needs `ENDS`.
     """
 
     version: int
@@ -118,7 +121,7 @@ class Evict(Protocol):
     """A policy: a pure function of a snapshot.
 
     The attribute `facts` of a policy declares the facts that the policy needs. A policy without
-    `facts` gets snapshots with recency only.
+    `facts` gets snapshots with only `version`, `tick` and `oldest`.
     """
 
     def __call__(self, snapshot: Snapshot) -> Choice: ...
@@ -153,7 +156,10 @@ def lru(snapshot: Snapshot) -> Choice:
 
 @_needs(Facts.VERSIONS)
 def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
-    """Choose a page of the oldest version below `version - max_staleness`. Not demoted. Pure."""
+    """Choose a page of the oldest version below `version - max_staleness`. Pure.
+
+    The chosen page is not demoted.
+    """
     last = snapshot.version - max_staleness
     dead = [page for page in snapshot.by_version if (page.key.version or 0) < last]
     if not dead:
@@ -166,18 +172,19 @@ def ended(snapshot: Snapshot) -> Choice | None:
     """Choose a page whose rollouts have all ended.
 
     If several pages have only ended rollouts, the function chooses the page whose last rollout
-    ended first. A later use of a page counts as a later end. The chosen page is not demoted. Pure.
+    ended first. If a page is used after that end, the time of this use counts as the end. The
+    chosen page is not demoted. Pure.
     """
     return Choice(snapshot.ended, demote=False) if snapshot.ended is not None else None
 
 
 @_needs(Facts.ENDS | Facts.STATES)
 def by_schedule(snapshot: Snapshot) -> Choice | None:
-    """Choose the page by the states of rollouts in the scheduler. Pure.
+    """Choose a page by the state of its rollout: running, waiting or queued. Pure.
 
-    Pages of running rollouts are evicted first, because the engine has these pages. Pages of
-    waiting rollouts and pages without a rollout are evicted next. Pages of the last rollout in the
-    queue are evicted last.
+    Pages of running rollouts are evicted first, because the engine also has copies of these pages.
+    Pages of waiting rollouts and pages without a rollout are evicted next. Pages of queued rollouts
+    are evicted last, beginning with the last rollout in the queue.
     """
     far = {(_rank(live), -live.since, live.page.last_used): live.page for live in snapshot.live}
     if (page := snapshot.unnamed) is not None:
@@ -191,13 +198,14 @@ def _rank(live: Live) -> tuple[int, int]:
 
 @_needs(Facts.ENDS | Facts.STATES | Facts.WAITS)
 def by_waits(snapshot: Snapshot) -> Choice | None:
-    """Choose the page that is needed last, by the running means of the waits. Pure.
+    """Choose the page whose next use is expected last, from the running means of waits. Pure.
 
     Among rollouts that wait for one reason, pages of the rollout that has waited longest are chosen
-    first. A page without a rollout is expected to stay unused for as long as it has been unused. A
-    page of several rollouts is expected to stay unused for an eighth of its unused time. A page of
-    ended rollouts is expected to stay unused for eight times its unused time, and is not demoted. A
-    page of ended rollouts may be the prompt of a later rollout.
+    first. For other pages, the expected time until the next use depends on the time since the last
+    use. Both times are equal for a page without a rollout. For a page of several rollouts, the
+    expected time is an eighth of the time since the last use. For a page of ended rollouts, the
+    expected time is eight times the time since the last use. Such a page is not demoted, but may
+    belong to the prompt of a later rollout.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)
@@ -219,12 +227,12 @@ class VersionAware:
     2. Pages whose rollouts have all ended are evicted next, in the order in which their rollouts
        ended. Pages of ended rollouts are not demoted.
 
-    The policy makes no guess about waits. The policy is worse than `lru` only if pages of ended
-    rollouts are loaded again.
+    The policy does not estimate how long rollouts will wait. The policy is worse than `lru` only if
+    pages of ended rollouts are loaded again.
 
     Args:
-        max_staleness: the largest staleness of pages that are kept. With None, pages of all
-            versions are kept.
+        max_staleness: pages with a larger staleness than this number are useless. With None, rule 1
+            does not apply.
 
     Raises:
         PlanError: `max_staleness` is negative.
@@ -242,22 +250,23 @@ class VersionAware:
 
 @dataclass(frozen=True)
 class RolloutAware:
-    """A policy that evicts useless pages first, then the page that is needed last.
+    """A policy that evicts useless pages first, then the page whose next use is expected last.
 
     1. Pages of versions below `version - max_staleness` are evicted first, as `VersionAware` does.
-    2. The page that will be needed last is evicted next. Queued rollouts are ordered by their place
-       in the queue, and waiting rollouts by the mean wait for their reason. `by_waits` describes
-       the order of pages without a queued or waiting rollout. The last page of a rollout is evicted
-       first, because this page is useless without the pages before it.
+    2. The page whose next use is expected last is evicted next. Queued rollouts are ordered by
+       their place in the queue, and waiting rollouts by the mean wait for their reason. `by_waits`
+       describes the order of pages without a queued or waiting rollout. Among the pages of one
+       rollout, the last page is evicted first, because this page is useless without the pages
+       before it.
 
     The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
-    Without rollouts, `pause`, `queue` and `end`, rule 2 chooses as `lru` does. A mean says little
-    about waits with a heavy tail. For waits with a heavy tail, the policy can fall to 0.38 of the
-    hits of `lru` (see `docs/kvoffload_eviction.md`).
+    If you never pass a `rollout`, rule 2 chooses as `lru` does. A mean says little about waits with
+    a heavy tail. For waits with a heavy tail, the policy can fall to 0.38 of the hits of `lru` (see
+    `docs/kvoffload_eviction.md`).
 
     Args:
-        max_staleness: the largest staleness of pages that are kept. With None, pages of all
-            versions are kept.
+        max_staleness: pages with a larger staleness than this number are useless. With None, rule 1
+            does not apply.
 
     Raises:
         PlanError: `max_staleness` is negative.

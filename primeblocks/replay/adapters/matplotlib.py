@@ -27,7 +27,8 @@ def plot_tokens(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = N
     """Plot k3 of each token, the worst first, on a log scale. A few tokens cause most of the k3.
 
     Args:
-        log_ratios: by label, trainer minus rollout log-probabilities of the tokens that count.
+        log_ratios: for each label, the trainer's minus the engine's log-probabilities of the tokens
+            that count.
     """
     axes = _made(axes)
     for label, log_ratio in log_ratios.items():
@@ -55,7 +56,7 @@ def plot_ratios(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = N
 
 
 def plot_agreement(agreement: Agreement, *, axes: Axes | None = None) -> Axes:
-    """Plot for each layer how often both sides chose the same experts."""
+    """Plot for each layer how often the two recordings have the same experts."""
     axes = _made(axes)
     axes.bar(list(agreement.by_layer), list(agreement.by_layer.values()))
     axes.set(title="Routes that agree", xlabel="layer", ylabel="fraction", ylim=(0, 1))

@@ -1,9 +1,9 @@
 """Routers of Hugging Face transformers models.
 
-Each router below returns `(logits, gate weights, indices)` and computes the weights only from the
-logits. A forward hook can compute weights of other experts from the logits, without running the
-router again. The adapter recognises a router by the source code of its `forward` method, which many
-families share.
+A supported router returns `(logits, gate weights, indices)`, and computes the weights only from
+the logits. A forward hook can compute gate weights of other experts from the logits, without
+running the router again. The adapter recognises a router by the source code of its `forward`
+method, which many families share.
 """
 
 from __future__ import annotations

@@ -43,15 +43,17 @@ class JsonServer:
     async def exchange(
         self, method: str, path: str, body: Any = None, *, deadline: float
     ) -> tuple[int, dict[str, Any]]:
-        """Make a request, and return the HTTP status and the answer. Error statuses do not raise.
+        """Make a request, and return the HTTP status and the answer.
+
+        A status that means an error does not raise.
 
         Args:
             body: a JSON-able value. With None, the body is empty.
             deadline: the latest time of the answer, as a value of `time.monotonic()`.
 
         Returns:
-            The status and a JSON object. An answer that is not an object is stored in a new object,
-            under "answer".
+            The status and a JSON object. If the answer is not an object, the returned object has
+            the answer under the key "answer".
 
         Raises:
             DeadlineError: the answer was incomplete at the deadline. The server may still act on
@@ -87,7 +89,7 @@ class JsonServer:
     def exchange_blocking(
         self, method: str, path: str, body: Any = None, *, deadline: float
     ) -> tuple[int, dict[str, Any]]:
-        """Run `exchange` in a thread, so that a caller may have a running event loop."""
+        """Run `exchange` in a thread, so that the caller's thread may have a running event loop."""
         request = self.exchange(method, path, body, deadline=deadline)
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, request).result()

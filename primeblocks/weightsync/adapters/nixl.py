@@ -4,7 +4,7 @@
     transport = PullTransport(store, NixlWire(serves=False))                   # in engines
 
 UCX chooses its transports by itself. To restrict the choice, set `UCX_TLS`. On a machine without
-RDMA and without a GPU, UCX has only `tcp,shm,self,sysv,posix`.
+RDMA and without a GPU, UCX has only the transports `tcp,shm,self,sysv,posix`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class NixlWire:
 
     Args:
         serves: whether other processes read from this process. With True, NIXL runs a thread that
-            uses a whole core (measured with NIXL 1.5.1). Without the thread, UCX accepts no
-            connection, and serves only reads that the hardware does by itself.
+            uses a whole core (measured with NIXL 1.5.1). Without the thread, UCX does not accept
+            connections, and serves only reads that the hardware does by itself.
         backend: the name of a backend that NIXL has on this machine.
 
     Raises:

@@ -1,6 +1,6 @@
 """Names and shapes of transformers 5 checkpoints, as `save_pretrained` writes them.
 
-This adapter records the reversible transforms of transformers between module and checkpoint.
+This adapter records how transformers turns the tensors of a module into those of a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
 
     Raises:
         UnsupportedError: transformers drops elements.
-        PlanError: transformers computes a tensor, or ranks describe a tensor differently.
+        PlanError: transformers computes new values for a tensor, or ranks describe a tensor
+            differently.
     """
     whole = _unsharded(model)
     wiring = record_wiring(

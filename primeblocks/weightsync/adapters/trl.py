@@ -26,12 +26,13 @@ __all__ = ["TrlTransfer"]
 class TrlTransfer:
     """Publishes TRL's weights, and makes the engine load them.
 
-    The first call of `send_weights` makes the plan and attaches the engine. Versions count TRL's
-    transfers from 1. Cost: a copy of the model in `dtype` in host memory, filled one weight at a
-    time. If `full_every` is above 1, the cost is two copies of the model.
+    The first call of `send_weights` makes the plan and attaches the engine. The first transfer is
+    version 1, and each later transfer is the next version. Cost: a copy of the model in `dtype` in
+    host memory, filled one weight at a time. If `full_every` is above 1, the cost is two copies of
+    the model.
 
     Args:
-        transport: the trainer's end. You close it.
+        transport: the trainer's end of the transport. You must close the transport yourself.
         attach: `attach(plan)` connects the engine to the transport.
         update: `update(receipt)` makes the engine load a version, and may pause it.
         run: `run(coroutine, timeout_s=)` runs a coroutine in the engine's event loop and returns
@@ -77,8 +78,8 @@ class TrlTransfer:
         """Send all weights as the next version, and return when the engine has loaded it. Local.
 
         Raises:
-            PrimeblocksError: the errors of `Publisher.publish`, `attach` and `update`. A later call
-                uses the same version number. TRL ends the training run with the raised error.
+            PrimeblocksError: the errors of `Publisher.publish`, `attach` and `update`. The next
+                call uses the same version number again. TRL ends the training run with the error.
             UsageError: TRL's weights have other names or shapes than in the first transfer.
             ClosedError: `destroy` was called.
         """

@@ -1,4 +1,4 @@
-"""`open_transport` over every wire of this package, for workers of engines."""
+"""`open_transport` for workers of engines. It can open every wire of this package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def open_transport(spec: Mapping[str, Any]) -> Transport:
 
     Raises:
         MissingPackageError: the wire's package is not installed in this process.
-        UnsupportedError: this version does not know the kind of transport.
+        UnsupportedError: this release of primeblocks does not know the kind of transport.
         TransferError: the transport's store does not answer.
     """
     return opening.open_transport(spec, wires={"nixl": _nixl})

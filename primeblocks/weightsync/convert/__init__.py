@@ -1,4 +1,4 @@
-"""Conversion between the names and shapes that trainer, checkpoint and engine give weights."""
+"""Conversion of weights between the names and shapes of trainer, checkpoint and engine."""
 
 from ..manifest import Manifest, gather_manifests
 from .conversion import Reads, Wiring, record_reads, record_wiring

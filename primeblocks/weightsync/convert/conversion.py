@@ -1,4 +1,4 @@
-"""Conversions between the names and shapes that trainer, checkpoint and engine give weights.
+"""Conversions of weights between the names and shapes of trainer, checkpoint and engine.
 
 A conversion only moves elements, so it is exact. To record it, its function runs once on tensors
 without memory. The strides of the results say which box of a source fills which box of a target. So
@@ -57,7 +57,9 @@ class Wiring:
         return _grouped(self.targets, ((piece.target, piece) for piece in self.pieces))
 
     def map(self, held: Manifest) -> list[Piece]:
-        """Return the pieces of one rank's shards, in global coordinates on both sides. Local.
+        """Return the pieces of one rank's shards. Local.
+
+        The boxes of a piece are in the coordinates of the whole source and of the whole target.
 
         Raises:
             PlanError: a name or a global shape is not in `sources`, or a dtype does not convert.
@@ -78,8 +80,8 @@ class Reads:
     Attributes:
         sources: the whole tensors of which the loader reads boxes.
         boxes: the boxes that the loader reads, by tensor name.
-        inexact: the reason why the boxes of a tensor hold more than the loader reads, by tensor
-            name.
+        inexact: the reason why the boxes of a tensor contain more elements than the loader reads,
+            by tensor name.
         into: the wiring to the parameters that `record_reads` got. `to_json` leaves `into` out.
         lost: the reason why `into` lacks a tensor or a part of it, by tensor name.
         written: the number of elements that the loader writes to each parameter, by parameter name.
@@ -93,7 +95,7 @@ class Reads:
     written: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def lacking(self, held: Boxes) -> list[str]:
-        """Return the names of tensors with elements that are read, but are not in `held`.
+        """Return the names of tensors of which the loader reads elements outside `held`.
 
         The boxes of `held` must not overlap.
         """

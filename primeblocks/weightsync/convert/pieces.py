@@ -36,7 +36,7 @@ class Piece:
     dims: tuple[int, ...]
 
     def inverse(self) -> Piece:
-        """Return the piece from the target back to the source."""
+        """Return the piece that moves the same elements from the target back to the source."""
         back = [NEW] * len(self.source_box.sizes)
         for dim, origin in enumerate(self.dims):
             if origin != NEW:

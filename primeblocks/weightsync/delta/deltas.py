@@ -61,7 +61,7 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
     """Return the delta that turns `old` into `new`, or None if the delta is not smaller than `new`.
 
     Compares bit patterns. Local: reads both tensors once. If the tensors are on a device, only
-    changed elements are copied to the host. To update `old` for the next call, apply the delta.
+    changed elements are copied to the host. Before the next call, apply the delta to `old`.
 
     Raises:
         ShapeError: shapes or dtypes differ, or a tensor is not contiguous.
@@ -93,10 +93,10 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 def apply_delta(target: Tensor, delta: Bytes) -> None:
     """Overwrite the changed elements of `target` in place.
 
-    Local. The cost depends only on the changed elements. Idempotent. If `apply_delta` raises an
-    error, `target` is unchanged. If `target` is neither the `old` nor the `new` of the delta, the
-    call succeeds, but the result may be wrong. Compare versions before the call, and digests after
-    the call.
+    Local. The cost depends only on the number of changed elements. Idempotent. If `apply_delta`
+    raises an error, `target` is unchanged. If `target` is neither the `old` nor the `new` of the
+    delta, the call succeeds, but the result may be wrong. Compare versions before the call, and
+    digests after the call.
 
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost.

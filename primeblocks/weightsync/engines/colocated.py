@@ -147,7 +147,7 @@ class Colocated:
             DeadlineError: half of `timeout_s` was used up. It is the trainer's turn again.
             TransferError: a stage failed on another rank, or a rank died. It is the trainer's turn
                 again. After the death of a rank, make a new group and a new `Colocated`.
-            EngineError: the stages before the failure could not be undone either, and the turn is
+            EngineError: a stage failed, and the stages before it could not be undone. The turn is
                 "torn". Restart the engine.
             UsageError: it is not the trainer's turn.
             Exception: any error of a stage on this rank. It is the trainer's turn again.
@@ -166,8 +166,8 @@ class Colocated:
         If a stage fails, the engine wakes and loads its version again.
 
         Raises:
-            Exception: the errors of `to_engine`. After an error, the engine keeps the turn, unless
-                the turn is "torn".
+            Exception: the errors of `to_engine`. After an error, it is still the engine's turn,
+                unless the turn is "torn".
         """
         self._expect("engine")
         receipt = self._receipt

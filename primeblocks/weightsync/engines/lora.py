@@ -49,7 +49,7 @@ class AdapterSpec:
             Version 7 of "policy" is served as "policy@7".
         rank: the number of rows of A.
         alpha: the numerator of the scale s.
-        rslora: whether s divides by sqrt(rank).
+        rslora: whether s is alpha / sqrt(rank) instead of alpha / rank.
 
     Raises:
         UsageError: `name` is malformed, or `rank` is not positive.
@@ -78,7 +78,8 @@ class AdapterSpec:
         """Read PEFT's settings: `LoraConfig.to_dict()`, or a parsed adapter_config.json. Local.
 
         Raises:
-            UnsupportedError: the settings go beyond plain LoRA with one rank, such as DoRA.
+            UnsupportedError: the settings are not plain LoRA with one rank for all modules. DoRA is
+                an example.
             UsageError: the settings lack rank or alpha.
         """
         found = [key for key in _NOT_PLAIN if config.get(key)]
@@ -144,16 +145,16 @@ class AdapterSpec:
 
 
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:
-    """Return the LoRA parameters of a PEFT model by the names of PEFT's files. Local, no copies.
+    """Return the LoRA parameters of a PEFT model by the names of PEFT's files. Local.
 
-    The result contains the live parameters, and DTensors stay sharded.
+    The result contains the live parameters without copies, and DTensors stay sharded.
 
     Args:
         adapter: PEFT's name of the adapter in the model.
 
     Raises:
         PlanError: the model has no such adapter.
-        UnsupportedError: the adapter has more than A and B, such as DoRA's magnitudes.
+        UnsupportedError: the adapter has parameters other than A and B, such as DoRA's magnitudes.
     """
     parts = re.compile(rf"(?P<stem>.+\.lora_[AB])\.{re.escape(adapter)}\.weight")
     others = re.compile(rf".+\.(lora_\w+|modules_to_save)\.{re.escape(adapter)}(\..+)?")

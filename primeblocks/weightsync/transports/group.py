@@ -47,8 +47,8 @@ class GroupTransport:
     A publish waits until every reader calls `receive`. A reader returns a version only if all
     readers have it. The reader keeps the received bytes, for deltas and for a return to the
     received version. The received bytes take as much memory as the reader's boxes, or twice as much
-    with deltas. The store records whether a version is committed. All ranks follow the record in
-    the store even if ranks die, as long as the store survives.
+    with deltas. The store records whether a version is committed. Living ranks take this decision
+    from the store, so they agree even if other ranks die. The store must survive.
 
     If the text of a TransferError asks for new transports, make them on all living or restarted
     ranks, with the same store. Then publish the failed version again, which the new transports send
@@ -60,12 +60,14 @@ class GroupTransport:
         trainers: the number of trainer ranks.
         readers: the number of the plan's readers. Each reader is one process.
         rank: the trainer's rank in the plan. None for a reader.
-        generation: the generation from the `spec()` that a reader opens.
-        device: "cpu" sends messages over gloo, and "cuda" over NCCL, which was never run.
+        generation: only for a reader: the entry `generation` of the `spec()` that the reader opens.
+        device: "cpu" sends messages over gloo, and "cuda" over NCCL. This transport was never run
+            with NCCL.
         timeout_s: how long the construction waits for the store.
 
     Raises:
-        UsageError: `trainers` or `readers` is below 1, or a trainer has no valid rank.
+        UsageError: `trainers` or `readers` is below 1, or the `rank` of a trainer is missing or out
+            of range.
         UnsupportedError: torch was built without gloo or NCCL.
         TransferError: rank 0 cannot reach the store.
     """

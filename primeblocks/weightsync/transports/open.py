@@ -54,12 +54,12 @@ def IpcTransport(
     """Return a transport of packed buffers, on one machine and for one user.
 
     Engines read the buffers in place, through CUDA IPC or a memfd. If an engine dies, the versions
-    that it used are released. Markers and notes are small files in a directory that only this user
-    can read.
+    that it used are released. Commit markers and handles of buffers are stored in small files, in a
+    directory that only this user can read.
 
     On a GPU, close the engines' ends before the trainer's, because engines use the trainer's
-    memory. On a GPU this transport ran with one trainer and one engine process. CPU tensors use the
-    code of GPU tensors, except for the handles of buffers.
+    memory. On a GPU this transport ran with one trainer and one engine process. The code for CPU
+    and GPU tensors is the same, except for the handles of buffers.
 
     Args:
         name: one word that trainer and engines agree on.
@@ -91,8 +91,9 @@ def PullTransport(
 ) -> PackedTransport:
     """Return a transport of packed buffers that engines fetch over a wire, on any machine.
 
-    Processes find each other through `store`. Buffers are registered once. An engine owns a copy of
-    the bytes that it has fetched. A restarted trainer starts without versions.
+    Processes find each other through `store`. Each buffer is registered with the wire only once. An
+    engine owns a copy of the bytes that it has fetched. A restarted trainer starts without
+    versions.
 
     Args:
         store: the same store for all processes. The store must exist for longer than the ranks.
@@ -117,8 +118,8 @@ def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Tr
 
     Args:
         spec: the result of `transport.spec()` in another process.
-        wires: a constructor for each kind of wire other than "tcp". The constructor gets the other
-            entries of the wire's `spec()`.
+        wires: a constructor for each kind of wire, except for "tcp". The constructor gets the
+            entries of the wire's `spec()`, without `kind`.
 
     Raises:
         UnsupportedError: the kind is unknown.

@@ -50,8 +50,8 @@ class PackedTransport:
     Each trainer rank packs its part of a version into one buffer on its device. Two buffers are
     used in turn, and each delta has a buffer of its own. An engine has a lease on the version it
     fetches. A publish that needs a buffer again waits, until its deadline, for the leases on this
-    buffer to end. You may publish again after a failure. A restarted rank or engine joins by
-    constructing its end again. If the process of a trainer rank ends, no engine can fetch its
+    buffer to end. You may publish again after a failure. A restarted rank or engine constructs its
+    end of the transport again. If the process of a trainer rank ends, no engine can fetch its
     versions any more, and engines keep the versions that they have.
 
     A trainer rank needs memory for twice the bytes that it sends, and for its deltas. An engine
@@ -76,7 +76,7 @@ class PackedTransport:
         return {"kind": "packed", **parts, "keep": self._keep}
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: wait until the version whose buffers are needed has no reader."""
+        """Owner: wait until the version whose buffers will be reused is not read any more."""
         markers = self.commits.markers(deadline=deadline)
         self.commits.begin(version, keep=last_chain(markers), deadline=deadline)
         return Begun(self.commits.run, newest_only(base, markers))

@@ -50,23 +50,23 @@ def engine_args(
 
     Args:
         primary_bytes: the size of vLLM's pool in shared memory.
-        host_bytes: the size of our pages in host memory.
+        host_bytes: the bytes of host memory for our pages.
         disk_path: the folder of our pages on disk. Without `persist`, the folder is emptied when
             the engine starts and stops.
         disk_bytes: the largest size of our pages on disk, without the index.
-        max_staleness: pages of versions staler than this number are evicted first (see
-            `request_args`). With None, all versions are treated alike.
-        evict: "versions" is `VersionAware`, and "rollouts" is `RolloutAware`. Compared with `lru`,
-            "rollouts" has several times the hits if agents queue, and less than half the hits if
-            waits have a heavy tail.
-        offload_prompt_only: whether to leave out generated tokens.
+        max_staleness: pages with a larger staleness than this number are evicted first. The version
+            comes from `request_args`. With None, all versions are treated alike.
+        evict: "versions" uses `VersionAware`, and "rollouts" uses `RolloutAware`. Compared with
+            `lru`, "rollouts" has several times the hits if agents queue, and less than half the
+            hits if waits have a heavy tail.
+        offload_prompt_only: whether to leave out the pages of generated tokens.
         routes_bytes_per_token: with routed-expert capture, the bytes captured per token
             (`bytes_per_token` of `replay.adapters.vllm.RouterShape`). With a number above 0, routes
             are stored with their pages. With 0, routes stay in vLLM.
         persist: a name for the pages on disk, under which the next engine finds these pages. Change
-            `persist` if the weights with which the engine starts change, or anything else on which
-            the pages depend. Only engines with equal model, layout, parallel sizes and vLLM version
-            find the pages. With None, the folder starts empty and is emptied at the end.
+            `persist` if the engine starts with other weights, or after any other change that makes
+            the stored pages wrong. Only engines with equal model, layout, parallel sizes and vLLM
+            version find the pages. With None, the folder starts empty and is emptied at the end.
 
     Raises:
         PlanError: a size is out of range, or only one of `disk_path` and `disk_bytes` is given.
@@ -120,7 +120,10 @@ def engine_args(
 
 
 def server_args(**settings: Any) -> list[str]:
-    """Return a server's command-line arguments, with settings and errors of `engine_args`. Pure."""
+    """Return a server's command-line arguments. Pure.
+
+    Takes the arguments and raises the errors of `engine_args`.
+    """
     return command_line(engine_args(**settings))
 
 
@@ -159,12 +162,12 @@ def transfer_settings(config: KVTransferConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """The work of our tier for the engines of this process.
+    """Counts of what our tier did for the engines of this process.
 
     Args:
-        hits: pages passed to the engine.
-        tokens: prompt tokens that requests took from the pages of `hits` instead of computing these
-            tokens.
+        hits: pages that our tier passed to the engine.
+        tokens: prompt tokens that the engine did not compute, because their keys and values came
+            from the pages that `hits` counts.
         tiers: the counts of `TierStatistics`, by tier name.
     """
 

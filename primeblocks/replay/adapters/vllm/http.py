@@ -98,7 +98,8 @@ def read_answer(body: Bytes) -> Answer:
 class RoutesMiddleware:
     """ASGI middleware that makes vLLM's server return routes as bytes.
 
-    The middleware does not change streams, errors or requests of other clients.
+    The middleware changes only answers to clients that accept `MEDIA_TYPE`. Streams and errors are
+    not changed.
     """
 
     def __init__(self, app: Any) -> None:

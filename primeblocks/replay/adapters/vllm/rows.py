@@ -108,9 +108,10 @@ def join_prefill(
             sampled.
         decode: routes of prompt and completion. Tokens whose pages the decode engine received are
             missing.
-        versions: weight versions of the prompt, and of the first token of the completion.
-        prompt_start: the first token whose row was requested. Rows before `prompt_start` stay
-            missing.
+        versions: the version of the weights that computed the prompt, and the version that computed
+            the first token of the completion.
+        prompt_start: the index of the first token whose row was requested. Rows before
+            `prompt_start` stay missing.
 
     Raises:
         UsageError: the two versions differ.

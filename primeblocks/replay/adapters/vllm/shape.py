@@ -30,7 +30,7 @@ class RouterShape:
     """The shape of a model's captured rows.
 
     Args:
-        num_layers: number of hidden layers. In vLLM's rows, dense layers have zeros.
+        num_layers: the number of hidden layers. In vLLM's rows, dense layers have zeros.
         moe_layers: the indices of the layers with a router, ascending.
         num_experts: the number of routed experts in each layer with a router, without shared
             experts.
@@ -49,7 +49,8 @@ class RouterShape:
     def from_config(cls, config: Any) -> RouterShape:
         """Read a model's configuration: an object of transformers, or the dict of a `config.json`.
 
-        Local. For a model of several modalities, this method reads the text model.
+        Local. For a model of several modalities, this method reads the configuration of the text
+        model.
 
         Raises:
             UnsupportedError: the configuration lacks the number of experts, choices or layers, or
@@ -98,9 +99,10 @@ def plan_capture_bytes(
 ) -> int:
     """Return how many bytes of rows the engine must keep, so that every cached page has rows. Pure.
 
-    `kvoffload` stores rows with its pages. Rows of pages in other tiers are kept by page hash, in a
-    store of the returned size. If the store has dropped the rows of a page, the plug-in's patch
-    `missing_routes_survive` marks these rows as missing. Without the patch the *engine dies*.
+    vLLM keeps rows by page hash, in a store of the returned size. The store needs room for the rows
+    of all cached pages, except pages in `kvoffload`, which stores rows with its pages. If the store
+    has dropped the rows of a page, the plug-in's patch `missing_routes_survive` marks these rows as
+    missing. Without the patch the *engine dies*.
 
     Args:
         page_tokens: the number of tokens in a KV page (vLLM's block size).

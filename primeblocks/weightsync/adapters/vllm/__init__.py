@@ -1,11 +1,11 @@
-"""Weight updates of running vLLM engines: offline, `AsyncLLM` and the HTTP server.
+"""Weight updates of running vLLM engines: offline `LLM`, `AsyncLLM` and the HTTP server.
 
 `primeblocks.plugins.vllm` calls `register` in every process of vLLM. Build an engine with
 `engine_args()`, or a server with `server_args()`. Call `attach` once per engine or server. After
 each publish, call `update`, or `update_all` for several engines. Offline code uses `attach_llm` and
 `update_llm`.
 
-This module imports vLLM only if you name `PrimeblocksEngine` or `WorkerExtension`, so that a
+This module imports vLLM only if you use `PrimeblocksEngine` or `WorkerExtension`, so that a
 trainer can drive servers without vLLM.
 """
 

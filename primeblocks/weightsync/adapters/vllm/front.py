@@ -165,9 +165,9 @@ async def update_all(
     pause and load. Output tokens carry the label `str(version)`. Cached image features are dropped
     with every value of `in_flight`. If an engine fails, the engines that loaded the new version
     load the previous version again. An engine that hangs, or that could not load the previous
-    version again, stays paused until an update succeeds. Engines never serve two versions at the
-    same time. Do not address engines through a router, because a router passes each call to only
-    one engine.
+    version again, stays paused until an update succeeds. At any time, all engines that generate
+    have the same version. Do not address engines through an HTTP router, because an HTTP router
+    passes each call to only one engine.
 
     Args:
         engines: attached engines, each an `AsyncLLM` or a `VllmServer`.
@@ -176,9 +176,9 @@ async def update_all(
             "recompute", running requests compute their KV cache again with the new weights. With
             "abort", running requests end with finish reason "abort". With "continue", the prefix
             cache also keeps pages of the old weights, so use another `cache_salt` for each version.
-        prefill: positions of engines whose pages other engines read. Prefill engines pause first.
-            The pause of a prefill engine waits until its pages were read, or for
-            `kv_lease_duration` (30 s).
+        prefill: the positions in `engines` of prefill engines, whose KV pages other engines read.
+            Prefill engines pause first. The pause of a prefill engine waits until its pages were
+            read, or for `kv_lease_duration` (30 s).
         timeout_s: the time limit for the whole update. The last two fifths are reserved for loading
             the previous version again and for resuming.
 

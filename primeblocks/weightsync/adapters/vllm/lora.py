@@ -115,8 +115,8 @@ async def attach_lora(
         plan: the plan of the tensors of `adapter_parameters`. The target of the plan has whole
             tensors.
         transport: any end of the publisher's transport.
-        keep: the most versions held at a time. In each worker, a version needs memory for twice its
-            bytes.
+        keep: the largest number of versions that the engine holds at a time. In each worker, a
+            version needs memory for twice its bytes.
 
     Raises:
         UnsupportedError: the engine has no LoRA, too low a max_lora_rank, or replicas. Also raised
@@ -142,11 +142,11 @@ async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: fl
     Raises:
         CorruptionError: the received bytes differ from the published bytes.
         TransferError: the name was not attached, or the version was retired.
-        CapacityError: the engine holds `keep` versions. Remove one.
+        CapacityError: the engine already holds `keep` versions. Remove one version.
         UsageError: the engine holds this version with other bytes, or another adapter has the id of
             this version.
         DeadlineError: the workers did not answer in time, and may still finish. Call again.
-        EngineError: the engine is dead, or refused the call. A living engine is unchanged.
+        EngineError: the engine is dead, or refused the call. An engine that runs is unchanged.
     """
     deadline = time.monotonic() + timeout_s
     steps = _load_steps(name, receipt, deadline)

@@ -72,7 +72,7 @@ class VllmServer:
     A VllmServer does not keep a connection open.
 
     Args:
-        url: http://host:port of the server itself, never of a router.
+        url: http://host:port of the server itself, not of an HTTP router.
         headers: HTTP headers that are sent with every request.
 
     Raises:
@@ -84,7 +84,7 @@ class VllmServer:
         self._server = JsonServer(url, headers=headers)
 
     def until(self, deadline: float) -> _Calls:
-        """Return the server's calls. Each call ends by `deadline` (time.monotonic)."""
+        """Return an object that calls the server. Each call ends by `deadline` (time.monotonic)."""
         return _Calls(self._server, deadline)
 
 

@@ -74,7 +74,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """A `Subscriber` inside a vLLM worker. The head of this file describes its calls."""
+    """A `Subscriber` inside a vLLM worker. The head of this file describes its methods."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False  # `receive_weights` loads the drafter with the target.
@@ -164,7 +164,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def verify(self, info: UpdateInfo) -> None:
         """Start to check a version.
 
-        From this call on, `receive_weights` serves only this attempt.
+        From this call on, `receive_weights` ignores calls that belong to other updates.
         """
         self._transaction = info.transaction
         if (subscriber := self._subscriber) is not None:
@@ -245,7 +245,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 class WorkerExtension:
     """A mixin for vLLM's worker, named in `engine_args`.
 
-    Subclass this mixin to add your own calls.
+    To add methods of your own to the worker, subclass this mixin.
     """
 
     weight_transfer_engine: Any
