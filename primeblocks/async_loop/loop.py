@@ -50,7 +50,7 @@ class AsyncLoop:
             The loop ends early (`ended`) if the prompts run out before a batch is full.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
-            each sample is one request. With `ledger`, the call gets `draft=`, a `Draft`.
+            each sample is one request. With `ledger`, the call also gets `draft=`, a `Draft`.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
             runs in its own thread, and does not block the event loop.
         publish: `publish(v)`, plain or async, sends the weights of policy `v` to the engine during

@@ -384,7 +384,7 @@ def load_prefix(
     """Load the pages of a prompt up to the first missing page, and wait for them.
 
     The result has one entry per loaded page. The result ends before a damaged page, but buffers of
-    later pages may have been written. Pages count as used in the order of `keys`.
+    later pages may have been written. Pages in host memory count as used in the order of `keys`.
 
     Args:
         keys: the keys of the prompt's pages, in order. `page_hashes` computes their hashes.

@@ -289,9 +289,9 @@ def clip_cov_mask(
 
     A token's covariance is (A - mean A) (log p - mean log p), with means over the batch. The
     candidates are the tokens that `grpo_loss` does not clip and that have a covariance between the
-    bounds. `generator` draws some of the candidates: `fraction` x the number of unmasked tokens,
-    but at least one. All other tokens get weight 1. Call this function once for all tokens of a
-    step. Pass the same `clip_low` and `clip_high` to `grpo_loss`.
+    bounds. From the candidates, `generator` draws `fraction` x the number of unmasked tokens, at
+    least one. If there are fewer candidates, all of them are drawn. All other tokens get weight 1.
+    Call this function once for all tokens of a step. Pass the same clips to `grpo_loss`.
 
     Raises:
         UsageError: `fraction` is not in (0, 1], or a clip is out of range.

@@ -38,10 +38,11 @@ class DiskTier:
     digest of key and bytes. Threads may share a tier: calls take turns, except `holds` and `len`.
     After `close` or in a forked child, calls raise ClosedError, except `holds`, `len` and `close`.
 
-    If another program removed, replaced or truncated a file of the tier, the next change or `flush`
-    raises CorruptionError. If `pages` or `lock` was removed or replaced, the tier refuses new pages
-    until the folder is opened again. On a full disk the tier continues with its existing frames. If
-    the index then needs room, the tier drops the pages in its last frames.
+    If another program removes or replaces a file, or truncates the index, the next `put`, `drop` or
+    `flush` reports CorruptionError. If `pages` or `lock` is removed or replaced, the tier refuses
+    new pages until you open the folder again. If `pages` is truncated, the pages after the new end
+    are lost, and the next `flush` raises CorruptionError. On a full disk, the tier continues with
+    its existing frames. If the index then needs room, the tier drops the pages in its last frames.
 
     Args:
         path: the folder, which is made if absent. Only one tier at a time can own the folder.
@@ -104,7 +105,7 @@ class DiskTier:
         write leaves the old page in place. If no frame is free, the old page is removed first, and
         a failed write or a kill loses both pages. The result has `CapacityError` if quota or disk
         is full, `ShapeError` if the content does not fit, or an `OSError`. A `CorruptionError`
-        means that the index is damaged and that all pages are lost.
+        means that a file was removed, or that the index is damaged and all pages are lost.
         """
         with self._in_turn():
             latest = {record.key: record for record in records}
@@ -340,8 +341,7 @@ class DiskTier:
         return fitting
 
     def _remove(self, keys: Sequence[PageKey]) -> None:
-        # The frames are free at once, even if the index cannot write the drop now. Nothing is put
-        # before the drop is written.
+        # The frames are free at once, but nothing is put before the index has written the drop.
         if gone := self._index.forget(keys):
             self._frames.release(gone)
             self._ready()

@@ -50,9 +50,9 @@ class PackedTransport:
     Each trainer rank packs its part of a version into one buffer on its device. Two buffers are
     used in turn, and each delta has a buffer of its own. An engine has a lease on the version it
     fetches. A publish that needs a buffer again waits, until its deadline, for the leases on this
-    buffer to end. You may publish again after a failure. A restarted rank or engine constructs its
-    end of the transport again. If the process of a trainer rank ends, no engine can fetch its
-    versions any more, and engines keep the versions that they have.
+    buffer to end. You may publish again after a failure. To join again, a restarted rank or engine
+    constructs its end of the transport. If the process of a trainer rank ends, no engine can fetch
+    its versions any more, and engines keep the versions that they have.
 
     A trainer rank needs memory for twice the bytes that it sends, and for its deltas. An engine
     that reads in place needs memory for about three buckets of each trainer rank. Other engines
