@@ -38,10 +38,12 @@ class DiskTier:
     digest of key and bytes. Threads may share a tier: calls take turns, except `holds` and `len`.
     After `close` or in a forked child, calls raise ClosedError, except `holds`, `len` and `close`.
 
-    If another program removed, replaced or truncated a file of the tier, the next change or `flush`
-    raises CorruptionError. If `pages` or `lock` was removed or replaced, the tier refuses new pages
-    until the folder is opened again. On a full disk the tier continues with its existing frames. If
-    the index then needs room, the tier drops the pages in its last frames.
+    If another program removed or replaced a file of the tier, or truncated `index`, the next `put`,
+    `drop` or `flush` reports a CorruptionError. If another program truncated `pages`, the pages
+    after the new end are lost, and the next `flush` raises CorruptionError. If `pages` or `lock`
+    was removed or replaced, the tier refuses new pages until the folder is opened again. On a full
+    disk the tier continues with its existing frames. If the index then needs room, the tier drops
+    the pages in its last frames.
 
     Args:
         path: the folder, which is made if absent. Only one tier at a time can own the folder.
