@@ -8,8 +8,8 @@ renders the messages and asks vLLM for an answer. For each turn, `CaptureServer`
 log-probabilities, versions and routes that vLLM returned. The tiny model learns within seconds to
 call a tool with the name of an article, and to repeat the tool's result. In the middle of the
 conversation, the engine's weights get a new version number. The script prints the conversation and
-the rollouts. The script also prints whether the trained tokens of the rollouts are exactly the
-tokens that the engine sampled.
+the rollouts. The script also prints whether the trained tokens and their log-probabilities are
+exactly those that the engine returned.
 """
 
 import asyncio

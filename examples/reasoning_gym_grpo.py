@@ -54,7 +54,7 @@ from primeblocks import async_loop
 from primeblocks.capture.adapters.transformers import ChatTemplate
 from primeblocks.testing import tiny_models
 
-# --- the size; comments at the right: Qwen3-30B-A3B on two nodes with five H200, never run ---
+# --- the size. At the right: Qwen3-30B-A3B on two nodes with five H200 each, never run ---
 CHECKPOINT = None  # None makes a tiny Qwen3-MoE.  "/models/Qwen3-30B-A3B-Instruct-2507"
 RANKS = 2  # of the trainer, per node              4; the engine has the first node's first GPU
 WARM_STEPS = 300  #                                0; the checkpoint can call tools
