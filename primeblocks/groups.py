@@ -223,8 +223,8 @@ def agreed(
         RankError: another rank raised an error. The message repeats the error of the failed rank
             with the lowest number. Also raised if not all ranks made the call before the timeout
             of the group.
-        PlanError: `group` is not a process group or does not include this rank, or `name` or a
-            fact differs between ranks.
+        PlanError: `group` is not a process group, or does not include this rank. Also raised if
+            `name` or an entry of `call.facts` differs between ranks.
     """
     check_group(group)
     call, problem = Call(), None

@@ -175,7 +175,8 @@ class Journal:
         """Record that a prompt leaves the training run and is never trained on.
 
         `reason` is "filtered" or "failed", optionally followed by a colon and a text. The journal
-        deletes the prompt and increases a count, and does not store the text of the reason.
+        deletes the prompt, and counts it as filtered or failed. The journal does not store the text
+        of the reason.
         """
         end = reason.partition(":")[0]
         if end not in {PromptState.FILTERED, PromptState.FAILED}:
@@ -250,11 +251,11 @@ class Journal:
     def restore(self, version: int) -> Restored:
         """Go back to policy `version`, and return the prompts and groups of the restored state.
 
-        `version` is the policy of the loaded weights. Prompts that were taken for the step from
-        `version`, or for a later step, become finished again. Prompts in flight are generated
-        again, and continue from their trajectories. Earlier steps that took a batch count as
-        trained, because the loaded weights result from these steps. Tokens of policies after
-        `version` count as tokens of `version`.
+        `version` is the policy of the loaded weights. Prompts of the step from `version`, and of
+        later steps, get the state "finished" again. Prompts in the state "in flight" get the state
+        "drawn". Drawn prompts are generated again, and continue from their trajectories. Prompts
+        that were taken for earlier steps get the state "trained", because the loaded weights result
+        from these steps. Tokens of policies after `version` count as tokens of `version`.
 
         Raises:
             UsageError: the step from `version` is final, or a step before `version` is not
@@ -277,7 +278,10 @@ class Journal:
             return Restored(tables.cursor_of(db), _again(db, version), _finished(db, version))
 
     def counts(self) -> dict[PromptState, int]:
-        """Return the number of prompts per state. Prompts of final steps count as trained."""
+        """Return the number of prompts per state.
+
+        The number of trained prompts includes the prompts that `checkpointed` has deleted.
+        """
         with self._database.transaction() as db:
             return tables.counts_of(db)
 

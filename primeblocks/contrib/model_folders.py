@@ -37,7 +37,7 @@ _OURS = re.compile(r"\d+-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder with the checked bytes of one version, which engines load by its path."""
+    """A folder with the checked bytes of one version. Engines load the folder by its path."""
 
     version: int
     path: Path

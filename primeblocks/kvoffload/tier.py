@@ -41,9 +41,9 @@ class Found(NamedTuple):
 class Tier(Protocol):
     """A place for pages below host memory, such as a disk or a store on the network.
 
-    One thread calls all methods except `holds`, which any thread may call. If a call fails for one
-    page, the result has the error in place of the page. The call still serves the other pages of
-    the batch.
+    One thread calls all methods except `holds`, which any thread may call. If `put` or `get` fails
+    for one page, the page's entry in the result is the error. The call still serves the other pages
+    of the batch.
     """
 
     @property

@@ -55,7 +55,7 @@ def group_advantages(
 def leave_one_out_advantages(
     rewards: Float[Tensor, "groups members"], *, mask: Bool[Tensor, "groups members"] | None = None
 ) -> Float[Tensor, "groups members"]:
-    """Return how much better each rollout is than the mean of the other rollouts. Pure. Local.
+    """Return each reward minus the mean reward of the group's other rollouts. Pure. Local.
 
     The advantage of a reward r is n / (n - 1) (r - mean), with n unmasked members in the group. The
     mean of the other rollouts is an unbiased baseline. The advantage in a group of one member is 0.

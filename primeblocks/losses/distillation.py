@@ -61,8 +61,8 @@ def kl_loss(
 
     `gradient="estimator"` differentiates the estimator, as most trainers do. For the reverse
     divergence, only the derivative of k2 is right. The derivative of k1 has mean 0, so k1 does not
-    train the policy. The derivative of k3 is 1 - u, which is right for the *forward* KL. For the
-    forward divergence, no estimator has the right derivative.
+    train the policy. The derivative of the reverse k3 is 1 - u, which belongs to the forward
+    divergence. With `direction="forward"`, the derivative of every estimator is wrong.
 
     Args:
         weights: importance weights, if another policy sampled the tokens, such as an engine with

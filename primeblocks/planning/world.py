@@ -120,8 +120,8 @@ class Workload:
         failure_rate: the probability that a sample fails with an error before its end.
 
     Raises:
-        UsageError: a count is below 1, `failure_rate` is outside of [0, 1), or several turns have
-            no `tool_s`.
+        UsageError: `samples` or `turns` is below 1, `failure_rate` is outside of [0, 1), or `turns`
+            is above 1 and `tool_s` is missing.
     """
 
     tokens: Distribution

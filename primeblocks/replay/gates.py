@@ -1,9 +1,9 @@
 """Gate weights of given experts, from the router's logits.
 
-Each of the three formulas repeats the arithmetic and the dtype of the host's code. For the experts
-that the router itself would choose, results have the same bits as the host's gate weights. All
-three functions are local and differentiable. A row of `experts` may have any number of ids, not
-only `top_k`.
+This module has three functions, one for each formula of the hosts. Each function repeats the
+arithmetic and the dtype of the host's code. For the experts that the router itself would choose,
+results have the same bits as the host's gate weights. All three functions are local and
+differentiable. A row of `experts` may have any number of ids, not only `top_k`.
 
 If a saturated router gives exactly 0 to all experts of a row, a host that does not add an epsilon
 would divide 0 by 0. For such a row, the functions return the limit of the host's formula: the

@@ -49,8 +49,8 @@ def impose(
         routers: the routers of the model, from an adapter.
         routes: one row per token of the micro-batch.
         gates: the engine's gate weights, float32 `[tokens, layers, top_k]`, such as `Tape.gates`.
-            With `gates`, the model computes with the engine's exact values, in the model's dtype.
-            Gradients go to the trainer's gate weights, which missing tokens also use.
+            The model uses these values, cast to the dtype of the model's gate weights. Gradients
+            go to the trainer's gate weights, which missing tokens also use.
         min_score_ratio: in (0, 1]. A replayed expert is kept only if its trainer score is at least
             `min_score_ratio` times the lowest score of the trainer's own choices. The slots of the
             other experts get the trainer's best choices that are not yet in the row. Padding rows

@@ -128,7 +128,7 @@ def measure_mismatch(
         rollout_logprobs: the engine's log-probabilities, of the shape of `trainer_logprobs`.
         mask: bool of the shape of `trainer_logprobs`, True where a token counts. Leave out prompt
             and padding.
-        worst: how many of the tokens with the largest k3 the result names.
+        worst: the largest length of `Mismatch.worst`, which lists the tokens with the largest k3.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.

@@ -306,8 +306,7 @@ class Routes:
         The result is a memoryview. Pass `bytes(payload)` to code that pickles.
 
         Args:
-            start: the first token to pack. `unpack(onto=)` joins the packed rows to the earlier
-                rows.
+            start: the first token to pack. `unpack(onto=)` joins these rows to the earlier rows.
 
         Raises:
             ShapeError: `start` is negative or above the number of tokens.
@@ -325,10 +324,11 @@ class Routes:
 
     @classmethod
     def unpack(cls, payload: Bytes, *, onto: Routes | None = None) -> Routes:
-        """Return the routes that `pack` packed. The experts are a view of `payload`, not a copy.
+        """Return the routes that `pack` packed. Without `onto`, experts are a view of `payload`.
 
         Args:
-            onto: the routes of the earlier tokens, if the payload does not start at token 0.
+            onto: the routes of the earlier tokens, if the payload does not start at token 0. With
+                `onto`, the call copies the experts.
 
         Raises:
             CorruptionError: a byte was changed, added or lost.

@@ -3,7 +3,8 @@
 `assert_close_float64` checks an algorithm: float64 results and gradients (`gradients_of`) must
 equal a plain reference up to rounding. `assert_as_precise` checks precision: the error may be at
 most twice the error of the naive computation in the same dtype. `assert_same_bits` checks code that
-only moves tensors. `StepCounter` counts on a CPU the work of a step on a GPU.
+only moves tensors. `StepCounter` observes a step that runs on a CPU, and counts the operators, host
+waits and collectives that the step would need on a GPU.
 """
 
 from collections.abc import Callable, Sequence

@@ -253,11 +253,11 @@ class RolloutAware:
     """A policy that evicts useless pages first, then the page whose next use is expected last.
 
     1. Pages of versions below `version - max_staleness` are evicted first, as `VersionAware` does.
-    2. The page whose next use is expected last is evicted next. Queued rollouts are ordered by
-       their place in the queue, and waiting rollouts by the mean wait for their reason. `by_waits`
-       describes the order of pages without a queued or waiting rollout. Among the pages of one
-       rollout, the last page is evicted first, because this page is useless without the pages
-       before it.
+    2. The page whose next use is expected last is evicted next. For a queued rollout, the expected
+       time comes from the rollout's place in the queue. For a waiting rollout, the expected time
+       comes from the mean wait for the rollout's reason. `by_waits` describes the order of pages
+       without a queued or waiting rollout. Among the pages of one rollout, the last page is evicted
+       first, because this page is useless without the pages before it.
 
     The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
     If you never pass a `rollout`, rule 2 chooses as `lru` does. A mean says little about waits with

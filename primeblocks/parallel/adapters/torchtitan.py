@@ -141,8 +141,9 @@ class FromTorchtitan:
     ) -> Dispatched:
         """Send tokens to their experts, as `TokenDispatcher.dispatch` does.
 
-        The call also raises PlanError if torchtitan's dispatcher was configured for another number
-        of experts, or for another number of experts per token.
+        The call raises the errors of `TokenDispatcher.dispatch`. It also raises PlanError if
+        `num_experts` or the width of `expert_ids` differs from torchtitan's configuration, or if
+        ranks would have unequal numbers of experts.
         """
         self._admit(x, scores, expert_ids, num_experts)
         flat = expert_ids.flatten().long()

@@ -39,9 +39,9 @@ def ulysses_attention(
     heads than ranks, a key head is sent to every rank whose query heads read the key head.
     Differentiable.
 
-    The call is collective: one all-to-all each of q, k, v and the output. The backward makes an
-    all-to-all for each of the four gradients. During the call, a rank stores all tokens of its
-    heads.
+    The call is collective. It makes four all-to-alls: one each for q, k, v and the output. The
+    backward makes an all-to-all for each of the four gradients. During the call, a rank stores all
+    tokens of its heads.
 
     Arguments, result and errors are the same as for `ring_attention`.
 

@@ -46,8 +46,8 @@ def gated_delta_rule(
     All ranks compute their runs at the same time. A run that is a part of a document is computed
     from a state of zero. For such a run, `kernel` gets `key_dim` additional columns of values. The
     results in these columns show how a first state changes the output and the last state. An
-    exchange determines the true first state of the run. Runs of equal length share one call of
-    `kernel`. Differentiable.
+    exchange determines the true first state of the run. Whole documents of equal length share one
+    call of `kernel`, and so do parts of documents of equal length. Differentiable.
 
     The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
     if no document is cut. The exchanges send at most `heads x (key_dim^2 + 2 key_dim value_dim)`
@@ -121,7 +121,8 @@ def state_space(
 
     All ranks compute their runs at the same time, from states of zero. If a run is a part of a
     document, an exchange determines the run's true first state. The output includes the effect of
-    the true first state. Runs of equal length share one call of `kernel`. Differentiable.
+    the true first state. Whole documents of equal length share one call of `kernel`, and so do
+    parts of documents of equal length. Differentiable.
 
     The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
     if no document is cut. The exchanges send at most `heads x (2 head_dim state_dim + 1)` elements

@@ -144,10 +144,11 @@ class VllmFleet:
         return await self._next(lambda end: self._update_open(published, end), timeout_s, what)
 
     async def join(self, name: str, member: FleetMember, *, timeout_s: float) -> None:
-        """Load the current version into an engine, check that it reports this version, and open it.
+        """Load the current version into an engine, check the engine's version, and open the engine.
 
-        `name` is a new name, or the name of a drained engine. Before this call, connect the engine
-        to the source of weights (weightsync's `attach`).
+        The call opens the engine only if the engine reports the current version. An open engine
+        gets requests and updates. `name` is a new name, or the name of a drained engine. Before
+        this call, connect the engine to the source of weights (weightsync's `attach`).
 
         Raises:
             PrimeblocksError: the engine did not load the version, or reports another version. The

@@ -34,7 +34,7 @@ class TrlTransfer:
     Args:
         transport: the trainer's end of the transport. You must close the transport yourself.
         attach: `attach(plan)` connects the engine to the transport.
-        update: `update(receipt)` makes the engine load a version, and may pause it.
+        update: `update(receipt)` makes the engine load a version, and may pause the engine.
         run: `run(coroutine, timeout_s=)` runs a coroutine in the engine's event loop and returns
             its result, like `EventThread.call`.
         dtype: the dtype of the engine's weights.

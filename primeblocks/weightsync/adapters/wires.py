@@ -13,7 +13,9 @@ __all__ = ["open_transport"]
 
 
 def open_transport(spec: Mapping[str, Any]) -> Transport:
-    """Open the reading end of the transport that `spec` describes, over any wire.
+    """Open the reading end of the transport that `spec` describes.
+
+    The transport may use `TcpWire` or `NixlWire`, or may work without a wire.
 
     Raises:
         MissingPackageError: the wire's package is not installed in this process.

@@ -81,8 +81,9 @@ def request_args(
 
     Args:
         version: the policy version, a count of updates. Pages of different versions have different
-            keys. The tier advances to the largest version seen, but never by more than 2**20 at
-            once. Otherwise, one mistaken request would make all pages stale.
+            keys. The tier advances to the largest version seen. If a version is more than 2**20
+            above the tier's version, the tier logs a warning and does not advance. Otherwise, one
+            mistaken request would make all pages stale.
         rollout: the name of the rollout that will need the pages again, in its next turn.
         ends: the names of rollouts that end with this request and do not need their pages any more.
             Name this rollout in its last turn, and rollouts that ended without a last turn.

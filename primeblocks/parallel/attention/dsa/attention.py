@@ -130,7 +130,8 @@ def sparse_attention(
 
     Args:
         indices: int32 `[local_tokens, groups, k]`: indices of rows of the whole kv, which are
-            tokens or entries, followed by -1. Future and repeated rows are not refused.
+            tokens or entries, followed by -1. The call does not check for rows after the query's
+            token, or for repeated rows. Such rows make results wrong without an error.
         entries: the plan of the rows of kv, if these rows are entries that were computed from
             several tokens. Default: `sequence`.
         whole: the result of `gather_tokens(kv, ...)`, if you have gathered the rows already. Only

@@ -103,7 +103,7 @@ class SparseKernel(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of q in the dtype of q, and the gradient of kv in the dtype of `lse`.
 
-        `out` and `lse` may cover more keys than `indices`, such as a sink.
+        `out` and `lse` may include keys that are not in `indices`, such as an attention sink.
         """
         ...
 

@@ -243,7 +243,8 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     """Load a published version into an offline `LLM`, between two calls of `generate`.
 
     Clears the engine's prefix cache and its image features. `timeout_s` limits how long each worker
-    waits and checks. The call itself returns when the engine answers.
+    waits and checks. `timeout_s` does not limit the call itself, which waits until the engine
+    answers.
 
     Raises:
         EngineError: the load failed, and the workers could not load an earlier version again.

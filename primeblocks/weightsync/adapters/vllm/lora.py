@@ -107,8 +107,9 @@ async def attach_lora(
 ) -> None:
     """Connect every worker of an `AsyncLLM` to the transport of an adapter.
 
-    Compares names and shapes with the model, once for all versions. If you attach a name again, the
-    new transport replaces the old transport. The engine keeps the versions that it holds.
+    The call compares the names and shapes of the adapter's tensors with the model. Updates do not
+    repeat this check. If you attach a name again, the new transport replaces the old transport. The
+    engine keeps the versions that it holds.
 
     Args:
         engine: an `AsyncLLM` built with `lora_engine_args()`.
@@ -146,7 +147,8 @@ async def update_lora(engine: Any, name: str, receipt: Receipt, *, timeout_s: fl
         UsageError: the engine holds this version with other bytes, or another adapter has the id of
             this version.
         DeadlineError: the workers did not answer in time, and may still finish. Call again.
-        EngineError: the engine is dead, or refused the call. An engine that runs is unchanged.
+        EngineError: the engine is dead, or refused the call. If the engine refused the call, its
+            adapters are unchanged.
     """
     deadline = time.monotonic() + timeout_s
     steps = _load_steps(name, receipt, deadline)
