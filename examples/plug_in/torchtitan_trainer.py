@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 1 examples/plug_in/torchtitan_trainer.py
 
-In addition to the tokens, a batch contains the engine's log-probabilities and the advantages.
-torchtitan's own functions convert the published weights to the tensors of a checkpoint.
+In addition to the tokens, a batch contains the engine's log-probabilities and the advantages. The
+functions of torchtitan convert the published weights to the tensors of a checkpoint.
 """
 
 import os

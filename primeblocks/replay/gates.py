@@ -5,9 +5,9 @@ arithmetic and the dtype of the host's code. For the experts that the router its
 results have the same bits as the host's gate weights. All three functions are local and
 differentiable. A row of `experts` may have any number of ids, not only `top_k`.
 
-If a saturated router gives exactly 0 to all experts of a row, a host that does not add an epsilon
-would divide 0 by 0. For such a row, the functions return the limit of the host's formula: the
-softmax over the logits of the row's experts.
+If a saturated router gives exactly 0 to all experts of a row, a host without an epsilon would
+divide 0 by 0. For such a row, the functions return the limit of the host's formula: the softmax
+over the logits of the row's experts.
 """
 
 from __future__ import annotations

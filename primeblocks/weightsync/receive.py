@@ -81,9 +81,9 @@ class Subscriber:
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
             tensor while `load` copies earlier tensors, or after `load_into` has copied the tensor.
             "ahead" is faster, but may find damage in the middle of a load. `receive` then loads the
-            previous version again. "ahead" works like "before" for deltas, if there is no previous
-            version, or if torch's threads use all cores. If other processes may still write to the
-            bytes, `load` gets copies, and the copies are checked.
+            previous version again. "ahead" works like "before" for deltas, if a previous version
+            is missing, or if torch's threads use all cores. If other processes may still write to
+            the bytes, `load` gets copies, and the copies are checked.
         observe: a function that returns the engine's tensors, by the names that `load` was given.
             After a load, each tensor must equal the tensor that `load` got, bit for bit. Otherwise,
             the load has failed. Without `observe`, the receipt does not say what `load` did.

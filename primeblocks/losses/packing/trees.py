@@ -151,8 +151,8 @@ def plan_trees(
     """Share the positions that rollouts have in common. Pure.
 
     Rollouts share a row if their tokens and imposed routes agree up to this row. Values that belong
-    to a range of tokens as a whole, such as `Aligned` images, must also agree if they begin at or
-    before this row. Values that belong to a whole rollout are not compared. The comparison reads
+    to a whole range of tokens, such as `Aligned` images, must also agree if they begin at or before
+    this row. Values that belong to a whole rollout are not compared. The comparison reads
     each token only a few times.
 
     Args:
