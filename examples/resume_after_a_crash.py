@@ -1,4 +1,4 @@
-"""Kill a training run several times, and compare its end with a run that is never killed.
+"""Compare a training run that is killed several times with a run that is never killed.
 
     python examples/resume_after_a_crash.py
 

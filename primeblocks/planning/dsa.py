@@ -104,7 +104,8 @@ class DsaPlan:
         attention_flops: forward FLOPs of attention on the busiest rank.
         max_over_mean: the busiest rank's cost divided by the mean cost, for all layers, forward and
             backward.
-        score_bytes: the maximum bytes of a chunk of scores and its selection.
+        score_bytes: the maximum memory, in bytes, to score a chunk of queries and select their
+            tokens.
         full_score_bytes: bytes of all scores, `[local_tokens, tokens]` in float32, which are never
             stored together.
         indices_bytes: bytes of a selection in int32.
