@@ -47,7 +47,7 @@ class TieredStore:
 
     Args:
         tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes all tiers.
-        evict: the policy of eviction: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
+        evict: the eviction policy: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
         write: when to write a page to the tiers below: when the page leaves host memory ("back"),
             or at once ("through").
         copy_threads: how many threads copy between the caller's buffers and host memory.

@@ -26,7 +26,7 @@ class DsaSizes:
         index_heads: number of heads of the indexer.
         layers: number of layers with sparse attention.
         index_layers: number of layers that select tokens. All other layers reuse a selection.
-        top_k: number of tokens that a query selects.
+        top_k: maximum number of tokens that a query selects.
         key_dim: columns of a row that ranks send: latent and rotated part.
         value_dim: columns of a row that are the value.
         index_dim: columns of a key of the indexer.
