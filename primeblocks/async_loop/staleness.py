@@ -128,7 +128,8 @@ class StalenessPolicy:
         """Return whether the `count` oldest finished groups may be trained on now. Pure.
 
         If `on_stale` is "wait", the result is True only if all other groups, finished or in flight,
-        can still be trained on within the bound. Each later step trains on `count` groups.
+        can still be trained on within the bound. Each later step trains on `count` groups. This
+        guarantee needs a loop that starts no more groups than `room` allows.
 
         Args:
             finished: the oldest version of each group that waits to be trained on.
