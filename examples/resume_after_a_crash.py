@@ -1,4 +1,4 @@
-"""Kill a training run several times, and compare its end with a run that is never killed.
+"""Compare a training run that is killed several times with a run that is never killed.
 
     python examples/resume_after_a_crash.py
 
@@ -6,9 +6,9 @@ A small policy learns to spell the word that a prompt names, in an asynchronous 
 The script starts two runs as child processes. The first run is not disturbed, and the second run
 gets SIGKILL at random moments. A killed run continues from its last saved weights, and repeats the
 steps after the save. The run also continues its unfinished rollouts, and trains on groups that were
-finished before the kill. No prompt is lost or trained on twice. After each restart, the script
-prints how many groups and tokens the journal restored. At the end, the script prints the tables of
-both journals. The script takes half a minute on a CPU.
+finished before the kill. The final weights contain the training on each prompt exactly once. After
+each restart, the script prints how many groups and tokens the journal restored. At the end, the
+script prints the tables of both journals. The script takes half a minute on a CPU.
 """
 
 import argparse

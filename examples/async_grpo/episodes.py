@@ -1,9 +1,9 @@
 """Run episodes in which the model calls a calculator. Only rank 0 uses this file.
 
-An episode ends when the model does not call the calculator, or at a limit of turns or tokens. The
-data set scores the last text of the model as its answer. If the last text is a call, the answer is
-empty. In each turn, the template renders only new messages, so each turn begins with exactly the
-tokens of earlier turns. One rollout contains a whole episode.
+An episode ends with the first text that does not call the calculator. Limits of turns and tokens
+also end an episode. The data set scores the last text of the model as its answer. If the last text
+is a call, the answer is empty. In each turn, the template renders only new messages, so each turn
+begins with exactly the tokens of earlier turns. One rollout contains a whole episode.
 """
 
 import asyncio

@@ -26,8 +26,9 @@ class StalenessPolicy:
     the bound. The oldest groups are trained on first.
 
     - "wait" makes the trainer wait for a group that would become too old in later steps. The bound
-      is hard, and the trainer idles while it waits for the slowest group. Groups exceed the bound
-      only after a rollback or if `take` gets no `in_flight`, and "wait" drops such groups.
+      is hard, and the trainer idles while it waits for the slowest group. With "wait", a group
+      exceeds the bound only in two cases: after a rollback, or if you call `take` without
+      `in_flight`. Such a group is dropped.
     - "pace" only limits how many groups are started, and does not enforce the bound. With "pace",
       no group is dropped, the trainer does not wait, and a slow group may exceed the bound. With
       "pace", trained rollouts have the same length distribution as sampled rollouts.
@@ -38,8 +39,9 @@ class StalenessPolicy:
       are therefore biased towards short rollouts.
     - "continue" has no bound.
 
-    With every `on_stale`, a token of a policy later than the trainer's policy raises UsageError,
-    because the engine serves weights that the trainer rolled back.
+    Every `on_stale` raises UsageError if a later policy than the trainer's policy sampled a token.
+    This happens if the trainer returned to an older checkpoint, and the engine still serves the
+    later weights.
 
     Args:
         max_off_policy_steps: the largest number of optimizer steps between the policy that sampled
@@ -125,8 +127,9 @@ class StalenessPolicy:
     ) -> bool:
         """Return whether the `count` oldest finished groups may be trained on now. Pure.
 
-        If `on_stale` is "wait", the result is True only if later steps of `count` groups can train
-        on all other groups within the bound. These groups are finished or in flight.
+        If `on_stale` is "wait", the result is True only if all other groups, finished or in flight,
+        can still be trained on within the bound. Each later step trains on `count` groups. This
+        guarantee needs a loop that starts no more groups than `room` allows.
 
         Args:
             finished: the oldest version of each group that waits to be trained on.

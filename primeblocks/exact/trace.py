@@ -33,7 +33,8 @@ class Difference:
             `"model.layers.0.self_attn.v_proj output"`.
         rows: the number of compared rows that differ.
         of: the number of compared rows.
-        largest: the largest difference between two elements, or NaN if shapes or dtypes differ.
+        largest: the largest difference between elements at the same position. NaN if shapes or
+            dtypes differ.
     """
 
     module: str

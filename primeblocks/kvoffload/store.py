@@ -38,7 +38,7 @@ _MAX_PENDING = 1024  # pages that may wait for room in host memory; further save
 
 
 class TieredStore:
-    """Keeps pages in host memory, and in slower tiers if host memory is full. Thread-safe.
+    """Keeps pages in host memory and in slower tiers. Thread-safe.
 
     A page found in a lower tier is copied back to host memory. Calls return at once, and threads of
     the store copy and do I/O. A load sees every save that was called before it. The result of a
@@ -47,7 +47,7 @@ class TieredStore:
 
     Args:
         tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes all tiers.
-        evict: the policy of eviction: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
+        evict: the eviction policy: `lru`, `VersionAware(...)` or `RolloutAware(...)`.
         write: when to write a page to the tiers below: when the page leaves host memory ("back"),
             or at once ("through").
         copy_threads: how many threads copy between the caller's buffers and host memory.
@@ -199,22 +199,22 @@ class TieredStore:
         self._ask(self._catalogue.note, lambda ledger: ledger.pause(rollout, reason))
 
     def resume(self, rollout: Hashable) -> None:
-        """Report that a rollout runs again. Saves and loads for the rollout do the same. Local."""
+        """Report that a rollout runs again. A save or load for the rollout implies this. Local."""
         users_of(rollout)
         self._ask(self._catalogue.note, lambda ledger: ledger.resume(rollout))
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
-        """Report the whole queue, next rollout first. Rollouts that left it now run. Local."""
+        """Report the whole queue, next rollout first. Rollouts that leave it are running. Local."""
         names = users_of(*rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
     def end(self, rollout: Hashable) -> None:
-        """Report a rollout's end: its pages may be evicted first. Call `end` per name. Local."""
+        """Report that a rollout has ended, so that its pages may be evicted first. Local."""
         users_of(rollout)
         self._ask(self._catalogue.end, rollout)
 
     def clear(self) -> Pending[None]:
-        """Drop every page. If a tier fails, its pages may return when it is opened next. Local."""
+        """Drop every page. If a tier fails, its pages may return when you reopen it. Local."""
         return self._after(self._catalogue.clear)
 
     def flush(self) -> Pending[None]:
@@ -383,15 +383,15 @@ def load_prefix(
 ) -> list[Loaded]:
     """Load the pages of a prompt up to the first missing page, and wait for them.
 
-    The result has one entry per loaded page. The result ends before a damaged page, but buffers of
-    later pages may have been written. Pages in host memory count as used in the order of `keys`.
+    The result has one entry per loaded page, and ends before a damaged page. Buffers of later pages
+    may have been written. For eviction, pages in host memory are used in the order of `keys`.
 
     Args:
         keys: the keys of the prompt's pages, in order. `page_hashes` computes their hashes.
         into: a buffer for each page. Buffers and `rollout` are as in `TieredStore.load`.
 
     Raises:
-        DeadlineError: the pages were not ready within `timeout_s`. The loads are given up.
+        DeadlineError: the pages were not ready within `timeout_s`. The store stops using `into`.
     """
     end = monotonic() + timeout_s
     held = store.holds(keys).wait(timeout_s=timeout_s)

@@ -51,7 +51,7 @@ def token_scores(
     ids: Int[Tensor, "tokens *choices"],
     **options: Any,
 ) -> TokenScores:
-    """Return log-probabilities of chosen tokens and entropies, from hidden states and the head.
+    """Return entropies, and log-probabilities of chosen tokens, from hidden states and the head.
 
     Logits are computed one chunk at a time, and again in the backward. The computation needs four
     matrix products, one more than with all logits stored, but only the memory of a few chunks.
@@ -60,11 +60,11 @@ def token_scores(
     differentiable once, in `hidden` and `weight`.
 
     Args:
-        hidden: the hidden states. `hidden[t]` predicts the word `ids[t]`. Leave out rows that the
+        hidden: the hidden states. `hidden[t]` predicts the token `ids[t]`. Leave out rows that the
             loss does not need, such as prompts, because every row costs the same.
         weight: the weight of the head. With a `group`, pass only this rank's rows.
-        ids: one word per row, or several words, such as a teacher's candidates. An id outside the
-            vocabulary, such as -100, has the log-probability NaN.
+        ids: one vocabulary id per row, or several ids, such as a teacher's candidates. An id
+            outside the vocabulary, such as -100, has the log-probability NaN.
         options: the keywords below.
         temperature: the divisor of the logits: a number, or a tensor `[tokens]` without gradient.
         head_dtype: the dtype to which operands are cast, one chunk at a time. Use float32 for a
@@ -112,7 +112,7 @@ def chunked_loss(
         loss: a function that gets the scores of a chunk and the slice of the chunk's tokens, and
             returns a scalar tensor.
         chunk_tokens: the number of tokens in a chunk. The logits of a chunk use 4 bytes x
-            `chunk_tokens` x the number of words on this rank.
+            `chunk_tokens` x the number of this rank's rows of `weight`.
         options: keywords of `token_scores`.
 
     Raises:

@@ -26,7 +26,7 @@ class DsaSizes:
         index_heads: number of heads of the indexer.
         layers: number of layers with sparse attention.
         index_layers: number of layers that select tokens. All other layers reuse a selection.
-        top_k: number of tokens that a query selects.
+        top_k: maximum number of tokens that a query selects.
         key_dim: columns of a row that ranks send: latent and rotated part.
         value_dim: columns of a row that are the value.
         index_dim: columns of a key of the indexer.
@@ -104,7 +104,8 @@ class DsaPlan:
         attention_flops: forward FLOPs of attention on the busiest rank.
         max_over_mean: the busiest rank's cost divided by the mean cost, for all layers, forward and
             backward.
-        score_bytes: the maximum bytes of a chunk of scores and its selection.
+        score_bytes: the maximum memory, in bytes, to score a chunk of queries and select their
+            tokens.
         full_score_bytes: bytes of all scores, `[local_tokens, tokens]` in float32, which are never
             stored together.
         indices_bytes: bytes of a selection in int32.

@@ -31,7 +31,7 @@ class FaultyTransport:
             function is a function without parameters that makes the original call.
 
     Raises:
-        UsageError: `script` names a method that `inner` does not have.
+        UsageError: `script` contains a method that `inner` does not have.
     """
 
     def __init__(self, inner: object, script: Mapping[str, Sequence[Fault]]) -> None:

@@ -1,8 +1,8 @@
 """Move trained weights into running engines, all or nothing.
 
 A plan says which trainer rank writes which box of which tensor, and which reader wants the box. A
-transport carries the boxes, in full or as a delta. Each reader checks every byte before it loads a
-version, and serves the old version until the new version is complete.
+transport carries the boxes, in full or as a delta. Each reader checks every byte before the engine
+serves a version. The engine serves the old version until the new version is complete.
 """
 
 from . import convert, delta, engines, transports

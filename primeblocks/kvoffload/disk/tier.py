@@ -25,7 +25,7 @@ _ROOM_BYTES, _ROW_BYTES = 16 << 10, 128  # a generous guess at what the index ta
 
 
 class DiskTier:
-    """A folder of pages that survives the process that made them.
+    """A folder of pages, which survive the process that wrote the pages.
 
     The file `pages` has frames of equal size. New pages go to the next free frames. The SQLite
     database `index` has a row for each page, with the frame of the page. A page is acknowledged
@@ -103,8 +103,8 @@ class DiskTier:
 
         A page that replaces another page is written to a new frame. If a frame is free, a failed
         write leaves the old page in place. If no frame is free, the old page is removed first, and
-        a failed write or a kill loses both pages. The result has `CapacityError` if quota or disk
-        is full, `ShapeError` if the content does not fit, or an `OSError`. A `CorruptionError`
+        a failed write or a kill loses both pages. The result has `CapacityError` if the tier or the
+        disk is full, `ShapeError` if the content does not fit, or an `OSError`. A `CorruptionError`
         means that a file was removed, or that the index is damaged and all pages are lost.
         """
         with self._in_turn():

@@ -38,8 +38,8 @@ class Pack:
         padding: the number of padding tokens after the last rollout.
         per_token: attachments with a row per token. The rows of padding are zeros.
         per_completion: attachments with a row per completion token.
-        others: for each rollout, the values that belong to the whole rollout: reward, prompt_id and
-            other attachments.
+        others: for each rollout, the remaining values: reward, prompt_id and other attachments,
+            such as images.
     """
 
     indices: tuple[int, ...]
@@ -100,12 +100,12 @@ class Pack:
     def aligned(self, name: str) -> list[Aligned]:
         """Return values that belong to some tokens, such as images, with positions in this pack.
 
-        The values are in the order of their tokens, as models expect. A rollout may have no values
-        called `name`.
+        The values are in the order of their tokens, as models expect. Rollouts without values
+        called `name` are allowed.
 
         Raises:
-            UsageError: the values called `name` are in `per_token` or `per_completion`, or belong
-                to a whole rollout.
+            UsageError: `name` is in `per_token` or `per_completion`, or a value called `name` is
+                not `Aligned`.
         """
         found = []
         # Padding, the last sequence, has no values.

@@ -60,8 +60,8 @@ class Hop:
     """A part of an attention call: the queries of one rank and the keys of another rank.
 
     A rank keeps its tokens in the order of the whole sequence. The keys that a query sees are
-    therefore consecutive rows, for every order, document and window. If documents fork, the rows
-    that a query sees are not consecutive, and `Ancestry` determines the rows.
+    therefore consecutive rows, for every order and window, unless documents fork. If documents
+    fork, `Ancestry` determines the rows that a query sees.
     """
 
     spec: AttentionSpec

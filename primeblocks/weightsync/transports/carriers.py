@@ -221,7 +221,7 @@ class Wire(Protocol):
     def share(self, buffer: Tensor) -> dict[str, Any]:
         """Register a buffer.
 
-        Return the JSON-able note with which other processes read the buffer.
+        Return a JSON-able description that other processes need to read the buffer.
         """
         ...
 

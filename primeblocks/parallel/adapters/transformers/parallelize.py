@@ -89,7 +89,7 @@ def parallelize(
             calls with `local_inputs`. The default attention is `ulysses_attention`. Calls with
             split sequences need a plan. With context=1, a call without a plan uses the model's own
             attention and masks. For families with an indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4),
-            pass `IndexedAttention(kernel=..., scores=...)` or nothing instead of a function.
+            pass `IndexedAttention(kernel=..., scores=...)`, or omit `attention`.
         precision: see `fully_shard_moe`. Routers and the weights of indexers stay in float32.
         dispatcher: the dispatcher of the experts, which must use the ranks of `meshes.expert`. The
             default dispatcher is `AllToAllDispatcher`, or `LocalDispatcher` if one rank has all
@@ -102,8 +102,8 @@ def parallelize(
 
     Raises:
         UnsupportedError: no test covers the model, or the model cannot be split with the passed
-            arguments. A call of the model raises UnsupportedError if the model cannot follow the
-            plan, or if the loss would cover only one rank's tokens.
+            arguments. A call of the model raises UnsupportedError or PlanError if the model cannot
+            follow the plan, or if the loss would cover only one rank's tokens.
         PlanError: the expert degree does not divide the number of experts, or the dispatcher uses
             other ranks than `meshes.expert`.
     """
@@ -173,7 +173,7 @@ def local_inputs(
 
     Raises:
         ShapeError, PlanError: the errors of `SequencePlan.split`.
-        PlanError: a rank would get 0 tokens, which raises the error on every rank.
+        PlanError: a rank would get 0 tokens. Every rank raises this error.
     """
     if not all(sequence.counts):
         raise PlanError(

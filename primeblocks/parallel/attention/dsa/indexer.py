@@ -242,9 +242,9 @@ def best_candidates(
     """Select like `top_candidates`, by the scores that `table` returns.
 
     Args:
-        table: a function from rows and their candidates to scores `[queries, run.most]`. Scores of
-            candidates that a query does not see may have any value. `best_candidates` overwrites
-            the scores.
+        table: a function from a slice of queries and their `Candidates` to scores
+            `[queries, run.most]`. Scores of candidates that a query does not see may have any
+            value. `best_candidates` overwrites the scores.
         like: a tensor with one row per query, on the device of the scores.
     """
     found = torch.full((like.shape[0], k), -1, dtype=torch.int32, device=like.device)
@@ -318,7 +318,7 @@ def top_ids(scores: Tensor, k: int) -> Tensor:
 
 
 def check_indexer(indexer: IndexerInputs, tokens: int) -> None:
-    """Refuse operands that do not fit each other, or are not this rank's part. Local."""
+    """Refuse operands that do not fit each other or this rank's number of tokens. Local."""
     q, k, weights = indexer
     check_tensors(index_q=q, index_k=k, index_weights=weights)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, weights {tuple(weights.shape)}"

@@ -22,7 +22,8 @@ class Rows:
     Ranks send whole rows, also if queries read only some columns of a row.
 
     - `Rows.latent(512, 64)` describes latent attention (MLA).
-    - `Rows.heads(128, 128)` describes keys and values of grouped heads, next to each other.
+    - `Rows.heads(128, 128)` describes grouped heads: a key of 128 columns, and then a value of 128
+      columns.
     - `Rows((0, 512), (0, 512))` describes one vector that is both key and value.
 
     Attributes:
@@ -42,12 +43,12 @@ class Rows:
 
     @classmethod
     def latent(cls, latent_dim: int, rope_dim: int = 0) -> Rows:
-        """Describe rows of a latent, followed by the rotated part of the key."""
+        """Describe rows that contain first a latent, and then the rotated part of the key."""
         return cls((0, latent_dim + rope_dim), (0, latent_dim))
 
     @classmethod
     def heads(cls, key_dim: int, value_dim: int) -> Rows:
-        """Describe rows of a key, followed by its value."""
+        """Describe rows that contain first a key, and then a value."""
         return cls((0, key_dim), (key_dim, key_dim + value_dim))
 
     @property

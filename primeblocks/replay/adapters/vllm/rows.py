@@ -51,8 +51,8 @@ def routes_from_output(
     Raises:
         UnsupportedError: the engine returned no rows for tokens that it generated.
         ShapeError: rows do not fit the tokens or the model.
-        UsageError: a dense layer has routes, an id is out of range, or a row names an expert twice.
-            On a CPU, capture under torch.compile returns rows that name expert 0 in every slot.
+        UsageError: a dense layer has routes, an id is out of range, or a row contains an expert
+            twice. On a CPU, capture under torch.compile returns rows with expert 0 in every slot.
     """
     tokens = prompt_tokens + len(output.token_ids)
     if output.routed_experts is not None:

@@ -120,8 +120,8 @@ async def attach_lora(
             version needs memory for twice its bytes.
 
     Raises:
-        UnsupportedError: the engine has no LoRA, too low a max_lora_rank, or replicas. Also raised
-            if the transport is a process group.
+        UnsupportedError: the engine was built without LoRA, has too low a max_lora_rank, or runs
+            replicas. Also raised if the transport is a process group.
         PlanError: this engine does not adapt one of the modules, or names are not PEFT names.
         ShapeError: a tensor does not fit its module.
         DeadlineError: the workers did not answer in time.
