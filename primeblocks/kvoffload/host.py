@@ -31,7 +31,8 @@ class HostTier:
     Raises:
         PlanError: `capacity_bytes` is too small for one page.
         UnsupportedError: `pinned` is True on a machine without a CUDA device.
-        CapacityError: the operating system refuses so much memory.
+        CapacityError: the operating system refuses to reserve the slab, or CUDA refuses to pin the
+            slab.
     """
 
     name = "host"
@@ -88,7 +89,7 @@ class HostTier:
         return pages
 
     def close(self) -> None:
-        """Release the slab. The memory is freed with the last view. A second call does nothing."""
+        """Release the slab. The last view frees the memory. A second call does nothing."""
         if self.pinned and self._slab.nbytes:
             _cuda("cudaHostUnregister", self._slab.ctypes.data)
         self._slab = np.empty(0, dtype=np.uint8)

@@ -73,8 +73,8 @@ def fully_shard_moe(
             routers are not cast.
         precision: dtypes of compute and reduction. Default: the dtype of the parameters.
         reshard_after_forward: free gathered parameters after forward and gather them again for
-            backward. With `reshard_after_forward=False`, parameters are gathered once per step
-            instead of twice.
+            backward. With `reshard_after_forward=False`, parameters are gathered once per forward
+            and backward instead of twice.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states on the
             host. By default, shards, gradients and optimizer states are on the device.
 
@@ -84,8 +84,8 @@ def fully_shard_moe(
         PlanError: the expert degree does not divide the number of experts, or the expert degree is
             above 1 and `experts` is empty.
         PlanError: a dispatcher uses other ranks than `meshes.expert`, or `reshard_after_forward` is
-            a number. FSDP2 would reshard to groups of this many ranks, which would differ between
-            dense parameters and experts.
+            a number. FSDP2 would use the number as a group size, and the groups of dense parameters
+            and experts would differ.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)

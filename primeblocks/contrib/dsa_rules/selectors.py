@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TopPools:
-    """Select all tokens of the pools with the highest scores, and of the query's incomplete pool.
+    """Select all tokens of the pools with the highest scores, and the query's incomplete pool.
 
     A pool is `pool` neighbouring tokens of a document. Each entry of `plan_entries(sequence, pool)`
     is the key of one pool. A query selects at most `k // pool` pools, among the pools that end at

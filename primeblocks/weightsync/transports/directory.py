@@ -184,10 +184,11 @@ class SharedMemoryTransport(DirectoryTransport):
 
     A version is stored in a memfd of the owner's process, to which every rank writes directly. The
     memfd is sealed before the commit. After the commit, only the mappings of the trainer ranks can
-    write to the memfd, so readers load it in place. The version is lost when the owner's process
-    ends, except in a reader that holds the version. Two buffers are used in turn, and a third
-    buffer while a reader lags or has kept a tensor. After a trainer rank has joined again, the
-    first publish fails.
+    write to the memfd, so readers do not copy a version before they load the version. A version is
+    lost when the owner's process ends, except in a reader that has kept the version. The owner uses
+    two memfds in turn. If a reader still uses the older memfd, or has kept one of its tensors, the
+    owner makes a new memfd. After a trainer rank other than the owner has joined again, the first
+    publish may raise TransferError.
 
     A directory of mode 700, whose name ends in random digits, contains commits, deltas, and links
     to the memfds. Engines find the directory by `name` and by the user who owns the directory.

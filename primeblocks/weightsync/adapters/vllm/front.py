@@ -113,7 +113,7 @@ async def attach(
 
     Args:
         engine: an `AsyncLLM` or a `VllmServer`.
-        transport: any end of the publisher's transport.
+        transport: the publisher's transport, or a reader's transport, such as the result of `find`.
         first_reader: the reader number of the engine's first worker.
 
     Raises:
@@ -179,8 +179,8 @@ async def update_all(
         prefill: the positions in `engines` of prefill engines, whose KV pages other engines read.
             Prefill engines pause first. The pause of a prefill engine waits until its pages were
             read, or for `kv_lease_duration` (30 s).
-        timeout_s: the time limit for the whole update. The last two fifths are reserved for loading
-            the previous version again and for resuming.
+        timeout_s: the time limit for the whole update. The last two fifths of this time are
+            reserved for loading the previous version again and for resuming.
 
     Raises:
         UsageError: `in_flight` or a position in `prefill` is unknown. No engine was called.
