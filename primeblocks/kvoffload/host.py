@@ -25,7 +25,7 @@ class HostTier:
         capacity_bytes: the size of the slab, rounded down to whole frames. A frame has the size of
             a page and its attachments, rounded up to a multiple of 4096 bytes.
         page_bytes: the bytes of a page.
-        attachment_bytes: the room next to each page for its packed attachments.
+        attachment_bytes: the bytes next to each page, for its packed attachments.
         pinned: whether to lock the slab in memory, for direct copies from and to a CUDA device.
 
     Raises:

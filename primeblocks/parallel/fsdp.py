@@ -154,7 +154,7 @@ def clip_grad_norm_(
     all-reduce of one number, and one more small collective with `check=True`.
 
     Args:
-        optimizer: an optimizer to check: every tensor that the optimizer steps must be in
+        optimizer: an optimizer to check: every tensor that the optimizer updates must be in
             `parameters`.
         check: compare `max_norm` on all ranks first, so that a mistake on one rank raises an error
             on all ranks instead of hanging. The comparison makes the host wait for a GPU.
@@ -166,7 +166,7 @@ def clip_grad_norm_(
 
     Raises:
         PlanError: a gradient is a partial sum, ranks pass different values of `max_norm`, or
-            `optimizer` steps tensors that are not in `parameters`.
+            `optimizer` updates tensors that are not in `parameters`.
         PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. Reentrant
             checkpointing leaves parameters unsharded if several forwards precede one backward.
         RankError: another rank refused its arguments.
@@ -204,13 +204,13 @@ def clip_grad_norm_(
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that steps tensors outside of the model. Local.
+    """Refuse an optimizer that updates tensors outside of the model. Local.
 
-    Sharding replaces parameters. An optimizer that was made before sharding still steps the old
+    Sharding replaces parameters. An optimizer that was made before sharding still updates the old
     parameters, and would not train the model.
 
     Args:
-        model: the model, or an `nn.ModuleList` of all models that the optimizer steps.
+        model: the model, or an `nn.ModuleList` of all models that the optimizer updates.
 
     Raises:
         PlanError: some tensors of the optimizer are not parameters of `model`.

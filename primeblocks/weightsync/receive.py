@@ -75,16 +75,15 @@ class Subscriber:
             tensors, `receive` may call `load` again with the previous version.
         transport: the transport over which the publisher sends.
         reader: the number of this reader in the plan.
-        convert: the wiring that `plan_sync` got for this reader. With `convert`, `load` gets the
-            targets of the wiring one at a time, in new memory.
+        convert: this reader's wiring, which you passed to `plan_sync`. With `convert`, `load` gets
+            the targets of the wiring one at a time, in new memory.
         threads: the largest number of threads that check bytes.
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
             tensor while `load` copies earlier tensors, or after `load_into` has copied the tensor.
             "ahead" is faster, but may find damage in the middle of a load. `receive` then loads the
             previous version again. "ahead" works like "before" for deltas, for readers of a group,
-            and if the reader has not kept the previous version. The same is usually true if torch's
-            threads use all cores. If other processes may still write to the bytes, `load` gets
-            checked copies.
+            without a kept previous version, and usually if torch's threads use all cores. If other
+            processes may still write to the bytes, `load` gets checked copies.
         observe: a function that returns the engine's tensors, by the names that `load` was given.
             After a load, each tensor must equal the tensor that `load` got, bit for bit. Otherwise,
             the load has failed. Without `observe`, the receipt does not say what `load` did.
@@ -174,9 +173,8 @@ class Subscriber:
                 version is not loaded again. None means the version whose bytes `verify` has kept.
                 Without such bytes, the call waits for a version newer than the loaded version.
             timeout_s: how long to wait for the version and its checks.
-            progress: called with the bytes checked plus the bytes loaded so far, and with their
-                total. If `progress` raises an error during a load, the load still runs to
-                completion.
+            progress: called with the bytes checked plus the bytes loaded so far, and the total. If
+                `progress` raises an error during a load, the load still runs to completion.
 
         Raises:
             DeadlineError: the version was not committed or not checked in time.
