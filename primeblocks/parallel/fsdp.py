@@ -64,10 +64,10 @@ def fully_shard_moe(
     Args:
         layers: modules whose parameters are gathered one module at a time, in the order of
             execution. Usually, `layers` are the decoder layers.
-        experts: modules whose parameters all have experts as dim 0. The forward of a module in
-            `experts` must use the local experts and dispatch over `meshes.expert`. `precision`
-            casts only the first floating-point argument of the forward, which must be the tokens.
-            Scores keep their dtype.
+        experts: modules in which dim 0 of every parameter counts the experts. The forward of a
+            module in `experts` must use the local experts and dispatch over `meshes.expert`.
+            `precision` casts only the first floating-point argument of the forward, which must be
+            the tokens. Scores keep their dtype.
         routers: modules that compute and reduce gradients in float32, even if `precision` sets
             bfloat16 or float16. A small error of a score could change the chosen expert. Outputs of
             routers are not cast.

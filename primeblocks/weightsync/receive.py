@@ -71,7 +71,7 @@ class Subscriber:
         plan: the publisher's plan. In another process, `Plan.from_json` reads the plan.
         load: a function that takes (name, tensor) pairs, in the order of the reader's target. Each
             tensor is whole, or the box that this reader wants. `load` must copy the tensors,
-            because they change after `receive` returns. If `load` raises or does not take all
+            because they may change after `receive` returns. If `load` raises or does not take all
             tensors, `receive` may call `load` again with the previous version.
         transport: the transport over which the publisher sends.
         reader: the number of this reader in the plan.

@@ -204,7 +204,7 @@ class SharedMemoryTransport(DirectoryTransport):
 
     Raises:
         UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. Raised at the
-            first read if an engine may not open the trainer's memory.
+            first read if an engine is not allowed to open the trainer's memory.
         UsageError: `name` is not one path component, or has a living owner, or other users may
             rename the files in `root`.
     """
