@@ -57,7 +57,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[floa
 
 
 def exported(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors for an engine: codes and scales of quantized weights, else bfloat16."""
+    """Return codes and scales of the quantized weights, and all other weights in bfloat16."""
     encode, tensors = fp8.encode_weights(RECIPE, only=ONLY, layouts=None), {}
     for name, weight in model.state_dict().items():
         tensors |= encode(name, weight.bfloat16())

@@ -129,7 +129,7 @@ def common_tokens(held: Mapping[str, Any], new: Mapping[str, Any], length: int) 
 
 
 def join_attachments(held: Mapping[str, Any], new: Mapping[str, Any], length: int) -> dict:
-    """Join `held`, the attachments of `length` tokens, with the attachments of a continuation.
+    """Join the attachments `held` of `length` tokens with the attachments `new` of a continuation.
 
     Token positions in `held` and `new` start at the first token of the prompt. `Aligned` values of
     one name form a tuple, to which values of new tokens are appended. New rows are copied. A value

@@ -40,8 +40,8 @@ def pack(value: Any, *, name: str) -> bytes:
     """Return a value as bytes with a checksum.
 
     Supported types are bool, int, float, str, bytes, None, and numpy numbers and arrays. A list, a
-    tuple, a dict with str keys or an `Aligned` may contain values of supported types. `unpack`
-    returns a bytearray or a memoryview as bytes.
+    tuple, a dict with str keys or an `Aligned` may contain values of supported types. `pack` also
+    accepts a bytearray or a memoryview, which `unpack` returns as bytes.
 
     Args:
         name: name of the value, for error messages. Pass the same name to `unpack`.

@@ -25,9 +25,10 @@ class Step:
     Args:
         version: the policy version after the step.
         groups: the groups of the batch.
-        staleness: for each group, the number of optimizer steps from its oldest policy to the
-            trained policy.
-        dropped: the number of groups that were too old to train on, and are generated again.
+        staleness: for each group, the number of optimizer steps between the oldest policy that
+            sampled tokens of the group and the policy before this step.
+        dropped: the number of groups that were too old to train on, counted since the previous
+            step. The loop generates new groups for their prompts.
         filtered: the number of groups that `keep` left out.
         failures: the number of failed attempts since the previous step, by type of error.
         lost: prompts whose attempts all failed, each with the reason.
@@ -37,8 +38,8 @@ class Step:
             `max_in_flight`, counted since the previous step.
         train_s: seconds of `train`.
         publish_s: seconds that training waited for `publish`.
-        metrics: the result of `train`. If `metrics` is a mapping, `postfix` shows its "ess" and
-            "k3".
+        metrics: the result of `train`. If `metrics` is a mapping, `postfix` shows the values of the
+            keys "ess" and "k3".
     """
 
     version: int
@@ -84,9 +85,10 @@ class Step:
         """Return the step as a flat dictionary for a logger. Pure.
 
         A missing value, such as the mean reward of rollouts without rewards, is NaN. If `train`
-        returned a mapping, its numbers are added under their own names, and replace values of the
-        same name. Metrics of `losses.corrections.off_policy_metrics` get verl's names with the
-        prefix `rollout_corr/`. The page docs/recipes/metrics.md lists all names.
+        returned a mapping, the numbers in this mapping are added under their own names, and replace
+        values of the same name. But "ess", "k1", "k2" and "k3" of
+        `losses.corrections.off_policy_metrics` get verl's names with the prefix `rollout_corr/`.
+        The page docs/recipes/metrics.md lists all names.
         """
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]
         lengths = [int(rollout.sampled.sum()) for rollout in rollouts]

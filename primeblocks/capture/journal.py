@@ -45,7 +45,7 @@ class CaptureJournal:
 
     A turn is on disk before the agent gets its answer, and survives SIGKILL. A turn takes disk
     space only for the tokens and rows that it adds to the previous turn. A FORK turn writes all its
-    rows.
+    rows, and so does every turn of a session after a write has failed.
 
     The errors and the durability are the same as for a `primeblocks.async_loop.Journal` with
     default arguments.
@@ -130,7 +130,7 @@ class CaptureJournal:
             return [name for (name,) in db.execute("SELECT DISTINCT session FROM turns ORDER BY 1")]
 
     def turns(self, session: str) -> list[KeptTurn]:
-        """Return the turns of a session in order, and let `append` accept turns of the session.
+        """Return the turns of a session in order, and let `append` accept new turns of the session.
 
         Raises:
             CorruptionError: bytes in the file changed after the journal wrote these bytes.

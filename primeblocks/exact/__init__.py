@@ -1,8 +1,9 @@
 """Batch-invariant computation on a CPU: a row has the same bits whatever else is in the batch.
 
-An engine computes a token in a batch of one row, and a trainer computes the token in a batch of
-thousands of rows. Kernels choose the order of their additions by the shape of a batch. The last
-bits of log-probabilities therefore differ, and a policy gradient needs importance ratios.
+When an engine samples a token, its batch has one row per running request. A trainer computes the
+same token in a batch of thousands of rows. Kernels choose the order of their additions by the shape
+of a batch. The last bits of log-probabilities therefore differ, and a policy gradient needs
+importance ratios.
 
 Inside `batch_invariant()`, every operation adds in one fixed order. An engine that runs the
 trainer's model inside `batch_invariant()` (`adapters.vllm`) returns the trainer's log-probabilities

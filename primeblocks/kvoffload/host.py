@@ -25,13 +25,14 @@ class HostTier:
         capacity_bytes: the size of the slab, rounded down to whole frames. A frame has the size of
             a page and its attachments, rounded up to a multiple of 4096 bytes.
         page_bytes: the bytes of a page.
-        attachment_bytes: the room next to each page for its packed attachments.
+        attachment_bytes: the bytes next to each page, for its packed attachments.
         pinned: whether to lock the slab in memory, for direct copies from and to a CUDA device.
 
     Raises:
         PlanError: `capacity_bytes` is too small for one page.
         UnsupportedError: `pinned` is True on a machine without a CUDA device.
-        CapacityError: the operating system refuses so much memory.
+        CapacityError: the operating system refuses to reserve the slab, or CUDA refuses to pin the
+            slab.
     """
 
     name = "host"
@@ -88,7 +89,7 @@ class HostTier:
         return pages
 
     def close(self) -> None:
-        """Release the slab. The memory is freed with the last view. A second call does nothing."""
+        """Release the slab. The last view frees the memory. A second call does nothing."""
         if self.pinned and self._slab.nbytes:
             _cuda("cudaHostUnregister", self._slab.ctypes.data)
         self._slab = np.empty(0, dtype=np.uint8)

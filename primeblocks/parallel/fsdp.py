@@ -64,17 +64,17 @@ def fully_shard_moe(
     Args:
         layers: modules whose parameters are gathered one module at a time, in the order of
             execution. Usually, `layers` are the decoder layers.
-        experts: modules whose parameters all have experts as dim 0. The forward of a module in
-            `experts` must use the local experts and dispatch over `meshes.expert`. `precision`
-            casts only the first floating-point argument of the forward, which must be the tokens.
-            Scores keep their dtype.
+        experts: modules in which dim 0 of every parameter counts the experts. The forward of a
+            module in `experts` must use the local experts and dispatch over `meshes.expert`.
+            `precision` casts only the first floating-point argument of the forward, which must be
+            the tokens. Scores keep their dtype.
         routers: modules that compute and reduce gradients in float32, even if `precision` sets
             bfloat16 or float16. A small error of a score could change the chosen expert. Outputs of
             routers are not cast.
         precision: dtypes of compute and reduction. Default: the dtype of the parameters.
         reshard_after_forward: free gathered parameters after forward and gather them again for
-            backward. With `reshard_after_forward=False`, parameters are gathered once per step
-            instead of twice.
+            backward. With `reshard_after_forward=False`, parameters are gathered once per forward
+            and backward instead of twice.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states on the
             host. By default, shards, gradients and optimizer states are on the device.
 
@@ -84,8 +84,8 @@ def fully_shard_moe(
         PlanError: the expert degree does not divide the number of experts, or the expert degree is
             above 1 and `experts` is empty.
         PlanError: a dispatcher uses other ranks than `meshes.expert`, or `reshard_after_forward` is
-            a number. FSDP2 would reshard to groups of this many ranks, which would differ between
-            dense parameters and experts.
+            a number. FSDP2 would use the number as a group size, and the groups of dense parameters
+            and experts would differ.
         UnsupportedError: parameters that are gathered together have different dtypes.
     """
     check_meshes(meshes)
@@ -154,7 +154,7 @@ def clip_grad_norm_(
     all-reduce of one number, and one more small collective with `check=True`.
 
     Args:
-        optimizer: an optimizer to check: every tensor that the optimizer steps must be in
+        optimizer: an optimizer to check: every tensor that the optimizer updates must be in
             `parameters`.
         check: compare `max_norm` on all ranks first, so that a mistake on one rank raises an error
             on all ranks instead of hanging. The comparison makes the host wait for a GPU.
@@ -166,7 +166,7 @@ def clip_grad_norm_(
 
     Raises:
         PlanError: a gradient is a partial sum, ranks pass different values of `max_norm`, or
-            `optimizer` steps tensors that are not in `parameters`.
+            `optimizer` updates tensors that are not in `parameters`.
         PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. Reentrant
             checkpointing leaves parameters unsharded if several forwards precede one backward.
         RankError: another rank refused its arguments.
@@ -204,13 +204,13 @@ def clip_grad_norm_(
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that steps tensors outside of the model. Local.
+    """Refuse an optimizer that updates tensors outside of the model. Local.
 
-    Sharding replaces parameters. An optimizer that was made before sharding still steps the old
+    Sharding replaces parameters. An optimizer that was made before sharding still updates the old
     parameters, and would not train the model.
 
     Args:
-        model: the model, or an `nn.ModuleList` of all models that the optimizer steps.
+        model: the model, or an `nn.ModuleList` of all models that the optimizer updates.
 
     Raises:
         PlanError: some tensors of the optimizer are not parameters of `model`.

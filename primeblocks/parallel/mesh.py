@@ -21,7 +21,7 @@ __all__ = ["MeshPlan", "Meshes", "check_meshes", "on_device", "plan_mesh"]
 
 @dataclass(frozen=True)
 class Meshes:
-    """The process groups of one plan. Every mesh exists, because an unused axis has size 1.
+    """The process groups of one plan. All meshes exist, and the mesh of an unused axis has size 1.
 
     Attributes:
         plan: the plan from which the meshes were built.
@@ -54,7 +54,8 @@ class MeshPlan:
 
     The ranks form one grid (replicate, expert_fsdp, expert) for parameters, and another grid
     (batch, context) for data. Rank numbers are consecutive along the last axis of a grid. The ranks
-    of an expert group or a context group are therefore neighbours. These groups communicate most.
+    of an expert group or a context group are therefore neighbours. Neighbouring ranks are usually
+    on one machine, where communication is fast.
     """
 
     world_size: int
@@ -130,7 +131,7 @@ class MeshPlan:
     def over(self, mesh: Callable[..., DeviceMesh]) -> Meshes:
         """Return the meshes that `mesh` makes from the sizes of named axes.
 
-        Rank numbers must be consecutive along the last axis of each call.
+        Rank numbers must be consecutive along the last axis of each mesh that `mesh` makes.
         """
         dense = mesh(replicate=self.replicate, fsdp=self.fsdp)
         # FSDP2 requires that an expert's two axes come from one mesh.

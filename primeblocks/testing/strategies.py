@@ -44,7 +44,8 @@ def expert_ids(
 ) -> Tensor:
     """Draw expert ids `[tokens, top_k]`, which are distinct within a token.
 
-    Possible draws are even routing, experts without tokens, and equal experts for all tokens.
+    In some draws all experts are equally likely, in others some experts have no tokens, or all
+    tokens have the same experts.
     """
     count = draw(st.integers(0, 16) if tokens is None else tokens)
     generator = draw(generators())

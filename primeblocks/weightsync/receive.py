@@ -71,19 +71,19 @@ class Subscriber:
         plan: the publisher's plan. In another process, `Plan.from_json` reads the plan.
         load: a function that takes (name, tensor) pairs, in the order of the reader's target. Each
             tensor is whole, or the box that this reader wants. `load` must copy the tensors,
-            because they change after `receive` returns. If `load` raises or does not take all
+            because they may change after `receive` returns. If `load` raises or does not take all
             tensors, `receive` may call `load` again with the previous version.
         transport: the transport over which the publisher sends.
         reader: the number of this reader in the plan.
-        convert: the wiring that `plan_sync` got for this reader. With `convert`, `load` gets the
-            targets of the wiring one at a time, in new memory.
-        threads: how many threads check bytes, if there are enough bytes for them.
+        convert: this reader's wiring, which you passed to `plan_sync`. With `convert`, `load` gets
+            the targets of the wiring one at a time, in new memory.
+        threads: the largest number of threads that check bytes.
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
             tensor while `load` copies earlier tensors, or after `load_into` has copied the tensor.
             "ahead" is faster, but may find damage in the middle of a load. `receive` then loads the
-            previous version again. "ahead" works like "before" for deltas, if a previous version
-            is missing, or if torch's threads use all cores. If other processes may still write to
-            the bytes, `load` gets copies, and the copies are checked.
+            previous version again. "ahead" works like "before" for deltas, for readers of a group,
+            without a kept previous version, and usually if torch's threads use all cores. If other
+            processes may still write to the bytes, `load` gets checked copies.
         observe: a function that returns the engine's tensors, by the names that `load` was given.
             After a load, each tensor must equal the tensor that `load` got, bit for bit. Otherwise,
             the load has failed. Without `observe`, the receipt does not say what `load` did.
@@ -161,8 +161,8 @@ class Subscriber:
         Cost: one XXH3-128 of the bytes that this reader wants, and the cost of `load`. If the bytes
         are in a file or in the trainer's memory, the cost includes one copy and one more XXH3-128.
         Copy and digest run in threads during the load, and hold about one bucket per trainer rank
-        in memory. A delta costs one copy of the bytes held, and the copy's memory is kept for the
-        next delta.
+        in memory. A delta also costs one copy of the kept bytes, and the memory of this copy is
+        kept for the next delta.
 
         A load starts only before the deadline. A started load runs to completion, and so does a
         load of the previous version. At the deadline, each thread finishes the bucket that it is
@@ -171,17 +171,17 @@ class Subscriber:
         Args:
             version: the version to load. `version` may be older than the loaded version. The loaded
                 version is not loaded again. None means the version whose bytes `verify` has kept.
-                Without such bytes, None means the newest version newer than the loaded version.
+                Without such bytes, the call waits for a version newer than the loaded version.
             timeout_s: how long to wait for the version and its checks.
-            progress: called with the bytes checked and loaded so far, and with their total. If
+            progress: called with the bytes checked plus the bytes loaded so far, and the total. If
                 `progress` raises an error during a load, the load still runs to completion.
 
         Raises:
             DeadlineError: the version was not committed or not checked in time.
             CorruptionError: bytes or commit marker are damaged. The engine is unchanged.
             PlanError: publisher and reader have different plans. The engine is unchanged.
-            TransferError: the version was retired, or another reader of a group does not have it.
-                Also raised if `load` failed and the previous version was loaded again.
+            TransferError: the version was retired, or another reader of the group does not have the
+                version. Also raised if `load` failed and the previous version was loaded again.
             EngineError: `load` failed and the previous version could not be loaded again. Only a
                 part of the model's weights is new.
             UsageError: `version` is not a policy version, or another call is running.
@@ -200,7 +200,7 @@ class Subscriber:
             return _receipt(self._last, start)
 
     def close(self) -> None:
-        """Release the kept bytes, after a running call has ended. Idempotent."""
+        """Release the kept bytes. A running call releases the bytes at its end. Idempotent."""
         self._closed = True
         if not self._busy.locked():
             self._drop_next()

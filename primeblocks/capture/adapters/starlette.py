@@ -53,11 +53,12 @@ _STATUS = (
 def capture_app(recorder: Recorder) -> Starlette:
     """Return the application. The base URL of each session ends in `/s/{session}/v1`.
 
-    A request must contain the key of its session, as `Authorization: Bearer`. An answer is sampled
-    in full before the response begins. A failed request therefore gets an HTTP error status, even
-    if the agent asked for a stream. A stream sends all its events together. A turn is recorded when
-    the engine has answered, even if the agent does not read the answer. If the agent closes the
-    connection before the engine has answered, the request to the engine is cancelled.
+    A request must contain the key of its session, in the header `Authorization: Bearer <key>`. An
+    answer is sampled in full before the response begins. A failed request therefore gets an HTTP
+    error status, even if the agent asked for a stream. A stream sends all its events together. A
+    turn is recorded when the engine has answered, even if the agent does not read the answer. If
+    the agent closes the connection before the engine has answered, the request to the engine is
+    cancelled.
 
     An error has the JSON form of OpenAI's API. The status is 400 for an unsupported request, 401
     for a wrong key, 410 for an ended session, and 413 for an oversized body. The status is 429 with

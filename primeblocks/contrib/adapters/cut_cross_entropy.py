@@ -59,10 +59,11 @@ def token_logprobs(
         weight: the weight of the head.
         ids: an id outside of the vocabulary, such as -100, gets the log-probability NaN.
         filter_eps: the backward skips a block of logits if the gradients of -log p for all logits
-            of the block have magnitudes below `filter_eps`. The gradient for a logit is its
-            probability, minus one for the chosen word. The comparison comes before the product with
-            the gradient of the token's result. With None, the backward skips no block. The default
-            of Apple's package is the dtype's epsilon / 32.
+            of the block have magnitudes below `filter_eps`. The gradient for a logit is the
+            probability of the logit's word, minus 1 if this word is the chosen word. The package
+            compares the gradients before it multiplies them by the gradient of the token's result.
+            With None, the backward skips no block. The default of Apple's package is the dtype's
+            epsilon / 32.
         options: other keyword arguments of `losses.logprobs.token_logprobs`, which must have their
             neutral values.
 

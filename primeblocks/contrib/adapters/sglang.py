@@ -17,9 +17,9 @@ Three properties of SGLang explain the design of this client:
    and this client compares checksums after a load.
 
 Call `attach`, `pause`, `load` and `resume` in this order. `attach` reads the version of the
-server's weights. `pause` stops generation. `load` loads a new version, or restores the old version.
-`resume` continues generation. If `load` raises an error other than TransferError, the weights are
-unknown and the server stays paused.
+server's weights. `pause` stops generation. `load` loads a new version, and restores the old version
+if the server refuses the new version. `resume` continues generation. If `load` raises an error
+other than TransferError, the weights are unknown and the server stays paused.
 """
 
 from __future__ import annotations
@@ -143,8 +143,9 @@ class Sglang:
 
         Raises:
             TransferError: the server refused the folder, and serves the previous version again.
-            DeadlineError, EngineError: as for `load`. The server stays paused, so that it samples
-                no token with mixed weights. Call `update` again, or restart the server.
+            DeadlineError, EngineError: as for `load`. If the load failed, the server stays paused,
+                so that it samples no token with mixed weights. Call `update` again, or restart the
+                server.
         """
         start = time.monotonic()
         try:
@@ -182,7 +183,8 @@ class Sglang:
     def resume(self, *, timeout_s: float) -> None:
         """Continue generation after `pause`.
 
-        If `load` raised an error other than TransferError, the server's weights are unknown.
+        Do not call `resume` if `load` raised an error other than TransferError, because the
+        server's weights are then unknown.
 
         Raises:
             DeadlineError, EngineError: as for `load`.

@@ -46,7 +46,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TopPools:
-    """Select all tokens of the pools with the highest scores, and of the query's incomplete pool.
+    """Select all tokens of the pools with the highest scores, and the query's incomplete pool.
 
     A pool is `pool` neighbouring tokens of a document. Each entry of `plan_entries(sequence, pool)`
     is the key of one pool. A query selects at most `k // pool` pools, among the pools that end at
@@ -97,7 +97,7 @@ class TopPools:
 
 @dataclass(frozen=True)
 class TopEntries:
-    """Select the last tokens, and the `k` earlier entries with the highest scores, for each query.
+    """For each query, select the last `window` tokens and the `k` highest-scored earlier entries.
 
     An entry of `plan_entries(sequence, ratio)` represents `ratio` tokens. A query can select an
     entry if the last token of the entry is at or before the query. `TopEntries` is the rule of
@@ -155,7 +155,7 @@ def all_entries(
     device: torch.device | str = "cpu",
     chunk_bytes: int = 64 << 20,
 ) -> Tensor:
-    """Return the last tokens and all earlier entries, for each query. Local.
+    """Return the ids of the last tokens and of all earlier entries, for each query. Local.
 
     Use this function for layers without an indexer, such as DeepSeek-V4's HCA. `TopEntries` selects
     the same ids if `k` is at least the number of entries of every document.

@@ -39,7 +39,8 @@ _ROWS = 64  # Fewest rows if both tiles are 1 x 128: for 4 rows the kernel did n
 def check_device(device: torch.device) -> None:
     """Check that DeepGEMM is installed, and that `device` is a Hopper GPU. Local.
 
-    On GPUs of compute capability 10, DeepGEMM would round float32 scales to UE8M0.
+    Newer GPUs are refused. For example, on compute capability 10, DeepGEMM would round float32
+    scales to UE8M0, which changes the results.
 
     Raises:
         UnsupportedError: the device is not a GPU of compute capability 9.0.

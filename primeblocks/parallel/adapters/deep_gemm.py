@@ -65,8 +65,9 @@ class DeepGemmIndexScores:
     indexer also select by scores of rounded operands. For DeepSeek's models, first rotate the
     queries and keys of `IndexerInputs` by a Hadamard matrix, as these models do.
 
-    The scale of a query vector is multiplied into its head's weight, because a ReLU commutes with
-    positive factors. Each chunk of queries needs one call, and each call quantizes the keys again.
+    The kernel does not take scales of queries. Instead, the weight of a head is multiplied by the
+    scale of the query vector, which gives the same scores because a ReLU commutes with positive
+    factors. Each chunk of queries needs one call, and each call quantizes the keys again.
 
     Source: github.com/deepseek-ai/DeepGEMM.
     """

@@ -102,8 +102,8 @@ class HostMemory:
             the device of the first parameter. The device may be a CPU.
         optimizer: the optimizer whose states are moved. With `optimizer=None`, optimizer states
             stay on the device.
-        chunk_bytes: the host memory of each kind grows in steps of `chunk_bytes` bytes. Torch
-            rounds pinned memory up to a power of two.
+        chunk_bytes: the host memory of each kind grows in steps of `chunk_bytes` bytes. If the
+            memory is page-locked, torch rounds each step up to a power of two.
 
     Raises:
         UsageError: the model is not a module or has no parameters.
@@ -151,10 +151,10 @@ class HostMemory:
             kinds: the kinds of memory to move. Default: all kinds of memory that are on the device.
 
         Raises:
-            UsageError: a kind of memory is unknown or already on the host, or all kinds are on the
-                host. Nothing was changed.
+            UsageError: a kind of memory is unknown or already on the host. Also raised without
+                `kinds` if all kinds are on the host. Nothing was changed.
             UnsupportedError: a storage cannot shrink, because it is shared memory or belongs to
-                another library. Nothing was changed.
+                another library. No memory was moved.
         """
         here = [kind for kind in KINDS if kind not in self._away]
         wanted = self._wanted(kinds, here, "release")
@@ -188,7 +188,8 @@ class HostMemory:
             kinds: the kinds of memory to move. Default: all kinds of memory that are on the host.
 
         Raises:
-            UsageError: a kind of memory is not on the host, or all kinds are on the device.
+            UsageError: a kind of memory is not on the host. Also raised without `kinds` if all
+                kinds are on the device.
             ShapeError: a tensor has another storage, shape or dtype than when it was released. A
                 removed tensor, such as a gradient after `zero_grad`, is not an error.
             CapacityError: the device lacks memory. Nothing was changed. Free memory, and call

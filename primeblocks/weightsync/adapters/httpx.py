@@ -45,7 +45,7 @@ class JsonServer:
     ) -> tuple[int, dict[str, Any]]:
         """Make a request, and return the HTTP status and the answer.
 
-        A status that means an error does not raise.
+        An HTTP status of 400 or above does not raise an error.
 
         Args:
             body: a JSON-able value. With None, the body is empty.
@@ -58,7 +58,8 @@ class JsonServer:
         Raises:
             DeadlineError: the answer was incomplete at the deadline. The server may still act on
                 the request.
-            EngineError: the server cannot be reached, or closed the connection early.
+            EngineError: the server cannot be reached, closed the connection early, or did not send
+                the length of the answer.
         """
         left_s = max(0.001, deadline - time.monotonic())
         what = f"{method} {path} at {self.url}"

@@ -78,8 +78,8 @@ class AdapterSpec:
         """Read PEFT's settings: `LoraConfig.to_dict()`, or a parsed adapter_config.json. Local.
 
         Raises:
-            UnsupportedError: the settings are not plain LoRA with one rank for all modules. DoRA is
-                an example.
+            UnsupportedError: the settings are not plain LoRA with one rank for all modules, for
+                example because they turn on DoRA.
             UsageError: the settings lack rank or alpha.
         """
         found = [key for key in _NOT_PLAIN if config.get(key)]
@@ -145,7 +145,7 @@ class AdapterSpec:
 
 
 def adapter_parameters(model: nn.Module, *, adapter: str = "default") -> dict[str, Tensor]:
-    """Return the LoRA parameters of a PEFT model by the names of PEFT's files. Local.
+    """Return the LoRA parameters of a PEFT model, under their names in PEFT's files. Local.
 
     The result contains the live parameters without copies, and DTensors stay sharded.
 

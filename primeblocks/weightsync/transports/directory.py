@@ -184,10 +184,11 @@ class SharedMemoryTransport(DirectoryTransport):
 
     A version is stored in a memfd of the owner's process, to which every rank writes directly. The
     memfd is sealed before the commit. After the commit, only the mappings of the trainer ranks can
-    write to the memfd, so readers load it in place. The version is lost when the owner's process
-    ends, except in a reader that holds the version. Two buffers are used in turn, and a third
-    buffer while a reader lags or has kept a tensor. After a trainer rank has joined again, the
-    first publish fails.
+    write to the memfd, so readers do not copy a version before they load the version. A version is
+    lost when the owner's process ends, except in a reader that has kept the version. The owner uses
+    two memfds in turn. If a reader still uses the older memfd, or has kept one of its tensors, the
+    owner makes a new memfd. After a trainer rank other than the owner has joined again, the first
+    publish may raise TransferError.
 
     A directory of mode 700, whose name ends in random digits, contains commits, deltas, and links
     to the memfds. Engines find the directory by `name` and by the user who owns the directory.
@@ -203,7 +204,7 @@ class SharedMemoryTransport(DirectoryTransport):
 
     Raises:
         UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. Raised at the
-            first read if an engine may not open the trainer's memory.
+            first read if an engine is not allowed to open the trainer's memory.
         UsageError: `name` is not one path component, or has a living owner, or other users may
             rename the files in `root`.
     """

@@ -67,7 +67,7 @@ class UpdateReport:
 
 
 async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> list[Reads]:
-    """Ask every worker of an engine which boxes of a checkpoint its loader reads.
+    """Ask every worker of an engine which boxes of a checkpoint the worker's loader reads.
 
     Pass the result to `plan_sync` as targets. The model's `load_weights` runs once without data,
     between two steps of the engine, and changes no weights.
@@ -113,7 +113,7 @@ async def attach(
 
     Args:
         engine: an `AsyncLLM` or a `VllmServer`.
-        transport: any end of the publisher's transport.
+        transport: the publisher's transport, or a reader's transport, such as the result of `find`.
         first_reader: the reader number of the engine's first worker.
 
     Raises:
@@ -177,13 +177,14 @@ async def update_all(
             "abort", running requests end with finish reason "abort". With "continue", the prefix
             cache also keeps pages of the old weights, so use another `cache_salt` for each version.
         prefill: the positions in `engines` of prefill engines, whose KV pages other engines read.
-            Prefill engines pause first. The pause of a prefill engine waits until its pages were
-            read, or for `kv_lease_duration` (30 s).
-        timeout_s: the time limit for the whole update. The last two fifths are reserved for loading
-            the previous version again and for resuming.
+            Prefill engines pause first. The pause of a prefill engine waits until other engines
+            have read its pages, at most for `kv_lease_duration` (30 s).
+        timeout_s: the time limit for the whole update. The last two fifths of this time are
+            reserved for loading the previous version again and for resuming.
 
     Raises:
-        UsageError: `in_flight` or a position in `prefill` is unknown. No engine was called.
+        UsageError: `in_flight` is unknown, or a position in `prefill` is out of range. No engine
+            was called.
         UnsupportedError: `in_flight` is "recompute", and `prefill` contains some but not all
             engines.
         PrimeblocksError: as for `update`. The error's attribute `engines` has the positions of all
