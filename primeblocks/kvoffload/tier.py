@@ -19,7 +19,8 @@ class Record:
     """A page that is written to a tier.
 
     Args:
-        content: the bytes of the page, then its packed attachments, aligned to 4096 bytes.
+        content: the bytes of the page, then its packed attachments. The address of the first byte
+            is a multiple of 4096.
         digest: the `checksum` of key and content. The tier stores the digest and does not compare
             it.
         frame: the whole frame that begins with `content`, for I/O in units of 4096 bytes.

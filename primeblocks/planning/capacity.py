@@ -220,7 +220,7 @@ def plan_capacity(
         groups: groups of layers with equal caches, from `kv_groups` or written by hand.
         rollouts: one entry for each shape of rollouts.
         tensor: number of ranks in one replica.
-        gpus: number of GPUs. With `gpus=None`, the plan uses the smallest number with room for all
+        gpus: number of GPUs. With `gpus=None`, the plan uses the fewest GPUs with room for all
             rollouts.
         page_tokens: number of tokens in a page: the engine's block size.
         host_bytes: host memory of all machines together, for rollouts that do not fit on the GPUs.

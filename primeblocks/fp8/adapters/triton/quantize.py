@@ -235,8 +235,8 @@ class TritonQuantizer:
     ) -> tuple[Quantized, Quantized]:
         """Quantize `x` and `x.mT`, both in tiles of size `tile`, and read `x` only once. Local.
 
-        The codes of `x` and of `x.mT` are contiguous. As in `x`, the first tile of `x.mT` starts at
-        the first column. Raises the errors of `__call__`.
+        The codes of `x` and of `x.mT` are contiguous. In `x` and in `x.mT`, the first tile starts
+        at the first row and the first column. Raises the errors of `__call__`.
         """
         made, flipped = _quantize(x, tile, scale, quotient, nonfinite, both=True)
         return made, flipped
