@@ -58,8 +58,8 @@ def impose(
 
     Raises:
         PlanError: `routes` come from a different model.
-        ShapeError: the gates do not fit the routes. Raised within the forward if the model runs on
-            a different number of tokens, or if a router's output would change in shape or dtype.
+        ShapeError: the gates do not fit the routes. Raised within the forward if model and routes
+            have different numbers of tokens, or if a router's output would change shape or dtype.
         UsageError: the routers are under another `impose` already, the ratio is outside (0, 1], or
             you pass both `min_score_ratio` and `gates`. Raised when the context closes if a router
             never ran, or would be recomputed without its routes. Raised within backward if a layer

@@ -65,8 +65,8 @@ class Live:
     Args:
         page: the last page that only this rollout uses.
         state: "runs", "waits" or "queues".
-        since: the tick at which the state began. If the rollout runs, the tick of its last save or
-            load.
+        since: the tick at which the state began. Each save or load of a running rollout sets
+            `since` to the current tick.
         position: the place of the rollout in the engine's queue, counted from 0, or 0 if the
             rollout does not queue.
         expected_ticks: the expected number of ticks until the rollout runs again, computed from the
@@ -204,7 +204,9 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
 
     Among rollouts that wait for one reason, pages of the rollout that has waited longest are chosen
     first. For a running rollout, the expected time until the next use is 1.5 times the mean of all
-    waits, plus the time in the engine's queue.
+    waits, plus the time in the engine's queue. Before the first wait was measured, the expected
+    time of a running or waiting rollout is the time since `Live.since`. The same applies if the
+    time since `Live.since` exceeds eight times the time that follows from the means.
 
     If a page does not belong to exactly one live rollout, the expected time depends on the time
     since the last use. Both times are equal for a page without a rollout. For a page of several

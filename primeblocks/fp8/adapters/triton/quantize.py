@@ -199,9 +199,9 @@ def _quantize_blocks(
 class TritonQuantizer:
     """A `FusedQuantizer` in Triton that returns the same bits as `fp8.quantize`.
 
-    Each call launches one kernel. If tiles have one row, scales of neighbouring rows are adjacent
-    in memory, because products read scales in this order. The sides of tiles must be powers of two
-    up to 128.
+    Each call quantizes in one kernel. With `nonfinite="raise"`, the check of the scales needs more
+    kernels. If tiles have one row, scales of neighbouring rows are adjacent in memory, because
+    products read scales in this order. The sides of tiles must be powers of two up to 128.
     """
 
     def __call__(
