@@ -141,7 +141,8 @@ class TierStatistics:
         misses: loads for which this tier had no usable page.
         stores: pages written, by saves, demotions and promotions.
         evictions: pages that were evicted to make room.
-        checksum_failures: pages that the store dropped, because they were torn, changed or removed.
+        checksum_failures: pages that the store dropped, because their bytes did not match their
+            checksum or could not be read in full.
         failures: reads and writes that the tier refused, for example on a full disk.
         skipped: pages not written because the tier had refused other pages or did not keep up.
         bytes_written: the bytes of pages and attachments that `stores` counts.
