@@ -170,7 +170,7 @@ class Trainer:
         )
 
     def mismatch(self, rollouts: Sequence[Rollout]) -> tuple[float, float, float]:
-        """Return k3 without replay, k3 with replay, and the share of routes that agree."""
+        """Return the KL estimate k3 without and with replay, and the share of routes that agree."""
         packed, routes, trees = self.share_of(rollouts)
         with torch.no_grad():
             with replay.record(self.routers) as tape:

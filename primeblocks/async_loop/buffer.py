@@ -62,7 +62,7 @@ class RolloutBuffer:
         return self._count
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
-        """Add a group. Waits until the buffer has room for the group, or `take` removes the group.
+        """Add a group. Waits until the buffer has room for the group, or until `take` removes it.
 
         Raises:
             DeadlineError: the buffer stayed full. The group was not added.

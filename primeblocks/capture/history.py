@@ -58,7 +58,7 @@ class Renderer(Protocol):
             before: the messages up to the answer, with the answer last.
             added: the messages after the answer.
             last_id: the last sampled id of the answer, which is not a stop id if the answer was
-                cut.
+                cut short.
 
         Raises:
             UsageError: as for `render`.
@@ -70,7 +70,7 @@ class Renderer(Protocol):
         Args:
             ids: the ids of the answer, without the stop id.
             calls: False if the model has no tools or may not call tools. If `calls` is False, all
-                ids are read as text.
+                ids are decoded to text, and the list of tool calls is empty.
         """
 
     def encode(self, text: str) -> list[int]:

@@ -248,7 +248,7 @@ def encode_weights(
     Pass the function to `weightsync.Publisher(encode=...)`. The function encodes matrices, and
     parameters `[experts, rows, columns]` of experts. The parameter `form` chooses the result:
 
-    - `"float8"`: codes and scales, which take half the bytes of bfloat16.
+    - `"float8"`: codes and scales, which take about half the bytes of bfloat16.
     - `"simulated"`: dequantized numbers in the weight's dtype, for engines without float8 kernels.
       If this dtype is bfloat16, the product of code and scale is also rounded to bfloat16.
 

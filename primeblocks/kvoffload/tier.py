@@ -19,7 +19,8 @@ class Record:
     """A page that is written to a tier.
 
     Args:
-        content: the bytes of the page, then its packed attachments, aligned to 4096 bytes.
+        content: the bytes of the page, then its packed attachments. The address of the first byte
+            is a multiple of 4096.
         digest: the `checksum` of key and content. The tier stores the digest and does not compare
             it.
         frame: the whole frame that begins with `content`, for I/O in units of 4096 bytes.
@@ -140,7 +141,8 @@ class TierStatistics:
         misses: loads for which this tier had no usable page.
         stores: pages written, by saves, demotions and promotions.
         evictions: pages that were evicted to make room.
-        checksum_failures: pages that the store dropped, because they were torn, changed or removed.
+        checksum_failures: pages that the store dropped, because their bytes did not match their
+            checksum or could not be read in full.
         failures: reads and writes that the tier refused, for example on a full disk.
         skipped: pages not written because the tier had refused other pages or did not keep up.
         bytes_written: the bytes of pages and attachments that `stores` counts.

@@ -64,7 +64,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Weights:
-    """Sizes of the weights, and the number of parameters that multiply each token.
+    """Sizes of the weights, and the number of parameters in the matrix products of each token.
 
     Attributes:
         dense_bytes: bytes of all weights except routed experts. Every replica stores a full copy of
@@ -73,8 +73,8 @@ class Weights:
         experts: number of routed experts per layer.
         spread_experts: distribute whole experts over all GPUs. With `spread_experts=False`, every
             replica splits each expert over its ranks.
-        active_parameters: number of parameters that multiply each token, for the cost of
-            recomputing.
+        active_parameters: number of parameters in the matrix products of each token, for the cost
+            of recomputing.
 
     Raises:
         PlanError: a number is negative, or only one of `experts` and `expert_bytes` is above 0.
@@ -206,9 +206,9 @@ def plan_capacity(
     """Plan the memory of rollouts that are all in flight at once. Pure.
 
     The GPUs form replicas of the attention layers with `tensor` ranks each. Prompts with all their
-    samples are assigned to replicas in turn, the largest prompts first. Weights and key-value heads
-    are split over the ranks of a replica. Every rank of a replica stores all latents. If there are
-    more ranks than heads, every rank stores one head.
+    samples are assigned to replicas in turn, the largest prompts first. Key-value heads and weights
+    (except spread experts) are split over the ranks of a replica. Every rank of a replica stores
+    all latents. If there are more ranks than heads, every rank stores one head.
 
     If `fits` is True, every rollout stays on its GPU until its end, for every order in which
     rollouts may grow. An engine that computes prompts in chunks frees the pages before a window
@@ -220,7 +220,7 @@ def plan_capacity(
         groups: groups of layers with equal caches, from `kv_groups` or written by hand.
         rollouts: one entry for each shape of rollouts.
         tensor: number of ranks in one replica.
-        gpus: number of GPUs. With `gpus=None`, the plan uses the smallest number with room for all
+        gpus: number of GPUs. With `gpus=None`, the plan uses the fewest GPUs with room for all
             rollouts.
         page_tokens: number of tokens in a page: the engine's block size.
         host_bytes: host memory of all machines together, for rollouts that do not fit on the GPUs.

@@ -36,10 +36,10 @@ def impose(
     """Make the routers follow `routes` while the context is open.
 
     Without `gates`, only the ids of experts are replayed, in the order of `routes`. The trainer
-    computes gate weights from its own scores, so that gradients reach the router. A missing token
-    uses the trainer's own choice. Row i of `routes` belongs to token i of the flattened input,
-    `[batch * sequence]`. Open one context per micro-batch. With activation checkpointing, call
-    backward inside the context too.
+    computes gate weights from its own scores, so that gradients reach the router. A token whose
+    route is missing uses the trainer's own choice. Row i of `routes` belongs to token i of the
+    flattened input, `[batch * sequence]`. Open one context per micro-batch. With activation
+    checkpointing, call backward inside the context too.
 
     Local. Uses forward hooks. When the context opens, the ids are copied once to the device of each
     router's weights, from pinned memory and without waiting. The copies stay on the devices, in the
@@ -50,7 +50,7 @@ def impose(
         routes: one row per token of the micro-batch.
         gates: the engine's gate weights, float32 `[tokens, layers, top_k]`, such as `Tape.gates`.
             The model uses these values, cast to the dtype of the model's gate weights. Gradients
-            go to the trainer's gate weights, which missing tokens also use.
+            go to the trainer's gate weights, which tokens without a route also use.
         min_score_ratio: in (0, 1]. A replayed expert is kept only if its trainer score is at least
             `min_score_ratio` times the lowest score of the trainer's own choices. The slots of the
             other experts get the trainer's best choices that are not yet in the row. Padding rows
@@ -58,13 +58,13 @@ def impose(
 
     Raises:
         PlanError: `routes` come from a different model.
-        ShapeError: the gates do not fit the routes. Raised within the forward if the model runs on
-            a different number of tokens, or if a router's output would change in shape or dtype.
-        UsageError: the routers are under another `impose` already, or the ratio is outside (0, 1]
-            or is given together with gates. Raised when the context closes if a router never ran,
-            or would be recomputed without its routes. Raised within backward if a layer was
-            recomputed under the routes of another micro-batch. Code that torch compiled outside a
-            checkpoint does not check the micro-batch.
+        ShapeError: the gates do not fit the routes. Raised within the forward if model and routes
+            have different numbers of tokens, or if a router's output would change shape or dtype.
+        UsageError: the routers are under another `impose` already, the ratio is outside (0, 1], or
+            you pass both `min_score_ratio` and `gates`. Raised when the context closes if a router
+            never ran, or would be recomputed without its routes. Raised within backward if a layer
+            was recomputed under the routes of another micro-batch. Code that torch compiled outside
+            a checkpoint does not check the micro-batch.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """
@@ -102,9 +102,9 @@ class Imposed:
 
     @property
     def replacement_rates(self) -> dict[int, float]:
-        """Fraction of known slots that `min_score_ratio` replaced, by layer id.
+        """Fraction of slots that `min_score_ratio` replaced, by layer id. Waits for the device.
 
-        Waits for the device.
+        Slots of missing tokens and of padding do not count.
 
         Raises:
             UsageError: a layer has not run.
@@ -117,7 +117,7 @@ class Imposed:
 
     @property
     def replacement_rate(self) -> float:
-        """The fraction of known slots that `min_score_ratio` replaced, over all layers."""
+        """The mean of `replacement_rates` over all layers."""
         rates = self.replacement_rates
         return sum(rates.values()) / len(rates)
 

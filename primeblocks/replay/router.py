@@ -46,7 +46,7 @@ class Router(Protocol):
 
         Compute the gate weights from the scores in the output, so that gradients reach the router.
         `experts` may have more columns than `top_k`, and a row may name an expert twice.
-        `impose(min_score_ratio=)` passes a token's own choices and replayed choices in one call.
+        `impose(min_score_ratio=)` passes the trainer's and the replayed choices in one call.
         """
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:

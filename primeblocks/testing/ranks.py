@@ -70,8 +70,8 @@ def run(
         args: the arguments of `body`, equal on all ranks.
 
     Raises:
-        RankError: a rank raised an error or died. The message contains every traceback or signal,
-            and ranks that still run are ended.
+        RankError: a rank raised an error or died. For each such rank, the message contains the
+            traceback, the signal or the exit code. Ranks that still run are ended.
         DeadlineError: some ranks still ran after `timeout_s`. The message contains the stacks of
             the running ranks.
         UsageError: `body` or `args` cannot be pickled.

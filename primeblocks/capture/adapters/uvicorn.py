@@ -117,7 +117,9 @@ class CaptureServer:
         await self.close()
 
     def session(self, **options: Any) -> contextlib.AbstractAsyncContextManager[CaptureSession]:
-        """Open a session with `Recorder.session`. The agent needs its `base_url` and `key`.
+        """Open a session with `Recorder.session`.
+
+        The agent needs the session's `base_url` and `key`.
 
         Raises:
             ClosedError: the server is not running.

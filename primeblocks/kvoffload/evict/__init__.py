@@ -49,8 +49,8 @@ class Candidate:
         key: the name of the page.
         last_used: the tick of the last save or load. Each save or load is one tick.
         rollouts: the rollouts that use the page and have not ended. The set is empty if all
-            rollouts have ended, and None if no rollout was ever named. The set belongs to the
-            tier's `PageLedger`, so do not change the set.
+            rollouts have ended, and None if no save or load of the page passed a `rollout`. The set
+            belongs to the tier's `PageLedger`, so do not change the set.
     """
 
     key: PageKey
@@ -65,7 +65,8 @@ class Live:
     Args:
         page: the last page that only this rollout uses.
         state: "runs", "waits" or "queues".
-        since: the tick at which the state began.
+        since: the tick at which the state began. Each save or load of a running rollout sets
+            `since` to the current tick.
         position: the place of the rollout in the engine's queue, counted from 0, or 0 if the
             rollout does not queue.
         expected_ticks: the expected number of ticks until the rollout runs again, computed from the
@@ -89,10 +90,11 @@ class Snapshot(NamedTuple):
         by_version: the least recently used page of each version. Needs `VERSIONS`.
         ended: among pages whose rollouts have all ended, the page whose last rollout ended first.
             If a page is used after that end, the time of this use counts as the end. Needs `ENDS`.
-        live: the rollout that has run longest, the rollout that has waited longest for each
-            reason, and the last rollout of the queue. Needs `STATES`.
+        live: the running rollout whose last save or load is oldest, the rollout that has waited
+            longest for each reason, and the last rollout of the queue. Needs `STATES`.
         shared: the least recently used page that several rollouts use. Needs `ENDS`.
-        unnamed: the least recently used page for which no rollout was named. Needs `ENDS`.
+        unnamed: the least recently used page whose saves and loads did not pass a `rollout`. Needs
+            `ENDS`.
     """
 
     version: int
@@ -198,14 +200,19 @@ def _rank(live: Live) -> tuple[int, int]:
 
 @_needs(Facts.ENDS | Facts.STATES | Facts.WAITS)
 def by_waits(snapshot: Snapshot) -> Choice | None:
-    """Choose the page whose next use is expected last, from the running means of waits. Pure.
+    """Choose the page with the latest expected next use, from the running means of waits. Pure.
 
     Among rollouts that wait for one reason, pages of the rollout that has waited longest are chosen
-    first. For other pages, the expected time until the next use depends on the time since the last
-    use. Both times are equal for a page without a rollout. For a page of several rollouts, the
-    expected time is an eighth of the time since the last use. For a page of ended rollouts, the
-    expected time is eight times the time since the last use. Such a page is not demoted, but may
-    belong to the prompt of a later rollout.
+    first. For a running rollout, the expected time until the next use is 1.5 times the mean of all
+    waits, plus the time in the engine's queue. Before the first wait was measured, the expected
+    time of a running or waiting rollout is the time since `Live.since`. The same applies if the
+    time since `Live.since` exceeds eight times the time that follows from the means.
+
+    If a page does not belong to exactly one live rollout, the expected time depends on the time
+    since the last use. Both times are equal for a page without a rollout. For a page of several
+    rollouts, the expected time is an eighth of the time since the last use. For a page of ended
+    rollouts, the expected time is eight times the time since the last use. A page of ended rollouts
+    is not demoted, but may belong to the prompt of a later rollout.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)
@@ -250,14 +257,14 @@ class VersionAware:
 
 @dataclass(frozen=True)
 class RolloutAware:
-    """A policy that evicts useless pages first, then the page whose next use is expected last.
+    """A policy that evicts useless pages first, then the page with the latest expected next use.
 
-    1. Pages of versions below `version - max_staleness` are evicted first, as `VersionAware` does.
-    2. The page whose next use is expected last is evicted next. For a queued rollout, the expected
-       time comes from the rollout's place in the queue. For a waiting rollout, the expected time
-       comes from the mean wait for the rollout's reason. `by_waits` describes the order of pages
-       without a queued or waiting rollout. Among the pages of one rollout, the last page is evicted
-       first, because this page is useless without the pages before it.
+    1. Pages of versions below `version - max_staleness` are evicted first, as in `VersionAware`.
+    2. Then the page with the latest expected next use is evicted. Queued rollouts are ordered by
+       their place in the queue, and waiting rollouts by the mean wait for their reason. `by_waits`
+       describes the order of pages without a queued or waiting rollout. Among the pages of one
+       rollout, the last page is evicted first, because this page is useless without the pages
+       before it.
 
     The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
     If you never pass a `rollout`, rule 2 chooses as `lru` does. A mean says little about waits with

@@ -48,10 +48,10 @@ class ContextParallel(TorchFunctionMode):
             error on all ranks.
 
     Raises:
-        PlanError: `group` does not fit the plan, `attention` is not a function, or a call has a
-            mask, dropout, or another `is_causal`.
-        ShapeError: tensors of a call have wrong dims or token counts, or have fewer key heads than
-            heads without `enable_gqa`.
+        PlanError: `group` does not fit the plan, or `attention` is not a function. Also raised if a
+            call passes a mask, dropout, or an `is_causal` that differs from `causal`.
+        ShapeError: tensors of a call have wrong dims or token counts. Also raised if a call without
+            `enable_gqa` has different numbers of query heads and key heads.
         UnsupportedError: a call comes from `nn.MultiheadAttention`, or from a reentrant checkpoint.
     """
 

@@ -36,10 +36,10 @@ class AllToAllDispatcher:
 
     The dispatcher works on gloo and NCCL. Ranks may have different numbers of tokens, also zero.
 
-    `dispatch` and `combine` are collective. `dispatch` makes three exchanges: the check, the counts
-    of each expert, and the rows. `combine` makes a check, and then exchanges the rows. The
-    backward of each call exchanges rows once. The host reads counts once per dispatch, or never if
-    you pass `capacity_rows` and `check=False`.
+    `dispatch` and `combine` are collective. `dispatch` exchanges the counts of each expert, and
+    then the rows. `combine` exchanges the rows. With `check=True`, both calls make one more
+    exchange, which checks their arguments. The backward of each call exchanges rows once. The host
+    reads counts once per dispatch, or never if you pass `capacity_rows` and `check=False`.
 
     The argument `meanwhile=` of `dispatch` is a function, such as a layer's shared experts.
     `dispatch` calls `meanwhile` once, during the exchange of rows. The backward of `meanwhile` runs
@@ -159,8 +159,9 @@ class OncePerRankDispatcher:
     `top_k` scores in their own dtype.
 
     The dispatcher does not support a capacity. Everything else works as in `AllToAllDispatcher`.
-    `dispatch` makes four exchanges: the counts with the check, the ids, the scores, and the rows.
-    Outputs are rounded to their dtype one time more than with `AllToAllDispatcher`.
+    `dispatch` makes four exchanges: the counts, the ids, the scores, and the rows. With
+    `check=True`, the exchange of the counts also contains the check. Outputs are rounded to their
+    dtype one time more than with `AllToAllDispatcher`.
 
     Source: arXiv:2412.19437, section 3.2 (DeepSeek-V3 sends a token once to each node).
     """

@@ -112,7 +112,7 @@ class VllmFleet:
         return tuple(state.name for state in self._fleet.states())
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Await `generate` of one engine, with the cache salt of the fleet's version.
+        """Call `generate` of an engine, or of the router, with the fleet's current cache salt.
 
         Raises:
             EngineError: the engine raised this error, all engines are closed, or the fleet has not
@@ -171,7 +171,7 @@ class VllmFleet:
 
         Raises:
             DeadlineError, EngineError: some engines did not answer, or raised an error. The message
-                names the failed engines. Every open engine was asked.
+                names the failed engines. The call asks all open engines before it raises the error.
         """
         return await self._each("get_weight_version", self._clock.now() + timeout_s)
 

@@ -93,10 +93,10 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
 def apply_delta(target: Tensor, delta: Bytes) -> None:
     """Overwrite the changed elements of `target` in place.
 
-    Local. The cost depends only on the number of changed elements. Idempotent. If `apply_delta`
-    raises an error, `target` is unchanged. If `target` is neither the `old` nor the `new` of the
-    delta, the call succeeds, but the result may be wrong. Compare versions before the call, and
-    digests after the call.
+    Local. The cost depends on the number of changed elements, and hardly on the size of `target`.
+    Idempotent. If `apply_delta` raises an error, `target` is unchanged. If `target` is neither the
+    `old` nor the `new` of the delta, the call succeeds, but the result may be wrong. Compare
+    versions before the call, and digests after the call.
 
     Raises:
         CorruptionError: a byte of the delta was changed, added or lost.

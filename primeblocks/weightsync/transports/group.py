@@ -48,7 +48,7 @@ class GroupTransport:
     readers have it. The reader keeps the received bytes, for deltas and for a return to the
     received version. The received bytes take as much memory as the reader's boxes, or twice as much
     with deltas. The store records whether a version is committed. Living ranks take this decision
-    from the store, so they agree even if other ranks die. The store must survive.
+    from the store, so they agree even if other ranks die. The store must survive failures of ranks.
 
     If the text of a TransferError asks for new transports, make them on all living or restarted
     ranks, with the same store. Then publish the failed version again, which the new transports send
@@ -192,10 +192,10 @@ class GroupTransport:
                 self._now.abort(why, deadline=deadline)
 
     def markers(self) -> tuple[Marker, ...]:
-        """Rank 0: return the last version that it committed, and the previous version.
+        """Rank 0: return the markers of the last two versions that it committed, oldest first.
 
-        The result is empty on other ranks, because a version sent over a group cannot be read
-        again.
+        On other ranks, the result is empty. A reader cannot read a version again that was sent over
+        a group.
         """
         return self._markers
 

@@ -189,9 +189,9 @@ class VllmEngine:
 
         Args:
             images: images for models of the Qwen-VL families. The prompt must contain the
-                placeholder tokens of the images. Each `value` is a dict of `pixel_values` and
-                `image_grid_thw`, the arrays that transformers' processor returns for one image. An
-                engine that gets images needs `skip_tokenizer_init=False`.
+                placeholder tokens of the images. The `value` of an image is a dict of
+                `pixel_values` and `image_grid_thw`, the arrays that transformers' processor returns
+                for this image. An engine that gets images needs `skip_tokenizer_init=False`.
             cache_salt: two requests share KV pages only if their salts are equal. Use one salt per
                 policy version.
             extra_args: values that vLLM passes to its connectors and plug-ins.

@@ -199,9 +199,9 @@ def _quantize_blocks(
 class TritonQuantizer:
     """A `FusedQuantizer` in Triton that returns the same bits as `fp8.quantize`.
 
-    Each call launches one kernel. If tiles have one row, scales of neighbouring rows are adjacent
-    in memory, because products read scales in this order. The sides of tiles must be powers of two
-    up to 128.
+    Each call quantizes in one kernel. With `nonfinite="raise"`, the check of the scales needs more
+    kernels. If tiles have one row, scales of neighbouring rows are adjacent in memory, because
+    products read scales in this order. The sides of tiles must be powers of two up to 128.
     """
 
     def __call__(
@@ -235,8 +235,8 @@ class TritonQuantizer:
     ) -> tuple[Quantized, Quantized]:
         """Quantize `x` and `x.mT`, both in tiles of size `tile`, and read `x` only once. Local.
 
-        The codes of `x` and of `x.mT` are contiguous. As in `x`, the first tile of `x.mT` starts at
-        the first column. Raises the errors of `__call__`.
+        The codes of `x` and of `x.mT` are contiguous. In `x` and in `x.mT`, the first tile starts
+        at the first row and the first column. Raises the errors of `__call__`.
         """
         made, flipped = _quantize(x, tile, scale, quotient, nonfinite, both=True)
         return made, flipped
