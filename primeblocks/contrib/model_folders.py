@@ -85,8 +85,8 @@ class ModelFolders:
     def make(self, version: int, *, timeout_s: float) -> ModelFolder:
         """Wait for a version, check all its bytes and make its folder. Local.
 
-        The call computes one digest of the bytes and writes the bytes once. The write may continue
-        after the deadline.
+        The call computes one digest of the bytes, and writes the bytes unless the folder exists. The
+        write may continue after the deadline.
 
         Raises:
             DeadlineError, CorruptionError, PlanError, TransferError: as for `Subscriber.receive`.
