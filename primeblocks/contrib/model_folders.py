@@ -85,8 +85,9 @@ class ModelFolders:
     def make(self, version: int, *, timeout_s: float) -> ModelFolder:
         """Wait for a version, check all its bytes and make its folder. Local.
 
-        The call costs one `Subscriber.verify`. If the folder does not exist, the call also costs one
-        `Subscriber.receive` and one write of the bytes. The write may continue after the deadline.
+        The call costs one `Subscriber.verify`. If the folder does not exist, the call also costs
+        one `Subscriber.receive` and one write of the bytes. The write may continue after the
+        deadline.
 
         Raises:
             DeadlineError, CorruptionError, PlanError, TransferError: as for `Subscriber.receive`.
