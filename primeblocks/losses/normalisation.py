@@ -66,7 +66,7 @@ def divide(
 def global_count(
     count: int, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> int:
-    """Add a count over the ranks of a group.
+    """Return the sum of a count over the ranks of a group.
 
     With `group`, the call is collective and the host waits. Without `group`, the call is local.
 
