@@ -37,7 +37,7 @@ class Log:
         return record
 
     def write_step(self, step: Step, mismatch: tuple | None) -> dict:
-        """Log a step. `mismatch` is k3 without and with replay, and the share of equal routes."""
+        """Log a step. `mismatch`: k3 without replay, k3 with replay, and share of equal routes."""
         rollouts = [rollout for group in step.groups for rollout in group.rollouts]
         return self.write(
             version=step.version,

@@ -1,4 +1,7 @@
-"""Sample rollouts with rewards, and make the engine's arguments. Only rank 0 uses this file."""
+"""Sample rollouts with rewards, and make the engine's arguments.
+
+Only processes with an engine use this file.
+"""
 
 import asyncio
 import statistics

@@ -152,8 +152,8 @@ class CaptureSession:
 
         Raises:
             UsageError: the request does not fit the engine, the chat template or the bounds.
-            CapacityError: the session has `bounds.turns` turns, or `bounds.in_flight` requests are
-                running.
+            CapacityError: the session has `bounds.turns` turns, including running requests. Also
+                raised if `bounds.in_flight` requests are running in all sessions together.
             DeadlineError, EngineError: as for `Generate`. Any other exception of `generate` becomes
                 an EngineError.
             ClosedError: the session has ended.

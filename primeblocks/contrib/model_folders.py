@@ -48,7 +48,8 @@ class ModelFolders:
     """Makes one folder per version, for engines that load folders without checks of the bytes.
 
     All files of `like` except weights are copied, so that an engine can also start from the new
-    folder. A folder appears only when it is complete. Folders with equal names have equal bytes.
+    folder. A folder appears only when it is complete. The name of a folder contains the version and
+    the first 8 hex digits of the digest of the weights.
 
     Args:
         plan: the publisher's plan. In the plan, reader 0 must receive whole tensors.
@@ -60,8 +61,8 @@ class ModelFolders:
 
     Raises:
         PlanError: the plan lacks tensors of `like`, has tensors of other shapes, or gives reader 0
-            only parts of tensors. From an incomplete folder, a loader would silently keep old
-            tensors.
+            only parts of tensors. If a folder lacked tensors, an engine would keep its old tensors
+            without an error.
         UnsupportedError: `like` has no safetensors files.
         UsageError: `keep` is less than 2.
     """
@@ -84,8 +85,9 @@ class ModelFolders:
     def make(self, version: int, *, timeout_s: float) -> ModelFolder:
         """Wait for a version, check all its bytes and make its folder. Local.
 
-        The call computes one digest of the bytes and writes the bytes once. The write may continue
-        after the deadline.
+        The call costs one `Subscriber.verify`. If the folder does not exist, the call also costs
+        one `Subscriber.receive` and one write of the bytes. The write may continue after the
+        deadline.
 
         Raises:
             DeadlineError, CorruptionError, PlanError, TransferError: as for `Subscriber.receive`.

@@ -73,8 +73,8 @@ def max_rl_advantages(
 ) -> Float[Tensor, "groups members"]:
     """Return (r - mean) / mean of the group, or 0 if the mean is not above 0. Pure. Local.
 
-    With rewards of 0 or 1, training increases the log-likelihood of a right answer instead of the
-    answer's probability. Hard prompts therefore get larger weights.
+    With rewards of 0 or 1, training increases the logarithm of a prompt's success rate instead of
+    the success rate. Hard prompts therefore get larger weights.
 
     Args:
         rewards: not negative.

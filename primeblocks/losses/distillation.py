@@ -66,8 +66,8 @@ def kl_loss(
 
     Args:
         weights: importance weights, if another policy sampled the tokens, such as an engine with
-            older weights. With importance weights, all statements above are true for the trainer's
-            policy.
+            older weights. With importance weights, all statements above are also true for tokens
+            that the other policy sampled.
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
@@ -110,9 +110,10 @@ def teacher_advantages(
     """Return `log p_teacher - log p_student` per token, without gradient. Pure. Local.
 
     Pass the result as advantages to any policy-gradient loss, alone or added to advantages of
-    rewards. Alone, the result gives the loss the gradient of KL(student || teacher) per token. The
-    result is the negative of k1 of the reverse KL. Corrections for older policies work in the same
-    way as for other advantages.
+    rewards. If you pass only the result, the gradient of the loss estimates the gradient of
+    KL(student || teacher) per token. With one teacher and without weights, the result is the
+    negative of the estimator k1 of the reverse KL (see `kl_loss`). Corrections for older policies
+    work in the same way as for other advantages.
 
     Args:
         teachers: for each teacher, the log-probabilities of the student's tokens.

@@ -26,18 +26,18 @@ def divide(
 
     *Add* the gradients of all ranks and micro-batches. The sums of gradients equal the gradients
     that one rank computes for the whole batch. If your trainer averages gradients over ranks (DDP,
-    or FSDP unless its divide factor is 1), multiply the loss by the number of ranks. With `group`,
-    the call is collective, and the host waits for two exchanges of a few bytes. Without `group`, or
-    if `by` is a number, the call is local.
+    or FSDP unless its divide factor is 1), multiply the loss by the number of ranks. If `group` is
+    set and `by` is a word, the call is collective, and the host waits for two exchanges of at most
+    40 + 16 x ranks bytes per rank. Otherwise the call is local.
 
     Args:
         losses: the losses of all micro-batches of this rank. If `by` is a number, you may pass one
             loss per call. If `by` is a word, pass all losses in one call, because `divide` counts
             only the losses that you pass.
-        by: a word, or a number if you run the backward of each micro-batch before the next forward.
-            Compute the number with `global_count` from the masks of all micro-batches, before the
-            first micro-batch. For `Dr. GRPO`, pass the number of sequences x the length of the
-            longest answer.
+        by: a word ("tokens" or "sequences") or a number. Pass a number if you run the backward of
+            each micro-batch before the next forward. Compute the number with `global_count` from
+            the masks of all micro-batches, before the first micro-batch. For `Dr. GRPO`, pass the
+            number of sequences x the length of the longest answer.
         group: the ranks that have parts of the batch.
 
     Returns:
@@ -66,7 +66,7 @@ def divide(
 def global_count(
     count: int, *, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
 ) -> int:
-    """Add a count over the ranks of a group.
+    """Return the sum of a count over the ranks of a group.
 
     With `group`, the call is collective and the host waits. Without `group`, the call is local.
 
@@ -74,7 +74,8 @@ def global_count(
         device: the device from which the backend of `group` sends.
 
     Raises:
-        RankError, PlanError: the errors of `divide`, or `count` is negative or not a whole number.
+        PlanError: as for `divide`, or `count` is negative or not a whole number.
+        RankError: as for `divide`.
     """
 
     def look() -> int:

@@ -151,8 +151,8 @@ def plan_split(
     """Choose GPUs, model-parallel degrees and micro-batches of trainer and engine. Pure.
 
     The search tries all choices. In the asynchronous loop, trainer and engine have separate GPUs,
-    degrees and memory limits. In the synchronous loop, all GPUs generate and train in turn, with
-    one degree and one memory limit.
+    degrees and memory limits. In the synchronous loop, all GPUs generate and train in turn, so
+    trainer and engine share one degree and one memory limit.
 
     Args:
         gpus: the total number of GPUs.

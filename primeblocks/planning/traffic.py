@@ -31,10 +31,10 @@ class StepSizes:
         root_parameters: number of parameters outside of the layers, such as embedding and head.
         layer_parameters: number of parameters in all layers, without experts.
         expert_parameters: number of parameters in all experts of all layers.
-        parameter_bytes: bytes of one gathered parameter.
-        gradient_bytes: bytes of one reduced gradient.
-        activation_bytes: bytes per number of an activation. Sums of gradients are sent with at
-            least 4 bytes per number.
+        parameter_bytes: bytes per element of a parameter that FSDP gathers.
+        gradient_bytes: bytes per element of a gradient that is summed over ranks.
+        activation_bytes: bytes per element of an activation. If ranks sum gradients of keys,
+            values or latents, the ranks send at least 4 bytes per element.
         recompute: True if activation checkpointing runs the layers' forward twice.
         latent_dim: with latent attention, how many values ranks send per token for all heads
             together, such as 512 + 64. Pass 0 if ranks send keys and values.

@@ -49,7 +49,8 @@ class Distribution:
 
     Args:
         name: the name of the distribution in tables.
-        quantile: a non-decreasing function from levels in (0, 1) to values, both float64 arrays.
+        quantile: a non-decreasing function from probabilities in (0, 1) to values, both float64
+            arrays.
     """
 
     name: str

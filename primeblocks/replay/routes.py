@@ -21,8 +21,8 @@ __all__ = ["Routes", "read_only"]
 class Routes:
     """The experts that routers chose for each token in each mixture-of-experts layer.
 
-    A value on the host, in read-only numpy arrays that are copied only if needed. Slicing and
-    unpacking do not copy the experts.
+    The arrays are read-only numpy arrays on the host. A slice is a view. Without `onto`, `unpack`
+    does not copy the experts.
 
     Args:
         experts: expert ids `[tokens, layers, top_k]`, uint8 for up to 256 experts, else uint16. The
@@ -80,7 +80,7 @@ class Routes:
         Raises:
             ShapeError: the array is not integers `[tokens, layers, top_k]`, or `layer_ids` or
                 `missing` do not fit the array.
-            UsageError: an id is out of range, or one row names an expert twice.
+            UsageError: an id is out of range, or one row contains an expert twice.
         """
         array = _host_array(array)
         if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
@@ -141,7 +141,7 @@ class Routes:
     def join(parts: Iterable[Routes], *, pad_to: int | None = None) -> Routes:
         """Join parts along the tokens, in one copy.
 
-        Padding rows name the experts in turn across all parts, so that experts get equal work.
+        Padding rows choose the experts in turn across all parts, so that experts get equal work.
 
         Args:
             pad_to: the number of tokens to which each part is padded, for rows of one length.
@@ -220,7 +220,7 @@ class Routes:
     def with_missing(self, *, before: int = 0, after: int = 0) -> Routes:
         """Add tokens whose choices are unknown.
 
-        Pass `after=1` for the last sampled token, and `before=` for the tokens of an absent prompt.
+        Pass `after=1` for the last sampled token, and `before=` for a prompt without recorded rows.
 
         Raises:
             ShapeError: `before` or `after` is negative.
@@ -232,10 +232,10 @@ class Routes:
         return self._with(experts, missing, np.pad(self.padding, (before, after)))
 
     def pad(self, tokens: int) -> Routes:
-        """Pad to `tokens` with rows that name all experts in turn.
+        """Pad to `tokens` with rows that choose all experts in turn.
 
-        The ids in neighbouring slots are far apart, so even a few rows give work to all ranks of an
-        expert-parallel group. The padding rows go to the end of the flattened input. For a
+        The ids in neighbouring slots are far apart, so even a few rows give work to many ranks of
+        an expert-parallel group. The padding rows follow the last token of the last sequence. For a
         batch, call `with_missing` on each sequence, or use `join(pad_to=)`.
 
         Raises:
@@ -303,7 +303,7 @@ class Routes:
     def pack(self, *, start: int = 0) -> memoryview:
         """Return one self-describing, checksummed buffer. See `codec`. Local. One copy.
 
-        The result is a memoryview. Pass `bytes(payload)` to code that pickles.
+        The result is a memoryview, which cannot be pickled. To pickle it, pass `bytes(payload)`.
 
         Args:
             start: the first token to pack. `unpack(onto=)` joins these rows to the earlier rows.

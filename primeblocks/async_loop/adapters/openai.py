@@ -237,7 +237,7 @@ async def generate_split(
     Raises:
         UnsupportedError: the prefill server has no connector for KV transfers.
         DeadlineError: the requests to the two servers together took longer than `timeout_s`.
-        EngineError: as for `generate_tokens`. If `decode` failed, the error names both servers.
+        EngineError: as for `generate_tokens`. If `decode` failed, the error shows both URLs.
         PrimeblocksError: as for `generate_tokens`, or the servers had different weight versions.
     """
     tokens, extra = [int(token) for token in prompt], dict(extra_body or {})

@@ -104,7 +104,7 @@ class PagedAttentionImpl(CPUAttentionBackendImpl):
 
 
 class PagedAttention(CPUAttentionBackend):
-    """The name under which vLLM finds `PagedAttentionImpl`."""
+    """The attention backend through which vLLM finds `PagedAttentionImpl`."""
 
     @staticmethod
     def get_name() -> str:
@@ -116,9 +116,9 @@ class PagedAttention(CPUAttentionBackend):
 
 
 class PagedAttentionLayer(Attention):
-    """vLLM's attention layer, which runs outside of the modes of `batch_invariant()`.
+    """vLLM's attention layer, which switches off the torch modes of `batch_invariant()` in a call.
 
-    The layer only calls `PagedAttentionImpl`, which computes in one order without these modes.
+    `PagedAttentionImpl` does not need these modes, because it always computes in one order.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -103,7 +103,8 @@ def plan_packing(
     """Assign rollouts to data-parallel ranks and micro-batches, by tokens and by cost. Pure.
 
     All ranks get the same number of micro-batches, so that their collectives match. On each rank
-    the most expensive micro-batches come first, so that ranks wait least for each other.
+    the most expensive micro-batches come first, so that ranks compute micro-batches of similar cost
+    at the same time.
 
     Args:
         lengths: the number of tokens in each rollout, in the same order on all ranks.
@@ -119,7 +120,8 @@ def plan_packing(
             suits ranks that wait for each other in every micro-batch, as with FSDP that reshards.
         annealing_steps: the number of steps of a search. With "ranks", the search runs if the
             busiest rank costs more than 1 % above `lower_bound`. The search is rarely needed,
-            except with few rollouts. A search of 300,000 steps takes one second.
+            except with few rollouts. A step takes some microseconds, so a search of 300,000 steps
+            takes about one second.
 
     Raises:
         PlanError: a number is out of range, `balance` is unknown, a rollout is empty or above the

@@ -235,9 +235,9 @@ class Estimate:
 def estimate(plan: Plan, *, gbit_per_s: float, sent_fraction: float = 1.0) -> Estimate:
     """Estimate the bytes and the time of a sync over a process group. Pure.
 
-    A bucket is sent to each of its readers. The estimated time is the time of the busiest rank at
-    full line rate. The estimate is a lower bound, without latency, contention in the fabric,
-    packing or digests.
+    A bucket is sent once for each of its readers. The estimated time is the time of the busiest
+    rank at full line rate. The estimate is a lower bound, without latency, contention in the
+    fabric, packing or digests.
 
     Args:
         gbit_per_s: the rate at which one rank sends or receives, in 10^9 bits per second.

@@ -73,7 +73,8 @@ def elastic_dispatcher(
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: the import of deep_ep fails, or the adapter does not support its version.
+        UnsupportedError: the import of deep_ep fails, or the adapter does not support the installed
+            version.
         ShapeError: `hidden` is not a positive multiple of 8.
         PlanError: `max_tokens`, `top_k` or `alignment` is out of range.
 

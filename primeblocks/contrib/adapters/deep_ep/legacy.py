@@ -59,8 +59,8 @@ def buffer_dispatcher(
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: the import of deep_ep fails, the adapter does not support its version, or
-            deep_ep has no settings for the number of ranks.
+        UnsupportedError: the import of deep_ep fails, the adapter does not support the installed
+            version, or deep_ep has no settings for the number of ranks.
         ShapeError: `hidden` is not a positive multiple of 8.
         PlanError: `alignment` is below 1.
 
