@@ -39,9 +39,9 @@ class Journal:
     and changes nothing.
 
     SIGKILL does not undo calls that returned. A call that SIGKILL interrupts takes effect as a
-    whole or not at all. The journal deletes prompts of final steps and prompts that are left out,
-    and keeps only their number. New prompts reuse the space of deleted prompts, but the file does
-    not shrink.
+    whole or not at all. The journal deletes prompts of final steps (see `checkpointed`) and prompts
+    that are left out, and keeps only their number. New prompts reuse the space of deleted prompts,
+    but the file does not shrink.
 
     You may call methods from any thread. One process at a time can open a journal, on a local disk.
     Other processes may read the file with any SQLite client. Three more files are stored next to
@@ -228,7 +228,8 @@ class Journal:
     def checkpointed(self, version: int) -> None:
         """Mark the steps before policy `version` as final.
 
-        The weights of `version` must be durable. The groups of final steps are deleted.
+        The weights of `version` must be durable. `restore` cannot undo a final step, so the groups
+        of final steps are deleted.
         """
         version = check_version(version)
         with self._database.transaction() as db:
