@@ -43,9 +43,10 @@ class Journal:
     that are left out, and keeps only their number. New prompts reuse the space of deleted prompts,
     but the file does not shrink.
 
-    You may call methods from any thread. One process at a time can open a journal, on a local disk.
-    Other processes may read the file with any SQLite client. Three more files are stored next to
-    the file `path`, with `-wal`, `-shm` and `-lock` appended to its name.
+    You may call methods from any thread. The file must be on a local disk, and only one process at
+    a time can open the journal. Other processes may read the file with any SQLite client. Three
+    more files are stored next to the file `path`, with `-wal`, `-shm` and `-lock` appended to its
+    name.
 
     Args:
         path: the file. A missing file is created, but a missing folder is an error.
@@ -55,8 +56,8 @@ class Journal:
         timeout_s: seconds to wait at most for another program that writes to the file.
 
     Raises:
-        UsageError: the file is already open or belongs to another program, or its folder does not
-            exist.
+        UsageError: the file is already open, the file belongs to another program, or its folder
+            does not exist.
         UnsupportedError: the file has another schema, or its disk does not support a write-ahead
             log.
         CorruptionError: the file is damaged.

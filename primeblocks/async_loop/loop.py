@@ -41,9 +41,9 @@ class AsyncLoop:
     """A loop that keeps rollouts in flight while it trains and updates weights.
 
     An error of `train` or `publish` ends the loop. If `generate` raises an error, the loop tries
-    again, as `retries` allows. The first error of each type is logged with its traceback. Every
-    wait of `steps` ends after at most `step_timeout_s` seconds. The end of the `async with` block
-    cancels all requests and a running publish. After an error, leave the block and make a new loop.
+    again, as `retries` allows. The first error of each type is logged with its traceback. The end
+    of the `async with` block cancels all requests and a running publish. If `steps` raises an
+    error, leave the block and make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
@@ -197,7 +197,7 @@ class AsyncLoop:
             DeadlineError: a wait for a batch, a step or a publish was longer than `step_timeout_s`.
             ClosedError: the loop is not open, a step has failed, or another call makes a step.
             Exception: the last error of `generate`, if prompts ran out and all prompts since the
-                last step failed: at least `batch_size` prompts, or any number before the first step.
+                last step failed: at least `batch_size` prompts, or any number in the first step.
         """
         for done in range(count):
             try:
