@@ -192,7 +192,7 @@ def sapo_loss(
     """Soft gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A. Pure. Local.
 
     tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the loss
-    has the gradient of REINFORCE. The derivative by r shrinks with |r - 1|. Tokens never count as
+    has the gradient of REINFORCE. The slope in r is steepest at r = 1. Tokens never count as
     clipped. As in the SAPO paper, pass `weights=length_weights(mask)` and divide by the sequences.
 
     Raises:
