@@ -3,10 +3,10 @@
     python examples/router_replay.py
 
 vLLM generates in bfloat16 and returns the experts that each token visited. A transformers model
-with the same weights makes one training step on the sampled tokens, with the engine's experts. The
-script prints the mismatch between engine and trainer, once with the trainer's own routes and once
-with the engine's routes. The model is tiny and random, with large weights, so that rounding changes
-many expert choices. To use another model, pass its path.
+with the same weights makes one training step on the sampled tokens, with the experts that vLLM
+chose. The script prints the mismatch between engine and trainer, once with the trainer's own routes
+and once with the engine's routes. The model is tiny and random, with large weights, so that
+rounding changes many expert choices. To use another model, pass its path.
 """
 
 import os

@@ -297,7 +297,7 @@ class Tenant:
         return rewards.mean().item()
 
     async def publish(self, version: int) -> None:
-        """Load a version into the engine, and remove older versions without requests."""
+        """Load a version into the engine, and remove older versions that no request uses."""
         self.publishing = asyncio.ensure_future(self._publish(version))
         # A publish that has begun is completed, even if another failure ends the run meanwhile.
         await asyncio.shield(self.publishing)

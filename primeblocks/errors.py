@@ -9,7 +9,7 @@
     ├── DeadlineError (TimeoutError)      a wait ended at its deadline
     ├── CorruptionError                   a checksum or digest did not match
     ├── CapacityError                     no room: pool, disk or buffer
-    ├── TransferError                     a weight transfer was rolled back
+    ├── TransferError                     a weight transfer or its check failed
     ├── EngineError                       the inference engine died or refused
     ├── RankError                         a rank of a process group failed
     ├── CancelledError                    the caller gave the operation up
@@ -108,7 +108,11 @@ class CapacityError(PrimeblocksError):
 
 
 class TransferError(PrimeblocksError):
-    """A weight transfer failed and was rolled back. Engines still serve the old version."""
+    """A weight transfer failed, or a check found that an engine has the wrong weights.
+
+    After a failed transfer, engines serve the old version, unless the docstring of the call says
+    otherwise.
+    """
 
 
 class EngineError(PrimeblocksError):

@@ -39,13 +39,14 @@ class Journal:
     and changes nothing.
 
     SIGKILL does not undo calls that returned. A call that SIGKILL interrupts takes effect as a
-    whole or not at all. The journal deletes prompts of final steps and prompts that are left out,
-    and keeps only their number. New prompts reuse the space of deleted prompts, but the file does
-    not shrink.
+    whole or not at all. The journal deletes prompts of final steps (see `checkpointed`) and prompts
+    that are left out, and keeps only their number. New prompts reuse the space of deleted prompts,
+    but the file does not shrink.
 
-    You may call methods from any thread. One process at a time can open a journal, on a local disk.
-    Other processes may read the file with any SQLite client. Three more files are stored next to
-    the file `path`, with `-wal`, `-shm` and `-lock` appended to its name.
+    You may call methods from any thread. The file must be on a local disk, and only one process at
+    a time can open the journal. Other processes may read the file with any SQLite client. Three
+    more files are stored next to the file `path`, with `-wal`, `-shm` and `-lock` appended to its
+    name.
 
     Args:
         path: the file. A missing file is created, but a missing folder is an error.
@@ -55,8 +56,8 @@ class Journal:
         timeout_s: seconds to wait at most for another program that writes to the file.
 
     Raises:
-        UsageError: the file is already open or belongs to another program, or its folder does not
-            exist.
+        UsageError: the file is already open, the file belongs to another program, or its folder
+            does not exist.
         UnsupportedError: the file has another schema, or its disk does not support a write-ahead
             log.
         CorruptionError: the file is damaged.
@@ -229,7 +230,8 @@ class Journal:
     def checkpointed(self, version: int) -> None:
         """Mark the steps before policy `version` as final.
 
-        The weights of `version` must be durable. The groups of final steps are deleted.
+        The weights of `version` must be durable. `restore` cannot undo a final step, so the groups
+        of final steps are deleted.
         """
         version = check_version(version)
         with self._database.transaction() as db:

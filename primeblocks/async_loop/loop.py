@@ -41,9 +41,9 @@ class AsyncLoop:
     """A loop that keeps rollouts in flight while it trains and updates weights.
 
     An error of `train` or `publish` ends the loop. If `generate` raises an error, the loop tries
-    again, as `retries` allows. The first error of each type is logged with its traceback. Every
-    wait of `steps` ends after at most `step_timeout_s` seconds. The end of the `async with` block
-    cancels all requests and a running publish. After an error, leave the block and make a new loop.
+    again, as `retries` allows. The first error of each type is logged with its traceback. The end
+    of the `async with` block cancels all requests and a running publish. If `steps` raises an
+    error, leave the block and make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
@@ -58,8 +58,8 @@ class AsyncLoop:
             copy. The loop awaits the awaitable while the next step trains.
         buffer: a buffer for this loop alone. The loop uses the buffer's staleness policy.
         batch_size: the number of groups per batch.
-        max_in_flight: the largest number of groups in flight, or of samples with `group_size`. Pass
-            a number or an `AdaptiveLimit`.
+        max_in_flight: the largest number of groups in flight. With `group_size`, the largest number
+            of samples in flight. Pass a number or an `AdaptiveLimit`.
         group_size: the number of samples per group, if `generate` makes one sample per call.
         keep: `keep(group)` returns False to leave a finished group out. Batches stay complete.
         retries: rules for calls of `generate` that raise an error or miss their deadline.
@@ -197,7 +197,7 @@ class AsyncLoop:
             DeadlineError: a wait for a batch, a step or a publish was longer than `step_timeout_s`.
             ClosedError: the loop is not open, a step has failed, or another call makes a step.
             Exception: the last error of `generate`, if prompts ran out and all prompts since the
-                last step failed. After the first step, these must be at least `batch_size` prompts.
+                last step failed: at least `batch_size` prompts, or any number in the first step.
         """
         for done in range(count):
             try:

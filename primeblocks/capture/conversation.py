@@ -43,7 +43,8 @@ class Turn:
     Attributes:
         branch: the position of the turn's rollout in `Conversation.rollouts()`.
         matched: the number of leading prompt tokens that the turn's rollout already had. If
-            `continuity` is FORK, the largest number that an earlier rollout had.
+            `continuity` is FORK, the turn begins a new rollout, and `matched` is the largest number
+            of leading prompt tokens that an earlier rollout had.
         added: the number of prompt tokens after the matched tokens. Added tokens are not trained
             on.
         sampled: the number of tokens of the answer.
@@ -112,9 +113,9 @@ class Conversation:
             logprobs: `[sampled]`, the engine's log-probability of each sampled token.
             versions: `[sampled]`, the policy version that sampled each token.
             attachments: named values of the turn, as in `Rollout`. The positions of an `Aligned`
-                value count from the start of the prompt. The rows of a value may begin at any token
-                up to the first token that has no row yet. You may leave out images of earlier
-                turns.
+                value count from the start of the prompt. The rows of a value may overlap the rows
+                of earlier turns, but must not leave a gap after the rows of earlier turns. You may
+                leave out images of earlier turns.
 
         Raises:
             ShapeError: the prompt or the answer is empty, arrays differ in length, or rows are

@@ -217,7 +217,7 @@ class WeightCache:
 
         Raises:
             UsageError: the weight is not converted, the parameter was replaced after the cache was
-                made, or the layer multiplies by parts of the weight.
+                made, or the layer multiplies by parts of the weight that differ in shape.
         """
         if (module, name) not in self._watched:
             raise UsageError(f"{name} of a {type(module).__name__} is not a converted weight.")

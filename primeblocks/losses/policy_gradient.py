@@ -192,7 +192,7 @@ def sapo_loss(
     """Soft gate instead of a clip: -(4 / tau) sigmoid(tau (r - 1)) A. Pure. Local.
 
     tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the loss
-    has the gradient of REINFORCE, which fades as r moves away from 1. Tokens never count as
+    has the gradient of REINFORCE. The slope in r is steepest at r = 1. Tokens never count as
     clipped. As in the SAPO paper, pass `weights=length_weights(mask)` and divide by the sequences.
 
     Raises:
@@ -335,8 +335,8 @@ def gmpo_loss(
     """Geometric mean of ratios that are clipped one by one: -A exp(mean of c). Pure. Local.
 
     c is the token's log-ratio, clipped to at most `clip_high` if A > 0, and to at least `-clip_low`
-    otherwise. In the direction of the advantage, an outlier adds at most the clip to the sum of all
-    c. The other tokens of the outlier's sequence still get a gradient.
+    otherwise. If a token's ratio moved in the direction of the advantage, the token changes the sum
+    of all c by at most the clip. Clipped tokens get no gradient, but the rest of the sequence does.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.

@@ -87,7 +87,7 @@ def attribute(
     """Split the mismatch among causes that can be switched off one by one.
 
     A cause is a difference between trainer and engine, such as different routes, a different dtype
-    or a different weight version. You name the causes. `evaluate` computes the trainer's
+    or a different weight version. You choose the causes. `evaluate` computes the trainer's
     log-probabilities of the sampled tokens with some causes *removed*. If `"routes"` is removed,
     for example, the trainer uses the engine's routes. `evaluate(frozenset())` evaluates the
     unchanged trainer.

@@ -27,7 +27,10 @@ def softmax_gates(
     renormalise: bool,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "tokens columns"]:
-    """Take `experts` from a softmax over all experts: Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral."""
+    """Return the gates of `experts` in a softmax over the logits of all experts.
+
+    Models: Qwen3-MoE, Qwen3.5-MoE, OLMoE, Mixtral.
+    """
     gates = F.softmax(logits, dim=-1, dtype=dtype).gather(-1, experts)
     return _divided(gates, logits, experts) if renormalise else gates
 
@@ -35,7 +38,7 @@ def softmax_gates(
 def chosen_softmax_gates(
     logits: Float[Tensor, "tokens experts"], experts: Int64[Tensor, "tokens columns"]
 ) -> Float[Tensor, "tokens columns"]:
-    """Return a softmax over `experts` alone, in the dtype of the logits: GPT-OSS."""
+    """Return a softmax over the logits of `experts` alone, in the dtype of the logits (GPT-OSS)."""
     return F.softmax(logits.gather(-1, experts), dim=-1)
 
 
@@ -47,7 +50,7 @@ def sigmoid_gates(
     scale: float = 1.0,
     epsilon: float = 1e-20,
 ) -> Float[Tensor, "tokens columns"]:
-    """Take `experts` from independent sigmoids, one for each expert.
+    """Return the gates of `experts`, each computed by a sigmoid of the expert's own logit.
 
     Models: DeepSeek-V3, GLM-4.5, GLM-5, MiniMax-M2, MiniMax-M3, Nemotron-H, AFMoE, Laguna.
 
@@ -56,7 +59,7 @@ def sigmoid_gates(
 
     Args:
         epsilon: used only with `renormalise`. The host adds `epsilon` to the sum of a row's gates,
-            and divides the gates by the result. It is 0 for MiniMax-M2, MiniMax-M3 and Laguna.
+            and divides the gates by the result. Pass 0 for MiniMax-M2, MiniMax-M3 and Laguna.
     """
     gates = logits.sigmoid().gather(-1, experts)
     if renormalise and epsilon:

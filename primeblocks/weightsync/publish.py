@@ -59,7 +59,7 @@ class Publisher:
             target's dtype. If `encode` is a plain function, it must keep the name and the shape,
             and return a dtype that converts to the target's dtype. For FP8, pass the result of
             `fp8.encode_weights`.
-        full_every: of this many consecutive versions, at least one is sent in full. The other
+        full_every: at least one of `full_every` consecutive versions is sent in full. The other
             versions are sent as deltas if a delta is expected to be faster. If `full_every` is 1,
             all versions are full. With a larger number, each rank keeps a copy, in host memory, of
             all bytes that it sends.

@@ -76,8 +76,8 @@ def record(
     """Record the selection of one forward in a `with` block.
 
     If a layer runs again in the `with` block, the layer must select the same ids again. A
-    recomputation by activation checkpointing selects the same ids, but a second forward of other
-    tokens does not. Local. The ids stay on the device until you read `tape.indices`.
+    recomputation by activation checkpointing usually selects the same ids, but a second forward of
+    other tokens does not. Local. The ids stay on the device until you read `tape.indices`.
 
     Args:
         indexers: the indexers of the model.

@@ -45,7 +45,7 @@ def convert(
 
     Arguments, result and errors are the same as for `primeblocks.fp8.convert`. This function also
     converts `GroupedExperts`, which in torchtitan multiply in bfloat16, whatever the dtype of the
-    weights. Converted experts return the dtype of the input rows.
+    weights. The output of converted experts has the dtype of the input rows.
     """
     stock: list[Any] = [m for m in model.modules() if type(m) is moe.GroupedExperts]
     for module in stock:

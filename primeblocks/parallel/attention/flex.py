@@ -38,8 +38,9 @@ class FlexKernel:
     """An `AttentionKernel` that calls torch's compiled FlexAttention.
 
     Forward and backward of a hop are one call each. Tiles in which no query sees a key are skipped.
-    Tiles in which every query sees every key are computed without a mask. Key heads are not
-    repeated. Reuse one `FlexKernel` object, because the object stores the compiled functions.
+    Tiles in which every query sees every key are computed without a mask. A key head that several
+    query heads share is not copied. Reuse one `FlexKernel` object, because the object stores the
+    compiled functions.
 
     On a CPU, torch stores all scores `[heads, queries, keys]`, and computes float64 operands in
     float64. Use the kernel on a CPU only for tests.

@@ -24,9 +24,9 @@ _WINDOW_ROWS = 128
 class RectangleKernel:
     """An `AttentionKernel` that calls torch's fused kernels separately for each run of queries.
 
-    The kernel supports every device and every dtype. Sums of a hop are in float32, or in float64
-    for float64 operands. With `order="balanced"`, runs are about as short as a chunk, so the kernel
-    makes many small calls on a GPU.
+    The kernel supports every device, and float16, bfloat16, float32 and float64. Sums of a hop are
+    in float32, or in float64 for float64 operands. With `order="balanced"`, runs are about as short
+    as a chunk, so the kernel makes many small calls on a GPU.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,7 @@ class LocalDispatcher:
 
     Args:
         alignment: the rows of each expert are padded with rows of zeros to a multiple of
-            `alignment`. FP8 kernels need an alignment of 128.
+            `alignment`. The FP8 kernel `DeepGemm` needs an alignment of 128.
         check: check the values of ids and scores, for which the host waits. With `check=False`,
             values out of range give undefined results. With `check=False`, the host waits only if
             `alignment` is above 1, to read the number of rows.

@@ -37,12 +37,13 @@ class NixlWire:
     """One NIXL agent, with registered buffers of this process.
 
     Each bucket is one read. Up to eight reads are posted at a time. If UCX completes a read within
-    the call, for example over shared memory, the deadline may be noticed one bucket late.
+    the call that posts it, for example over shared memory, the deadline may be noticed one bucket
+    late.
 
     Args:
-        serves: whether other processes read from this process. With True, NIXL runs a thread that
-            uses a whole core (measured with NIXL 1.5.1). Without the thread, UCX does not accept
-            connections, and serves only reads that the hardware does by itself.
+        serves: whether other processes read from this process. With `serves=True`, NIXL runs a
+            thread that uses a whole core (measured with NIXL 1.5.1). Without the thread, UCX does
+            not accept connections, and serves only reads that the hardware does by itself.
         backend: the name of a backend that NIXL has on this machine.
 
     Raises:

@@ -1,6 +1,6 @@
 """Names and shapes of transformers 5 checkpoints, as `save_pretrained` writes them.
 
-This adapter records how transformers turns the tensors of a module into those of a checkpoint.
+This adapter records how transformers turns the tensors of a module into checkpoint tensors.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
     """Return the wiring from a model's tensors to the tensors of its checkpoint. Local.
 
     Args:
-        model: a sharded or whole model. Only the model's class and configuration are read.
+        model: a sharded or whole model. The values of its weights are not read.
         manifests: the manifests of all ranks, if each rank has only some of the names. The default
             is `describe(model)`.
 
     Raises:
-        UnsupportedError: transformers drops elements.
-        PlanError: transformers computes new values for a tensor, or ranks describe a tensor
-            differently.
+        UnsupportedError: the conversion to a checkpoint drops elements.
+        PlanError: the conversion computes with the values of a tensor instead of only moving them,
+            or ranks describe a tensor differently.
     """
     whole = _unsharded(model)
     wiring = record_wiring(

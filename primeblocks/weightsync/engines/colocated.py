@@ -48,7 +48,7 @@ class ColocatedEngine:
 
     Args:
         sleep: frees all device memory of the engine. The engine may lose its weights. If the engine
-            sleeps already, `sleep` does nothing.
+            sleeps already, `sleep` must do nothing.
         wake: allocates the memory of "weights" or "kv_cache", unless this memory is allocated
             already.
         update: loads the version of a receipt into the engine.
@@ -79,7 +79,7 @@ class ColocatedTurn:
     stages: tuple[Stage, ...]
 
     def table(self) -> str:
-        """Return one line per stage: its seconds, the bytes in use after it, and their change."""
+        """Return a table with the seconds, the bytes in use and their change for each stage."""
         before = self.bytes_before
         lines = [f"{'stage':<14}{'seconds':>10}{'bytes in use':>18}{'change':>18}"]
         lines.append(f"{'before':<14}{'':>10}{before:>18,}")

@@ -106,11 +106,11 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
 
 
 class StoreOffloadingSpec(TieringOffloadingSpec):
-    """vLLM's tiering with our manager, room for routes, and a worker for the CPU platform.
+    """vLLM's tiering with our manager, memory for routes, and a worker for the CPU platform.
 
     Attributes:
-        tail: the part of a row of vLLM's pool that has the routes of the row's page. None without
-            routes.
+        tail: the part of each row of vLLM's pool that stores the routes of the row's page. None
+            without routes.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:

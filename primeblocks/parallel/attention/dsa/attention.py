@@ -64,10 +64,10 @@ def dsa_attention(
         kv: `[local_tokens, width]` or `[local_tokens, groups, width]`, with rotary embedding
             applied.
         indexer: this rank's queries, keys and weights of the indexer.
-        rows: the columns of kv that are key and value.
+        rows: the columns of kv that are the key, and the columns that are the value.
         selector: the rule that selects rows, such as `TopK(2048)`.
         scale: the factor by which attention scores are multiplied. Default: `key_dim ** -0.5`. For
-            latent attention, pass the scale of the heads before absorption.
+            latent attention, pass the model's scale, computed from the key dim before absorption.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.
         kernel: the kernel that computes attention to the selected rows. Default:
             `ReferenceKernel()`.
