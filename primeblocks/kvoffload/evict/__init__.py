@@ -112,7 +112,7 @@ class Choice(NamedTuple):
 
     Args:
         page: one of the snapshot's candidates.
-        demote: whether to write the page to the next tier.
+        demote: whether to write the page to lower tiers. A lower tier ignores `demote`.
     """
 
     page: Candidate
