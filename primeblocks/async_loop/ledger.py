@@ -57,7 +57,7 @@ class PromptState(StrEnum):
 class Partial:
     """An unfinished rollout: the trajectory so far, in read-only arrays.
 
-    The arguments and errors are as for `Rollout`, but a `Partial` may have no completion token.
+    The arguments and errors are as for `Rollout`, but a `Partial` does not need a completion token.
     """
 
     tokens: NDArray[np.int64]
@@ -113,7 +113,7 @@ def group_rolled_back(group: Group, version: int) -> Group:
 
 @dataclass(frozen=True, eq=False)
 class Restored:
-    """The prompts and groups with which a loop continues.
+    """The prompts and groups with which a loop continues after a restart.
 
     Args:
         cursor: the number of prompts drawn so far, which the loop skips in the iterable of prompts.

@@ -47,9 +47,10 @@ def plan_tree_packing(
             cost of the shared positions.
 
     Returns:
-        A plan whose `micro_batches` contain indices of rollouts. For each rollout, `lengths` and
-        `costs` count only the positions that no earlier rollout in the micro-batch has. To get the
-        trees of a micro-batch, call `plan_trees` with its rollouts.
+        A plan whose `micro_batches` contain indices of rollouts. For each rollout, `lengths` counts
+        only the positions that no earlier rollout in the micro-batch has. `costs` counts the shared
+        positions of a micro-batch once. To get the trees of a micro-batch, call `plan_trees` with
+        its rollouts.
 
     Raises:
         PlanError: the errors of `plan_packing`, or the trees have padding.
