@@ -118,8 +118,8 @@ class Restored:
     Args:
         cursor: the number of prompts drawn so far, which the loop skips in the iterable of prompts.
         again: prompts to generate again, as `(ordinal, prompt, partials)`. `partials` maps the
-            position of a sample in its group to its trajectory, which is a `Rollout` if the sample
-            is finished.
+            position of a sample in its group to the sample's trajectory, which is a `Rollout` if
+            the sample is finished.
         finished: groups to train on, as `(ordinal, group)`, in the order in which they finished.
     """
 

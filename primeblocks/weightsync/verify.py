@@ -86,7 +86,7 @@ class Verified:
         return "\n".join([f"{self.tensors} tensors compared, {len(rows)} not proved", *lines])
 
     def raise_if_wrong(self) -> None:
-        """Raise TransferError unless `is_proved`, for example if a tensor cannot be observed."""
+        """Raise TransferError if a tensor is not proved, for example if it cannot be observed."""
         if not self.is_proved:
             found = {kind: names for kind in _KINDS if (names := getattr(self, kind))}
             firsts = {kind: next(iter(names.items())) for kind, names in found.items()}

@@ -119,11 +119,11 @@ class TrlWorker:
     """Feeds TRL's asynchronous trainer from an `AsyncLoop`, one batch per policy version.
 
     The loop puts each batch into TRL's queue. When TRL reports the next version, the loop treats
-    the reported version as the engine's version. Because TRL reads a micro-batch of the next step
-    before a step ends, `max_off_policy_steps` must be at least 1, unless `on_stale` is "continue".
-    The loop uses the buffer's staleness policy. TRL's own policy, which drops single samples of a
-    batch, is off. TRL gets the log-probabilities of the engine. A token that no policy sampled does
-    not count in the loss.
+    the reported version as the engine's version. TRL reads a micro-batch of the next step before a
+    step ends. Therefore, `max_off_policy_steps` must be at least 1, unless `on_stale` is
+    "continue". The loop uses the buffer's staleness policy. TRL's own policy, which drops single
+    samples of a batch, is off. TRL gets the log-probabilities of the engine. A token that no policy
+    sampled does not count in the loss.
 
     `check_health` raises the error that ended the loop, such as the death of the engine. TRL calls
     `check_health` after the queue has been empty for five seconds. Every wait of the loop ends

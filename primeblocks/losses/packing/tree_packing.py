@@ -43,8 +43,8 @@ def plan_tree_packing(
         ranks, budget_tokens, balance, annealing_steps: the arguments of `plan_packing`. The budget
             counts rows, which are distinct positions.
         cost: a function from lengths of sequences to costs, as in `plan_packing`. If a rollout
-            shares positions with the previous rollout, its cost is the cost of its length minus the
-            cost of the shared positions.
+            shares positions with the previous rollout, the cost of the shared positions is
+            subtracted from the rollout's cost.
 
     Returns:
         A plan whose `micro_batches` contain indices of rollouts. For each rollout, `lengths` counts

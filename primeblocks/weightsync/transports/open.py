@@ -89,7 +89,7 @@ def PullTransport(
     lease_s: float = 60.0,
     timeout_s: float = 60.0,
 ) -> PackedTransport:
-    """Return a transport of packed buffers that engines fetch over a wire, on any machine.
+    """Return a transport of packed buffers, which engines on any machine fetch over a wire.
 
     Processes find each other through `store`. Each buffer is registered with the wire only once. An
     engine owns a copy of the bytes that it has fetched. A restarted trainer starts without
