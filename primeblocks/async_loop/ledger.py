@@ -57,7 +57,7 @@ class PromptState(StrEnum):
 class Partial:
     """An unfinished rollout: the trajectory so far, in read-only arrays.
 
-    The arguments and errors are as for `Rollout`, but a `Partial` may have no completion token.
+    The arguments and errors are as for `Rollout`, but a `Partial` does not need a completion token.
     """
 
     tokens: NDArray[np.int64]
@@ -113,13 +113,13 @@ def group_rolled_back(group: Group, version: int) -> Group:
 
 @dataclass(frozen=True, eq=False)
 class Restored:
-    """The prompts and groups with which a loop continues.
+    """The prompts and groups with which a loop continues after a restart.
 
     Args:
         cursor: the number of prompts drawn so far, which the loop skips in the iterable of prompts.
         again: prompts to generate again, as `(ordinal, prompt, partials)`. `partials` maps the
-            position of a sample in its group to its trajectory, which is a `Rollout` if the sample
-            is finished.
+            position of a sample in its group to the sample's trajectory, which is a `Rollout` if
+            the sample is finished.
         finished: groups to train on, as `(ordinal, group)`, in the order in which they finished.
     """
 

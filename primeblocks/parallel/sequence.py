@@ -300,7 +300,10 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
 
 
 def check_plan(sequence: object, group: dist.ProcessGroup, *, trees: bool = False) -> None:
-    """Refuse a value that is not a plan for this group, and forks unless `trees`. Local."""
+    """Refuse a value that is not a plan for this group. Local.
+
+    Also refuse a plan with forks, unless `trees` is True.
+    """
     if not isinstance(sequence, SequencePlan):
         raise PlanError(
             f"sequence must be a SequencePlan; got a {type(sequence).__name__}. Make it with "

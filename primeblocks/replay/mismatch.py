@@ -132,8 +132,8 @@ def measure_mismatch(
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: no token counts, `worst` is negative, or a log-probability that counts is not
-            finite or exceeds 0 by more than rounding.
+        UsageError: no token counts, or `worst` is negative. Also raised if a log-probability that
+            counts is not finite, or exceeds 0 by more than rounding.
 
     Source: J. Schulman, "Approximating KL divergence" (2020).
     """
@@ -170,8 +170,8 @@ def exact_kl(
     """Return KL(rollout || trainer) over the whole vocabulary, as a mean in nats per token.
 
     The result is not an estimate, because it uses the probabilities of the whole vocabulary. Ids
-    that the engine's top-k or top-p excludes are -inf in `rollout_logprobs` and do not count.
-    Local. Computes in float64 on the trainer's device.
+    that the engine's top-k or top-p excludes have the value -inf in `rollout_logprobs`, and do not
+    count. Local. Computes in float64 on the trainer's device.
 
     Args:
         trainer_logprobs: the trainer's log-probabilities, floating `[..., vocab]`, normalised.
@@ -180,8 +180,8 @@ def exact_kl(
 
     Raises:
         ShapeError: shapes differ, or a dtype is wrong.
-        UsageError: no position counts, or a value is NaN or exceeds 0 by more than rounding. Also
-            raised if the trainer gives probability 0 to a token that the engine could sample.
+        UsageError: no position counts, a value is NaN, or a value exceeds 0 by more than rounding.
+            Also raised if the trainer gives probability 0 to a token that the engine could sample.
     """
     trainer = _floating("trainer_logprobs", trainer_logprobs)
     rollout = _floating("rollout_logprobs", rollout_logprobs).to(trainer.device)
@@ -307,8 +307,9 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
 
     Raises:
         UsageError: `a` or `b` is not `Routes`.
-        ShapeError: `a` and `b` differ in tokens, layers, experts or top_k, or share no known token
-            that counts. Also raised if the shape of the mask is not `[tokens]`.
+        ShapeError: `a` and `b` have different layers, a different top_k, or different numbers of
+            tokens or experts. Also raised if no token that counts has known routes in both, or if
+            the shape of the mask is not `[tokens]`.
     """
     for name, given in (("a", a), ("b", b)):
         if not isinstance(given, Routes):

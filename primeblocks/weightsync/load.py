@@ -17,14 +17,14 @@ __all__ = ["InPlace", "load_into"]
 
 
 def load_into(target: NamedTensors, plan: Plan | Manifest, *, reader: int = 0) -> InPlace:
-    """Return a `load` for `Subscriber` that copies tensors to the target's tensors of equal names.
+    """Return a `load` for `Subscriber` that copies each tensor to the target's tensor of that name.
 
     Local. This call compares names, shapes, boxes and dtypes of target and plan before any load.
     Target and plan must contain the same tensors.
 
     Args:
-        target: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
-            gets its own box if the reader wants that box.
+        target: a module, for its parameters and persistent buffers, or tensors by name. For a
+            DTensor, the reader must want exactly the box that this rank stores.
         plan: the plan of the `Subscriber`. If the subscriber has `convert=`, pass the targets of
             `convert` instead of the plan.
         reader: the number of the reader in the plan.

@@ -30,7 +30,7 @@ def announce(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Plan, Transport]:
-    """Plan for engines that hold whole tensors, and announce the plan for calls of `find`.
+    """Plan for engines that hold whole tensors, and announce the plan, so that `find` returns it.
 
     Collective. The group's timeout limits the call. Pass the results, and the same parameters and
     `convert`, to a `Publisher`. If `where` is a name, keep this process alive until the engines

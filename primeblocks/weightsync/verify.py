@@ -1,6 +1,7 @@
 """Compare an engine's parameters with the trainer's, box by box.
 
-`verify_engine` compares them once. `prove_round_trip` does so after each of three pushes.
+`verify_engine` makes one comparison. `prove_round_trip` makes a comparison after each of three
+pushes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ _Wrong = dict[str, dict[str, str]]
 
 @dataclass(frozen=True)
 class Verified:
-    """The result of `verify_engine`: by tensor name, where or why a tensor is not proved.
+    """The result of `verify_engine`.
+
+    The mappings list tensors that are not proved. A key is a tensor's name, and a value says where
+    the tensor differs or why it is not proved.
 
     Attributes:
         tensors: the number of tensors compared.
@@ -82,7 +86,7 @@ class Verified:
         return "\n".join([f"{self.tensors} tensors compared, {len(rows)} not proved", *lines])
 
     def raise_if_wrong(self) -> None:
-        """Raise TransferError unless `is_proved`, for example if a tensor cannot be observed."""
+        """Raise TransferError if a tensor is not proved, for example if it cannot be observed."""
         if not self.is_proved:
             found = {kind: names for kind in _KINDS if (names := getattr(self, kind))}
             firsts = {kind: next(iter(names.items())) for kind, names in found.items()}
@@ -133,8 +137,9 @@ def verify_engine(
     Raises:
         PlanError: the trainer's tensors do not fit the plan, or the engine was observed with
             another plan. Also raised if `parameters` or `engine` has an unsupported type.
-        UsageError: `engine` is missing, or does not share a name with the trainer. Also raised if
-            `plan` and `into` are missing for several ranks, engine processes or an `Observed`.
+        UsageError: `engine` is missing, or trainer and engine do not have a tensor name in common.
+            Also raised without `plan` and `into`, if there are several ranks or engine processes,
+            or if `engine` is an `Observed`.
         TransferError: a rank failed or was late.
     """
     deadline = time.monotonic() + timeout_s

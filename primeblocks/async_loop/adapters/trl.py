@@ -95,7 +95,7 @@ class EventThread:
             ) from error
 
     def close(self) -> None:
-        """Cancel all running coroutines, and end the thread. Idempotent."""
+        """Cancel all running coroutines, and end the thread if they end within 10 s. Idempotent."""
         if self.loop.is_closed() or not self._thread.is_alive():
             return
         ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop)
@@ -119,11 +119,11 @@ class TrlWorker:
     """Feeds TRL's asynchronous trainer from an `AsyncLoop`, one batch per policy version.
 
     The loop puts each batch into TRL's queue. When TRL reports the next version, the loop treats
-    the reported version as the engine's version. Because TRL reads a micro-batch of the next step
-    before a step ends, `max_off_policy_steps` must be at least 1, unless `on_stale` is "continue".
-    The loop uses the buffer's staleness policy. TRL's own policy, which drops single samples of a
-    batch, is off. TRL gets the log-probabilities of the engine. A token that no policy sampled does
-    not count in the loss.
+    the reported version as the engine's version. TRL reads a micro-batch of the next step before a
+    step ends. Therefore, `max_off_policy_steps` must be at least 1, unless `on_stale` is
+    "continue". The loop uses the buffer's staleness policy. TRL's own policy, which drops single
+    samples of a batch, is off. TRL gets the log-probabilities of the engine. A token that no policy
+    sampled does not count in the loss.
 
     `check_health` raises the error that ended the loop, such as the death of the engine. TRL calls
     `check_health` after the queue has been empty for five seconds. Every wait of the loop ends
@@ -134,8 +134,8 @@ class TrlWorker:
             `thread`.
         prompts, buffer, batch_size, max_in_flight, group_size, step_timeout_s, options: as for
             `AsyncLoop`.
-        generate: as for `AsyncLoop` with `group_size`. Each call returns one rollout, which must
-            have a reward.
+        generate: the argument `generate` of an `AsyncLoop` that has a `group_size`. Each call
+            returns one rollout, which must have a reward.
         advantages: a function that computes advantages from rewards, both `[groups, members]`, such
             as `losses.advantages.group_advantages`.
 
@@ -201,7 +201,8 @@ class TrlWorker:
             accumulate: the number of micro-batches per step.
 
         Raises:
-            UsageError: the rollouts of a batch are not divisible by `world_size * accumulate`.
+            UsageError: the number of rollouts in a batch is not divisible by `world_size *
+                accumulate`.
         """
         rows, parts = self._batch_size * self._group_size, world_size * accumulate
         if rows % parts:

@@ -2,7 +2,7 @@
 
 We have never run an engine with arguments from this module, because vLLM's workers need a GPU.
 Unknown settings are ignored by vLLM, and other settings are checked only when vLLM's workers start.
-The builders of this module raise an error for a wrong value immediately. `OPTIONS` lists the
+If a value is wrong, the builders of this module raise an error immediately. `OPTIONS` lists the
 options of each builder. Call a builder once per engine, because each configuration contains the id
 of one engine.
 """
@@ -184,7 +184,7 @@ def mooncake(run: str, **options: Any) -> dict[str, Any]:
 
     Raises:
         PlanError: vLLM would refuse or misread a value.
-        UnsupportedError: `capture` is True, but pages that other engines computed have no routes.
+        UnsupportedError: `capture` is True. Pages that other engines computed would have no routes.
     """
     given, extra = _read("mooncake", {"run": run, **options})
     role, policy = _ROLES[given["role"]], given["on_load_failure"]

@@ -22,8 +22,8 @@ class TopTiles:
 
     A tile is `tile_tokens` neighbouring tokens of a document. In its own tile, a query selects only
     tokens up to itself. The score of a tile is the highest score of its tokens. The score of token
-    s for query t is `weights[t, group] * q[t, group] . k[s]`, without ReLU. `TopTiles` is the rule
-    of MiniMax M3 (MSA), with weights of 1.
+    s for query t is `weights[t, group] * q[t, group] . k[s]`, without ReLU. If all weights are 1,
+    `TopTiles` is the rule of MiniMax M3 (MSA).
 
     `select` reads `q [local_tokens, groups, index_dim]`, with one index head per key head, and keys
     `[tokens, index_dim]`. The result is `[local_tokens, groups, budget * tile_tokens]`. Leave out

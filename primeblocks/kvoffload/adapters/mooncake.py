@@ -4,13 +4,13 @@
     client = connect("10.0.0.1:50051", hostname="10.0.0.7", segment_bytes=64 << 30, protocol="rdma")
     store = TieredStore([host, MooncakeTier(client, host, namespace="glm-5")])
 
-All engines with the same namespace and keys find a page that one engine wrote. Mooncake moves bytes
-directly between the slab of the host tier and the memory of other machines. Mooncake's master
-decides which pages are evicted.
+An engine finds the pages that other engines wrote, if namespace, keys and sizes of pages are equal.
+Mooncake moves bytes directly between the slab of the host tier and the memory of other machines.
+Mooncake's master decides which pages are evicted.
 
-The tier follows the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and types.h). The tier
-was run with the wheel `mooncake-transfer-engine-non-cuda` over TCP on one machine. The tier was not
-run over RDMA.
+The code of this tier is based on the source of Mooncake 0.3.13 (store_py.cpp, real_client.cpp and
+types.h). The tier was run with the wheel `mooncake-transfer-engine-non-cuda` over TCP on one
+machine. The tier was not run over RDMA.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def connect(
     metadata: str = "P2PHANDSHAKE",
     timeout_s: float = 10.0,
 ) -> Any:
-    """Join a Mooncake Store. Local, except for the connection.
+    """Join a Mooncake Store. Local, except for the connection to Mooncake.
 
     Args:
         master: the host and port of the master's RPC server.
@@ -139,17 +139,17 @@ class MooncakeTier:
 
     The tier cannot stop a call to Mooncake, because Mooncake uses the frames of the call until the
     call ends. A call takes 30 s if the master hangs, and 60 s if the process that stores the page
-    hangs (measured with 0.3.13). The deadlines of the `TieredStore` still hold. After a call that
-    was late or lost its connection, all loads miss for `rest_s` seconds. Threads may share a tier.
-    Puts and gets of a tier run one after the other.
+    hangs (measured with 0.3.13). Calls of the `TieredStore` still end at their own deadlines. After
+    a call that was late or lost its connection, all loads miss for `rest_s` seconds. Threads may
+    share a tier. Puts and gets of a tier run one after the other.
 
     Args:
         client: the result of `connect`. The tier closes this client.
         host: the host tier of the store, whose slab is registered with Mooncake.
         namespace: the prefix of all names in the store. The prefix has 1 to 64 characters: letters,
             digits and `_.-`.
-        rest_s: for how many seconds the tier does not call Mooncake after a call that was late or
-            lost its connection.
+        rest_s: for how many seconds the tier does not call Mooncake, except in `clear` and
+            `close`, after a call that was late or lost its connection.
         clock: a monotonic clock: a function that returns seconds.
 
     Raises:
@@ -241,9 +241,9 @@ class MooncakeTier:
         """Do nothing. Mooncake decides how durable pages are."""
 
     def holds(self, keys: Sequence[PageKey]) -> list[bool]:
-        """Return which pages the store has, or False for all pages during `rest_s`.
+        """Return which pages Mooncake has.
 
-        Cost: one request.
+        During the pause of `rest_s`, the result is False for all pages. Cost: one request.
 
         Raises:
             OSError, DeadlineError: Mooncake did not answer.

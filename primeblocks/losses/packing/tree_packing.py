@@ -43,13 +43,14 @@ def plan_tree_packing(
         ranks, budget_tokens, balance, annealing_steps: the arguments of `plan_packing`. The budget
             counts rows, which are distinct positions.
         cost: a function from lengths of sequences to costs, as in `plan_packing`. If a rollout
-            shares positions with the previous rollout, its cost is the cost of its length minus the
-            cost of the shared positions.
+            shares positions with the previous rollout, the cost of the shared positions is
+            subtracted from the rollout's cost.
 
     Returns:
-        A plan whose `micro_batches` contain indices of rollouts. For each rollout, `lengths` and
-        `costs` count only the positions that no earlier rollout in the micro-batch has. To get the
-        trees of a micro-batch, call `plan_trees` with its rollouts.
+        A plan whose `micro_batches` contain indices of rollouts. For each rollout, `lengths` counts
+        only the positions that no earlier rollout in the micro-batch has. `costs` counts the shared
+        positions of a micro-batch once. To get the trees of a micro-batch, call `plan_trees` with
+        its rollouts.
 
     Raises:
         PlanError: the errors of `plan_packing`, or the trees have padding.

@@ -106,7 +106,7 @@ class TreePlan:
         return "\n".join(lines)
 
     def held(self, rows: NDArray[np.int64], predictors: NDArray[np.int64]) -> tuple[NDArray, ...]:
-        """Return the completion tokens that a rank's rows predict, if ranks share the rows. Pure.
+        """Return the completion tokens that the rows of one rank predict. Pure.
 
         Args:
             rows: the rows of this rank, ascending, such as `sequence.indices(rank).numpy()`.
@@ -150,20 +150,20 @@ def plan_trees(
 ) -> TreePlan:
     """Share the positions that rollouts have in common. Pure.
 
-    Rollouts share a row if their tokens and imposed routes agree up to this row. Values that belong
-    to a whole range of tokens, such as `Aligned` images, must also agree if they begin at or before
-    this row. Values that belong to a whole rollout are not compared. The comparison reads
-    each token only a few times.
+    By default, rollouts share a row if their tokens and imposed routes agree up to this row. Values
+    of a whole range of tokens, such as `Aligned` images, must also agree if the range begins at or
+    before this row. Values that belong to a whole rollout are not compared. The comparison usually
+    reads each token only a few times.
 
     Args:
         rollouts: rollouts of one micro-batch or batch, such as all rollouts of a `Conversation`.
         routes: with "exact", rollouts share a row only if their imposed routes agree up to this
             row. With "first" and "own", rollouts also share rows with different routes. With
             "first", a row has the routes of the first rollout that has routes for the row. With
-            "own", mark the routes of `differing` rows as missing, so that the trainer's routers
-            choose for these rows.
+            "own", you then mark the routes of `differing` rows as missing, so that the trainer's
+            routers choose for these rows.
         imposed: for each rollout an array with a row per token, or None for a rollout without
-            routes. The row of the last token may be missing. For `replay.Routes` pass
+            routes. An array may lack the row of the last token. For `replay.Routes` pass
             `value.tensor()[0]`. Default: the attachment "routes".
         per_token: names of other attachments that the model reads, with a row per token. For every
             value of `routes`, rollouts share a row only if these attachments agree up to this row.

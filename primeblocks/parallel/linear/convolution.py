@@ -45,8 +45,8 @@ def causal_conv1d(
         weight: `[channels, kernel]`. The last tap of a kernel multiplies the token itself.
         bias: `[channels]`.
         check: compare shapes and the plan on all ranks first, so that a mistake on one rank raises
-            an error on all ranks instead of hanging. The comparison is one small collective, and
-            makes the host wait for a GPU.
+            an error on all ranks instead of hanging. The comparison is one small collective call,
+            and the host waits for its result.
 
     Raises:
         ShapeError: `weight` or `bias` does not fit `x`, or `x` is not this rank's part.

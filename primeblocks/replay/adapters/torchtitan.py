@@ -1,9 +1,10 @@
 """Routers of torchtitan 0.3.0.
 
 `TokenChoiceTopKRouter` returns `(gates, ids, scores)`, all of shape `[batch, sequence, ...]`.
-`scores` has the score of every expert after the sigmoid or softmax, before any balancing bias. A
-forward hook can compute gate weights of any experts from `scores`. `MoE` counts its tokens per
-expert from the output of the router module, so its balancing follows the imposed ids too.
+`scores` has the score of every expert after the sigmoid or softmax, before any balancing bias. From
+`scores`, a forward hook can compute the gate weights of the imposed experts. `MoE` counts its
+tokens per expert from the output of the router module, so its balancing follows the imposed ids
+too.
 """
 
 from __future__ import annotations
@@ -76,11 +77,13 @@ class TorchtitanRouter:
 def routers(model: nn.Module) -> tuple[TorchtitanRouter, ...]:
     """Return every router of `model`, in layer order, for `record`, `impose` and `allow_compile`.
 
-    Works before and after torchtitan shards, checkpoints or compiles the model. Local.
+    Works before and after torchtitan shards the model, compiles the model, or adds activation
+    checkpointing. Local.
 
     Raises:
-        UnsupportedError: the model has no router, a router's class computes differently from the
-            tested class, or torchtitan is not 0.3.0.
+        UnsupportedError: the model has no router, a router is not in a numbered layer, or
+            torchtitan is not 0.3.0. Also raised if a router has another class or `forward` than the
+            tested router.
     """
     if _RELEASE != _TESTED:
         raise UnsupportedError(

@@ -57,14 +57,14 @@ def IpcTransport(
     that it used are released. Commit markers and handles of buffers are stored in small files, in a
     directory that only this user can read.
 
-    On a GPU, close the engines' ends before the trainer's, because engines use the trainer's
-    memory. On a GPU this transport ran with one trainer and one engine process. The code for CPU
-    and GPU tensors is the same, except for the handles of buffers.
+    On a GPU, close the transports of the engines before the transport of the trainer, because
+    engines use the trainer's memory. On a GPU this transport ran with one trainer and one engine
+    process. The code for CPU and GPU tensors is the same, except for the handles of buffers.
 
     Args:
         name: one word that trainer and engines agree on.
         owner: true only on trainer rank 0.
-        device: the device on which this trainer rank packs.
+        device: the device on which this trainer rank packs weights.
         keep: as for `PackedTransport`.
         root: the parent of the directory, on a tmpfs.
 
@@ -89,14 +89,15 @@ def PullTransport(
     lease_s: float = 60.0,
     timeout_s: float = 60.0,
 ) -> PackedTransport:
-    """Return a transport of packed buffers that engines fetch over a wire, on any machine.
+    """Return a transport of packed buffers, which engines on any machine fetch over a wire.
 
     Processes find each other through `store`. Each buffer is registered with the wire only once. An
     engine owns a copy of the bytes that it has fetched. A restarted trainer starts without
     versions.
 
     Args:
-        store: the same store for all processes. The store must exist for longer than the ranks.
+        store: the same store for all processes. The store must stay available until all ranks have
+            ended.
         wire: this process's wire, which is closed with the transport.
         name: the name of this policy, if several policies share the store.
         owner: true only on trainer rank 0.

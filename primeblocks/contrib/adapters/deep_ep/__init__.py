@@ -1,4 +1,4 @@
-"""Dispatchers on DeepEP's two buffers, for GPUs joined by NVLink and RDMA.
+"""Dispatchers on DeepEP's two classes of buffers, for GPUs joined by NVLink and RDMA.
 
 The dispatchers have never run on DeepEP. `elastic_dispatcher` uses `deep_ep.ElasticBuffer` (DeepEP
 2), and `buffer_dispatcher` uses `deep_ep.Buffer` (DeepEP 1.2). Both functions return a

@@ -91,7 +91,8 @@ def request_args(
             rollout has no entry, the tier uses the name "turn" instead of a tool.
 
     Raises:
-        UsageError: a name is not text, or the version is not an integer below 2**63.
+        UsageError: a name is not text, `ends` is not a list, or `waits` is not a dict. Also raised
+            if the version is not an integer from 0 to 2**63 - 1.
     """
     if version is not None:
         version = check_version(version)
@@ -250,14 +251,14 @@ class StoreTier(SecondaryTierManager):
         """Wait a few milliseconds for pages, or return at once if no load is running.
 
         A scheduler that has only waiting requests runs its steps without a pause. Without `rest`,
-        the threads that read and copy pages would hardly get the interpreter.
+        the threads that read and copy pages would rarely get the lock of the Python interpreter.
         """
         loads = (job for job in self._running.values() if job.transfer.is_promotion)
         if (first := next(loads, None)) is not None:
             first.pending.done(within_s=_REST_S)
 
     def drain_jobs(self) -> None:
-        """Wait until every job is over, and give up the jobs that take longer than 30 s."""
+        """Wait at most 30 s until all jobs are over, and cancel the jobs that are not over then."""
         end = self._clock() + _TIMEOUT_S
         for job in self._running.values():
             if not job.pending.done(within_s=max(0.0, end - self._clock())):

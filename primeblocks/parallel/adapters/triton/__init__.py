@@ -2,9 +2,9 @@
 
     dsa_attention(..., kernel=TritonSparseKernel(), scores=TritonIndexScores())
 
-The kernels are written for latent attention over packed documents, with 64 or 128 heads. Rows have
-576 columns, of which 512 are the value. The kernels are tested in Triton's interpreter, and
-compiled for `sm_90` and `sm_100`.
+The kernels are written for latent attention over packed documents, with 64 or 128 heads and rows of
+576 columns. The first 512 columns are the value. Tests run the kernels in Triton's interpreter, and
+compile the kernels for `sm_90` and `sm_100`.
 """
 
 from ....errors import MissingPackageError

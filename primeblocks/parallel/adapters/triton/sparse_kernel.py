@@ -26,8 +26,8 @@ class TritonSparseKernel:
     """A `SparseKernel` in Triton, for float16, bfloat16 and float32.
 
     Forward launches one kernel. Backward sets the gradient of kv to zero and launches two kernels.
-    The host does not wait. The kernels support latent attention with keys of at most 576 columns,
-    of which the first columns are the value. If an id is beyond the last row, the output of the
+    The host does not wait. The kernels support latent attention with keys of at most 576 columns.
+    The first columns of a key are its value. If an id is beyond the last row, the output of the
     query is NaN. The sizes of tiles are chosen for Hopper. Other GPUs and float32 are supported,
     but not tuned. Float32 does not use tensor cores.
 
