@@ -60,8 +60,8 @@ def follow(
         The hooks. `close()` or the end of a `with` block removes the hooks.
 
     Raises:
-        PlanError: a router is not inside the model, two routers share a layer, or `layer_ids` lacks
-            a router's layer or names a layer twice.
+        PlanError: a router is not inside the model, two routers share a layer, `layer_ids` lacks a
+            router's layer, or `layer_ids` names a layer twice.
         UsageError: a router is already followed, or not in an `nn.ModuleList` or `nn.ModuleDict`.
             From within the forward: the rows did not reach each router, a router is also under
             `impose`, or a part of a layer was recomputed without the layer. On a CPU, also raised

@@ -192,7 +192,7 @@ def kept_logprobs(
 
     Computes in float32, or in float64 for float64 logits, without a `[tokens, vocab]` mask.
     Gradients reach only kept ids. A token without a mask uses the whole vocabulary. Local.
-    Differentiable. Waits for the device once.
+    Differentiable. On a GPU, the host waits for the device several times.
 
     Args:
         logits: the logits `[tokens, vocab]`, before division by the temperature.

@@ -57,8 +57,8 @@ def ring_attention(
             unchanged.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.
         kernel: the kernel that computes a hop. On CUDA, the default is `VarlenKernel()` if
-            `VarlenKernel` supports the call. Otherwise, the default is `RectangleKernel()`. With
-            `order="balanced"`, `VarlenKernel` supports few calls.
+            `VarlenKernel` supports the call. Otherwise, the default is `RectangleKernel()`. For a
+            plan with `order="balanced"`, `VarlenKernel` seldom supports the call.
         check: first compare shapes, dtypes and plans of all ranks, so that a mistake on one rank
             raises an error on all ranks instead of hanging. The comparison is one small collective,
             and makes the host wait for a GPU.
