@@ -37,9 +37,9 @@ def ring_attention(
     function supports every order of tokens and every mix of documents. Ranks may have different
     numbers of tokens, also zero. Differentiable.
 
-    The call is collective: each rank sends and receives (ranks - 1) times the bytes of k and v. The
-    backward sends k and v again, and sends their gradients once around the ring in float32, or in
-    float64 for float64 operands.
+    The call is collective. If all ranks have equally many tokens, each rank sends and receives
+    (ranks - 1) times the bytes of its k and v. The backward sends k and v again, and sends their
+    gradients once around the ring in float32, or in float64 for float64 operands.
 
     Args:
         q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. The operands q, k and v
