@@ -37,8 +37,8 @@ class KeptTokens:
         vocab_size: the number of ids in the vocabulary.
 
     Raises:
-        ShapeError: shapes or dtypes do not fit together. Values are not read: use `from_lists` or
-            `from_arrays` for unchecked data.
+        ShapeError: shapes or dtypes do not fit together. The constructor does not check values. For
+            unchecked data, use `from_lists` or `from_arrays`.
     """
 
     ids: np.ndarray

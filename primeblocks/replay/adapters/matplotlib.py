@@ -58,7 +58,7 @@ def plot_ratios(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = N
 
 
 def plot_agreement(agreement: Agreement, *, axes: Axes | None = None) -> Axes:
-    """Plot for each layer the fraction of tokens for which two recordings have equal experts."""
+    """Plot for each layer the fraction of tokens with the same experts in two recordings."""
     axes = _made(axes)
     axes.bar(list(agreement.by_layer), list(agreement.by_layer.values()))
     axes.set(title="Routes that agree", xlabel="layer", ylabel="fraction", ylim=(0, 1))

@@ -36,7 +36,7 @@ class RolloutReceiver:
             ...  # train, save
             receiver.settle(*groups)
 
-    Do not pass the buffer of a receiver to an `AsyncLoop`, because the loop does not know the groups
+    Do not pass the buffer of a receiver to an `AsyncLoop`, because the loop does not know groups
     that other processes started.
 
     Args:
