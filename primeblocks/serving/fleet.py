@@ -247,8 +247,8 @@ class Fleet:
         """Await the call of one engine.
 
         Raises:
-            EngineError: the engine raised this error, or no engine is open. A note of the error
-                contains the engine's name.
+            EngineError: the engine raised this error, or no engine is open. In the first case, a
+                note of the error contains the engine's name.
         """
         request = Request() if self._describe is None else self._describe(*args, **kwargs)
         name = self.choose(request)
