@@ -13,7 +13,7 @@ IDS = {letter: 3 + i for i, letter in enumerate(LETTERS)}
 
 
 def snippets(seed: int) -> tuple[list[str], list[str]]:
-    """Return short texts from Python's documentation topics: training texts, held-out texts."""
+    """Return training texts and held-out texts: short texts from Python's documentation."""
     from pydoc_data.topics import topics
 
     words = re.findall(r"[a-z]+", " ".join(topics[name] for name in sorted(topics)).lower())

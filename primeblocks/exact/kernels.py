@@ -27,10 +27,13 @@ class Kernels(Protocol):
         """
 
     def total(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Sum `values` over the last dim. The result has `dtype`, or the dtype of `values`."""
+        """Sum `values` over the last dim.
+
+        The result has `dtype`. The default is the dtype of `values`.
+        """
 
     def softmax(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute the softmax over the last dim. The result has the same dtype as in `total`."""
+        """Compute the softmax over the last dim. `dtype` has the same meaning as in `total`."""
 
     def log_softmax(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
         """Compute the logarithm of the softmax over the last dim. Otherwise like `softmax`."""

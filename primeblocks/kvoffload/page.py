@@ -175,7 +175,8 @@ def page_hashes(tokens: Any, *, page_tokens: int) -> list[bytes]:
             hash.
 
     Raises:
-        PlanError: `page_tokens` is below 1, or `tokens` is not one dim of 64-bit integers.
+        PlanError: `page_tokens` is below 1, or `tokens` is not one dim of integers below 2**63 in
+            host memory.
     """
     check_counts(page_tokens=page_tokens)
     try:

@@ -58,9 +58,9 @@ class PendingState(Enum):
 class Pending(Generic[T]):
     """The result of a `save` or `load` in progress. Use `done()`, `wait`, `await` or `cancel`.
 
-    The operation is given up if a wait reaches its deadline, if `cancel` is called, or if a task
-    that awaits the result is cancelled. Once the wait has raised or `cancel` has returned, the
-    store does not use the caller's buffers.
+    The operation is given up after an error, at the deadline of `wait`, by `cancel`, or when a task
+    that awaits it is cancelled. Once `wait` has raised an error or `cancel` has returned, the store
+    does not use the caller's buffers.
     """
 
     def __init__(self) -> None:

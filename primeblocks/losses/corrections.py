@@ -5,8 +5,8 @@ Pass the weights as `weights=` to any loss. The weights have no gradient. To com
 multiply their weights: `a.weights * b.weights`. The ratio r of a token is `p_trainer / p_rollout`.
 If the loss itself uses a ratio to an old policy, r is `p_old / p_rollout`. Masked tokens may have
 any values. A ratio above `e**20` counts as `e**20`. If a log-probability of an unmasked token is
-NaN, the weight is NaN, 0 or 1, and the loss is NaN. All functions raise `ShapeError` if operands
-differ in shape or have a wrong dtype.
+NaN, the loss is NaN, although some functions set the weight to 0 or 1. All functions raise
+`ShapeError` if operands differ in shape or have a wrong dtype.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def importance_weights(
         beyond: the treatment of a ratio outside `[min_ratio, max_ratio]`. "truncate" sets the ratio
             to the bound, "mask" removes the token, and "reject" removes the token's whole sequence.
         max_ratio: the upper bound, at least 1. A smaller bound gives less variance and more bias.
-        sequence_ids: an integer per token. By default each row of `[rollouts, tokens]` is one
-            sequence. All tokens of a sequence must be on this rank. With `level="token"`, you need
-            `sequence_ids` only for `beyond="reject"`.
+        sequence_ids: an integer per token. By default each of several rows `[rollouts, tokens]` is
+            one sequence. All tokens of a sequence must be on this rank. With `level="token"`, the
+            call uses sequences only for `beyond="reject"`.
 
     Raises:
-        ShapeError: sequences are needed, and packed tokens have no `sequence_ids`.
+        ShapeError: sequences are needed, and packed tokens or a single row lack `sequence_ids`.
         UsageError: the bounds are not 0 <= min <= 1 <= max, or `level` or `beyond` is unknown.
 
     Source: arXiv:2505.24034 (truncation), 2510.18855 (IcePop); Ionides, 2008 (TIS).
@@ -250,9 +250,9 @@ def second_moment_mask(
 ) -> Correction:
     """Set weights to 0 for the tokens with the largest abs(log r). Pure. Local.
 
-    For the tokens that keep weight 1, the mean of (log r)^2 is at most `max_moment`. Among equal
-    log-ratios at the bound, the first tokens keep weight 1. Because the mean is over the batch,
-    call this function once for all tokens of a step, before a split into micro-batches.
+    For the tokens that keep weight 1, the mean of (log r)^2 is at most `max_moment`. Among tokens
+    with equal abs(log r), earlier tokens are kept first. Because the mean is over the batch, call
+    this function once for all tokens of a step, before a split into micro-batches.
 
     Raises:
         UsageError: `max_moment` is below 0.
@@ -288,10 +288,10 @@ def clip_cov_mask(
     """Weight 0 for a few random tokens among the tokens that lower the entropy most. Pure. Local.
 
     A token's covariance is (A - mean A) (log p - mean log p), with means over the batch. The
-    candidates are the tokens that `grpo_loss` does not clip and that have a covariance between the
-    bounds. From the candidates, `generator` draws `fraction` x the number of unmasked tokens, at
-    least one. If there are fewer candidates, all of them are drawn. All other tokens get weight 1.
-    Call this function once for all tokens of a step. Pass the same clips to `grpo_loss`.
+    candidates have a covariance between `min_covariance` and `max_covariance`, and `grpo_loss` does
+    not clip them. `generator` draws `fraction` x (unmasked tokens) candidates, at least one, or all
+    candidates if there are fewer. All other tokens get weight 1. Call this function once for all
+    tokens of a step. Pass the same clips to `grpo_loss`.
 
     Raises:
         UsageError: `fraction` is not in (0, 1], or a clip is out of range.

@@ -60,13 +60,12 @@ def follow(
         The hooks. `close()` or the end of a `with` block removes the hooks.
 
     Raises:
-        PlanError: a router is not inside the model, two routers share a layer, or `layer_ids` lacks
-            a router's layer or names a layer twice.
+        PlanError: a router is not inside the model, two routers share a layer, `layer_ids` lacks a
+            router's layer, or `layer_ids` names a layer twice.
         UsageError: a router is already followed, or not in an `nn.ModuleList` or `nn.ModuleDict`.
             From within the forward: the rows did not reach each router, a router is also under
             `impose`, or a part of a layer was recomputed without the layer. On a CPU, also raised
-            if a row names an unknown expert. On a GPU, a row with an unknown expert ends the
-            process.
+            if a row contains an unknown expert id. On a GPU, such a row ends the process.
         ShapeError: from within the forward, the rows do not fit the model's tokens, layers or
             top_k. Also raised if the gates do not have the shape of the rows, or have a dtype
             narrower than float32. A different split of the same tokens into `[batch, sequence]`

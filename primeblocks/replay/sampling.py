@@ -37,8 +37,8 @@ class KeptTokens:
         vocab_size: the number of ids in the vocabulary.
 
     Raises:
-        ShapeError: shapes or dtypes do not fit together. Values are not read: use `from_lists` or
-            `from_arrays` for unchecked data.
+        ShapeError: shapes or dtypes do not fit together. The constructor does not check values. For
+            unchecked data, use `from_lists` or `from_arrays`.
     """
 
     ids: np.ndarray
@@ -192,7 +192,7 @@ def kept_logprobs(
 
     Computes in float32, or in float64 for float64 logits, without a `[tokens, vocab]` mask.
     Gradients reach only kept ids. A token without a mask uses the whole vocabulary. Local.
-    Differentiable. Waits for the device once.
+    Differentiable. On a GPU, the host waits for the device several times.
 
     Args:
         logits: the logits `[tokens, vocab]`, before division by the temperature.

@@ -38,8 +38,8 @@ class Request:
     Args:
         session: a text that identifies the conversation of the request.
         pages: names of the full pages of the prompt, in order. Each name must include the cache
-            salt, so that pages of two policy versions differ. `kvoffload.page_hashes` computes
-            names of pages.
+            salt, so that pages of two policy versions have different names.
+            `kvoffload.page_hashes` computes hashes of pages, without the salt.
         ordinal: the number of earlier requests to the fleet.
     """
 
@@ -126,7 +126,8 @@ class PrefixAndLoad:
     The score of an engine is the cached fraction of the prompt's pages, minus `beta` times the
     relative load. The relative load is the engine's number of requests in flight, divided by the
     mean number over all engines or by 1, whichever is larger. A saturated engine gets a request
-    only if all engines are saturated. If a session moves, the new engine computes the prompt again.
+    only if all engines are saturated. If a session moves, the new engine computes the pages of the
+    prompt that it has not cached.
 
     Args:
         beta: the weight of the relative load in the score. With `beta=0`, the score is the cached
@@ -166,8 +167,8 @@ def engines_to_restart(restarted: str, agents: Mapping[str, Collection[str]]) ->
 
     An engine that restarts leaves its old transfer agent in every engine that read from it. Drain,
     restart and add the returned engines. The engines that read directly from the restarted engine
-    come first. In vLLM, the restarts are needed for NIXL up to 1.3 over RDMA. For any NIXL version,
-    the restarts are needed if the restarted engine keeps its `engine_id`.
+    come first. In vLLM, these restarts are needed with NIXL up to 1.3 over RDMA, and with any NIXL
+    version if the restarted engine keeps its `engine_id`.
 
     Args:
         agents: for the name of each engine, the names of engines whose transfer agents the engine
@@ -200,9 +201,8 @@ class _Engine:
 class Fleet:
     """A fleet of engines behind one `generate`. `route` chooses the engine of each request.
 
-    If an engine raises `EngineError`, the fleet drains the engine and raises the error. A retry
-    goes to another engine, until you `add` the failed engine again. Local. Use a fleet from one
-    event loop.
+    If an engine raises `EngineError`, the fleet drains the engine and raises the error. The failed
+    engine gets requests again only after you `add` it. Local. Use a fleet from one event loop.
 
     Args:
         engines: the `generate` functions of engines by name.
@@ -210,7 +210,8 @@ class Fleet:
         describe: a function that returns a `Request` for the arguments of a call. The default
             returns an empty `Request`.
         max_in_flight: the largest number of requests that an engine can process at once, or a
-            mapping of engine names to numbers. The fleet accepts more requests than this number.
+            mapping of engine names to numbers. The fleet does not refuse or delay requests above
+            this number.
         cache_pages: the number of pages that one engine can cache. Use 0 if `route` does not use
             pages.
 
@@ -246,7 +247,8 @@ class Fleet:
         """Await the call of one engine.
 
         Raises:
-            EngineError: raised by the engine, with its name as a note, or no engine is open.
+            EngineError: the engine raised this error, or no engine is open. In the first case, a
+                note of the error contains the engine's name.
         """
         request = Request() if self._describe is None else self._describe(*args, **kwargs)
         name = self.choose(request)
@@ -288,7 +290,7 @@ class Fleet:
         return states[place].name
 
     def states(self, request: Request | None = None) -> Sequence[EngineState]:
-        """Return the state of each open engine. The values of `matched` are for `request`."""
+        """Return the state of each open engine, where `matched` counts pages of `request`."""
         request = Request() if request is None else request
         matched = self._matched(request.pages)
         return [

@@ -54,16 +54,16 @@ class Bucket:
 class Plan:
     """Says which of `world_size` trainer ranks sends which box to which reader.
 
-    Several processes may be the same reader, except over a process group. Every wanted element is
-    in exactly one bucket.
+    Several processes may load as the same reader, except over a process group. Every wanted element
+    is in exactly one bucket.
 
     Attributes:
         target: the names, the dtypes and the whole shapes of the tensors that are sent.
         wants: the boxes that each reader wants.
         bucket_bytes: the most bytes that a bucket may have.
-        unsent: the names of the trainer's tensors that no reader wants. If the plan was made with
-            `convert`, `unsent` is empty, because `convert.sources` already names all tensors of the
-            trainer.
+        unsent: the names of the trainer's tensors that are not in `target`. If the plan was made
+            with `convert`, `unsent` is empty, even if the conversion drops tensors. Then
+            `convert.sources` contains all tensors of the trainer.
     """
 
     target: Manifest
@@ -151,7 +151,7 @@ class Plan:
     def table(self) -> str:
         """Tabulate the bytes that ranks write and readers read, with the total and its lower bound.
 
-        `peak` is the result of `writer_peak_bytes` or `reader_peak_bytes`.
+        The column `peak` shows `writer_peak_bytes` of ranks and `reader_peak_bytes` of readers.
         """
         links = {(bucket.rank, reader) for bucket in self.buckets for reader in bucket.readers}
         lines = [f"{'':>12} {'links':>6} {'buckets':>8} {'copies':>8} {'bytes':>16} {'peak':>16}"]

@@ -2,8 +2,8 @@
 
 `RoutedExperts.Config` accepts any `LocalTokenDispatcher.Config`, such as its subclass
 `ForTorchtitan.Config`. This module does not patch torchtitan. An import of this module also imports
-torchtitan's MoE modules, which takes seconds and needs triton. The import looks for a GPU once per
-process.
+torchtitan's MoE modules, which takes seconds and needs triton. The import checks once per process
+which type of device is present.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ class ForTorchtitan(LocalTokenDispatcher):
         """The configuration from which torchtitan builds the dispatcher.
 
         Attributes:
-            make: a function that returns a `TokenDispatcher` for the group that shares the experts,
-                or for None if this rank has all experts. The dispatcher calls `make` when the model
-                is built, and again in `wire_meshes`.
+            make: a function that returns a `TokenDispatcher` for the group over which the experts
+                are split, or for None if this rank has all experts. The dispatcher calls `make`
+                when the model is built, and again in `wire_meshes`.
         """
 
         make: Make = dispatcher_for
@@ -97,7 +97,7 @@ class ForTorchtitan(LocalTokenDispatcher):
         self.dispatcher = config.make(None)
 
     def wire_meshes(self, *, ep_mesh: DeviceMesh | None) -> None:
-        """Share the experts over the ranks of `ep_mesh`. Torchtitan calls this method. Local."""
+        """Split the experts over the ranks of `ep_mesh`. Torchtitan calls this method. Local."""
         self.dispatcher = self._make(None if ep_mesh is None else ep_mesh.get_group())
 
     def dispatch(
@@ -119,8 +119,8 @@ class FromTorchtitan:
 
     Torchtitan's dispatchers round the outputs of experts to float32, also from float64, before they
     multiply the outputs by scores. The weighted outputs of a token are added in the dtype of the
-    tokens. Calls are collective if torchtitan's dispatcher has a mesh. On gloo, use torchtitan's
-    backend "partial_dtensor".
+    tokens. Calls are collective if torchtitan's dispatcher has a mesh. On gloo, set torchtitan's
+    option `spmd_backend="partial_dtensor"`.
 
     Args:
         theirs: a dispatcher of torchtitan that is wired to its mesh. Without a mesh, every expert
@@ -141,9 +141,9 @@ class FromTorchtitan:
     ) -> Dispatched:
         """Send tokens to their experts, as `TokenDispatcher.dispatch` does.
 
-        The call raises the errors of `TokenDispatcher.dispatch`. It also raises PlanError if
+        The call raises the errors of `TokenDispatcher.dispatch`. The call also raises PlanError if
         `num_experts` or the width of `expert_ids` differs from torchtitan's configuration, or if
-        ranks would have unequal numbers of experts.
+        the number of ranks does not divide the number of experts.
         """
         self._admit(x, scores, expert_ids, num_experts)
         flat = expert_ids.flatten().long()
@@ -235,8 +235,8 @@ def meshes_from(parallel_dims: ParallelDims) -> Meshes:
 
     In `Meshes`, the degree `dp_replicate` is `replicate`, `dp_shard` x `cp` is `fsdp`, `efsdp` is
     `expert_fsdp`, `ep` is `expert`, and `cp` is `context`. All axes of the meshes have process
-    groups. Axes over the same ranks share a group. The function makes groups for axes of one rank,
-    and for `fsdp` if torchtitan's backend did not make this group.
+    groups. Axes over the same ranks share a group. The function makes groups for axes of size 1,
+    and for `fsdp` if torchtitan did not make this group.
 
     The call is collective if `build_mesh` has not run yet, or if the function makes a group, and
     otherwise local.

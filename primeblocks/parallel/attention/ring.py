@@ -37,9 +37,9 @@ def ring_attention(
     function supports every order of tokens and every mix of documents. Ranks may have different
     numbers of tokens, also zero. Differentiable.
 
-    The call is collective: each rank sends and receives (ranks - 1) times the bytes of k and v. The
-    backward sends k and v again, and sends their gradients once around the ring in float32, or in
-    float64 for float64 operands.
+    The call is collective. If all ranks have equally many tokens, each rank sends and receives
+    (ranks - 1) times the bytes of its k and v. The backward sends k and v again, and sends their
+    gradients once around the ring in float32, or in float64 for float64 operands.
 
     Args:
         q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. The operands q, k and v
@@ -57,8 +57,8 @@ def ring_attention(
             unchanged.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.
         kernel: the kernel that computes a hop. On CUDA, the default is `VarlenKernel()` if
-            `VarlenKernel` supports the call. Otherwise, the default is `RectangleKernel()`. With
-            `order="balanced"`, `VarlenKernel` supports few calls.
+            `VarlenKernel` supports the call. Otherwise, the default is `RectangleKernel()`. For a
+            plan with `order="balanced"`, `VarlenKernel` seldom supports the call.
         check: first compare shapes, dtypes and plans of all ranks, so that a mistake on one rank
             raises an error on all ranks instead of hanging. The comparison is one small collective,
             and makes the host wait for a GPU.

@@ -1,4 +1,4 @@
-"""Experts that ranks share: dispatchers, grouped products and adapters."""
+"""Experts that are split over ranks: dispatchers, grouped products and LoRA adapters."""
 
 from .all_to_all import AllToAllDispatcher, OncePerRankDispatcher
 from .dispatcher import Dispatched, LocalDispatcher, TokenDispatcher

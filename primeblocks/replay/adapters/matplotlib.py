@@ -24,7 +24,9 @@ __all__ = ["plot_agreement", "plot_attribution", "plot_ratios", "plot_tokens"]
 
 
 def plot_tokens(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = None) -> Axes:
-    """Plot k3 of each token, the worst first, on a log scale. A few tokens cause most of the k3.
+    """Plot k3 of each token, the worst first, on a log scale.
+
+    Usually a few tokens cause most of the k3.
 
     Args:
         log_ratios: for each label, the trainer's minus the engine's log-probabilities of the tokens
@@ -56,7 +58,7 @@ def plot_ratios(log_ratios: Mapping[str, torch.Tensor], *, axes: Axes | None = N
 
 
 def plot_agreement(agreement: Agreement, *, axes: Axes | None = None) -> Axes:
-    """Plot for each layer how often the two recordings have the same experts."""
+    """Plot for each layer the fraction of tokens with the same experts in two recordings."""
     axes = _made(axes)
     axes.bar(list(agreement.by_layer), list(agreement.by_layer.values()))
     axes.set(title="Routes that agree", xlabel="layer", ylabel="fraction", ylim=(0, 1))
@@ -64,7 +66,7 @@ def plot_agreement(agreement: Agreement, *, axes: Axes | None = None) -> Axes:
 
 
 def plot_attribution(attribution: Attribution, *, axes: Axes | None = None) -> Axes:
-    """Plot each cause's share of the mismatch with two standard errors, then the residual."""
+    """Plot each cause's share of the mismatch, with bars of 2 standard errors, and the residual."""
     axes = _made(axes)
     names = [cause.name for cause in attribution.causes] + ["residual"]
     shares = [cause.share for cause in attribution.causes] + [attribution.residual]

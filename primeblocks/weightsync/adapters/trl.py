@@ -78,8 +78,9 @@ class TrlTransfer:
         """Send all weights as the next version, and return when the engine has loaded it. Local.
 
         Raises:
-            PrimeblocksError: the errors of `Publisher.publish`, `attach` and `update`. The next
-                call uses the same version number again. TRL ends the training run with the error.
+            PrimeblocksError: the errors of `Publisher.publish`, `attach` and `update`. TRL ends the
+                training run with the error. If you call `send_weights` again, the new transfer has
+                the version number of the failed transfer.
             UsageError: TRL's weights have other names or shapes than in the first transfer.
             ClosedError: `destroy` was called.
         """

@@ -62,7 +62,8 @@ class Wiring:
         The boxes of a piece are in the coordinates of the whole source and of the whole target.
 
         Raises:
-            PlanError: a name or a global shape is not in `sources`, or a dtype does not convert.
+            PlanError: a name or a global shape is not in `sources`, or a dtype cannot be converted
+                to the dtype in `sources`.
         """
         _check_same(held, self.sources)
         return [
@@ -82,9 +83,10 @@ class Reads:
         boxes: the boxes that the loader reads, by tensor name.
         inexact: the reason why the boxes of a tensor contain more elements than the loader reads,
             by tensor name.
-        into: the wiring to the parameters that `record_reads` got. `to_json` leaves `into` out.
-        lost: the reason why `into` lacks a tensor or a part of it, by tensor name.
+        into: the wiring from the checkpoint to the parameters that you passed to `record_reads`.
+        lost: the reasons why `into` lacks tensors that the loader reads, by tensor name.
         written: the number of elements that the loader writes to each parameter, by parameter name.
+            `to_json` leaves out `into`, `lost` and `written`.
     """
 
     sources: Manifest
@@ -142,8 +144,8 @@ def record_reads(
         load: a loader that gets the (name, tensor) pairs of the whole checkpoint, such as the
             `load` of a `Subscriber`.
         checkpoint: the names, dtypes and shapes of the checkpoint.
-        into: parameters by name. The result's `into` has the wiring to the elements of the
-            parameters.
+        into: parameters by name. The attribute `into` of the result says which elements of the
+            checkpoint fill which elements of these parameters.
     """
     parameters = named_tensors(into)
     follower, name = Follower(parameters), ""
@@ -196,8 +198,8 @@ def record_wiring(
 
     Raises:
         PlanError: the conversion computes with a tensor, casts it, repeats it or reads its values.
-            Also raised if the conversion joins created values other than zeros, or if ranks
-            describe a tensor in different ways.
+            Also raised if the conversion creates values other than zeros and joins them to a
+            tensor. Also raised if manifests differ in a tensor or in the recipe.
     """
     sources, follower = union(manifests), Follower()
     with torch.no_grad(), follower:

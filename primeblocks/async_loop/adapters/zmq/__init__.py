@@ -13,7 +13,7 @@ restart. The sender sends a group again if the receiver has read the group's mes
 message, but has no state for the group. If the newest list of a sender lacks an ordinal, the
 receiver deletes the ordinal's state, unless the group is ACCEPTED.
 
-If a sender dies, the receiver keeps the states of the ordinals in the sender's last list.
+If a sender dies, the receiver keeps the states of the sender's groups.
 
 If only a sender or only the receiver dies, no accepted group is lost. The accepted groups of a dead
 sender have entered the buffer. If the receiver dies, every sender sends its unsettled groups again.

@@ -36,8 +36,8 @@ class RolloutReceiver:
             ...  # train, save
             receiver.settle(*groups)
 
-    Do not pass the buffer of a receiver to an `AsyncLoop`, which counts only groups that it
-    started.
+    Do not pass the buffer of a receiver to an `AsyncLoop`, because the loop does not know groups
+    that other processes started.
 
     Args:
         buffer: the buffer that gets the groups. The capacity of the buffer limits the number of

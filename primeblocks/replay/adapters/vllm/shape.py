@@ -53,8 +53,9 @@ class RouterShape:
         model.
 
         Raises:
-            UnsupportedError: the configuration lacks the number of experts, choices or layers, or
-                describes its routing layers in an unknown form.
+            UnsupportedError: the configuration lacks the number of experts, of experts per token or
+                of layers. Also raised if it does not describe the layers with a router in a known
+                form.
             UsageError: `config` is not a configuration, or one of its layers or counts is out of
                 range.
         """

@@ -74,7 +74,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """A `Subscriber` inside a vLLM worker. The head of this file describes its methods."""
+    """A `Subscriber` inside a vLLM worker. The head of this file lists the methods."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False  # `receive_weights` loads the drafter with the target.
@@ -157,14 +157,14 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return reader, None if is_whole else filling(plan.target, wants)
 
     def observe(self) -> Observed:
-        """Digest the weights that this worker computes with."""
+        """Return digests of the weights that this worker computes with."""
         self._wait()
         return observe_worker(self._updated or self.model, self._subscriber, self._reads)
 
     def verify(self, info: UpdateInfo) -> None:
         """Start to check a version.
 
-        From this call on, `receive_weights` ignores calls that belong to other updates.
+        After this call, `receive_weights` loads nothing if it is called for another update.
         """
         self._transaction = info.transaction
         if (subscriber := self._subscriber) is not None:
