@@ -303,7 +303,7 @@ class Routes:
     def pack(self, *, start: int = 0) -> memoryview:
         """Return one self-describing, checksummed buffer. See `codec`. Local. One copy.
 
-        The result is a memoryview, which cannot be pickled. To pickle it, pass `bytes(payload)`.
+        The result is a memoryview, which cannot be pickled. Pickle `bytes(...)` of the result instead.
 
         Args:
             start: the first token to pack. `unpack(onto=)` joins these rows to the earlier rows.

@@ -64,12 +64,12 @@ def token_logprobs(
             compares the gradients before it multiplies them by the gradient of the token's result.
             With None, the backward skips no block. The default of Apple's package is the dtype's
             epsilon / 32.
-        options: other keyword arguments of `losses.logprobs.token_logprobs`, which must have their
-            neutral values.
+        options: only `temperature=1.0`, `head_dtype=None`, `group=None` and `first_word=0`, as in
+            `losses.logprobs.token_logprobs`.
 
     Raises:
-        UnsupportedError: an option does not have its neutral value, `ids` has several words per
-            row, or the kernels do not support the dtype or the device.
+        UnsupportedError: an option has another name or value, `ids` has several words per row,
+            or the kernels do not support the dtype or the device.
         ShapeError, UsageError: as for `losses.logprobs.token_logprobs`.
 
     Source: arXiv:2411.09009; github.com/apple/ml-cross-entropy.

@@ -59,7 +59,7 @@ def load_pretrained(
     names of weights and their conversions come from transformers.
 
     Ranks do not exchange weights, so every rank must be able to read the folder. If the checkpoint
-    is on the Hub, rank 0 downloads the checkpoint before the other ranks do so.
+    is on the Hub, rank 0 downloads the checkpoint before other ranks open it.
 
     Args:
         model: the model that you passed to `parallelize`, possibly built on the meta device.

@@ -116,7 +116,7 @@ def join_prefill(
     Raises:
         UsageError: the two versions differ.
         ShapeError: `prefill` and `decode` belong to different prompts or models. Also raised if
-            neither engine knows a row from `prompt_start` on. The last token does not need a row.
+            a row from `prompt_start` on is missing in both. The last token does not need a row.
     """
     if versions[0] != versions[1]:
         raise UsageError(
