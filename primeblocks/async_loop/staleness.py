@@ -39,9 +39,9 @@ class StalenessPolicy:
       are therefore biased towards short rollouts.
     - "continue" has no bound.
 
-    Every `on_stale` raises UsageError if a later policy than the trainer's policy sampled a token.
-    This happens if the trainer returned to an older checkpoint, and the engine still serves the
-    later weights.
+    With every `on_stale`, the methods `fresh` and `trainable` raise UsageError if a later policy
+    than the trainer's policy sampled a token. This happens if the trainer returned to an older
+    checkpoint, and the engine still serves the later weights.
 
     Args:
         max_off_policy_steps: the largest number of optimizer steps between the policy that sampled

@@ -86,8 +86,8 @@ class Step:
 
         A missing value, such as the mean reward of rollouts without rewards, is NaN. If `train`
         returned a mapping, the numbers in this mapping are added under their own names, and replace
-        values of the same name. But "ess", "k1", "k2" and "k3" of
-        `losses.corrections.off_policy_metrics` get verl's names with the prefix `rollout_corr/`.
+        values of the same name. But the keys of `losses.corrections.off_policy_metrics` ("ess",
+        "k1", "k2" and "k3") get verl's names with the prefix `rollout_corr/`.
         The page docs/recipes/metrics.md lists all names.
         """
         rollouts = [rollout for group in self.groups for rollout in group.rollouts]

@@ -216,8 +216,9 @@ class WeightCache:
         """Return the codes of a weight, computed again if the cache noticed a change. Local.
 
         Raises:
-            UsageError: the weight is not converted, the parameter was replaced after the cache was
-                made, or the layer multiplies by parts of the weight that differ in shape.
+            UsageError: the weight is not converted, or the parameter was replaced after the cache
+                was made. Also raised if the layer multiplies by parts of the weight that differ in
+                shape.
         """
         if (module, name) not in self._watched:
             raise UsageError(f"{name} of a {type(module).__name__} is not a converted weight.")

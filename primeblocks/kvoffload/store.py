@@ -384,7 +384,7 @@ def load_prefix(
     """Load the pages of a prompt up to the first missing page, and wait for them.
 
     The result has one entry per loaded page, and ends before a damaged page. Buffers of later pages
-    may have been written. For eviction, pages in host memory are used in the order of `keys`.
+    may have been written. For eviction, pages in host memory count as used in `keys` order.
 
     Args:
         keys: the keys of the prompt's pages, in order. `page_hashes` computes their hashes.

@@ -27,8 +27,8 @@ def divide(
     *Add* the gradients of all ranks and micro-batches. The sums of gradients equal the gradients
     that one rank computes for the whole batch. If your trainer averages gradients over ranks (DDP,
     or FSDP unless its divide factor is 1), multiply the loss by the number of ranks. If `group` is
-    set and `by` is a word, the call is collective, and the host waits for two exchanges of at most
-    40 + 16 x ranks bytes per rank. Otherwise the call is local.
+    set and `by` is a word, the call is collective, and the host waits for two exchanges. In each,
+    a rank sends at most 40 + 16 x ranks bytes to each rank. Otherwise the call is local.
 
     Args:
         losses: the losses of all micro-batches of this rank. If `by` is a number, you may pass one

@@ -73,8 +73,8 @@ def fully_shard_moe(
             routers are not cast.
         precision: dtypes of compute and reduction. Default: the dtype of the parameters.
         reshard_after_forward: free gathered parameters after forward and gather them again for
-            backward. With `reshard_after_forward=False`, parameters are gathered once per forward
-            and backward instead of twice.
+            backward. With `reshard_after_forward=False`, each micro-batch gathers parameters once
+            instead of twice.
         offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer states on the
             host. By default, shards, gradients and optimizer states are on the device.
 

@@ -54,8 +54,8 @@ class MeshPlan:
 
     The ranks form one grid (replicate, expert_fsdp, expert) for parameters, and another grid
     (batch, context) for data. Rank numbers are consecutive along the last axis of a grid. The ranks
-    of an expert group or a context group are therefore neighbours. Neighbouring ranks are usually
-    on one machine, where communication is fast.
+    of an expert group or a context group are therefore neighbours. These groups communicate most,
+    and neighbouring ranks are usually on one machine, where communication is fast.
     """
 
     world_size: int

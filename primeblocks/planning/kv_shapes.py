@@ -1,4 +1,9 @@
-"""Bytes that rollouts keep: groups of equal layers, read from a configuration, and their peak."""
+"""The sizes of the caches and recurrent states that rollouts need in attention layers.
+
+`kv_groups` reads the layers of a model from its configuration, in groups with equal caches.
+`footprint` returns the largest memory that the samples of one prompt can need on one rank.
+`prefill_flops` counts the work of computing a rollout's cache.
+"""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class StepCounter(TorchDispatchMode):
     Attributes:
         operators: number of calls per operator that is not a view. Allocations count as operators.
         host_reads: per operator, the number of calls in which the host would wait for the device.
-            An operator counts if it reads values, if the shape of its result depends on values, or
-            if it copies between host and device without `non_blocking`.
+            An operator counts if it reads values, or if the shape of its result depends on values.
+            A copy between host and device counts if it does not use `non_blocking`.
         collectives: number of calls per collective.
         received_bytes: bytes from other ranks, per collective. For an all-reduce, the counter
             counts the bytes of the ring algorithm.

@@ -171,7 +171,7 @@ class Subscriber:
         Args:
             version: the version to load. `version` may be older than the loaded version. The loaded
                 version is not loaded again. None means the version whose bytes `verify` has kept.
-                Without such bytes, the call waits for a version newer than the loaded version.
+                Without such bytes, the call waits for newer versions, and takes the newest.
             timeout_s: how long to wait for the version and its checks.
             progress: called with the bytes checked plus the bytes loaded so far, and the total. If
                 `progress` raises an error during a load, the load still runs to completion.

@@ -138,8 +138,8 @@ def verify_engine(
         PlanError: the trainer's tensors do not fit the plan, or the engine was observed with
             another plan. Also raised if `parameters` or `engine` has an unsupported type.
         UsageError: `engine` is missing, or trainer and engine do not have a tensor name in common.
-            Also raised without `plan` and `into`, if there are several ranks or engine processes,
-            or if `engine` is an `Observed`.
+            Also raised if `plan` and `into` are missing, and there are several ranks, several
+            engine processes or an `Observed`.
         TransferError: a rank failed or was late.
     """
     deadline = time.monotonic() + timeout_s

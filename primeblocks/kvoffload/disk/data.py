@@ -116,7 +116,7 @@ class System:
         return os.pwritev(descriptor, buffers, offset)
 
     def read(self, descriptor: int, buffers: Sequence[Any], offset: int) -> int:
-        """Fill buffers one after the other. Return the number of bytes read, 0 at the end."""
+        """Fill buffers in order. Return the number of bytes read, or 0 at the end of the file."""
         return os.preadv(descriptor, buffers, offset)
 
     def truncate(self, descriptor: int, size: int) -> None:

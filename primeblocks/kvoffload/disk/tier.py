@@ -103,9 +103,9 @@ class DiskTier:
 
         A page that replaces another page is written to a new frame. If a frame is free, a failed
         write leaves the old page in place. If no frame is free, the old page is removed first, and
-        a failed write or a kill loses both pages. The result has `CapacityError` if the tier or the
-        disk is full, `ShapeError` if the content does not fit, or an `OSError`. A `CorruptionError`
-        means that a file was removed, or that the index is damaged and all pages are lost.
+        a failed write or a kill loses both pages. The result has `CapacityError` if the tier, disk
+        or disk quota is full, `ShapeError` if the content does not fit, or an `OSError`. A
+        `CorruptionError` means that a file was removed, or the index and all pages are lost.
         """
         with self._in_turn():
             latest = {record.key: record for record in records}

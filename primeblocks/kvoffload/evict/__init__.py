@@ -90,8 +90,8 @@ class Snapshot(NamedTuple):
         by_version: the least recently used page of each version. Needs `VERSIONS`.
         ended: among pages whose rollouts have all ended, the page whose last rollout ended first.
             If a page is used after that end, the time of this use counts as the end. Needs `ENDS`.
-        live: the running rollout whose last save or load is oldest, the rollout that has waited
-            longest for each reason, and the last rollout of the queue. Needs `STATES`.
+        live: the running rollout whose last save or load is oldest, and the last rollout of the
+            queue. Also, for each reason, the rollout that has waited longest. Needs `STATES`.
         shared: the least recently used page that several rollouts use. Needs `ENDS`.
         unnamed: the least recently used page whose saves and loads did not pass a `rollout`. Needs
             `ENDS`.
@@ -203,10 +203,10 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
     """Choose the page with the latest expected next use, from the running means of waits. Pure.
 
     Among rollouts that wait for one reason, pages of the rollout that has waited longest are chosen
-    first. For a running rollout, the expected time until the next use is 1.5 times the mean of all
-    waits, plus the time in the engine's queue. Before the first wait was measured, the expected
-    time of a running or waiting rollout is the time since `Live.since`. The same applies if the
-    time since `Live.since` exceeds eight times the time that follows from the means.
+    first. For a running rollout, the next use is expected after 1.5 times the mean of all waits,
+    plus the time in the engine's queue. Before the first wait was measured, the expected time of a
+    running or waiting rollout is the time since `Live.since`. The same applies if the time since
+    `Live.since` exceeds eight times the time that follows from the means.
 
     If a page does not belong to exactly one live rollout, the expected time depends on the time
     since the last use. Both times are equal for a page without a rollout. For a page of several

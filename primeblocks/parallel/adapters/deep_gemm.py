@@ -66,7 +66,7 @@ class DeepGemmIndexScores:
     queries and keys of `IndexerInputs` by a Hadamard matrix, as these models do.
 
     The kernel does not take scales of queries. Instead, the weight of a head is multiplied by the
-    scale of the query vector, which gives the same scores because a ReLU commutes with positive
+    scale of the query vector. The scores are the same, because a ReLU commutes with positive
     factors. Each chunk of queries needs one call, and each call quantizes the keys again.
 
     Source: github.com/deepseek-ai/DeepGEMM.

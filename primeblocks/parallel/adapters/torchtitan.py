@@ -142,8 +142,8 @@ class FromTorchtitan:
         """Send tokens to their experts, as `TokenDispatcher.dispatch` does.
 
         The call raises the errors of `TokenDispatcher.dispatch`. The call also raises PlanError if
-        `num_experts` or the width of `expert_ids` differs from torchtitan's configuration, or if
-        the number of ranks does not divide the number of experts.
+        `num_experts` or the width of `expert_ids` differs from torchtitan's configuration. The call
+        also raises PlanError if the number of ranks does not divide the number of experts.
         """
         self._admit(x, scores, expert_ids, num_experts)
         flat = expert_ids.flatten().long()

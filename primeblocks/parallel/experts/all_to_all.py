@@ -48,10 +48,10 @@ class AllToAllDispatcher:
     Args:
         group: the ranks that share the experts. Rank r owns the r-th share of the experts.
         alignment: the rows of each expert are padded with rows of zeros to a multiple of
-            `alignment`. FP8 kernels need an alignment of 128. With an alignment above 1, the
-            dispatcher always allocates the maximum number of rows that padding can need. Therefore
-            the host need not read the padded counts. Without a capacity, the surplus rows of zeros
-            belong to the last expert.
+            `alignment`. The FP8 kernel `DeepGemm` needs an alignment of 128. With an alignment
+            above 1, the dispatcher always allocates the maximum number of rows that padding can
+            need. Therefore the host need not read the padded counts. Without a capacity, the
+            surplus rows of zeros belong to the last expert.
         capacity_rows: the maximum number of rows that a rank sends to one rank, equal on all ranks.
             Each rank always sends `capacity_rows` rows to each rank, so the host need not read
             counts. If a rank has more than `capacity_rows` rows for one rank, `dispatch` raises

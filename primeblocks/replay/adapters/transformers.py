@@ -118,9 +118,9 @@ def routers(model: nn.Module) -> tuple[TransformersRouter, ...]:
     result has PEFT's wrapper, which runs the router or its copy.
 
     Raises:
-        UnsupportedError: the model has a router of an unsupported family, several routers in one
-            layer, or no routers. Also raised if transformers is older than 5.17, or is version 6 or
-            newer.
+        UnsupportedError: the model has a router of an unsupported family, a router outside of
+            numbered layers, several routers in one layer, or no routers. Also raised if
+            transformers is older than 5.17, or is version 6 or newer.
     """
     release = tuple(int(part) for part in _RELEASE.split(".")[:2])
     if not (5, 17) <= release < (6, 0):

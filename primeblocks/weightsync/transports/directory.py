@@ -184,7 +184,7 @@ class SharedMemoryTransport(DirectoryTransport):
 
     A version is stored in a memfd of the owner's process, to which every rank writes directly. The
     memfd is sealed before the commit. After the commit, only the mappings of the trainer ranks can
-    write to the memfd, so readers do not copy a version before they load the version. A version is
+    write to the memfd. Therefore, readers need not copy a version before they load it. A version is
     lost when the owner's process ends, except in a reader that has kept the version. The owner uses
     two memfds in turn. If a reader still uses the older memfd, or has kept one of its tensors, the
     owner makes a new memfd. After a trainer rank other than the owner has joined again, the first

@@ -63,7 +63,7 @@ def elastic_dispatcher(
         top_k: the largest number of experts per token, at most 32. `top_k` also sets the size of
             the buffer.
         alignment: the rows of each expert are padded with zero rows to a multiple of `alignment`.
-            FP8 kernels need an `alignment` of 128 rows.
+            The FP8 kernel `DeepGemm` needs an `alignment` of 128 rows.
         deterministic: whether to sort the rows of an expert by source rank, token and choice. If
             `deterministic` is False, rows keep the order of arrival.
         num_sms: the number of multiprocessors that communicate. If `num_sms` is 0, DeepEP derives

@@ -53,7 +53,7 @@ def buffer_dispatcher(
             2, 4 or 8 ranks, or a larger number of ranks for which DeepEP has settings.
         hidden: the number of values in a row, a multiple of 8.
         alignment: the rows of each expert are padded with zero rows to a multiple of `alignment`.
-            FP8 kernels need an `alignment` of 128 rows.
+            The FP8 kernel `DeepGemm` needs an `alignment` of 128 rows.
         check: as for `AllToAllDispatcher`. If `check` is False, ids or scores out of range make the
             results undefined.
 

@@ -103,7 +103,7 @@ def parallelize(
     Raises:
         UnsupportedError: no test covers the model, or the model cannot be split with the passed
             arguments. A call of the model raises UnsupportedError or PlanError if the model cannot
-            follow the plan, or if the loss would cover only one rank's tokens.
+            follow the plan. The same applies if the loss would cover only one rank's tokens.
         PlanError: the expert degree does not divide the number of experts, or the dispatcher uses
             other ranks than `meshes.expert`.
     """

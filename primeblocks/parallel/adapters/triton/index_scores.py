@@ -64,11 +64,11 @@ def score_tiles(
 
 @dataclass(frozen=True)
 class TritonIndexScores:
-    """An `IndexScores` that launches one kernel, which allocates only the result.
+    """An `IndexScores` that launches one kernel, and usually allocates only the result.
 
     Operands may be float16, bfloat16 or float32, and sums are in float32. The kernel supports at
-    most 128 heads of at most 128 columns. If the columns of an operand are not adjacent in memory,
-    the operand is copied first.
+    most 128 heads of at most 128 columns. An operand whose columns are not adjacent in memory is
+    copied first.
     """
 
     def __call__(self, q: Tensor, k: Tensor, weights: Tensor) -> Tensor:

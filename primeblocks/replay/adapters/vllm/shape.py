@@ -54,8 +54,8 @@ class RouterShape:
 
         Raises:
             UnsupportedError: the configuration lacks the number of experts, of experts per token or
-                of layers. Also raised if it does not describe the layers with a router in a known
-                form.
+                of layers. Also raised if the configuration describes its layers with routers in an
+                unknown form.
             UsageError: `config` is not a configuration, or one of its layers or counts is out of
                 range.
         """

@@ -113,7 +113,8 @@ async def attach(
 
     Args:
         engine: an `AsyncLLM` or a `VllmServer`.
-        transport: the publisher's transport, or a reader's transport, such as the result of `find`.
+        transport: the publisher's transport, or a reader's transport, such as the transport that
+            `find` returns.
         first_reader: the reader number of the engine's first worker.
 
     Raises:

@@ -115,7 +115,7 @@ async def attach_lora(
         engine: an `AsyncLLM` built with `lora_engine_args()`.
         plan: the plan of the tensors of `adapter_parameters`. The target of the plan has whole
             tensors.
-        transport: any end of the publisher's transport.
+        transport: the publisher's transport, or a reader's transport.
         keep: the largest number of versions that the engine holds at a time. In each worker, a
             version needs memory for twice its bytes.
 
