@@ -80,7 +80,7 @@ OUT = Path("outputs/reasoning_gym")
 
 
 async def warm_start(trainer: Trainer, episodes, options: argparse.Namespace) -> None:
-    """Train on demonstrations of calculator calls, half of which use a wrong operation."""
+    """Train on demonstrations of calculator calls. Half of the demonstrations are wrong."""
     chance = random.Random(options.seed)
     steps = options.warm_steps
     for step in tqdm(range(steps), desc="warm start"):

@@ -50,9 +50,9 @@ class Journal:
 
     Args:
         path: the file. A missing file is created, but a missing folder is an error.
-        durability: calls that returned survive the death of the process. With
-            `durability="process"`, a power loss may undo the last calls. With `durability="power"`,
-            the calls also survive a power loss, but each call costs an fsync.
+        durability: what a finished call survives. With "process", the call survives the death of
+            the process, but a power loss may undo the last calls. With "power", the call also
+            survives a power loss, and costs an fsync.
         timeout_s: seconds to wait at most for another program that writes to the file.
 
     Raises:

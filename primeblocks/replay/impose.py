@@ -62,9 +62,9 @@ def impose(
             have different numbers of tokens, or if a router's output would change shape or dtype.
         UsageError: the routers are under another `impose` already, the ratio is outside (0, 1], or
             you pass both `min_score_ratio` and `gates`. Raised when the context closes if a router
-            never ran, or would be recomputed without its routes. Raised within backward if a layer
-            was recomputed under the routes of another micro-batch. Code that torch compiled outside
-            a checkpoint does not check the micro-batch.
+            never ran, or if reentrant checkpoints need backward inside. Raised in backward if a
+            layer was recomputed under the routes of another micro-batch, except if torch compiled
+            the code outside of a checkpoint.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """

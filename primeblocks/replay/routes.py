@@ -303,7 +303,7 @@ class Routes:
     def pack(self, *, start: int = 0) -> memoryview:
         """Return one self-describing, checksummed buffer. See `codec`. Local. One copy.
 
-        The result is a memoryview, which cannot be pickled. Pickle `bytes(...)` of the result instead.
+        The result is a memoryview. To pickle the result, convert it with `bytes(...)`.
 
         Args:
             start: the first token to pack. `unpack(onto=)` joins these rows to the earlier rows.

@@ -191,8 +191,9 @@ def kept_logprobs(
     """Return the log-probability of each target among the ids that its token kept.
 
     Computes in float32, or in float64 for float64 logits, without a `[tokens, vocab]` mask.
-    Gradients reach only kept ids. A token without a mask uses the whole vocabulary. Local.
-    Differentiable. On a GPU, the host waits for the device several times.
+    Gradients reach only kept ids. For a token without ids in `kept`, the log-probability is over
+    the whole vocabulary. Local. Differentiable. On a GPU, the host waits for the device several
+    times.
 
     Args:
         logits: the logits `[tokens, vocab]`, before division by the temperature.

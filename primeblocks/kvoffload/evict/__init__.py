@@ -202,11 +202,11 @@ def _rank(live: Live) -> tuple[int, int]:
 def by_waits(snapshot: Snapshot) -> Choice | None:
     """Choose the page with the latest expected next use, from the running means of waits. Pure.
 
-    Among rollouts that wait for one reason, pages of the rollout that has waited longest are chosen
-    first. For a running rollout, the next use is expected after 1.5 times the mean of all waits,
-    plus the time in the engine's queue. Before the first wait was measured, the expected time of a
-    running or waiting rollout is the time since `Live.since`. The same applies if the time since
-    `Live.since` exceeds eight times the time that follows from the means.
+    Among rollouts that wait for the same reason, pages of the rollout that has waited longest are
+    chosen first. For a running rollout, the next use is expected after 1.5 times the mean of all
+    waits, plus the time in the engine's queue. Before the first wait was measured, the expected
+    time of a running or waiting rollout is the time since `Live.since`. The same applies if the
+    time since `Live.since` exceeds eight times the time that follows from the means.
 
     If a page does not belong to exactly one live rollout, the expected time depends on the time
     since the last use. Both times are equal for a page without a rollout. For a page of several

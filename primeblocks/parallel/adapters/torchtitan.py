@@ -117,10 +117,10 @@ class ForTorchtitan(LocalTokenDispatcher):
 class FromTorchtitan:
     """A `TokenDispatcher` that uses a dispatcher of torchtitan.
 
-    Torchtitan's dispatchers round the outputs of experts to float32, also from float64, before they
-    multiply the outputs by scores. The weighted outputs of a token are added in the dtype of the
-    tokens. Calls are collective if torchtitan's dispatcher has a mesh. On gloo, set torchtitan's
-    option `spmd_backend="partial_dtensor"`.
+    Torchtitan's dispatchers convert the outputs of experts to float32, even float64 outputs, before
+    they multiply the outputs by scores. The weighted outputs of a token are added in the dtype of
+    the tokens. Calls are collective if torchtitan's dispatcher has a mesh. On gloo, set
+    torchtitan's option `spmd_backend="partial_dtensor"`.
 
     Args:
         theirs: a dispatcher of torchtitan that is wired to its mesh. Without a mesh, every expert

@@ -41,8 +41,8 @@ def latent_ring_attention(
     Ranks send latents, with one row per token for all heads. Every hop expands latents to keys and
     values, and the backward of the hop expands the latents again. Differentiable. The call is
     collective. If ranks have equal token counts, each rank sends and receives (ranks - 1) times the
-    bytes of its latents. The backward sends the latents again, and sends their gradients once around the ring in float32, or
-    in float64 for float64 operands.
+    bytes of its latents. The backward sends the latents again, and sends their gradients once
+    around the ring in float32, or in float64 for float64 operands.
 
     Args:
         q: `[local_tokens, heads, nope_dim + rope_dim]`, with rotary embedding applied to the last

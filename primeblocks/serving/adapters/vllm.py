@@ -66,8 +66,8 @@ class VllmFleet:
     """A fleet of vLLM engines with one version of the weights, behind one `generate`.
 
     A `serving.Fleet` routes requests, and drains an engine that raises `EngineError`. Control calls
-    and updates go directly to every open engine. `join` opens a drained engine with the current
-    version. Use a fleet from one event loop.
+    and updates go directly to every open engine. `join` loads the current version into a
+    drained engine, and then opens the engine. Use a fleet from one event loop.
 
     Args:
         members: the engines by name.

@@ -25,8 +25,8 @@ class Piece:
 
     Attributes:
         dims: for each dim of the target, the index of the matching dim of the source. `NEW` stands
-            for a target dim of size 1 that the source lacks. Source dims that `dims` does not list
-            have size 1.
+            for a target dim that the source lacks. In source dims that `dims` does not list,
+            `source_box` has size 1.
     """
 
     source: str
