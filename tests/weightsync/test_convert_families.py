@@ -6,6 +6,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 
+from primeblocks import fp8
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.testing import ranks, tiny_models
 from primeblocks.weightsync import (
@@ -47,6 +48,35 @@ def test_the_wiring_makes_what_save_pretrained_writes(family, tmp_path):
     module = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
     wiring = to_checkpoint(model)
     assert_same(moved(wiring, module), saved)
+
+
+def encoded(hidden, rows=128):
+    model = tiny_models.build("qwen3_moe", **SIZES | {"num_layers": 1, "hidden": hidden})
+    recipe = fp8.Recipe(weights=fp8.Tile(rows, 128))
+    encode = fp8.encode_weights(recipe, only=r"mlp\.experts", layouts=None)
+    return recipe, model, encode, to_checkpoint(model, encode.describe(describe(model)))
+
+
+@pytest.mark.parametrize(("hidden", "rows"), [(256, 128), (384, 128), (192, 64), (192, 96)])
+def test_experts_of_whole_tiles_are_the_codes_of_the_checkpoint(hidden, rows, tmp_path):
+    recipe, model, encode, wiring = encoded(hidden, rows)
+    made = {}
+    for name, tensor in named_tensors(model).items():
+        made |= encode(name, tensor.detach())
+    got = moved(wiring, made)
+    model.save_pretrained(tmp_path)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        if ".experts." in name:
+            alone = recipe.quantize_weight(tensor)
+            assert got[name].view(torch.uint8).equal(alone.codes.view(torch.uint8))
+            assert got[f"{name}_scale_inv"].equal(alone.scales)
+
+
+@pytest.mark.parametrize("hidden", [96, 128, 192, 320])
+def test_experts_that_would_cut_a_tile_are_refused(hidden):
+    """One width is one tile, whose scale would lose its dims."""
+    with pytest.raises(PlanError, match=r"gate_up_proj.*128 x 128|down_proj.*drops a dim"):
+        encoded(hidden)
 
 
 @pytest.mark.parametrize("family", TINY)

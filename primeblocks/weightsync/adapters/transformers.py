@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ...errors import MissingPackageError, UnsupportedError
+from ...errors import MissingPackageError, PlanError, UnsupportedError
 from ..convert.conversion import Wiring, record_wiring
 from ..manifest import Manifest, describe
 
@@ -22,6 +22,8 @@ except ImportError as error:
     raise MissingPackageError("transformers>=5.17", "transformers") from error
 
 __all__ = ["to_checkpoint"]
+
+_SCALES = "_scale_inv"  # The name of a matrix's scales ends so, as in DeepSeek-V3's checkpoints.
 
 
 def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
@@ -35,7 +37,8 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
     Raises:
         UnsupportedError: the conversion to a checkpoint drops elements.
         PlanError: the conversion computes with the values of a tensor instead of only moving them,
-            or ranks describe a tensor differently.
+            or ranks describe a tensor differently. Also raised if the conversion cuts a float8
+            matrix inside a tile, or drops a dim of its scales.
     """
     whole = _unsharded(model)
     wiring = record_wiring(
@@ -49,7 +52,38 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
             f"{every:,}. Publish under the module's names, or record_wiring() a conversion of "
             "your own."
         )
+    for name in wiring.sources:
+        if name + _SCALES in wiring.sources:
+            _check_tiles(name, wiring)
     return wiring
+
+
+def _check_tiles(name: str, wiring: Wiring) -> None:
+    """Raise PlanError unless each converted part of a matrix consists of whole tiles."""
+    shape, tiles = (wiring.sources[each].shape for each in (name, name + _SCALES))
+    moved, scales = wiring.by_source[name], wiring.by_source[name + _SCALES]
+    sides = [_side(*each) for each in zip(shape[-2:], tiles[-2:], strict=True)]
+    boxes = [piece.source_box for piece in moved]
+    cut = [
+        edge
+        for dim, side in zip((-2, -1), sides, strict=True)
+        for edge in {box.offsets[dim] + size for box in boxes for size in (0, box.sizes[dim])}
+        if edge % side and edge != shape[dim]
+    ]
+    kept = {len(piece.dims) for piece in moved} == {len(piece.dims) for piece in scales}
+    if cut or not kept:
+        why = f"at {cut[0]}, inside a tile" if cut else "and drops a dim of the scales"
+        raise PlanError(
+            f"{name}: the conversion to a checkpoint divides {list(shape)} {why} of {sides[0]} x "
+            f"{sides[1]}. Publish the weights in bfloat16, or under the module's names."
+        )
+
+
+def _side(size: int, tiles: int) -> int:
+    """Return the side of the tiles, a power of two if one fits. One tile covers all of `size`."""
+    least = -(-size // tiles)
+    power = 1 << (least - 1).bit_length()
+    return power if tiles == 1 or -(-size // power) == tiles else least
 
 
 def _unsharded(model: PreTrainedModel) -> PreTrainedModel:
