@@ -283,18 +283,24 @@ def _check_not_positive(name: str, values: torch.Tensor, positions: torch.Tensor
 
 @dataclass(frozen=True)
 class Agreement:
-    """Rates at which two recordings have the same set of experts, in any order."""
+    """Rates at which two recordings chose the same experts.
+
+    `overall` and `by_layer` compare the sets of experts of each token in each layer, in any order.
+    `same_order` also compares the order of the experts. `whole_tokens` counts tokens with equal
+    sets in all layers. `first_difference` counts, per layer, the tokens whose sets differ in this
+    layer and are equal in all earlier layers.
+    """
 
     overall: float
-    """Fraction of (token, layer) pairs."""
+    """Fraction of (token, layer) pairs with equal sets of experts."""
     by_layer: dict[int, float]
-    """The same for each layer id."""
+    """For each layer id, the fraction of tokens with equal sets of experts."""
     same_order: float
-    """Fraction of pairs with the same experts in the same slots."""
+    """Fraction of (token, layer) pairs with the same experts in the same slots."""
     whole_tokens: float
-    """Fraction of tokens that agree in every layer."""
+    """Fraction of tokens with equal sets of experts in every layer."""
     first_difference: dict[int, float]
-    """By layer id, the fraction of tokens whose first difference is in this layer."""
+    """By layer id, the fraction of tokens whose sets of experts first differ in this layer."""
     tokens: int
     """The number of compared tokens. On both sides they are neither missing nor padding."""
 

@@ -34,8 +34,9 @@ def convert(
     """Convert some linear layers and experts of a transformers model to float8, in place. Local.
 
     Arguments and result are the same as for `primeblocks.fp8.convert`. This function also converts
-    experts, which then use the experts implementation `primeblocks_fp8`. You may call the
-    `parallelize` of `primeblocks.parallel` before or after this function.
+    experts, which then use the experts implementation `primeblocks_fp8`. All experts of a layer
+    have one name, such as `model.layers.0.mlp.experts`. You may call the `parallelize` of
+    `primeblocks.parallel` before or after this function.
 
     Raises:
         UsageError, UnsupportedError: as for `primeblocks.fp8.convert`.
