@@ -41,16 +41,16 @@ class AsyncLoop:
     """A loop that keeps rollouts in flight while it trains and updates weights.
 
     An error of `train` or `publish` ends the loop. If `generate` raises an error, the loop tries
-    again, as `retries` allows. The first error of each type is logged with its traceback. The end
-    of the `async with` block cancels all requests and a running publish. If `steps` raises an
-    error, leave the block and make a new loop.
+    again, as `retries` allows, and logs the first error of each type with its traceback. The end of
+    `async with` cancels requests and a running publish. If `steps` fails, make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
             The loop ends early (`ended`) if the prompts run out before a batch is full.
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
-            each sample is one request. With `ledger`, the call also gets `draft=`, a `Draft`.
+            each sample is one request. With `ledger`, the call also gets `draft=`, a `Draft`. `v`
+            is the version at the call. Record the version that the engine used for each token.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
             runs in its own thread, and does not block the event loop.
         publish: `publish(v)`, plain or async, sends the weights of policy `v` to the engine during

@@ -32,7 +32,8 @@ class Receipt:
         digest: the digest of the version's commit marker.
         held: digests of the engine's tensors, if the `Subscriber` was made with `observe`. Each
             tensor was compared with the tensor that `load` got. Pass `held` to `verify_engine` to
-            compare the engine's tensors again.
+            compare the engine's tensors again. Without `observe`, and after a publish, `held` has
+            the value None.
     """
 
     version: int

@@ -46,8 +46,8 @@ class DiskTier:
 
     Args:
         path: the folder, which is made if absent. Only one tier at a time can own the folder.
-            Pages of the right size in the folder are kept, and pages of other sizes are dropped.
-            `close` or garbage collection releases the lock on the folder.
+            Pages that were written with another `page_bytes` or `attachment_bytes` are not served,
+            and the first change drops them. `close` or garbage collection releases the folder.
         capacity_bytes: the largest size of the file `pages`, without the index. A frame has the
             size of a page and its attachments, rounded up to a multiple of 4096 bytes.
         page_bytes: the bytes of a page.
