@@ -51,6 +51,54 @@ def assert_served(names):
     assert all(torch.equal(served[name], trained[name].bfloat16()) for name in trained)
 
 
+@contextmanager
+def black_box():
+    """An engine that says yes twice, and an agent that asks twice."""
+    from tests.capture.chat_site import END, tokenizer
+
+    words = tokenizer()
+
+    async def generate(prompt, **options):
+        ids = words.encode("yes" + END, add_special_tokens=False)
+        return _Sampled(ids)
+
+    async def agent(client):
+        messages = [{"role": "user", "content": "well?"}]
+        for _ in range(2):
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            said = answer.choices[0].message.content
+            messages += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": "again?"},
+            ]
+        return float(said == "yes")
+
+    names = {"tokenizer": words, "generate": generate, "agent": agent}
+    yield names
+    (rollout,) = names["rollouts"]
+    assert rollout.reward == 1.0
+    assert rollout.loss_mask.sum() == 2 * len(words.encode("yes" + END, add_special_tokens=False))
+
+
+class _Sampled:
+    finish_reason = "stop"
+    routed_experts = None
+
+    def __init__(self, ids):
+        self.token_ids = ids
+        self.logprobs = [-1.0] * len(ids)
+        self.versions = np.full(len(ids), 7)
+
+
+@contextmanager
+def kv_cache():
+    from tests.pages import vllm_without_engines
+
+    with vllm_without_engines() as (_, offline):
+        yield {"model": str(tiny_models.save("qwen3_moe", "model", num_layers=2))}
+        assert offline.generate.call_count == 1
+
+
 def alone():
     return nullcontext({})
 
@@ -91,10 +139,14 @@ FRONT = {
     "README.md": readme,
     "docs/quickstart.md": quickstart,
     "docs/recipes/batches.md": batches,
+    "docs/recipes/black_box.md": black_box,
     "docs/recipes/eviction.md": alone,
     "docs/recipes/float8.md": alone,
     "docs/recipes/hangs.md": alone,
+    "docs/recipes/kv_cache.md": kv_cache,
+    "docs/recipes/long.md": alone,
     "docs/recipes/memory.md": alone,
     "docs/recipes/mismatch.md": alone,
+    "docs/recipes/stale.md": alone,
     "docs/recipes/weights.md": alone,
 }
