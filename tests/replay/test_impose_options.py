@@ -91,27 +91,7 @@ def test_implausible_experts_are_replaced_and_counted(toy, inputs, foreign, chec
     assert imposed.replacement_rates == {0: 0, 1: 0, 2: 0}
 
 
-def test_padding_is_neither_filtered_nor_counted(toy, inputs):
-    model = toy("sigmoid")
-    with record(model.routers) as own:
-        model(inputs)
-    rows = [
-        row[:length].pad(4) for row, length in zip(own.routes.split([4, 4]), (3, 1), strict=True)
-    ]
-    routes = Routes.join(rows)
-    with (
-        impose(model.routers, routes, min_score_ratio=1.0) as imposed,
-        record(model.routers) as tape,
-    ):
-        model(inputs)
-    assert imposed.replacement_rate == 0
-    assert np.array_equal(tape.routes.experts[routes.padding], routes.experts[routes.padding])
-    known = ~routes.padding
-    assert np.array_equal(tape.routes.experts[known, 0], own.routes.experts[known, 0])
-    assert compare(routes, tape.routes).tokens == 4
-
-
-def test_rates_are_of_what_is_no_padding(toy, inputs, foreign):
+def test_padding_is_neither_filtered_nor_counted(toy, inputs, foreign):
     model, parts = toy("sigmoid"), foreign().split([4, 4])
     routes = Routes.join([part[:length].pad(4) for part, length in zip(parts, (2, 3), strict=True)])
     with (
@@ -122,6 +102,8 @@ def test_rates_are_of_what_is_no_padding(toy, inputs, foreign):
     known = ~routes.padding
     changed = tape.routes.experts[known] != routes.experts[known]
     assert not routes.missing.any()
+    assert np.array_equal(tape.routes.experts[routes.padding], routes.experts[routes.padding])
+    assert compare(routes, tape.routes).tokens == 5
     assert imposed.replacement_rate == pytest.approx(changed.mean())
     assert 0 < changed.mean() < 1
 

@@ -76,17 +76,27 @@ def test_missing_rows_hold_zeros_whatever_came_with_them():
 
 
 @pytest.mark.parametrize(
-    ("array", "layer_ids"),
+    "odd",
     [
-        (np.zeros((3, 2), np.int64), [0, 1]),
-        (np.zeros((3, 2, 1)), [0, 1]),
-        (np.zeros((3, 2, 1), np.int64), [0]),
-        (np.zeros((3, 2, 1), np.int64), [4, 4]),
+        {"array": np.zeros((3, 2), int)},
+        {"array": np.zeros((3, 2, 1))},
+        {"array": np.zeros((3, 2, 0), int)},
+        {"layer_ids": [0]},
+        {"layer_ids": [4, 4]},
+        {"layer_ids": [0, -1]},
+        {"layer_ids": [0, 1 << 32]},
+        {"missing": np.ones(2, bool)},
+        {"missing": np.ones(3, np.int64)},
+        {"num_experts": True},
+        {"num_experts": 10**5000},
     ],
+    ids=lambda odd: next(iter(odd)),
 )
-def test_arrays_that_do_not_fit_are_refused(array, layer_ids):
+def test_arrays_that_do_not_fit_are_refused(odd):
+    fits = {"array": np.zeros((3, 2, 1), int), "num_experts": 8, "layer_ids": [0, 1]}
+    assert Routes.from_array(**fits).tokens == 3
     with pytest.raises(ShapeError):
-        Routes.from_array(array, num_experts=8, layer_ids=layer_ids)
+        Routes.from_array(**fits | odd)
 
 
 def test_a_value_of_the_wrong_dtype_or_mask_is_refused():
@@ -101,25 +111,6 @@ def test_a_value_of_the_wrong_dtype_or_mask_is_refused():
         Routes(np.zeros((3, 1, 9), np.uint8), 8, (0,), missing)
     with pytest.raises(ShapeError, match="65537"):
         Routes(experts, 65537, (0,), missing)
-
-
-@pytest.mark.parametrize(
-    "odd",
-    [
-        {"missing": np.ones(2, bool)},
-        {"missing": np.ones(3, np.int64)},
-        {"layer_ids": [-1]},
-        {"layer_ids": [1 << 32]},
-        {"num_experts": True},
-        {"num_experts": 10**5000},
-        {"array": np.zeros((3, 1, 0), int)},
-    ],
-    ids=lambda odd: next(iter(odd)),
-)
-def test_what_does_not_fit_an_array_is_refused(odd):
-    fits = {"array": np.zeros((3, 1, 1), int), "num_experts": 8, "layer_ids": [0]}
-    with pytest.raises(ShapeError):
-        Routes.from_array(**fits | odd)
 
 
 def test_a_batch_is_no_flag():
@@ -181,26 +172,6 @@ def test_fill_takes_a_row_wherever_one_of_the_two_has_it():
         ours.fill(random_routes(tokens=9))
 
 
-@pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (7, 3), (300, 8), (2, 2), (1, 1)])
-@pytest.mark.parametrize("extra", [0, 1, 50])
-def test_padding_loads_all_experts_alike(num_experts, top_k, extra):
-    row = np.arange(top_k).reshape(1, 1, top_k)
-    routes = Routes.from_array(row, num_experts=num_experts, layer_ids=[0])
-    padded = routes.pad(1 + extra)
-    assert padded[:1] == routes
-    assert not padded.missing.any()
-    load = np.bincount(padded.experts[1:].reshape(-1), minlength=num_experts)
-    assert load.sum() == extra * top_k
-    assert load.max() - load.min() <= 1
-    assert padded.padding.tolist() == [False] + [True] * extra
-    again = Routes.from_array(padded.experts, num_experts=num_experts, layer_ids=[0])
-    assert np.array_equal(again.experts, padded.experts)  # no row names an expert twice
-    with pytest.raises(ShapeError, match="cannot pad 1 tokens to 0"):
-        routes.pad(0)
-    with pytest.raises(ShapeError, match="cannot pad 1 tokens to 0"):
-        Routes.join([routes], pad_to=0)
-
-
 def loads(routes):
     """Slots of padding by layer and expert."""
     rows = routes.experts[routes.padding]
@@ -236,6 +207,11 @@ def test_padding_is_even_however_a_batch_is_made(lengths, extra, model, cut):
         Routes.from_array(routes.experts, num_experts=num_experts, layer_ids=[0])
     assert Routes.join([whole[:cut], whole[cut:]]) == whole
     assert not whole.take(~whole.padding).padding.any()
+    assert not whole.missing.any()
+    fewer = whole.tokens - 1
+    for pad in (lambda: whole.pad(fewer), lambda: Routes.join([whole], pad_to=fewer)):
+        with pytest.raises(ShapeError, match=f"cannot pad {whole.tokens} tokens to {fewer}"):
+            pad()
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -109,21 +109,6 @@ def test_means_equal_a_search_through_all_pages(seed):
     compare(long_history(Random(seed)), RolloutAware(0), capacity=1 + seed % 4)
 
 
-def test_the_last_page_of_a_rollout_leaves_before_those_in_front_of_it():
-    ledger = ledger_for()
-    keys = [use(ledger, number, "a") for number in range(3)]
-    use(ledger, 9, "b")
-    assert leave(ledger, pages=3) == keys[::-1]
-
-
-def test_a_prompt_that_one_sample_still_uses_leaves_after_its_own_pages():
-    ledger = ledger_for()
-    prompt = [use(ledger, 0, "a"), use(ledger, 0, "b")][0]
-    own = use(ledger, 1, "b")
-    ledger.end("a")
-    assert leave(ledger, pages=2) == [own, prompt]
-
-
 @pytest.mark.parametrize(("age", "first"), [(7, 1), (8, 0), (9, 0)])
 def test_a_page_of_an_ended_rollout_counts_as_eight_times_as_old(age, first):
     """It may be the prompt of the next sample, which least recent use would keep."""
@@ -137,13 +122,6 @@ def test_a_page_of_an_ended_rollout_counts_as_eight_times_as_old(age, first):
     ledger.remove(key_of(9))
     key, demote = ledger.victim(version=0)
     assert (key, demote) == (key_of(first), first == 0)
-
-
-def test_of_an_ended_rollout_the_last_page_leaves_first():
-    ledger = ledger_for()
-    keys = [use(ledger, number, "a") for number in range(3)]
-    ledger.end("a")
-    assert leave(ledger, pages=3) == keys[::-1]
 
 
 def test_a_rollout_that_waits_for_a_quick_tool_outlives_one_that_waits_for_a_slow_one():

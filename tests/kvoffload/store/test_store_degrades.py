@@ -228,27 +228,6 @@ def test_a_tier_that_does_not_keep_up_gets_what_it_can_take(host, memory, clock)
         assert save(store, 100).stored
 
 
-def test_a_tier_that_refuses_keeps_its_pages(host, memory, clock):
-    below = memory(8)
-    with TieredStore([host(1), below], clock=clock.now) as store:
-        for number in range(9):
-            save(store, number)
-        below.refuse = ROFS
-        for number in range(9, 60):
-            save(store, number)
-        assert len(below) == 7  # one left for the page that was refused, and none after
-        for _ in range(3):  # and one each time that it is tried again
-            clock.advance(5.0)
-            save(store, 60)
-            save(store, 61)
-        assert len(below) >= 4
-        below.refuse = None
-        clock.advance(30.0)
-        for number in range(70, 80):
-            save(store, number)
-        assert len(below) == 8
-
-
 def test_a_tier_fuller_than_its_quota_still_takes_pages(host, memory):
     below = memory(8)
     below.room, clock = 2, ManualClock()

@@ -1,7 +1,5 @@
 """Our manager and tier under a scheduler that is a loop: who gets pages through a small pool."""
 
-import importlib
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,13 +14,6 @@ from tests.kvoffload.vllm.specs import PAGE, make_spec
 pytestmark = pytest.mark.vllm
 
 STEPS = 200
-
-
-@pytest.fixture(scope="module")
-def adapter():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
 
 
 class Scheduler:

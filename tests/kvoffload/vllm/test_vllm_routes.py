@@ -1,7 +1,5 @@
 """Rows of captured routes on their way between the engine and its pool; no engine."""
 
-import importlib
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +12,6 @@ pytestmark = pytest.mark.vllm
 
 PAGE, ROW = 8000, 12288  # bytes of keys and values, of a row of the pool
 CHUNKS = 8
-
-
-@pytest.fixture(scope="module")
-def adapter():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
 
 
 class Capture:

@@ -1,8 +1,6 @@
 """The vLLM adapter: arguments of an engine, and copies between its cache and the pool."""
 
-import importlib
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -11,13 +9,6 @@ import torch
 from primeblocks.errors import PlanError, UnsupportedError
 
 pytestmark = pytest.mark.vllm
-
-
-@pytest.fixture(scope="module")
-def adapter():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
 
 
 @pytest.mark.parametrize(

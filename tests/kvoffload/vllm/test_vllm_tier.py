@@ -1,8 +1,6 @@
 """Our tier and its routes, driven as vLLM's tiering manager drives them; no engine."""
 
-import importlib
 import re
-import warnings
 
 import numpy as np
 import pytest
@@ -17,13 +15,6 @@ pytestmark = pytest.mark.vllm
 
 PAGE, ROW = 8000, 12288  # bytes of keys and values, of a row of the pool
 FRAME, CHUNKS = 8192, 8  # a page and its routes in our store, chunks of the pool
-
-
-@pytest.fixture(scope="module")
-def adapter():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        return importlib.import_module("primeblocks.kvoffload.adapters.vllm")
 
 
 class Pool:

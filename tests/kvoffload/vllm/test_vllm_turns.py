@@ -1,8 +1,5 @@
 """Who may bring pages into a pool: order, room, patience."""
 
-import importlib
-import warnings
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -13,10 +10,8 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")
-def manager():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
-        return importlib.import_module("primeblocks.kvoffload.adapters.vllm.manager")
+def manager(adapter):
+    return adapter.manager
 
 
 @pytest.fixture(scope="module")
