@@ -186,6 +186,8 @@ class RolloutBuffer:
                 f" {self._waiting} of them waited for room, and count in max_in_flight. Raise "
                 f"capacity_bytes={self.capacity_bytes}, or make max_in_flight at least batch_size."
             )
+        if len(self._held) >= count:
+            found += f" on_stale={self.staleness.on_stale!r} waited for older groups in flight."
         if stale:
             found += (
                 f" {stale.total()} other groups were dropped, because their oldest policies are "

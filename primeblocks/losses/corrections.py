@@ -377,12 +377,10 @@ def _counted(
 ) -> Correction:
     """Set dropped weights to zero, except NaN, and count. The host reads once.
 
-    `lengths` are those of each token's sequence, if all its tokens have the same weight. Masks pass
-    `1 + 0 * x` as weights, which is NaN where the log-ratio x is NaN.
+    `lengths` are those of each token's sequence, if all its tokens have the same weight.
     """
-    none = torch.zeros_like(mask)
-    truncated, dropped = (none if x is None else x & mask for x in (truncated, dropped))
-    dropped &= ~weights.isnan()
+    real = mask & ~weights.isnan()  # Masks pass 1 + 0 * x, which is NaN where x is.
+    truncated, dropped = (real & (False if x is None else x) for x in (truncated, dropped))
     weights = masked(weights, mask & ~dropped)
     # A token's share is 1 / (length of its sequence), so that each sequence counts once.
     share = masked(torch.ones_like(weights).double() if lengths is None else 1 / lengths, mask)

@@ -293,8 +293,7 @@ def test_groups_that_are_always_stale_are_counted_when_the_wait_for_them_ends(on
 
 
 def test_a_batch_that_waits_for_room_of_its_own_groups_says_what_to_raise():
-    waiting = lambda loop: loop._buffer._waiting  # noqa: E731
-    said = end_waiting(waiting, batch_size=3, max_in_flight=1)
+    said = end_waiting(lambda loop: loop._buffer._waiting, batch_size=3, max_in_flight=1)
     assert "3 groups did not end within 7 s: 2 groups were finished. 1 of them waited" in said
     size = make_rollout().nbytes
     assert f"Raise capacity_bytes={size}, or make max_in_flight at least batch_size." in said
