@@ -224,7 +224,7 @@ def main() -> None:
         "--fp8",
         action="store_true",
         help="FP8 attention projections and experts in the trainer; the engine gets their rounded "
-        "values in bfloat16, for vLLM 0.32 cannot run FP8 weights on a CPU",
+        "values in bfloat16, because on a CPU vLLM 0.32 runs FP8 weights only with AMX",
     )
     one_of.add_argument(
         "--exact",

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from .errors import DeadlineError
@@ -42,6 +42,7 @@ async def within(
     clock: Clock,
     what: str,
     unless: "asyncio.Future[BaseException] | None" = None,
+    why: Callable[[], str] = str,
 ) -> T:
     """Wait for `awaitable` until a deadline, or until `unless` is done.
 
@@ -53,6 +54,7 @@ async def within(
         what: a name of the awaited operation, for the error message.
         unless: a future whose *result* is an exception. If `unless` is done before `awaitable`,
             the function raises the result of `unless`.
+        why: a function that returns the end of the error message.
 
     Raises:
         DeadlineError: `timeout_s` passed before `awaitable` or `unless` was done.
@@ -66,7 +68,7 @@ async def within(
             return task.result()
         if unless is not None and unless.done():
             raise unless.result()
-        raise DeadlineError(f"{what} did not end within {timeout_s:g} s")
+        raise DeadlineError(f"{what} did not end within {timeout_s:g} s{why()}")
     finally:
         timer.cancel()
         await _cancel(task)

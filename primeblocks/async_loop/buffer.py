@@ -9,10 +9,11 @@ groups in the order in which they came.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from ..clock import Clock, MonotonicClock, within
-from ..errors import CapacityError, UsageError
+from ..errors import CapacityError, UsageError, check_counts
 from ..rollout import Group
 from .staleness import StalenessPolicy, staleness
 
@@ -44,22 +45,22 @@ class RolloutBuffer:
         capacity_bytes: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        if capacity < 1 or (capacity_bytes is not None and capacity_bytes < 1):
-            raise UsageError(
-                f"capacities must be at least 1; got {capacity} groups, {capacity_bytes} bytes"
-            )
+        check_counts(capacity=capacity)
+        if capacity_bytes is not None:
+            check_counts(capacity_bytes=capacity_bytes)
         self.capacity, self.capacity_bytes = capacity, capacity_bytes
         self.staleness = staleness
         self._clock = MonotonicClock() if clock is None else clock
         # The value is a future if the group waits for room.
         self._held: dict[Group, asyncio.Future[None] | None] = {}
         self._new: list[Group] = []  # Groups that the running `take` has not looked at.
-        self._count = self._held_bytes = self._waiting = 0
+        self._held_bytes = self._waiting = 0
+        self._stale = Counter[int]()  # Groups that the last `take` dropped, by oldest version.
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
         """The number of groups in the buffer, without groups that wait for room."""
-        return self._count
+        return len(self._held) - self._waiting
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
         """Add a group. Waits until the buffer has room for the group, or until `take` removes it.
@@ -133,6 +134,7 @@ class RolloutBuffer:
             clock=self._clock,
             what=f"the wait for a batch of {count} groups",
             unless=unless,
+            why=lambda: self._lacks(count, version),
         )
 
     def look_again(self) -> None:
@@ -147,7 +149,7 @@ class RolloutBuffer:
         on_drop: Callable[[Group], None] | None,
     ) -> tuple[Group, ...]:
         policy = self.staleness
-        self._new = list(self._held)
+        self._new, self._stale = list(self._held), Counter()
         while True:
             new, self._new = self._new, []
             later = [g for g in new if g in self._held and g.newest_version > version]
@@ -160,6 +162,7 @@ class RolloutBuffer:
             for group in new:
                 if group in self._held and policy.trainable(group, version=version) is None:
                     self._remove(group)  # One by one, because `on_drop` may count the other groups.
+                    self._stale[group.oldest_version] += 1
                     if on_drop is not None:
                         on_drop(group)
             if len(self._held) >= count:
@@ -174,9 +177,29 @@ class RolloutBuffer:
         taken = (policy.trainable(group, version=version) for group in oldest)
         return tuple(group for group in taken if group is not None)
 
+    def _lacks(self, count: int, version: int) -> str:
+        """Say why there was no batch, for an error message. Local."""
+        stale, bound = self._stale, self.staleness.max_off_policy_steps
+        found = f": {len(self._held)} groups were finished."
+        if self._waiting and len(self._held) < count:
+            found += (
+                f" {self._waiting} of them waited for room, and count in max_in_flight. Raise "
+                f"capacity_bytes={self.capacity_bytes}, or make max_in_flight at least batch_size."
+            )
+        if len(self._held) >= count:
+            found += f" on_stale={self.staleness.on_stale!r} waited for older groups in flight."
+        if stale:
+            found += (
+                f" {stale.total()} other groups were dropped, because their oldest policies are "
+                f"{min(stale)} to {max(stale)}, but max_off_policy_steps={bound} lets policy "
+                f"{version} train on policies from {version - bound} on. Check the versions that "
+                "generate records, and that publish reaches the engine, or raise the bound."
+            )
+        return found
+
     def _fits(self, group: Group) -> bool:
         bound = self.capacity_bytes
-        return self._count < self.capacity and (
+        return len(self) < self.capacity and (
             bound is None or self._held_bytes + group.nbytes <= bound
         )
 
@@ -185,14 +208,12 @@ class RolloutBuffer:
 
     def _enter(self, group: Group) -> None:
         self._held[group] = None
-        self._count += 1
         self._held_bytes += self._bytes_of(group)
 
     def _remove(self, group: Group) -> None:
         """Remove a group, and give its room to waiting groups in the order of their arrival."""
         waits = self._held.pop(group)
         if waits is None:
-            self._count -= 1
             self._held_bytes -= self._bytes_of(group)
         else:
             self._waiting -= 1

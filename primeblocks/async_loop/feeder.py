@@ -229,15 +229,12 @@ class Feeder:
 
     def _read(self, job: PromptJob, answer: Any) -> tuple[Rollout, ...]:
         """Return the rollouts of an answer. For another type, raise an error that ends the run."""
-        is_group = self._group_size is None
-        if is_group and isinstance(answer, Iterable):
-            found = tuple(answer)
-        else:
-            found = () if is_group else (answer,)
+        is_group, is_many = self._group_size is None, isinstance(answer, Iterable)
+        found = tuple(answer) if is_group and is_many else (answer,)
         wrong = [type(each).__name__ for each in found if not isinstance(each, Rollout)]
-        if not wrong and (not is_group or isinstance(answer, Iterable)):
+        if not wrong and is_group == is_many:
             return found
-        inside = f" with a {wrong[0]} in it" if is_group and wrong else ""
+        inside = f" with a {wrong[0]} in it" if is_group and is_many else ""
         expected = (
             "an iterable of the rollouts of one group, such as [rollout]"
             if is_group

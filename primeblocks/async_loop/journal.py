@@ -181,7 +181,9 @@ class Journal:
         """
         end = reason.partition(":")[0]
         if end not in {PromptState.FILTERED, PromptState.FAILED}:
-            raise UsageError(f'reason must be "filtered" or begin with "failed: "; got {reason!r}')
+            raise UsageError(
+                f'reason must be "filtered" or "failed", alone or before a colon; got {reason!r}'
+            )
         with self._database.transaction() as db:
             tables.delete(db, tables.expect(db, "left_out", [ordinal]))
             db.execute(f"UPDATE progress SET {end} = {end} + 1")

@@ -163,7 +163,7 @@ class AsyncLoop:
     async def __aenter__(self) -> AsyncLoop:
         running = asyncio.get_running_loop()
         self._failed, self._starved = running.create_future(), running.create_future()
-        self._failed.add_done_callback(lambda failed: self._starve(failed.result()))
+        self._failed.add_done_callback(lambda failed: _end(self._starved, failed.result()))
         self._feeder = self._make_feeder(failed=self._failed)
         if self._ledger is not None:
             for group in self._feeder.resume(self._ledger.restore(self.version)):
@@ -319,13 +319,13 @@ class AsyncLoop:
 
     def _restore_ended(self, put: asyncio.Task[None]) -> None:
         if not put.cancelled() and (error := put.exception()):
-            self._fail(error)
+            _end(self._failed, error)
 
     def _publish_ended(self, rest: asyncio.Future[Any]) -> None:
         if rest.cancelled():
             return
         if error := rest.exception():
-            self._fail(error)
+            _end(self._failed, error)
             return
         self.published = self.version
         self._go_on()
@@ -335,7 +335,7 @@ class AsyncLoop:
         try:
             self._feed()
         except Exception as error:  # From the ledger, or the iterable of prompts.
-            self._fail(error)
+            _end(self._failed, error)
 
     async def _run(self, function: Callable[..., Any], *args: Any, what: str, **kwargs: Any) -> Any:
         assert self._worker is not None
@@ -378,7 +378,7 @@ class AsyncLoop:
         feeder.start(groups=groups, requests=requests, version=self.published)
         self._pace(feeder.requests < limit and not feeder.exhausted)
         if feeder.exhausted and feeder.left < self._batch_size:
-            self._starve(_Exhausted())
+            _end(self._starved, _Exhausted())
 
     def _pace(self, idle: bool) -> None:
         """Count the time in which the engine has fewer requests than it may have."""
@@ -387,13 +387,10 @@ class AsyncLoop:
             self._paced_s += now - self._paced_since
         self._paced_since = now if idle else None
 
-    def _fail(self, error: BaseException) -> None:
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_result(error)
 
-    def _starve(self, reason: BaseException) -> None:
-        if self._starved is not None and not self._starved.done():
-            self._starved.set_result(reason)
+def _end(future: asyncio.Future[BaseException] | None, reason: BaseException) -> None:
+    if future is not None and not future.done():
+        future.set_result(reason)
 
 
 class _Exhausted(Exception):

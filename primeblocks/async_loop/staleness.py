@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UsageError
+from ..errors import UsageError, check_counts
 from ..rollout import Group, Rollout
 
 __all__ = ["StalenessPolicy", "staleness"]
@@ -62,10 +62,7 @@ class StalenessPolicy:
     correction: str = ""
 
     def __post_init__(self) -> None:
-        if self.max_off_policy_steps < 0:
-            raise UsageError(
-                f"max_off_policy_steps must be 0 or more; got {self.max_off_policy_steps}"
-            )
+        check_counts(least=0, max_off_policy_steps=self.max_off_policy_steps)
         if self.on_stale not in _ON_STALE:
             raise UsageError(f"on_stale must be one of {list(_ON_STALE)}; got {self.on_stale!r}.")
         if not self.correction and (self.max_off_policy_steps or self.on_stale == "continue"):

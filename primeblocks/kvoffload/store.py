@@ -21,7 +21,7 @@ from weakref import WeakSet
 from ..errors import ClosedError, DeadlineError, PlanError, UsageError, check_version
 from .catalogue import Catalogue
 from .copier import Copiers, Copies
-from .evict import Evict, lru
+from .evict import Evict, facts_of, lru
 from .host import HostTier
 from .lower import Level, in_order
 from .moves import CopyIn, CopyOut, LoadRequest, PageRead, SaveRequest, Write
@@ -58,7 +58,7 @@ class TieredStore:
     Raises:
         UnsupportedError: the first tier is not a `HostTier`, or a shared tier is not the last.
         PlanError: the tiers differ in their page or attachment size.
-        UsageError: the host tier belongs to another store.
+        UsageError: the host tier belongs to another store, or `evict` is not a policy.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class TieredStore:
             raise PlanError(f'write must be "back" or "through"; got {write!r}')
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
         self._host = host
+        facts_of(evict)  # Raises if `evict` is not a policy, before the store claims host memory.
         host.claim()
         self._answers: list[tuple[Batch[Any], int, Saved | Loaded]] = []
         self._catalogue = Catalogue(
@@ -89,8 +90,7 @@ class TieredStore:
             answer=self._answer,
         )
         self._changed = Condition()
-        self._pid = os.getpid()
-        self._closed = False
+        self._pid, self._closed = os.getpid(), False
         self._error: ClosedError | None = None  # the store broke
         self._pending: WeakSet[Pending[Any]] = WeakSet()
         copied, moved = partial(self._change, self._copied), partial(self._change, self._moved)

@@ -5,8 +5,8 @@ Pass the weights as `weights=` to any loss. The weights have no gradient. To com
 multiply their weights: `a.weights * b.weights`. The ratio r of a token is `p_trainer / p_rollout`.
 If the loss itself uses a ratio to an old policy, r is `p_old / p_rollout`. Masked tokens may have
 any values. A ratio above `e**20` counts as `e**20`. If a log-probability of an unmasked token is
-NaN, the loss is NaN, although some functions set the weight to 0 or 1. All functions raise
-`ShapeError` if operands differ in shape or have a wrong dtype.
+NaN, the token's weight is NaN, and so is the loss. All functions raise `ShapeError` if operands
+differ in shape or have a wrong dtype.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def sequence_outlier_mask(
         outliers = sequence_sums((values > bound) & mask, sequence_ids) > 0
     if advantages is not None:
         outliers &= sequence_sums(masked(advantages, mask), sequence_ids) < 0
-    return _counted(torch.ones_like(x), mask, dropped=outliers, lengths=lengths)
+    return _counted(1 + 0 * x, mask, dropped=outliers, lengths=lengths)
 
 
 @torch.no_grad()
@@ -237,7 +237,7 @@ def entropy_scaled_mask(
     if not (max_score >= 0 and epsilon > 0):
         raise UsageError(f"pass max_score >= 0 and epsilon > 0; got {max_score}, {epsilon}")
     score = x.square() / (masked(entropies, mask) + epsilon)
-    return _counted(torch.ones_like(x), mask, dropped=~(score <= max_score))
+    return _counted(1 + 0 * x, mask, dropped=~(score <= max_score))
 
 
 @torch.no_grad()
@@ -268,7 +268,7 @@ def second_moment_mask(
     chosen = torch.empty_like(order, dtype=torch.bool)
     chosen[order] = means <= max_moment
     inside[mask] = chosen
-    return _counted(torch.ones_like(x), mask, dropped=~inside)
+    return _counted(1 + 0 * x, mask, dropped=~inside)
 
 
 @torch.no_grad()
@@ -310,7 +310,7 @@ def clip_cov_mask(
     drawn = torch.randperm(places.numel(), generator=generator, device=device)
     dropped = torch.zeros_like(mask).flatten()
     dropped[places[drawn.to(mask.device)[:few]]] = True
-    return _counted(torch.ones_like(x), mask, dropped=dropped.view_as(mask))
+    return _counted(1 + 0 * x, mask, dropped=dropped.view_as(mask))
 
 
 @torch.no_grad()
@@ -375,12 +375,12 @@ def _counted(
     dropped: Tensor | None = None,
     lengths: Tensor | None = None,
 ) -> Correction:
-    """Set dropped weights to zero, and count. The host reads once.
+    """Set dropped weights to zero, except NaN, and count. The host reads once.
 
     `lengths` are those of each token's sequence, if all its tokens have the same weight.
     """
-    none = torch.zeros_like(mask)
-    truncated, dropped = (none if x is None else x & mask for x in (truncated, dropped))
+    real = mask & ~weights.isnan()  # Masks pass 1 + 0 * x, which is NaN where x is.
+    truncated, dropped = (real & (False if x is None else x) for x in (truncated, dropped))
     weights = masked(weights, mask & ~dropped)
     # A token's share is 1 / (length of its sequence), so that each sequence counts once.
     share = masked(torch.ones_like(weights).double() if lengths is None else 1 / lengths, mask)

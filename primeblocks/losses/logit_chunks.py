@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ShapeError, UsageError
+from ..errors import ShapeError, UsageError, check_counts
 from ..groups import check_tensors
 
 __all__ = [
@@ -86,8 +86,7 @@ def check_operands(
             )
     elif not (isinstance(temperature, Real) and temperature > 0):
         raise UsageError(f"temperature must be above 0; got {temperature!r}.")
-    if min(head.chunk) < 1:
-        raise UsageError(f"a chunk needs at least one token and one word; got {head.chunk}.")
+    check_counts(chunk_tokens=head.chunk[0], chunk_words=head.chunk[1])
 
 
 class LogitChunks:

@@ -41,7 +41,7 @@ def token_logprobs(
     **options: Any,
 ) -> Float[Tensor, "tokens *choices"]:
     """Return only log-probabilities. Everything else works as in `token_scores`."""
-    return _scores(hidden, weight, ids, entropy=False, **options).logprobs
+    return _scores("token_logprobs", hidden, weight, ids, **options).logprobs
 
 
 @outside_graphs
@@ -88,7 +88,7 @@ def token_scores(
 
     Source: arXiv:1805.02867 (online softmax); arXiv:2411.09009 (cut cross-entropy).
     """
-    return _scores(hidden, weight, ids, entropy=True, **options)
+    return _scores("token_scores", hidden, weight, ids, **options)
 
 
 @outside_graphs
@@ -119,9 +119,8 @@ def chunked_loss(
         ShapeError: `loss` does not return a scalar tensor. The function also raises the errors of
             `token_scores`.
     """
-    columns, scale, head = _settled(
-        hidden, weight, ids, entropy=True, chunk_tokens=chunk_tokens, **options
-    )
+    options["chunk_tokens"] = chunk_tokens
+    columns, scale, head = _settled("chunked_loss", hidden, weight, ids, **options)
 
     def of_chunk(seen: Normalised, tokens: slice) -> Tensor:
         part = loss(TokenScores(seen.logprobs.reshape(ids[tokens].shape), seen.entropy), tokens)
@@ -134,18 +133,18 @@ def chunked_loss(
     return _ChunkedLoss.apply(hidden, weight, columns, scale, head, of_chunk, learns)
 
 
-def _scores(hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> TokenScores:
-    columns, scale, head = _settled(hidden, weight, ids, **options)
+def _scores(name: str, hidden: Tensor, weight: Tensor, ids: Tensor, **options: Any) -> TokenScores:
+    columns, scale, head = _settled(name, hidden, weight, ids, **options)
     logprobs, entropy = _TokenScores.apply(hidden, weight, columns, scale, head)
     return TokenScores(logprobs.reshape(ids.shape), entropy)
 
 
 def _settled(
+    name: str,
     hidden: Tensor,
     weight: Tensor,
     ids: Tensor,
     *,
-    entropy: bool,
     temperature: float | Tensor = 1.0,
     head_dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
@@ -154,14 +153,17 @@ def _settled(
     chunk_words: int = 4096,
     check: bool = True,
 ) -> tuple[Tensor, Any, Head]:
-    head = Head(first_word, head_dtype, (chunk_tokens, chunk_words), group, entropy)
+    chunk, entropy = (chunk_tokens, chunk_words), name != "token_logprobs"
+    head = Head(first_word, head_dtype, chunk, group, entropy)
     if group is None:
         check_operands(hidden, weight, ids, temperature, head)
     else:
-        with agreed("token_scores", hidden, group=group, check=check) as call:
+        with agreed(name, hidden, group=group, check=check) as call:
             check_operands(hidden, weight, ids, temperature, head)
             call.facts |= {**facts_of("hidden", hidden), "tokens": len(hidden)}
-            call.facts |= {"ids": list(ids.shape), "head_dtype": head_dtype, "entropy": entropy}
+            call.facts |= {"ids": list(ids.shape), "head_dtype": head_dtype}
+            if name == "chunked_loss":  # Ranks exchange sums once per chunk.
+                call.facts["chunk_tokens"] = chunk_tokens
     scale: Any = temperature
     if isinstance(temperature, Tensor):  # Its reciprocal is not rounded to its own dtype.
         scale = temperature.to(torch.promote_types(head_dtype or hidden.dtype, torch.float32))

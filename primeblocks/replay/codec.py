@@ -126,14 +126,14 @@ def expert_dtype(num_experts: int) -> np.dtype:
     return np.dtype("u1" if num_experts <= 256 else "<u2")
 
 
-def _check_range(experts: np.ndarray, num_experts: int) -> None:
+def _check_range(experts: np.ndarray, num_experts: int, error: type[Exception]) -> None:
     """Refuse ids outside `0..num_experts - 1`, because on a GPU they would end the process."""
     limits = np.iinfo(experts.dtype)
     above = limits.max >= num_experts and experts.size and experts.max() >= num_experts
     below = limits.min < 0 and experts.size and experts.min() < 0
     if above or below:
         token, layer, slot = np.argwhere((experts >= num_experts) | (experts < 0))[0]
-        raise UsageError(
+        raise error(
             f"expert {experts[token, layer, slot]} at token {token}, layer position {layer}, slot "
             f"{slot} is outside 0..{num_experts - 1}. Check that the routes belong to this model."
         )
@@ -150,7 +150,7 @@ def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) ->
     dtype = expert_dtype(num_experts)
     if missing.any():
         array = np.where(missing[:, None, None], 0, array)
-    _check_range(array, num_experts)
+    _check_range(array, num_experts, UsageError)
     experts = array.astype(dtype, copy=False)
     tokens, layers, top_k = experts.shape
     rows, twice = experts.reshape(-1, top_k), np.zeros(tokens * layers, dtype=np.bool_)
@@ -178,11 +178,9 @@ def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:
 
 def checked_ids(layer_ids: Sequence[int]) -> tuple[int, ...]:
     """Return layer ids as integers below 2**32, or raise ShapeError. Local."""
-    if not isinstance(layer_ids, Iterable) or isinstance(layer_ids, str):
-        raise ShapeError(f"layer_ids must be indices of layers; got {shown(layer_ids)}")
-    ids = tuple(layer_ids)
+    ids = tuple(layer_ids) if isinstance(layer_ids, Iterable) else (None,)
     if not all(isinstance(i, Integral) and 0 <= i < 1 << 32 for i in ids):
-        raise ShapeError(f"layer_ids must be indices of layers; got {shown(ids)}")
+        raise ShapeError(f"layer_ids must be indices of layers; got {shown(layer_ids)}")
     return tuple(int(i) for i in ids)
 
 
@@ -215,22 +213,24 @@ def decode(payload: Bytes) -> tuple[tuple[Any, ...], int]:
     if len(body) < _SIZES.size:
         raise CorruptionError(f"a body of {len(body)} bytes cannot hold the sizes of routes")
     reserved, top_k, padded, num_experts, layers, tokens, start = _SIZES.unpack_from(body)
-    dtype = expert_dtype(num_experts)
-    if reserved or not 1 <= top_k <= num_experts or padded > 1:
+    if reserved or not 1 <= top_k <= num_experts <= 1 << 16 or padded > 1:
         raise CorruptionError(
             f"the header of these routes is not valid: reserved bytes {reserved}, top_k {top_k} "
             f"of {num_experts}, padding {padded}"
         )
+    dtype = expert_dtype(num_experts)
     length = tokens * layers * top_k * dtype.itemsize
     ids_end = _SIZES.size + 4 * layers
     mask_bytes = (tokens + 7) // 8
     if len(body) != ids_end + length + (1 + padded) * mask_bytes:
         raise CorruptionError(f"{len(body)} bytes do not contain {tokens} x {layers} x {top_k} ids")
-    layer_ids = np.frombuffer(body[_SIZES.size : ids_end], dtype="<u4")
+    layer_ids = tuple(np.frombuffer(body[_SIZES.size : ids_end], dtype="<u4").tolist())
+    if len(set(layer_ids)) != layers:
+        raise CorruptionError(f"{layers} layers need as many distinct ids; got {shown(layer_ids)}")
     masks = np.frombuffer(body[ids_end + length :], dtype=np.uint8).reshape(1 + padded, mask_bytes)
     bits = np.unpackbits(masks, axis=1, count=tokens).view(np.bool_)
     missing, padding = bits[0], bits[1] if padded else np.broadcast_to(np.False_, tokens)
     data = body[ids_end : ids_end + length]
     experts = np.frombuffer(data, dtype=dtype).reshape(tokens, layers, top_k)
-    _check_range(experts, num_experts)
-    return (experts, num_experts, tuple(layer_ids.tolist()), missing, padding), start
+    _check_range(experts, num_experts, CorruptionError)
+    return (experts, num_experts, layer_ids, missing, padding), start

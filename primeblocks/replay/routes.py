@@ -331,7 +331,7 @@ class Routes:
                 `onto`, the call copies the experts.
 
         Raises:
-            CorruptionError: a byte was changed, added or lost.
+            CorruptionError: a byte was changed, added or lost, or an id is out of range.
             UnsupportedError: the payload has an unknown format version.
             UsageError: the payload does not start at token 0, and `onto` is missing.
             ShapeError: the payload does not continue `onto`.

@@ -135,7 +135,7 @@ class PrefixAndLoad:
         saturated: the smallest load at which an engine counts as saturated.
 
     Raises:
-        UsageError: `beta` is negative or not finite, or `saturated` is not above 0.
+        UsageError: `beta` is negative, `saturated` is not above 0, or one of them is not finite.
 
     Source: the score is that of vLLM's production-stack, #1035.
     """
@@ -144,10 +144,11 @@ class PrefixAndLoad:
     saturated: float = 1.0
 
     def __post_init__(self) -> None:
+        needs = "PrefixAndLoad needs a finite"
         if not isinstance(self.beta, Real) or not 0 <= self.beta < inf:
-            raise UsageError(f"PrefixAndLoad needs a finite beta >= 0; got {shown(self.beta)}.")
-        if not isinstance(self.saturated, Real) or not self.saturated > 0:
-            raise UsageError(f"PrefixAndLoad needs saturated > 0; got {shown(self.saturated)}.")
+            raise UsageError(f"{needs} beta >= 0; got {shown(self.beta)}.")
+        if not isinstance(self.saturated, Real) or not 0 < self.saturated < inf:
+            raise UsageError(f"{needs} saturated > 0; got {shown(self.saturated)}.")
 
     def __call__(self, request: Request, engines: Sequence[EngineState]) -> int:
         # At least 1: with few requests, one more or less means little.

@@ -168,6 +168,22 @@ def test_waits_end_at_their_deadline_and_lose_nothing(make_group):
     asyncio.run(run())
 
 
+def test_a_wait_for_an_older_group_says_so(make_group):
+    async def run():
+        clock = ManualClock()
+        policy = StalenessPolicy(1, "wait", "a test")
+        buffer = RolloutBuffer(capacity=2, staleness=policy, clock=clock)
+        await buffer.put(make_group("a", version=1), timeout_s=HANG_S)
+        take = buffer.take(1, version=1, timeout_s=HANG_S, in_flight=lambda: [0])
+        taking = asyncio.create_task(take)
+        await settle()
+        clock.advance(HANG_S)
+        with pytest.raises(DeadlineError, match="1 groups were finished. on_stale=.wait. waited"):
+            await taking
+
+    asyncio.run(run())
+
+
 def test_stale_groups_make_room_for_those_that_wait(make_group):
     async def run():
         buffer = RolloutBuffer(capacity=1, staleness=StalenessPolicy(0, "drop", "a test"))

@@ -264,6 +264,13 @@ def test_the_file_stays_as_large_as_what_is_under_way(path):
     assert path.stat().st_size <= pages * 4096
 
 
+@pytest.mark.parametrize("reason", ["", "gone", "failedly", "drawn: x"])
+def test_an_unknown_reason_is_refused_with_the_known_ones(journal, reason):
+    journal.drawn(0, "x")
+    with pytest.raises(UsageError, match='"filtered" or "failed", alone or before a colon; got'):
+        journal.left_out(0, reason)
+
+
 def test_the_table_counts_prompts(journal):
     fill(journal)
     lines = journal.table().splitlines()

@@ -10,10 +10,12 @@ import pytest
 
 from primeblocks.async_loop import AsyncLoop, Journal, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.scheduler import Retries
-from primeblocks.errors import EngineError, UsageError
+from primeblocks.errors import DeadlineError, EngineError, UsageError
+from primeblocks.testing.faults import ManualClock
+from tests.deadlines import HANG_S
 
 from .conftest import make_rollout
-from .test_loop import World, collect, run
+from .test_loop import World, collect, make_loop, run
 
 
 async def _any(prompt, *, version):
@@ -253,3 +255,46 @@ def test_a_prompt_that_was_given_up_asks_for_no_more_samples():
         retries=Retries(attempts=1, give_up_after=9),
     )  # fmt: skip
     assert asked == [(0, 0), (1, 0), (1, 1), (1, 2)]
+
+
+def end_waiting(until, **options):
+    """Advance the clock beyond the deadline once `until(loop)` is true, and return the error."""
+
+    async def main():
+        world, clock = World(), ManualClock()
+        loop = make_loop(world, step_timeout_s=7, clock=clock, **options)
+        buffer = loop._buffer
+        buffer._clock, buffer.capacity_bytes = clock, make_rollout().nbytes
+
+        async def generate(prompt, *, version):
+            return [make_rollout(versions=(0, 0))]
+
+        world.generate = generate
+        collecting = asyncio.create_task(collect(world, loop))
+        while not until(loop):
+            await asyncio.sleep(0)
+        clock.advance(7)
+        with pytest.raises(DeadlineError) as caught:
+            await collecting
+        return str(caught.value)
+
+    return asyncio.run(asyncio.wait_for(main(), HANG_S))
+
+
+@pytest.mark.parametrize("on_stale", ["drop", "wait"])
+def test_groups_that_are_always_stale_are_counted_when_the_wait_for_them_ends(on_stale):
+    said = end_waiting(lambda loop: loop._dropped > 4, bound=1, on_stale=on_stale)
+    assert re.search(
+        r"a batch of 2 groups did not end within 7 s: \d groups .* ([5-9]|\d\d+) other groups were "
+        "dropped, .* policies are 0 to 0, but max_off_policy_steps=1 lets policy 2 train on "
+        "policies from 1 on. Check the versions that generate records",
+        said,
+    )
+
+
+def test_a_batch_that_waits_for_room_of_its_own_groups_says_what_to_raise():
+    said = end_waiting(lambda loop: loop._buffer._waiting, batch_size=3, max_in_flight=1)
+    assert "3 groups did not end within 7 s: 2 groups were finished. 1 of them waited" in said
+    size = make_rollout().nbytes
+    assert f"Raise capacity_bytes={size}, or make max_in_flight at least batch_size." in said
+    assert "stale" not in said

@@ -213,6 +213,18 @@ def test_weights_are_finite_wherever_tokens_are_far_apart(name, dtype):
     assert empty.weights.eq(0).all()
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("whose", [0, 1])
+def test_no_function_hides_a_log_probability_that_is_nan(name, whose):
+    both = torch.tensor([[-1.0, -2.0, -1.0, -3.0], [-1.0, -2.0, -1.0, -9.0]])  # The last is far.
+    both[whose, 1] = math.nan
+    mask, ids = torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.long)
+    found = FUNCTIONS[name](*both, mask, ids)
+    assert found.weights[1].isnan()
+    assert math.isnan(found.ess)
+    assert found.tokens == found.kept + found.truncated + found.masked
+
+
 X = -torch.rand(2, 3)
 M = X < 0
 

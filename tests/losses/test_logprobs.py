@@ -1,6 +1,7 @@
 """Log-probabilities without logits: equal to the plain ones, on one rank and on several."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from primeblocks.errors import RankError, ShapeError, UsageError
+from primeblocks.errors import PlanError, RankError, ShapeError, UsageError
 from primeblocks.losses.logprobs import chunked_loss, token_logprobs, token_scores
 from primeblocks.testing import ranks
 from tests.fp8.launches import Launches
@@ -212,6 +213,13 @@ def _over_ranks(given, cuts):
     torch.testing.assert_close(torch.autograd.grad(loss_of(seen, weights), own), grads, **close)
     found = torch.autograd.grad(chunked(own, ids, options, weights, **sharded), own)
     torch.testing.assert_close(found, tuple(2 * x for x in grads), **close)
+    with torch.no_grad():  # One rank makes another call, or another number of sums.
+        summed = partial(chunked_loss, loss=lambda seen, _: seen.entropy.sum())
+        call = token_scores if rank else summed
+        with pytest.raises(PlanError, match=r"the call must be .*\[chunked_loss, token_scores"):
+            call(*own, ids, **options, **sharded)
+        with pytest.raises(PlanError, match="chunk_tokens must be equal on all ranks"):
+            summed(*own, ids, chunk_tokens=4 + rank, **sharded)
     # Words that no rank holds, as where a first word is wrong, are seen.
     shifted = scores(own, ids, options, group=group, first_word=rows.start + WORDS * (not rank))
     assert shifted.logprobs.isnan().any()

@@ -94,7 +94,7 @@ def resealed(body, kind=b"PBRT", version=3):
 
 @given(st.binary(max_size=120))
 def test_a_sealed_body_of_nonsense_never_crashes(body):
-    with pytest.raises((CorruptionError, ShapeError, UsageError, UnsupportedError)):
+    with pytest.raises(CorruptionError):
         Routes.unpack(resealed(body))
 
 
@@ -102,9 +102,13 @@ def test_a_sealed_body_of_nonsense_never_crashes(body):
 def test_sealed_sizes_that_lie_never_crash(place, change):
     body = bytearray(VALUE.pack()[16:-16])
     body[place] ^= change
+    if place >= 24:  # Where the rows start, in eight bytes.
+        with pytest.raises(UsageError, match="these rows start at token"):
+            Routes.unpack(resealed(body))
+        return
     try:
         routes = Routes.unpack(resealed(body))
-    except (CorruptionError, ShapeError, UsageError, UnsupportedError):
+    except CorruptionError:
         return
     assert routes.experts.shape == VALUE.experts.shape  # num_experts alone
 
@@ -167,7 +171,10 @@ def test_sealed_nonsense_is_refused():
     with pytest.raises(CorruptionError, match="do not contain"):
         Routes.unpack(resealed(body + b"0"))
     body[40] = 16
-    with pytest.raises(UsageError, match="expert 16"):
+    with pytest.raises(CorruptionError, match="expert 16"):
+        Routes.unpack(resealed(body))
+    body[32:36] = body[36:40]
+    with pytest.raises(CorruptionError, match=r"2 layers need .* distinct ids; got \(5, 5\)"):
         Routes.unpack(resealed(body))
     body[0] = 7
     with pytest.raises(CorruptionError, match="reserved bytes 7"):

@@ -1,6 +1,7 @@
 """Routes, the fleet that follows one, and engines with caches in virtual time."""
 
 import asyncio
+import math
 from collections import Counter, OrderedDict
 
 import numpy as np
@@ -66,7 +67,11 @@ def test_prefix_against_load():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"beta": -1.0}, {"saturated": 0.0}, {"beta": float("nan")}, {"beta": float("inf")}]
+    "wrong",
+    [
+        *({"beta": beta} for beta in (-1.0, math.nan, math.inf)),
+        *({"saturated": load} for load in (0.0, math.nan, math.inf)),
+    ],
 )
 def test_weights_that_make_no_sense_are_refused(wrong):
     with pytest.raises(UsageError, match=f"PrefixAndLoad needs .*{next(iter(wrong))} >"):

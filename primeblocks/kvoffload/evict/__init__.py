@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
-from ...errors import PlanError
+from ...errors import UsageError, check_counts, shown
 from ..page import PageKey
 
 __all__ = [
@@ -140,10 +140,15 @@ def _needs(facts: Facts) -> Callable[[Part], Part]:
     return declare
 
 
-def facts_of(*policies: Callable[..., object]) -> Facts:
-    """Return all facts that policies, or parts of policies, declare."""
+def facts_of(*policies: object) -> Facts:
+    """Return all facts that policies, or parts of policies, declare.
+
+    Raises UsageError for a class, or an object that cannot be called.
+    """
     found = Facts.NONE
     for policy in policies:
+        if not callable(policy) or isinstance(policy, type):
+            raise UsageError(f"pass a policy, such as lru or VersionAware(8); got {shown(policy)}.")
         found |= getattr(policy, "facts", Facts.NONE)
     return found
 
@@ -249,7 +254,7 @@ class VersionAware:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.max_staleness)
+        check_counts(least=0, max_staleness=self.max_staleness or 0)
 
     def __call__(self, snapshot: Snapshot) -> Choice:
         return _old(snapshot, self.max_staleness) or ended(snapshot) or lru(snapshot)
@@ -283,7 +288,7 @@ class RolloutAware:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        _check(self.max_staleness)
+        check_counts(least=0, max_staleness=self.max_staleness or 0)
 
     def __call__(self, snapshot: Snapshot) -> Choice:
         return _old(snapshot, self.max_staleness) or by_waits(snapshot) or lru(snapshot)
@@ -291,8 +296,3 @@ class RolloutAware:
 
 def _old(snapshot: Snapshot, max_staleness: int | None) -> Choice | None:
     return None if max_staleness is None else stale(snapshot, max_staleness=max_staleness)
-
-
-def _check(max_staleness: int | None) -> None:
-    if max_staleness is not None and max_staleness < 0:
-        raise PlanError(f"max_staleness counts versions; got {max_staleness}. Pass 0 or more.")

@@ -31,8 +31,9 @@ class GroupMemory:
     `release` suspends groups on NCCL. Groups on gloo, and groups that have not made a collective
     call yet, have nothing to free and are skipped. We have never run this class on a GPU.
 
-    `release` and `restore` are collective over all groups, without a timeout. If a rank does not
-    call `release` or `restore`, the other ranks wait. Between `release` and `restore`, a collective
+    `release` and `restore` are collective over all groups. If a rank does not call them, the other
+    ranks wait without a deadline. NCCL has no timeout for these calls, and a suspended group cannot
+    be used to check that all ranks arrived. Between `release` and `restore`, a collective
     call over a suspended group uses freed memory, because NCCL does not refuse the call.
 
     Args:

@@ -154,7 +154,7 @@ class HostMemory:
             UsageError: a kind of memory is unknown or already on the host. Also raised without
                 `kinds` if all kinds are on the host. Nothing was changed.
             UnsupportedError: a storage cannot shrink, because it is shared memory or belongs to
-                another library. No memory was moved.
+                another library. No memory was moved, but FSDP2 modules stay resharded.
         """
         here = [kind for kind in KINDS if kind not in self._away]
         wanted = self._wanted(kinds, here, "release")

@@ -1,7 +1,9 @@
 """A store that is told of rollouts and versions, over two tiers."""
 
 import numpy as np
+import pytest
 
+from primeblocks.errors import UsageError
 from primeblocks.kvoffload import PageKey, TieredStore
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware
 
@@ -20,6 +22,14 @@ def save(store, key, rollout=None):
 def load(store, key, rollout=None):
     into = np.zeros(PAGE, np.uint8)
     return store.load(key, into=into, rollout=rollout).wait(timeout_s=SOON).tier
+
+
+@pytest.mark.parametrize("evict", ["versions", VersionAware, None])
+def test_a_name_or_class_is_no_policy_and_leaves_the_host_tier_free(host, evict):
+    tier = host(2)
+    with pytest.raises(UsageError, match=r"such as lru or VersionAware\(8\); got "):
+        TieredStore([tier], evict=evict)
+    TieredStore([tier]).close()
 
 
 def test_pages_of_rollouts_that_ended_go_first_and_not_to_disk(host, disk):

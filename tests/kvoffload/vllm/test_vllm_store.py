@@ -19,12 +19,12 @@ pytestmark = pytest.mark.vllm
             UnsupportedError,
             "a disk needs host memory",
         ),
-        ({"primary_bytes": 0}, PlanError, "primary_bytes must be positive; got 0"),
+        ({"primary_bytes": 0}, PlanError, "primary_bytes must be at least 1; got 0"),
         ({"disk_path": "d"}, PlanError, "both or neither"),
         ({"disk_bytes": 1}, PlanError, "both or neither"),
         ({"disk_path": "d", "disk_bytes": -1}, PlanError, "-1"),
         ({"persist": "run"}, PlanError, "persist='run' needs a disk"),
-        ({"routes_bytes_per_token": -1}, PlanError, "must not be negative; got -1"),
+        ({"routes_bytes_per_token": -1}, PlanError, "routes_bytes_per_token must be at least 0"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(wrong, error, message, adapter):

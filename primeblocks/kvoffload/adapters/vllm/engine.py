@@ -13,7 +13,7 @@ from vllm.config import KVTransferConfig
 from vllm.v1.metrics.reader import Counter as EngineCounter
 from vllm.v1.metrics.reader import get_metrics_snapshot
 
-from ....errors import PlanError, UnsupportedError
+from ....errors import PlanError, UnsupportedError, check_counts
 from . import spec, tier
 from .tier import COUNTED, METRIC
 
@@ -78,15 +78,11 @@ def engine_args(
             f"host_bytes={host_bytes} is too small, because a disk needs host memory. Raise "
             "host_bytes to the size of at least one page."
         )
-    if primary_bytes <= 0:
-        raise PlanError(f"primary_bytes must be positive; got {primary_bytes}")
+    check_counts(primary_bytes=primary_bytes)
+    check_counts(least=0, routes_bytes_per_token=routes_bytes_per_token)
     if (disk_path is None) != (disk_bytes == 0) or disk_bytes < 0:
         raise PlanError(
             f"got disk_path={disk_path!r} with disk_bytes={disk_bytes}. Pass both or neither."
-        )
-    if routes_bytes_per_token < 0:
-        raise PlanError(
-            f"routes_bytes_per_token must not be negative; got {routes_bytes_per_token}"
         )
     if evict not in tier.EVICT:
         raise PlanError(f"evict must be one of {[*tier.EVICT]}; got {evict!r}")
