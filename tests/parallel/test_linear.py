@@ -71,7 +71,7 @@ def test_equal_to_one_rank(world_size):
     _assert_equal_one_rank(jobs, world_size)
 
 
-@settings(max_examples=5)
+@settings(max_examples=settings().max_examples // 20)
 @given(
     world_size=st.integers(2, 4),
     packings=st.lists(strategies.ragged_lengths(max_items=5), min_size=2, max_size=2),
