@@ -24,6 +24,7 @@ from primeblocks.parallel.attention import (
 from primeblocks.parallel.attention.rectangles import FusedRectangle
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
+from tests.parallel.bodies import in_turns
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
 KERNELS = {
@@ -124,13 +125,13 @@ def _assert_equal_whole(found, job):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size):
+def test_equal_to_one_rank(world_size, full):
     jobs = [Job(*pair, heads) for pair, heads in _pairs(PACKINGS, ORDERS, HEADS)]
     of_flex = zip(PACKINGS, ORDERS, HEADS[1:], strict=False)
     jobs += [Job(*case, kernel="flex") for case in of_flex]
     cases = _pairs([*PACKINGS, [5, 5, 30, 2, 8]], ORDERS[1:], FLASH_HEADS)
     jobs += [Job(*pair, heads, sinks=True, kernel="varlen") for pair, heads in cases]
-    _assert_equal_one_rank(world_size, jobs)
+    _assert_equal_one_rank(world_size, in_turns(jobs, world_size, full))
 
 
 def _pairs(packings, orders, heads):

@@ -1,7 +1,6 @@
 """Sparse attention over a split sequence against plain loops on one rank."""
 
 import math
-import pickle
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from primeblocks.parallel.attention import dsa, dsa_attention
 from primeblocks.parallel.attention.dsa.indexer import top_ids
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
-from tests.parallel.bodies import each
+from tests.parallel.bodies import each, in_turns
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
 # One token, fewer than k, cut by every order, empty.
@@ -122,14 +121,14 @@ def _assert_all_equal_one_rank(cases, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size):
+def test_equal_to_one_rank(world_size, full):
     rules = ((4, True, 300), (7, False, 64 << 20), (64, True, 300))
     cases = [
         (PACKING, order, k, {"integers": integers}, chunk_bytes)
         for order in ORDERS
         for k, integers, chunk_bytes in rules
     ]
-    _assert_all_equal_one_rank(cases, world_size)
+    _assert_all_equal_one_rank(in_turns(cases, world_size, full), world_size)
 
 
 @settings(max_examples=settings().max_examples // 20)
@@ -235,36 +234,6 @@ def test_checkpointing_keeps_the_first_choice():
         for a, b in zip(*kept, strict=True):
             assert_same_bits(a, b)
         assert not torch.equal(chosen_again[0][0], chosen_again[1][0])  # Else nothing is seen.
-
-
-def _many_in_flight():
-    """Gradients of many micro-batches, checkpointed, beside those without."""
-    group, results = dist.group.WORLD, []
-    for options in ({}, {"use_reentrant": False, "context_fn": dsa.keep_indices}):
-        outs, leaves = [], []
-        for lengths in ([n, 9] for n in range(1, 11)):
-            plan = plan_sequence(lengths, ranks=group.size(), order="zigzag")
-            own, drawn = plan.indices(group.rank()), _inputs(plan.tokens)
-            part = {name: x if name == "sinks" else x[own] for name, x in drawn.items()}
-            indexer = dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"])
-
-            def layer(q, kv, plan=plan, indexer=indexer):
-                return dsa_attention(
-                    q, kv, indexer, sequence=plan, group=group, rows=ROWS, selector=dsa.TopK(3)
-                )[0]
-
-            leaves.append([part[name].clone().requires_grad_() for name in ("q", "kv")])
-            run = checkpoint if options else lambda f, *x: f(*x)
-            outs.append((run(layer, *leaves[-1], **options) * part["grad"]).sum())
-        sum(outs).backward()
-        results.append([x.grad for pair in leaves for x in pair])
-        assert pickle.loads(pickle.dumps(plan)) == plan
-    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
-
-
-def test_many_plans_may_wait_for_their_backward():
-    for equal in ranks.run(_many_in_flight, world_size=2):
-        assert all(equal)
 
 
 def _modes():

@@ -291,7 +291,7 @@ def _refusals():
     with pytest.raises(PlanError, match="expert=2, but no experts were given. Use expert=1"):
         fully_shard_moe(model, meshes, layers=model.layers, experts=[])
     with pytest.raises(PlanError, match="reshard_after_forward must be True or False; got 2"):
-        fully_shard_moe(model, meshes, layers=[], experts=[], reshard_after_forward=2)
+        fully_shard_moe(model, meshes_of(), layers=[], experts=[], reshard_after_forward=2)
     mixed = Model()
     mixed.layers[1] = Layer(3, 6, 3)
     kept = list(mixed.parameters())

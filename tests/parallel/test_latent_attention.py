@@ -18,7 +18,7 @@ from primeblocks.parallel.attention import (
 from primeblocks.planning.traffic import StepSizes, plan_traffic
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import StepCounter, assert_as_precise, assert_close_float64
-from tests.parallel.bodies import each
+from tests.parallel.bodies import each, in_turns
 
 HEADS, NOPE, ROPE, VALUE, LATENT = 3, 5, 4, 7, 8
 ATTENTIONS = {"ring": latent_ring_attention, "ulysses": latent_ulysses_attention}
@@ -85,13 +85,13 @@ def _assert_equal_one_rank(jobs, world_size, heads=HEADS):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size):
+def test_equal_to_one_rank(world_size, full):
     jobs = [
         (name, lengths, order, causal)
         for name in ATTENTIONS for lengths in PACKINGS for order in ORDERS
         for causal in (True, False) if lengths != [0] or order == "zigzag"
     ]  # fmt: skip
-    _assert_equal_one_rank(jobs, world_size)
+    _assert_equal_one_rank(in_turns(jobs, world_size, full, step=3), world_size)
 
 
 @settings(max_examples=settings().max_examples // 30)
