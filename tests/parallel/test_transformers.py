@@ -271,7 +271,7 @@ def test_sizes_that_tiny_models_lack():
                 assert max(errors.values()) < 1e-12, (case, errors)
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "nemotron_h"])
+@pytest.mark.parametrize("family", ["axk2", "deepseek_v32", "gpt_oss", "nemotron_h"])
 def test_every_router_is_found(family):
     from primeblocks.parallel.adapters.transformers.experts import experts_of, routers_of
 
