@@ -1,6 +1,7 @@
 """Sparse attention over a split sequence against plain loops on one rank."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -234,6 +235,36 @@ def test_checkpointing_keeps_the_first_choice():
         for a, b in zip(*kept, strict=True):
             assert_same_bits(a, b)
         assert not torch.equal(chosen_again[0][0], chosen_again[1][0])  # Else nothing is seen.
+
+
+def _many_in_flight():
+    """Gradients of many micro-batches, checkpointed, beside those without."""
+    group, results = dist.group.WORLD, []
+    for options in ({}, {"use_reentrant": False, "context_fn": dsa.keep_indices}):
+        outs, leaves = [], []
+        for lengths in ([n, 9] for n in range(1, 11)):
+            plan = plan_sequence(lengths, ranks=group.size(), order="zigzag")
+            own, drawn = plan.indices(group.rank()), _inputs(plan.tokens)
+            part = {name: x if name == "sinks" else x[own] for name, x in drawn.items()}
+            indexer = dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"])
+
+            def layer(q, kv, plan=plan, indexer=indexer):
+                return dsa_attention(
+                    q, kv, indexer, sequence=plan, group=group, rows=ROWS, selector=dsa.TopK(3)
+                )[0]
+
+            leaves.append([part[name].clone().requires_grad_() for name in ("q", "kv")])
+            run = checkpoint if options else lambda f, *x: f(*x)
+            outs.append((run(layer, *leaves[-1], **options) * part["grad"]).sum())
+        sum(outs).backward()
+        results.append([x.grad for pair in leaves for x in pair])
+        assert pickle.loads(pickle.dumps(plan)) == plan
+    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+
+def test_many_plans_may_wait_for_their_backward():
+    for equal in ranks.run(_many_in_flight, world_size=2):
+        assert all(equal)
 
 
 def _modes():

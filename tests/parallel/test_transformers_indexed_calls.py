@@ -185,7 +185,9 @@ def _refusals():
     ids, mask = inputs["input_ids"], torch.ones_like(inputs["input_ids"])
     for error, said, wrong in [
         (PlanError, "needs their plan", {"input_ids": ids}),
-        (PlanError, "not take masks", inputs | {"attention_mask": mask}),
+        (ShapeError, "into one row; got a batch of 2", inputs | {"input_ids": ids.repeat(2, 1)}),
+        (PlanError, "does not take masks", inputs | {"attention_mask": mask}),
+        (PlanError, "not take masks", inputs | {"attention_mask": mask[None, None].bool()}),
         (PlanError, "does not support a cache. Pass use_cache=False", inputs | {"use_cache": True}),
         (PlanError, "plan must be equal on all ranks", _other_inputs(group)),
     ]:
