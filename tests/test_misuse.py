@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from primeblocks import fp8, kvoffload, losses, parallel, replay, serving
 from primeblocks.errors import UsageError
+from primeblocks.fp8.adapters import transformers as fp8_of_transformers
 from primeblocks.fp8.reference import ReferenceGemm, exact_product
 from primeblocks.planning import capacity, traffic
 from primeblocks.replay.adapters.vllm import RouterShape
@@ -53,6 +54,8 @@ FP8 = {
         ROWS, torch.tensor(1.0), ENDS, recipe=RECIPE
     ),
     "no expression": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only="["),
+    "a list of layers": lambda: fp8.convert([torch.nn.Linear(1, 1)], RECIPE, only="w"),
+    "a list for the adapter": lambda: fp8_of_transformers.convert([WEIGHT], RECIPE, only="w"),
     "names in a list": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=["w"]),
     "numbers for names": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=(3,)),
     "names to encode": lambda: fp8.encode_weights(RECIPE, only=["w"], layouts=None),
@@ -81,6 +84,8 @@ ASYNC_LOOP = {
     "advantages in a list": lambda: losses.grpo_loss(
         LOGPROBS, LOGPROBS, [1.0, 0.0], mask=LOGPROBS < 0
     ),
+    "losses in a list": lambda: losses.normalisation.divide([losses.TokenLoss(X.sum(), 1, 0)]),
+    "a tensor for a loss": lambda: losses.normalisation.divide(X.sum(), by=3),
     "log-probabilities in lists": lambda: losses.corrections.importance_weights(
         [0.0], [0.0], mask=LOGPROBS < 0
     ),

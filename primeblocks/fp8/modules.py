@@ -26,7 +26,7 @@ from .matmul import WeightCodes, grouped_matmul, matmul, quantize_both_ways
 from .recipe import Recipe, check_recipe
 from .rules import Expression, choose
 
-__all__ = ["Fp8GroupedMm", "Fp8Linear", "WeightCache", "convert", "plain_name"]
+__all__ = ["Fp8GroupedMm", "Fp8Linear", "WeightCache", "convert", "modules_of"]
 
 
 class Fp8Linear(nn.Linear):
@@ -54,12 +54,11 @@ class Fp8GroupedMm:
     """
 
     def __init__(self, module: nn.Module, recipe: Recipe) -> None:
-        self._module, self.recipe = [module], recipe  # In a list: no submodule, no second name.
+        self._module, self.recipe = module, recipe
         self.cache: WeightCache | None = None
 
     def __call__(self, name: str, tokens: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-        (module,) = self._module
-        codes = None if self.cache is None else self.cache.codes(module, name, weight)
+        codes = None if self.cache is None else self.cache.codes(self._module, name, weight)
         return grouped_matmul(tokens, weight, offsets, recipe=self.recipe, codes=codes)
 
 
@@ -93,9 +92,7 @@ def convert(
             layer does not multiply in its own `forward`.
     """
     check_recipe(recipe)
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"model must be an nn.Module; got a {type(model).__name__}.")
-    layers = {plain_name(name): m for name, m in model.named_modules() if _multiplies(m)}
+    layers = {name: module for name, module in modules_of(model) if _multiplies(module)}
     chosen = choose(layers, only=only, exclude=exclude, among="linear layers and experts")
     for name in chosen:
         if not isinstance(layers[name], nn.Linear) and not hasattr(layers[name], "grouped_mm"):
@@ -129,9 +126,15 @@ def convert(
     return chosen
 
 
-def plain_name(name: str) -> str:
-    """Return a module's name without the wrappers of compilation and checkpoints. Pure."""
-    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name without the wrappers of compilation and checkpoints, module). Pure."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model must be an nn.Module; got a {type(model).__name__}. Pass the whole model, and "
+            "choose its layers with only=."
+        )
+    for name, module in model.named_modules():
+        yield name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""), module
 
 
 def _converted(model: nn.Module) -> Iterator[tuple[nn.Module, Any, str, Tensor]]:

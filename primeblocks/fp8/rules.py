@@ -97,9 +97,9 @@ def choose(
     for rule in [Rule("only", only)] + ([] if exclude is None else [Rule("exclude", exclude)]):
         named = {name for name in names if meets(rule, name)}
         if not named:
+            hint = f"Their names look like {names[:3]}." if names else "Pass the whole model."
             raise UsageError(
-                f"{rule.argument}={rule.text!r} matches none of {len(names)} {among}. "
-                f"Their names look like {names[:3]}."
+                f"{rule.argument}={rule.text!r} matches none of {len(names)} {among}. {hint}"
             )
         found.append(named)
     chosen = found[0].difference(*found[1:])

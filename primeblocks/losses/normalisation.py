@@ -58,7 +58,7 @@ def divide(
     if isinstance(by, int):
         count = _counted(losses, by)
     else:
-        device = losses[0].sum.device if losses else "cpu"
+        device = next((x.sum.device for x in losses if isinstance(x, TokenLoss)), "cpu")
         count = _added(lambda: _counted(losses, by), f"by={by!r}", group=group, device=device)
     return torch.stack([loss.sum for loss in losses]).sum() / max(count, 1)
 
@@ -105,6 +105,11 @@ def length_weights(
 def _counted(losses: Sequence[TokenLoss], by: str | int) -> int:
     if not losses:
         raise UsageError("the list of losses is empty. Pass at least one loss.")
+    if odd := [loss for loss in losses if not isinstance(loss, TokenLoss)]:
+        raise UsageError(
+            f"divide() needs a TokenLoss per argument; got a {type(odd[0]).__name__}. Pass the "
+            "results of loss functions, and unpack a list of them: divide(*losses)."
+        )
     if by == "tokens":
         return sum(loss.tokens for loss in losses)
     if by == "sequences":

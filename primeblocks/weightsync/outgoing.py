@@ -41,7 +41,7 @@ Views = tuple[list[Tensor], list[torch.dtype]]
 class Sent:
     """The cost of one version. `bytes` counts all ranks, and `seconds` is the time of the send.
 
-    `apply_s` is the time that a reader needs to apply the deltas of this rank.
+    `apply_s` is the time that the reader of the most bytes needs to apply the deltas of all ranks.
     """
 
     bytes: int
@@ -176,8 +176,8 @@ class Shipment:
         """Read every bucket, only for its digest."""
         self.fill_all((index, None) for index in self.plan.of_rank(self.rank))
 
-    def sent(self) -> float:
-        """Keep the sent bytes as the base of the next delta, and return `Sent.apply_s`."""
+    def sent(self, read_bytes: int) -> float:
+        """Keep the sent bytes for the next delta. Return `apply_s` of a reader of `read_bytes`."""
         if self._history is None:
             return 0.0
         self._history.version = self.version
@@ -185,7 +185,7 @@ class Shipment:
             return 0.0
         if self._history.apply_s_a_byte is None:
             self._history.apply_s_a_byte = self._apply_s_a_byte()
-        return self._history.apply_s_a_byte * sum(self.sizes.values())
+        return self._history.apply_s_a_byte * read_bytes
 
     def _apply_s_a_byte(self) -> float:
         """Apply one bucket's delta to a copy, as readers do, and return the seconds per byte."""

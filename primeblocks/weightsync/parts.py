@@ -119,16 +119,11 @@ class Parts:
             made = self._made(source.origin)
             self._last = (source.origin, made)
         local = made[source.piece.source]
-        if tuple(local.shape) != source.held.shard.sizes:
+        have, want = tuple(local.shape), source.held.shard.sizes
+        if have != want or not converts(local.dtype, source.dtype):
             raise PlanError(
-                f"{source.piece.source!r} is {tuple(local.shape)} on rank {self._rank}, but was "
-                f"described as {source.held.shard.sizes}. Describe the tensors and plan again."
-            )
-        if not converts(local.dtype, source.dtype):
-            raise PlanError(
-                f"{source.piece.source!r} is {local.dtype} on rank {self._rank}, but is sent as "
-                f"{source.dtype}. This conversion is not supported. Describe the tensors and plan "
-                "again."
+                f"{source.piece.source!r} is {local.dtype} {have} on rank {self._rank}, but was "
+                f"planned as {source.dtype} {want}. Describe the tensors and plan again."
             )
         return local
 

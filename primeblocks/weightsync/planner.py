@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..errors import PlanError
 from ..layout import Shard
-from .convert.conversion import Reads, Wiring
+from .convert.conversion import Reads, Wiring, union
 from .manifest import FLOATS, Manifest, TensorSpec, converts
 from .plan import Boxes, Bucket, Plan, cut, owned_boxes, packed
 
@@ -97,22 +97,9 @@ def _wants(reader: _Target) -> Boxes:
 
 
 def _target(readers: Sequence[_Target], wants: Sequence[Boxes]) -> Manifest:
-    specs: dict[str, TensorSpec] = {}
     manifests = [reader if isinstance(reader, Manifest) else reader.sources for reader in readers]
-    for manifest, boxes in zip(manifests, wants, strict=True):
-        for name in boxes:
-            whole = manifest[name].whole()
-            if specs.setdefault(name, whole) != whole:
-                raise PlanError(
-                    f"readers disagree about {name!r}: {specs[name].dtype} {specs[name].shape} "
-                    f"and {whole.dtype} {whole.shape}. Make a plan for each reader."
-                )
-    recipes = {manifest.recipe for manifest in manifests}
-    if len(recipes) > 1:
-        raise PlanError(
-            f"readers expect different recipes: {sorted(recipes)}. Make a plan for each recipe."
-        )
-    return Manifest(tuple(specs.items()), recipe=recipes.pop() if recipes else "")
+    pairs = zip(manifests, wants, strict=True)
+    return union([Manifest(tuple((n, m[n]) for n in boxes), m.recipe) for m, boxes in pairs])
 
 
 def _kinds(manifests: Iterable[Manifest]) -> dict[str, dict[TensorSpec, int]]:

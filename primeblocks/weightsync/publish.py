@@ -159,7 +159,7 @@ class Publisher:
             if self._rank == 0 and checked is not None:
                 self._transport.abort(checked)
             raise
-        self._remember_sent(begun, done["bytes"], sent_s)
+        self._remember_sent(begun, done, sent_s)
         return Receipt(version, done["bytes"], time.monotonic() - start, done["digest"])
 
     def close(self) -> None:
@@ -265,7 +265,9 @@ class Publisher:
             self._transport.commit(marker, deadline=deadline)
         else:
             marker = self._committed(marker)
-        return {"digest": marker.digest, "bytes": marker.size_bytes}
+        rows = [self._plan.of_reader(reader) for reader in range(len(self._plan.wants))]
+        most = max((sum(marker.sizes[index] for index in row) for row in rows), default=0)
+        return {"digest": marker.digest, "bytes": marker.size_bytes, "read_bytes": most}
 
     def _committed(self, marker: Marker) -> Marker:
         """Return the marker committed under this version, or raise if its weights differ."""
@@ -278,9 +280,9 @@ class Publisher:
             "Publish these weights as a new version."
         )
 
-    def _remember_sent(self, begun: dict[str, Any], size_bytes: int, seconds: float) -> None:
+    def _remember_sent(self, begun: dict[str, Any], done: dict[str, Any], seconds: float) -> None:
         if begun["sends"] and self._history is not None and self._shipment is not None:
-            sent = Sent(size_bytes, seconds, self._shipment.sent())
+            sent = Sent(done["bytes"], seconds, self._shipment.sent(done["read_bytes"]))
             self._pace = self._pace.after(sent, is_delta=begun["base"] is not None)
         self._shipment = None
 

@@ -155,9 +155,11 @@ def verify_engine(
     if is_digested or (plan is None and not wirings):
         is_alone = not dist.is_initialized() or dist.get_world_size(group) == 1
         if len(held) != 1 or isinstance(held[0], Observed) or not (is_digested or is_alone):
+            kinds = ", ".join(type(one).__name__ for one in held) or "no engine"
             raise UsageError(
-                f"verify_engine() got {len(held)} processes and no plan. Pass the Publisher's "
-                "plan=, or into=. Without a plan, digests of only one process can be compared."
+                f"verify_engine() got {kinds} and no plan. Pass the Publisher's plan=, with which "
+                "an Observed was made. For modules and tensors by name, you may pass into= "
+                "instead. Digests of a Receipt need one module, or the tensors of one process."
             )
         if plan is None and not (convert is source is encode is None):
             raise UsageError("convert=, source= and encode= need the Publisher's plan=, or into=.")

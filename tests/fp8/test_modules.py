@@ -78,6 +78,8 @@ def test_it_computes_with_the_rounded_weights():
 def test_a_rule_that_matches_nothing_is_refused():
     with pytest.raises(UsageError, match="matches none of"):
         convert(model(), RECIPE, only="no_such_layer")
+    with pytest.raises(UsageError, match="none of 0 linear layers.*Pass the whole model"):
+        convert(torch.nn.ModuleList([torch.nn.LayerNorm(4)]), RECIPE, only=".*")
 
 
 def sharded_on_this_rank():

@@ -24,6 +24,7 @@ from primeblocks.parallel.attention import (
 from primeblocks.parallel.attention.rectangles import FusedRectangle
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
+from tests.parallel.bodies import in_turns
 
 ATTENTIONS = {"ring": ring_attention, "ulysses": ulysses_attention}
 KERNELS = {
@@ -124,13 +125,13 @@ def _assert_equal_whole(found, job):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size):
+def test_equal_to_one_rank(world_size, full):
     jobs = [Job(*pair, heads) for pair, heads in _pairs(PACKINGS, ORDERS, HEADS)]
     of_flex = zip(PACKINGS, ORDERS, HEADS[1:], strict=False)
     jobs += [Job(*case, kernel="flex") for case in of_flex]
     cases = _pairs([*PACKINGS, [5, 5, 30, 2, 8]], ORDERS[1:], FLASH_HEADS)
     jobs += [Job(*pair, heads, sinks=True, kernel="varlen") for pair, heads in cases]
-    _assert_equal_one_rank(world_size, jobs)
+    _assert_equal_one_rank(world_size, in_turns(jobs, world_size, full))
 
 
 def _pairs(packings, orders, heads):
@@ -157,21 +158,19 @@ def test_rules():
     _assert_equal_one_rank(3, jobs)
 
 
-# Inside a rank, across one cut and across several, and longer than any document.
-@pytest.mark.parametrize(("world_size", "windows"), [(2, [5]), (3, [1, 2, 14, 40]), (4, [14])])
-def test_flash_attention_takes_windows_of_a_contiguous_order(world_size, windows):
+def test_flash_attention_takes_every_order_in_part():
+    """Windows in contiguous order, in zigzag up to a rank's tokens, and whole documents.
+
+    And all of Ulysses attention.
+    """
+    of = {"kernel": "varlen", "sinks": True}
+    # Inside a rank, across one cut and across both, and longer than any document.
     jobs = [
-        Job(lengths, "contiguous", FLASH_HEADS[1], {"window": window}, True, "varlen")
-        for window in windows
+        Job(lengths, "contiguous", FLASH_HEADS[1], {"window": window}, **of)
+        for window in (1, 5, 14, 40)
         for lengths in ([41], [7, 1, 0, 9, 24])
     ]
-    _assert_equal_one_rank(world_size, jobs)
-
-
-def test_flash_attention_takes_every_order_in_part():
-    """Windows in zigzag up to a rank's tokens, whole documents, and all of Ulysses attention."""
-    of = {"kernel": "varlen", "sinks": True}
-    jobs = [
+    jobs += [
         Job([60], "zigzag", FLASH_HEADS[1], {"window": window}, names=("ring",), **of)
         for window in (6, 20)
     ]
@@ -192,7 +191,7 @@ def test_flash_attention_takes_every_order_in_part():
     assert others == [[first]] * 2
 
 
-@settings(max_examples=10)
+@settings(max_examples=settings().max_examples // 12)
 @given(
     world_size=st.integers(2, 4),
     lengths=strategies.ragged_lengths(max_items=5),

@@ -21,6 +21,7 @@ from primeblocks.parallel.attention import (
 )
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_close_float64, max_relative_error
+from tests.parallel.bodies import each
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
 PACKINGS = [[7, 1, 0, 9, 4], [2]]  # The second leaves ranks without tokens.
@@ -82,10 +83,10 @@ def _whole(lengths, **options):
     return [out.detach(), x.grad], [p.grad for p in model.parameters()]
 
 
-def _split(cases, inside=False):
+def _split(cases):
     """By case: the same of this rank's tokens, and gradients of parameters of all ranks."""
     found = []
-    for name, lengths, order, options in cases:
+    for name, lengths, order, options, *inside in cases:
         model = _Model(**options)
         plan = plan_sequence(lengths, ranks=dist.get_world_size(), order=order, chunk_tokens=3)
         own = plan.indices(dist.get_rank())
@@ -104,9 +105,9 @@ def _split(cases, inside=False):
     return found
 
 
-def _assert_equal_one_rank(cases, world_size, *more):
-    found = ranks.run(_split, cases, *more, world_size=world_size)
-    for at, (_, lengths, order, options) in enumerate(cases):
+def _assert_equal_one_rank(cases, world_size):
+    found = ranks.run(_split, cases, world_size=world_size)
+    for at, (_, lengths, order, options, *_) in enumerate(cases):
         plan = plan_sequence(lengths, ranks=world_size, order=order, chunk_tokens=3)
         tokens, parameters = _whole(lengths, **{**options, "recompute": None})
         for rank, by_case in enumerate(found):
@@ -124,10 +125,11 @@ def test_equal_to_one_rank(world_size):
     _assert_equal_one_rank(cases, world_size)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
-def test_checkpoints_find_the_block_again(inside):
-    cases = [(name, PACKINGS[0], "zigzag", {"recompute": CONTEXTS}) for name in ("ring", "ulysses")]
-    _assert_equal_one_rank(cases, 3, inside)
+def test_checkpoints_find_the_block_again():
+    """In a backward after the block, and inside of it."""
+    case = (PACKINGS[0], "zigzag", {"recompute": CONTEXTS})
+    cases = [(n, *case, *inside) for n in ("ring", "ulysses") for inside in ([], ["inside"])]
+    _assert_equal_one_rank(cases, 3)
 
 
 PLAN = plan_sequence([6, 2], ranks=2, order="contiguous")
@@ -151,9 +153,9 @@ def _forgotten():
     assert torch.equal(out, again)
     with pytest.raises(CheckpointError):
         out.sum().backward()
-    assert all(type(each) is nullcontext for each in ContextParallel.checkpoint_contexts())
+    assert all(type(one) is nullcontext for one in ContextParallel.checkpoint_contexts())
     with torch.device("cpu"):  # A mode of torch's own, around nothing.
-        assert all(type(each) is nullcontext for each in ContextParallel.checkpoint_contexts())
+        assert all(type(one) is nullcontext for one in ContextParallel.checkpoint_contexts())
 
 
 def test_a_checkpoint_without_the_block_is_an_error():
@@ -214,14 +216,14 @@ def _refusals(check):
     return found
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_what_does_not_fit_is_refused_on_all_ranks(check):
-    zero, one = ranks.run(_refusals, check)
-    for change, (_, said) in CHANGES.items():
-        assert re.match(said, one[change]), one[change]
-        heard = "RankError: rank 1 of the group refused its arguments: " if check else ""
-        assert re.match(heard + said, zero[change]), zero[change]
-    assert len(zero) == len(one) == len(CHANGES)
+def test_what_does_not_fit_is_refused_on_all_ranks():
+    by_check = zip(*ranks.run(each, _refusals, [(True,), (False,)]), strict=True)
+    for check, (zero, one) in zip((True, False), by_check, strict=True):
+        for change, (_, said) in CHANGES.items():
+            assert re.match(said, one[change]), one[change]
+            heard = "RankError: rank 1 of the group refused its arguments: " if check else ""
+            assert re.match(heard + said, zero[change]), zero[change]
+        assert len(zero) == len(one) == len(CHANGES)
 
 
 def _nested():
@@ -240,7 +242,7 @@ def _nested():
     first, alone, *more = found
     assert torch.allclose(alone, v)
     assert not torch.allclose(first, v)
-    assert all(torch.equal(first, each) for each in more)
+    assert all(torch.equal(first, one) for one in more)
     for wrong in (None, "ring", FlexKernel):
         with pytest.raises(PlanError, match="must be a function"):
             ContextParallel(PLAN, group=group, attention=wrong)

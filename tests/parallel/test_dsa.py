@@ -1,7 +1,6 @@
 """Sparse attention over a split sequence against plain loops on one rank."""
 
 import math
-import pickle
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from primeblocks.parallel.attention import dsa, dsa_attention
 from primeblocks.parallel.attention.dsa.indexer import top_ids
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_close_float64, assert_same_bits
+from tests.parallel.bodies import each, in_turns
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
 # One token, fewer than k, cut by every order, empty.
@@ -114,28 +114,24 @@ def _assert_equal_one_rank(found, lengths, order, k, options):
         assert_close_float64(results[3:], expected[3:])
 
 
-def _split_all(cases):
-    return [_split(*case) for case in cases]
-
-
 def _assert_all_equal_one_rank(cases, world_size):
-    found = ranks.run(_split_all, cases, world_size=world_size)
+    found = ranks.run(each, _split, cases, world_size=world_size)
     for at, (lengths, order, k, options, _) in enumerate(cases):
         _assert_equal_one_rank([results[at] for results in found], lengths, order, k, options)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size):
+def test_equal_to_one_rank(world_size, full):
     rules = ((4, True, 300), (7, False, 64 << 20), (64, True, 300))
     cases = [
         (PACKING, order, k, {"integers": integers}, chunk_bytes)
         for order in ORDERS
         for k, integers, chunk_bytes in rules
     ]
-    _assert_all_equal_one_rank(cases, world_size)
+    _assert_all_equal_one_rank(in_turns(cases, world_size, full), world_size)
 
 
-@settings(max_examples=6)
+@settings(max_examples=settings().max_examples // 20)
 @given(
     world_size=st.integers(1, 4),
     packings=st.lists(strategies.ragged_lengths(max_items=6), min_size=2, max_size=2),
@@ -162,7 +158,6 @@ def test_float32_errs_by_rounding_alone():
             assert (got - want).norm() <= 1e-6 * want.norm()
 
 
-@settings(max_examples=60)
 @given(
     rows=st.integers(1, 5), columns=st.integers(1, 40), k=st.integers(1, 12), seed=st.integers(0)
 )
@@ -234,44 +229,11 @@ def _checkpointed(keep):
     return results
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_checkpointing_keeps_the_first_choice(keep):
-    for steady, other in ranks.run(_checkpointed, keep, world_size=2):
-        if keep:
-            for a, b in zip(other, steady, strict=True):
-                assert_same_bits(a, b)
-        else:  # Otherwise the test would see nothing.
-            assert not torch.equal(other[0], steady[0])
-
-
-def _many_in_flight():
-    """Gradients of many micro-batches, checkpointed, beside those without."""
-    group, results = dist.group.WORLD, []
-    for options in ({}, {"use_reentrant": False, "context_fn": dsa.keep_indices}):
-        outs, leaves = [], []
-        for lengths in ([n, 9] for n in range(1, 11)):
-            plan = plan_sequence(lengths, ranks=group.size(), order="zigzag")
-            own, drawn = plan.indices(group.rank()), _inputs(plan.tokens)
-            part = {name: x if name == "sinks" else x[own] for name, x in drawn.items()}
-            indexer = dsa.IndexerInputs(part["index_q"], part["index_k"], part["weights"])
-
-            def layer(q, kv, plan=plan, indexer=indexer):
-                return dsa_attention(
-                    q, kv, indexer, sequence=plan, group=group, rows=ROWS, selector=dsa.TopK(3)
-                )[0]
-
-            leaves.append([part[name].clone().requires_grad_() for name in ("q", "kv")])
-            run = checkpoint if options else lambda f, *x: f(*x)
-            outs.append((run(layer, *leaves[-1], **options) * part["grad"]).sum())
-        sum(outs).backward()
-        results.append([x.grad for pair in leaves for x in pair])
-        assert pickle.loads(pickle.dumps(plan)) == plan
-    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
-
-
-def test_many_plans_may_wait_for_their_backward():
-    for equal in ranks.run(_many_in_flight, world_size=2):
-        assert all(equal)
+def test_checkpointing_keeps_the_first_choice():
+    for kept, chosen_again in ranks.run(each, _checkpointed, [(True,), (False,)]):
+        for a, b in zip(*kept, strict=True):
+            assert_same_bits(a, b)
+        assert not torch.equal(chosen_again[0][0], chosen_again[1][0])  # Else nothing is seen.
 
 
 def _modes():
@@ -307,43 +269,16 @@ def test_autocast_and_compile_change_nothing_else():
         assert all(equal)
 
 
-def _refusals():
-    group = dist.group.WORLD
-    plan = plan_sequence([4, 6], ranks=2, order="contiguous")
-    drawn = _inputs(10)
-    part = {name: plan.split(x, group=group) for name, x in drawn.items() if name != "sinks"}
-    part["sinks"] = drawn["sinks"]
-    good = {"q": part["q"], "kv": part["kv"], "indices": torch.zeros(5, 1, 2, dtype=torch.int32)}
-    rules = {"sequence": plan, "group": group, "rows": ROWS}
-    for said, wrong in [
-        (r"q must be \[local_tokens", {"q": part["q"][0]}),
-        ("this rank 5 tokens", {"q": part["q"][:4]}),
-        ("this rank 5 rows", {"kv": part["kv"][:4]}),
-        ("needs q of 8 columns and kv of 8", {"kv": part["kv"][:, :7]}),
-        ("one floating dtype", {"kv": part["kv"].float()}),
-        (r"one number per head, \[3\]", {"sinks": torch.zeros(2)}),
-        (r"\[5, 1, k\] of torch.int32", {"indices": torch.zeros(5, 1, 2, dtype=torch.int64)}),
-        ("at least one id", {"indices": torch.zeros(5, 1, 0, dtype=torch.int32)}),
+def test_what_no_rank_may_pass_is_refused(group):
+    drawn, ids = _inputs(5), torch.zeros(5, 1, 2)
+    where = {"sequence": plan_sequence([5], ranks=1), "group": group, "rows": ROWS}
+    for said, indices in [
+        (r"\[5, 1, k\] of torch.int32", ids.long()),
+        ("at least one id", ids[:, :, :0].int()),
     ]:
         with pytest.raises(ShapeError, match=said):
-            dsa.sparse_attention(**(good | rules | wrong))
-    with pytest.raises(PlanError, match="scale must be a number"):
-        dsa.sparse_attention(**good, **rules, scale="1")
+            dsa.sparse_attention(drawn["q"], drawn["kv"], indices, **where)
     with pytest.raises(PlanError, match="needs columns"):
         dsa.Rows((0, 0), (0, 3))
     with pytest.raises(PlanError, match="needs k >= 1"):
         dsa.TopK(0)
-    for said, wrong in [
-        ("do not fit each other", (part["index_q"], part["index_k"][:3], part["weights"])),
-        ("an indexer needs q", (part["index_q"][0], part["index_k"], part["weights"])),
-        ("one dtype and one device", (part["index_q"].float(), part["index_k"], part["weights"])),
-        ("must be floating point", (part["index_q"], part["index_k"], part["weights"].long())),
-    ]:
-        with pytest.raises(ShapeError, match=said):
-            dsa_attention(
-                part["q"], part["kv"], dsa.IndexerInputs(*wrong), selector=dsa.TopK(2), **rules
-            )
-
-
-def test_what_does_not_fit_is_refused():
-    ranks.run(_refusals, world_size=2)

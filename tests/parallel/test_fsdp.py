@@ -17,10 +17,10 @@ from primeblocks.parallel import (
     clip_grad_norm_,
     fully_shard_moe,
     global_token_count,
-    plan_mesh,
 )
 from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
+from tests.parallel.bodies import each, meshes_of
 
 TOKENS = (5, 0, 3, 8)  # By rank: ragged, one without any.
 
@@ -55,7 +55,7 @@ def _pair(degrees, sizes):
     torch.manual_seed(0)
     whole = Model(**sizes)
     model = copy.deepcopy(whole)
-    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+    meshes = meshes_of(**degrees)
     _shard(model, meshes)
     return model, whole, meshes
 
@@ -97,10 +97,6 @@ def _error(model, whole, tensor_of):
     return worst
 
 
-def _trained(cases):
-    return [_train(*case) for case in cases]
-
-
 def _train(degrees, sizes):
     model, whole, meshes = _pair(degrees, sizes)
     errors = {"weights": _error(model, whole, lambda p: p)}
@@ -134,7 +130,7 @@ def _train(degrees, sizes):
     ids=str,
 )
 def test_a_step_equals_one_rank(world_size, cases):
-    for found in ranks.run(_trained, cases, world_size=world_size):
+    for found in ranks.run(each, _train, cases, world_size=world_size):
         for case, (errors, placements) in zip(cases, found, strict=True):
             assert max(errors.values()) < 1e-12, (case, errors)
             if case == ({}, {"experts": 2}):
@@ -142,17 +138,11 @@ def test_a_step_equals_one_rank(world_size, cases):
                 assert placements == ["(Shard(dim=1), Shard(dim=0))"] * 2
 
 
-def _low_precision_sums():
-    """Gradients of a router and of another layer: 1 on rank 0, 2^-12 on rank 1."""
-    low = torch.bfloat16
-    kinds = [(low, low), (torch.float16, torch.float16), (torch.float32, low), (None, low)]
-    return [_low_precision_sum(*kind) for kind in kinds]
-
-
 def _low_precision_sum(dtype, reduce_dtype):
+    """Gradients of a router and of another layer: 1 on rank 0, 2^-12 on rank 1."""
     router, other = layers = [nn.Linear(1, 1, bias=False) for _ in range(2)]
     model = nn.Sequential(*layers)
-    meshes = plan_mesh(world_size=2).build("cpu")
+    meshes = meshes_of()
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     fully_shard_moe(
         model, meshes, layers=[other], experts=[], routers=[router], precision=precision
@@ -165,7 +155,9 @@ def _low_precision_sum(dtype, reduce_dtype):
 
 
 def test_gradients_of_routers_are_reduced_in_float32():
-    assert ranks.run(_low_precision_sums) == [[[1 + 2.0**-12, 1.0]] * 4] * 2
+    low, half = torch.bfloat16, torch.float16
+    kinds = [(low, low), (half, half), (torch.float32, low), (None, low)]
+    assert ranks.run(each, _low_precision_sum, kinds) == [[[1 + 2.0**-12, 1.0]] * 4] * 2
 
 
 class Gated(nn.Module):
@@ -182,18 +174,13 @@ class Gated(nn.Module):
         return self.experts(x, ids, scores)
 
 
-def _router_gradients():
-    kinds = [(torch.bfloat16, None), (torch.float16, torch.float16)]
-    return [(kind[0], *_router_gradient(*kind)) for kind in kinds]
-
-
 def _router_gradient(dtype, output_dtype):
     """The router's gradient sharded and on one rank, where nothing but the experts is rounded."""
     torch.manual_seed(0)
     alone = Gated()
     model = copy.deepcopy(alone)
     x = torch.randn(64, 16).to(dtype)
-    meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+    meshes = meshes_of(expert=2)
     model.experts.dispatcher = AllToAllDispatcher(meshes.expert.get_group())
     arrived = []
     dispatch = model.experts.dispatcher.dispatch
@@ -216,8 +203,9 @@ def _router_gradient(dtype, output_dtype):
 
 
 def test_routers_stay_in_float32_to_the_experts():
-    for found in ranks.run(_router_gradients):
-        for dtype, arrived, error in found:
+    kinds = [(torch.bfloat16, None), (torch.float16, torch.float16)]
+    for found in ranks.run(each, _router_gradient, kinds):
+        for (dtype, _), (arrived, error) in zip(kinds, found, strict=True):
             assert arrived == [(dtype, torch.float32)]
             # Sums of 64 tokens in float32, in another order.
             assert error < 64 * torch.finfo(torch.float32).eps
@@ -228,7 +216,7 @@ def _frozen():
     torch.manual_seed(0)
     model = Model().requires_grad_(False)
     model.layers[1].experts.down_proj.requires_grad_()
-    meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+    meshes = meshes_of(expert=2)
     _shard(model, meshes)
     assert all(isinstance(layer, FSDPModule) for layer in model.layers)
     _loss(model, dist.get_rank(), 1).backward()
@@ -240,7 +228,7 @@ def test_frozen_experts_stay_frozen():
 
 
 def _count_twice():
-    meshes = plan_mesh(world_size=3).build("cpu")
+    meshes = meshes_of()
     own = torch.tensor(dist.get_rank() + 1)
     return [global_token_count(own, meshes) for _ in range(2)], global_token_count(0, meshes)
 
@@ -262,7 +250,7 @@ def test_micro_batches_add_up():
 
 def _clip_mixed():
     """A sharded, a replicated and a plain gradient: 3 x 1, 2 x 1, 1 x 1 ones and a None."""
-    meshes = plan_mesh(world_size=3).build("cpu")
+    meshes = meshes_of()
     placed = [
         DTensor.from_local(torch.ones(1), meshes.fsdp, [Shard(0)]),
         DTensor.from_local(torch.ones(2), meshes.fsdp, [Replicate()]),
@@ -299,11 +287,11 @@ def test_norms_count_every_element_once():
 def _refusals():
     model = Model()
     before = dict(model.named_parameters())
-    meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+    meshes = meshes_of(expert=2)
     with pytest.raises(PlanError, match="expert=2, but no experts were given. Use expert=1"):
         fully_shard_moe(model, meshes, layers=model.layers, experts=[])
-    with pytest.raises(PlanError, match=r"gate_up_proj has 3 experts, which expert=2"):
-        _shard(Model(experts=3), meshes)
+    with pytest.raises(PlanError, match="reshard_after_forward must be True or False; got 2"):
+        fully_shard_moe(model, meshes_of(), layers=[], experts=[], reshard_after_forward=2)
     mixed = Model()
     mixed.layers[1] = Layer(3, 6, 3)
     kept = list(mixed.parameters())
@@ -336,13 +324,8 @@ def _forwards_before_one_backward(use_reentrant, forwards):
         )
 
 
-def _checkpointed_forwards():
-    _forwards_before_one_backward(use_reentrant=False, forwards=2)
-    _forwards_before_one_backward(use_reentrant=True, forwards=1)
-
-
 def test_checkpointed_forwards_have_the_gradients_of_plain_ones():
-    ranks.run(_checkpointed_forwards, world_size=2)
+    ranks.run(each, _forwards_before_one_backward, [(False, 2), (True, 1)])
 
 
 def test_reentrant_checkpoints_of_several_forwards_are_refused():
@@ -356,7 +339,7 @@ def _early_optimizer():
     torch.manual_seed(0)
     model = Model()
     early = torch.optim.SGD(model.parameters(), lr=1.0)
-    meshes = plan_mesh(world_size=dist.get_world_size()).build("cpu")
+    meshes = meshes_of()
     _shard(model, meshes)
     late = torch.optim.SGD(model.parameters(), lr=1.0)
     check_optimizer(model, late)

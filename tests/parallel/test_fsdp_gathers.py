@@ -1,16 +1,15 @@
 """When FSDP2 gathers, frees and offloads the layers of a mixture-of-experts model."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primeblocks.errors import PlanError
-from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, plan_mesh
+from primeblocks.parallel import clip_grad_norm_, fully_shard_moe
 from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
+from tests.parallel.bodies import meshes_of
 
 EXPERTS, HIDDEN, LAYERS = 4, 6, 3
 
@@ -61,7 +60,7 @@ def _exchanges(**more):
     """Of a forward and of a backward."""
     torch.manual_seed(0)
     model = Model()
-    meshes = plan_mesh(world_size=4, expert=2).build("cpu")
+    meshes = meshes_of(expert=2)
     for layer in model.layers:
         layer.experts.dispatcher = AllToAllDispatcher(meshes.expert.get_group(), check=False)
     sizes = {}
@@ -117,7 +116,7 @@ def _offloaded():
     for policy in (None, CPUOffloadPolicy(pin_memory=False)):
         torch.manual_seed(0)
         model = Tested()
-        meshes = plan_mesh(world_size=2, expert=2).build("cpu")
+        meshes = meshes_of(expert=2)
         experts = [layer.experts for layer in model.layers]
         for module in experts:
             module.dispatcher = AllToAllDispatcher(meshes.expert.get_group())
@@ -141,15 +140,3 @@ def _offloaded():
 
 def test_parts_may_stay_on_the_host():
     assert ranks.run(_offloaded) == [True, True]
-
-
-def _refused():
-    model = Model()
-    meshes = plan_mesh(world_size=2).build("cpu")
-    with pytest.raises(PlanError, match="reshard_after_forward must be True or False; got 2"):
-        fully_shard_moe(model, meshes, layers=[], experts=[], reshard_after_forward=2)
-    return isinstance(model, FSDPModule)
-
-
-def test_a_number_of_ranks_is_refused():
-    assert ranks.run(_refused) == [False, False]

@@ -8,10 +8,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeblocks.errors import PlanError, ShapeError
 from primeblocks.parallel import plan_mesh, plan_sequence, reference
 from primeblocks.parallel.attention import (
-    RectangleKernel,
     latent_ring_attention,
     latent_ulysses_attention,
     ring_attention,
@@ -20,6 +18,7 @@ from primeblocks.parallel.attention import (
 from primeblocks.planning.traffic import StepSizes, plan_traffic
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import StepCounter, assert_as_precise, assert_close_float64
+from tests.parallel.bodies import each, in_turns
 
 HEADS, NOPE, ROPE, VALUE, LATENT = 3, 5, 4, 7, 8
 ATTENTIONS = {"ring": latent_ring_attention, "ulysses": latent_ulysses_attention}
@@ -86,16 +85,16 @@ def _assert_equal_one_rank(jobs, world_size, heads=HEADS):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size):
+def test_equal_to_one_rank(world_size, full):
     jobs = [
         (name, lengths, order, causal)
         for name in ATTENTIONS for lengths in PACKINGS for order in ORDERS
         for causal in (True, False) if lengths != [0] or order == "zigzag"
     ]  # fmt: skip
-    _assert_equal_one_rank(jobs, world_size)
+    _assert_equal_one_rank(in_turns(jobs, world_size, full, step=3), world_size)
 
 
-@settings(max_examples=4)
+@settings(max_examples=settings().max_examples // 30)
 @given(
     world_size=st.integers(2, 4),
     heads=st.integers(1, 5),
@@ -142,58 +141,25 @@ def _bytes(name):
     return dict(forward.received_bytes), dict(backward.received_bytes), latents.nbytes
 
 
-def test_latents_travel_and_never_heads():
-    for forward, backward, whole in ranks.run(_bytes, "ring", world_size=4):
-        far = whole * 3 // 4
-        assert forward == {"recv_": far, "send": 0}
-        assert backward == {"recv_": far + whole, "send": 0}  # Gradients come home.
-    for forward, backward, whole in ranks.run(_bytes, "ulysses", world_size=4):
-        far = whole * 3 // 4
-        assert forward["_allgather_base_"] == far
-        assert backward["_reduce_scatter_base_"] == far
-        assert forward.keys() | backward.keys() == {
-            "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_",
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_the_plan_of_traffic_says_as_many_bytes(name):
+def test_latents_travel_and_never_heads_in_as_many_bytes_as_planned():
     sizes = StepSizes(
         tokens=16, hidden=1, num_experts=4, top_k=1, expert_layers=0, layers=1, heads=HEADS,
         key_heads=HEADS, head_dim=(NOPE + ROPE + VALUE) // 2, root_parameters=0,
         layer_parameters=0, expert_parameters=0, activation_bytes=4, latent_dim=LATENT + ROPE,
     )  # fmt: skip
-    planned = plan_traffic(plan_mesh(world_size=4, context=4), sizes, attention=name).of("context")
-    found = ranks.run(_bytes, name, world_size=4)
-    counted = sum(sum(part.values()) for *steps, _ in found for part in steps)
-    assert counted == 4 * planned
-
-
-def _refusals():
-    group = dist.group.WORLD
-    plan = plan_sequence([8], ranks=1)
-    q, latents, up = _operands(8)
-    for name, attention in ATTENTIONS.items():
-        where = {"sequence": plan, "group": group}
-        for error, said, operands, more in [
-            (ShapeError, "gives this rank 8 tokens", (q[1:], latents[1:], up), {}),
-            (ShapeError, "q must be .local_tokens", (q, latents[:, None], up), {}),
-            (ShapeError, "equal numbers of heads", (q[:, :2], latents, up), {}),
-            (ShapeError, "latent_dim [+] rope_dim columns", (q, latents[:, :3], up), {}),
-            (ShapeError, "rows that up has per head", (q, latents, up[:, :5]), {}),
-            (ShapeError, "one floating dtype", (q, latents, up.float()), {}),
-            (PlanError, "AttentionKernel", (q, latents, up), {"kernel": "flash"}),
-            (PlanError, "AttentionKernel", (q, latents, up), {"kernel": RectangleKernel}),
-            (PlanError, "scale must be", (q, latents, up), {"scale": "1"}),
-        ]:
-            with pytest.raises(error, match=said):
-                attention(*operands, **where, **more)
-        assert attention(q, latents, up, kernel=RectangleKernel(), **where).shape == (
-            8,
-            3,
-            VALUE,
-        ), name
-
-
-def test_what_does_not_fit_is_refused():
-    ranks.run(_refusals, world_size=1)
+    by_rank = ranks.run(each, _bytes, [(name,) for name in ATTENTIONS], world_size=4)
+    for name, found in zip(ATTENTIONS, zip(*by_rank, strict=True), strict=True):
+        for forward, backward, whole in found:
+            far = whole * 3 // 4
+            if name == "ring":
+                assert forward == {"recv_": far, "send": 0}
+                assert backward == {"recv_": far + whole, "send": 0}  # Gradients come home.
+                continue
+            assert forward["_allgather_base_"] == far
+            assert backward["_reduce_scatter_base_"] == far
+            assert forward.keys() | backward.keys() == {
+                "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_",
+            }  # fmt: skip
+        plan = plan_traffic(plan_mesh(world_size=4, context=4), sizes, attention=name)
+        counted = sum(sum(part.values()) for *steps, _ in found for part in steps)
+        assert counted == 4 * plan.of("context")

@@ -12,6 +12,7 @@ from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.linear.kernels import chunk_gated_delta_rule, chunk_state_space
 from primeblocks.testing import ranks, strategies
 from primeblocks.testing.oracles import assert_as_precise, assert_close_float64
+from tests.parallel.bodies import in_turns
 from tests.parallel.linear_cases import CASES, delta_inputs, drawn, space_inputs
 
 ORDERS = ["balanced", "contiguous", "zigzag"]
@@ -66,12 +67,12 @@ def _assert_equal_one_rank(jobs, world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_equal_to_one_rank(world_size):
+def test_equal_to_one_rank(world_size, full):
     jobs = [(name, lengths, order) for name in CASES for lengths in PACKINGS for order in ORDERS]
-    _assert_equal_one_rank(jobs, world_size)
+    _assert_equal_one_rank(in_turns(jobs, world_size, full), world_size)
 
 
-@settings(max_examples=5)
+@settings(max_examples=settings().max_examples // 20)
 @given(
     world_size=st.integers(2, 4),
     packings=st.lists(strategies.ragged_lengths(max_items=5), min_size=2, max_size=2),

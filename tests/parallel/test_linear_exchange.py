@@ -1,15 +1,15 @@
 """What convolutions and recurrences over a split sequence send, and what they refuse."""
 
 import itertools
-import re
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from primeblocks.errors import PlanError, RankError, ShapeError
+from primeblocks.errors import ShapeError
 from primeblocks.parallel import plan_sequence
+from primeblocks.parallel.linear import state_space
 from primeblocks.testing import ranks
+from tests.parallel.bodies import each
 from tests.parallel.linear_cases import CASES, DELTA_HEADS, KEY, SPACE_HEADS, TAPS, VALUE, drawn
 
 
@@ -47,11 +47,18 @@ def _runs_by_document(plan):
     return [[rank for _, rank in sorted(runs)] for runs in documents.values()]
 
 
-@pytest.mark.parametrize("order", ["balanced", "contiguous"])
-def test_only_what_is_used_is_sent(order):
-    lengths, world_size = [5, 14, 1, 12], 3
+def test_only_what_is_used_is_sent():
+    cases = [([5, 14, 1, 12], "balanced"), ([5, 14, 1, 12], "contiguous"), ([6] * 3, "contiguous")]
+    by_rank = ranks.run(each, _elements_sent, cases, world_size=3)
+    for at, case in enumerate(cases[:2]):
+        _assert_only_what_is_used(*case, [found[at] for found in by_rank])
+    for *_, whole in by_rank:  # Documents that one rank has send nothing.
+        assert whole == {name: ([], []) for name in CASES}
+
+
+def _assert_only_what_is_used(lengths, order, found):
+    world_size = len(found)
     plan = plan_sequence(lengths, ranks=world_size, order=order, chunk_tokens=4)
-    found = ranks.run(_elements_sent, lengths, order, world_size=world_size)
     for name, heads, transition in (("delta", DELTA_HEADS, KEY**2), ("space", SPACE_HEADS, 1)):
         cuts = [heads * r // world_size for r in range(world_size + 1)]
         share = [stop - start for start, stop in itertools.pairwise(cuts)]
@@ -82,67 +89,9 @@ def test_only_what_is_used_is_sent(order):
     assert [by_case["conv"][0] for by_case in found] == [[count] for count in halo]
 
 
-def test_documents_that_are_whole_send_nothing():
-    by_rank = ranks.run(_elements_sent, [6, 6, 6], "contiguous", world_size=3)
-    assert by_rank == [{name: ([], []) for name in CASES}] * 3
-
-
-def _refusals():
-    """Rank 1 makes mistakes; what each rank is told. The group goes on after each."""
-    group, found = dist.group.WORLD, []
-    plan = plan_sequence([8], ranks=2, order="contiguous")
-    for name, change, *_ in MISTAKES:
-        inputs, by_token = drawn(name, 8)
-        operands = [x[:4] if i < by_token else x for i, x in enumerate(inputs)]
-        if group.rank() == 1:
-            change(operands)
-        with pytest.raises((PlanError, RankError, ShapeError)) as error:
-            CASES[name][2](*operands, sequence=plan, group=group)
-        found.append(f"{type(error.value).__name__}: {error.value}")
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        assert total == 2
-    return found
-
-
-def _fewer_tokens(operands):
-    operands[:] = [x[:3] if len(x) == 4 else x for x in operands]
-
-
-def _one_more_dim(operands):
-    operands[0] = operands[0].unsqueeze(0)
-
-
-def _wider(operands):
-    operands[1] = torch.cat([operands[1]] * 2, dim=1)
-
-
-def _no_groups(operands):
-    operands[2:4] = [x[:, :0] for x in operands[2:4]]
-
-
-def _float32(operands):
-    operands[:] = [x.float() for x in operands]
-
-
-# The call, the mistake, and what ranks 1 and 0 are told. `test_one_rank_wrong.py` has more.
-MISTAKES = [
-    ("conv", _fewer_tokens, r"this rank 4 tokens; got x \(3,", "rank 1 .* refused"),
-    ("delta", _fewer_tokens, r"this rank 4 tokens; got v \(3,", "rank 1 .* refused"),
-    ("space", _fewer_tokens, r"this rank 4 tokens; got x \(3,", "rank 1 .* refused"),
-    ("conv", _one_more_dim, r"got \(1, 4, 6\), \(6, 4\)", "rank 1 .* ShapeError"),
-    ("delta", _one_more_dim, r"got \(1, 4, 3, 3\)", "rank 1 .* ShapeError"),
-    ("space", _one_more_dim, r"got \(1, 4, 6, 5\)", "rank 1 .* ShapeError"),
-    ("conv", _wider, r"weight dim 1 must be equal .*\[4, 8\]", "4, 8"),
-    ("delta", _wider, "needs q, k", "rank 1 .* ShapeError"),
-    ("space", _wider, "needs x .* dt", "rank 1 .* ShapeError"),
-    ("space", _no_groups, "groups that divide heads", "rank 1 .* ShapeError"),
-    ("delta", _float32, "q dtype must be equal", "torch.float64, torch.float32"),
-]
-
-
-def test_one_ranks_mistake_is_an_error_on_all():
-    here, there = ranks.run(_refusals)
-    for (*_, told, telling), said, heard in zip(MISTAKES, there, here, strict=True):
-        assert re.search(told, said), said
-        assert re.search(telling, heard), heard
+def test_groups_must_divide_heads(group):
+    x, dt, B, C, A, _ = drawn("space", 4)[0]
+    where = {"sequence": plan_sequence([4], ranks=1), "group": group}
+    for groups in (0, 4):
+        with pytest.raises(ShapeError, match="groups that divide heads"):
+            state_space(x, dt, A, *(y[:, :1].expand(-1, groups, -1) for y in (B, C)), **where)

@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.layout import layout_of
-from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, global_token_count, plan_mesh
+from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, global_token_count
 from primeblocks.parallel.experts import (
     AllToAllDispatcher,
     GroupedExperts,
@@ -27,6 +27,7 @@ from primeblocks.testing.oracles import (
     assert_close_float64,
     max_relative_error,
 )
+from tests.parallel.bodies import each, meshes_of
 
 RANK, ALPHA = 3, 6.0
 TOKENS = (5, 0, 3, 8)  # By rank: ragged, one without any.
@@ -111,7 +112,7 @@ def _summed(whole, names, factors):
 
 
 def _shard(model, degrees, dispatcher):
-    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+    meshes = meshes_of(**degrees)
     dispatcher = dispatcher(meshes.expert.get_group())
     if isinstance(model, Model):
         for module in model.layers:
@@ -132,14 +133,14 @@ def _compare(model, tensor_of, expected):
         assert_close_float64(tensor.detach().full_tensor(), expected[name].detach())
 
 
-def _train(kind, degrees, dispatcher):
+def _train(kind, dispatcher):
     """One step; every rank raises for itself."""
     warnings.simplefilter("error")
     whole, loss_of = (_ours(), _ours_loss) if kind == "ours" else (_family(kind), _family_loss)
     model = copy.deepcopy(whole)
     names, factors = _adapt(model)
     trained = factors | {n: p for n, p in whole.named_parameters() if n == "gate.weight"}
-    meshes = _shard(model, degrees, dispatcher)
+    meshes = _shard(model, {"expert": 2}, dispatcher)
     count = global_token_count(TOKENS[dist.get_rank()], meshes)
 
     loss = loss_of(model, dist.get_rank()) / count
@@ -162,32 +163,16 @@ def _train(kind, degrees, dispatcher):
     _compare(model, lambda p: p if p.requires_grad else None, trained)
 
 
-def _trained(cases):
-    for kind, dispatcher in cases:
-        _train(kind, {"expert": 2}, dispatcher)
-
-
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
         (2, [("ours", OncePerRankDispatcher), ("nemotron_h", OncePerRankDispatcher)]),
-        (
-            4,
-            [
-                ("ours", AllToAllDispatcher),
-                ("qwen3_moe", AllToAllDispatcher),
-                ("gpt_oss", OncePerRankDispatcher),
-            ],
-        ),
+        (4, [("ours", AllToAllDispatcher)]),
     ],
 )
 def test_a_step_equals_one_rank(world_size, cases):
-    ranks.run(_trained, cases, world_size=world_size)
-
-
-def _merged(cases):
-    for case in cases:
-        _merge(*case)
+    """Of our experts. `test_peft.py` compares families of transformers."""
+    ranks.run(each, _train, cases, world_size=world_size)
 
 
 def _merge(kind, experts, degrees):
@@ -220,7 +205,7 @@ def _merge(kind, experts, degrees):
     ids=str,
 )
 def test_merged_weights_hold_the_products(world_size, cases):
-    ranks.run(_merged, cases, world_size=world_size)
+    ranks.run(each, _merge, cases, world_size=world_size)
 
 
 def test_merged_weights_give_the_same_outputs_and_are_formed_in_float32():

@@ -8,6 +8,7 @@ from primeblocks.errors import PlanError
 from primeblocks.parallel import plan_mesh
 from primeblocks.parallel.mesh import on_device
 from primeblocks.testing import ranks
+from tests.parallel.bodies import meshes_of
 
 
 @given(
@@ -52,27 +53,28 @@ def test_the_table_shows_sizes_and_neighbours():
     assert rows["batch"] == ["32", "0,2,...,62"]
 
 
-def _groups(degrees):
-    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+def _groups(**degrees):
+    meshes = meshes_of(**degrees)
     names = ("fsdp", "expert_fsdp", "expert", "context", "batch", "loss")
     return {name: getattr(meshes, name).mesh.tolist() for name in names}
 
 
-def test_ranks_of_one_copy():
-    first, second, third, last = ranks.run(_groups, {"expert": 2}, world_size=4)
+def _groups_of_four():
+    return _groups(expert=2), _groups(replicate=2, expert=2, context=2)
+
+
+def test_ranks_of_one_and_of_two_copies():
+    by_rank = ranks.run(_groups_of_four, world_size=4)
+    (first, second, third, last), two = zip(*by_rank, strict=True)
     assert first["expert"] == second["expert"] == [0, 1]
     assert third["expert"] == last["expert"] == [2, 3]
     assert first["expert_fsdp"] == third["expert_fsdp"] == [0, 2]
     assert second["expert_fsdp"] == last["expert_fsdp"] == [1, 3]
-    for groups in (first, second, third, last):
+    for rank, groups in enumerate((first, second, third, last)):
         assert groups["fsdp"] == groups["loss"] == groups["batch"] == [0, 1, 2, 3]
-    assert [g["context"] for g in (first, second, third, last)] == [[0], [1], [2], [3]]
-
-
-def test_ranks_of_two_copies_with_context():
-    degrees = {"replicate": 2, "expert": 2, "context": 2}
-    first, second, third, last = ranks.run(_groups, degrees, world_size=4)
-    for groups in (first, second, third, last):
+        assert groups["context"] == [rank]
+    first, second, third, last = two
+    for groups in two:
         assert groups["fsdp"] == [[0, 1], [2, 3]]
         assert groups["loss"] == [0, 1, 2, 3]
     assert first["expert"] == first["context"] == [0, 1]

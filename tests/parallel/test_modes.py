@@ -16,6 +16,7 @@ from primeblocks.parallel.experts import (
     grouped_linear,
 )
 from primeblocks.testing import ranks
+from tests.parallel.bodies import each
 from tests.parallel.linear_cases import CASES, drawn
 from tests.parallel.test_attention import ATTENTIONS
 
@@ -56,13 +57,13 @@ def _attend(name, dtypes, window):
     ]
 
 
-@pytest.mark.parametrize("window", [None, 2])
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_attention_is_cast_as_torchs_own(name, window):
+def test_attention_is_cast_as_torchs_own():
     dtypes = (torch.float32, torch.float32, torch.bfloat16)
-    for found, equal in ranks.run(_attend, name, dtypes, window):
-        assert found == [torch.bfloat16, *dtypes]
-        assert all(equal)
+    cases = [(name, dtypes, window) for name in ATTENTIONS for window in (None, 2)]
+    for by_case in ranks.run(each, _attend, cases):
+        for found, equal in by_case:
+            assert found == [torch.bfloat16, *dtypes]
+            assert all(equal)
 
 
 def _one_rank_alone(name):
@@ -75,9 +76,8 @@ def _one_rank_alone(name):
         ATTENTIONS[name](*wide, sequence=PLAN, group=dist.group.WORLD)
 
 
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_autocast_on_one_rank_is_an_error_on_all(name):
-    ranks.run(_one_rank_alone, name)
+def test_autocast_on_one_rank_is_an_error_on_all():
+    ranks.run(each, _one_rank_alone, [(name,) for name in ATTENTIONS])
 
 
 def _recur(name):
@@ -92,9 +92,8 @@ def _recur(name):
     return torch.equal(*found)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_recurrences_stay_in_float32_under_autocast(name):
-    assert ranks.run(_recur, name) == [True, True]
+def test_recurrences_stay_in_float32_under_autocast():
+    assert ranks.run(each, _recur, [(name,) for name in CASES]) == [[True] * len(CASES)] * 2
 
 
 class _Layer(nn.Module):
@@ -127,11 +126,11 @@ def _experts(kind, mode):
     return out.detach(), x.grad
 
 
-@pytest.mark.parametrize("kind", DISPATCHERS)
-def test_a_rank_without_rows_casts_as_the_others(kind):
-    for out, grad in ranks.run(_experts, kind, "autocast"):
-        assert out.dtype == torch.bfloat16
-        assert grad.isfinite().all()
+def test_a_rank_without_rows_casts_as_the_others():
+    for by_kind in ranks.run(each, _experts, [(kind, "autocast") for kind in DISPATCHERS]):
+        for out, grad in by_kind:
+            assert out.dtype == torch.bfloat16
+            assert grad.isfinite().all()
 
 
 def test_a_bias_is_cast_as_torchs_own():
@@ -142,13 +141,8 @@ def test_a_bias_is_cast_as_torchs_own():
     assert out.dtype == torch.bfloat16
 
 
-PLANS = [
-    ([7, 3], "contiguous", None),
-    ([7, 3], "zigzag", 2),
-    ([20, 0, 1], "balanced", None),
-    ([1], "contiguous", None),
-    ([33, 5], "balanced", 3),
-]
+# A window, a rank without tokens, and other sizes than before.
+PLANS = [([7, 3], "zigzag", 2), ([1], "contiguous", None), ([20, 0, 1], "balanced", None)]
 
 
 def _compiled(name, check):
@@ -173,14 +167,13 @@ def _compiled(name, check):
     return found
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_compiled_attention_is_the_same(name, check):
-    assert ranks.run(_compiled, name, check) == [[True] * len(PLANS)] * 2
+def test_compiled_attention_is_the_same():
+    found = ranks.run(each, _compiled, [("ring", True), ("ulysses", False)])
+    assert found == [[[True] * len(PLANS)] * 2] * 2
 
 
-@pytest.mark.parametrize("kind", DISPATCHERS)
-def test_compiled_experts_are_the_same(kind):
-    eager, compiled = (ranks.run(_experts, kind, mode) for mode in ("eager", "compiled"))
-    for ours, theirs in zip(compiled, eager, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+def test_compiled_experts_are_the_same():
+    cases = [(kind, mode) for kind in DISPATCHERS for mode in ("eager", "compiled")]
+    for found in ranks.run(each, _experts, cases):
+        for eager, compiled in zip(found[::2], found[1::2], strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))

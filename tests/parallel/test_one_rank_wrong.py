@@ -1,5 +1,6 @@
 """One rank calls otherwise than the others: every collective call of parallel, every operand."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -206,6 +207,17 @@ def _mistakes(value: Any) -> Iterator[tuple[str, Any]]:
         yield "None", None
 
 
+def _mistakes_of_all(right: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a caller may do to all tensors alike."""
+    tensors = {n: x for n, x in right.items() if isinstance(x, Tensor) and x.is_floating_point()}
+    if tensors:
+        yield "float64", {name: x.double() for name, x in tensors.items()}
+    if "sequence" in right:
+        tokens = PLAN.counts[dist.get_rank()]
+        fewer = {n: x[1:] for n, x in right.items() if isinstance(x, Tensor) and len(x) == tokens}
+        yield "one token fewer", fewer
+
+
 def _said(call: Callable[..., Any], arguments: dict[str, Any]) -> str:
     try:
         call(**arguments)
@@ -223,11 +235,77 @@ def _every_mistake(call: str) -> list[tuple[str, str, str]]:
         for mistake, wrong in _mistakes(value):
             if (call, name, mistake) not in FINE:
                 made.append((f"{name}: {mistake}", function, right | {name: wrong}))
+    made += [(what, function, right | wrong) for what, wrong in _mistakes_of_all(right)]
     found = []
     for what, other, wrong in made:
         said = _said(other, wrong) if wrongly else _said(function, right)
         found.append((what, said, _said(function, right)))
     return found
+
+
+_HEADS = {
+    "one token fewer": "ShapeError: the plan gives this rank 5 tokens",
+    "q: torch.float64": "ShapeError: q, k and v need one floating dtype; got torch.float64",
+    "float64": r"PlanError: sinks dtype must be equal on all ranks; .*float32, torch.float64\]",
+    "q: less in dim 1": "ShapeError: q and k need equal head_dim",
+    "v: less in dim 1": "ShapeError: q and k need equal head_dim",
+    "k: less in dim 2": "ShapeError: q and k need equal head_dim",
+    "q: no dims": r"ShapeError: q, k and v must be \[local_tokens, heads, head_dim\]",
+    "k: gradient": r"PlanError: k requires_grad must be equal on all ranks; .* \[1, 0\]",
+    "window: other": r"PlanError: window must be equal on all ranks; .* \[2, 3\]",
+    "window: None": r"PlanError: window must be equal on all ranks; .* \[2, None\]",
+    "causal: other": "PlanError: a window needs causal=True",
+    "sinks: None": r"PlanError: sinks must be equal on all ranks; .* \[True, False\]",
+    "sinks: less in dim 0": r"ShapeError: sinks must have one number per head, \[4\]; got \(3,\)",
+    "scale: text": "PlanError: scale must be a number",
+}
+_LATENTS = {
+    "one token fewer": "ShapeError: the plan gives this rank 5 tokens",
+    "latents: no dims": r"ShapeError: q must be \[local_tokens",
+    "q: less in dim 1": "ShapeError: q and up need equal numbers of heads",
+    "up: torch.float64": "ShapeError: q, latents and up need one floating dtype",
+    "causal: other": "PlanError: causal must be equal on all ranks",
+    "scale: text": "PlanError: scale must be a number",
+}
+_SPARSE = {
+    "q: no dims": r"ShapeError: q must be \[local_tokens",
+    "q: less in dim 0": "ShapeError: the plan gives this rank 5 tokens",
+    "kv: less in dim 0": "ShapeError: the plan gives this rank 5 rows",
+    "kv: less in dim 1": "ShapeError: .* needs q of 8 columns and kv of 8",
+    "kv: torch.float64": "ShapeError: .* one floating dtype",
+    "sinks: less in dim 0": r"ShapeError: sinks must have one number per head, \[4\]",
+    "scale: text": "PlanError: scale must be a number",
+}
+# By call and mistake: what the rank that makes the mistake is told.
+TOLD = {
+    "ring": _HEADS,
+    "ulysses": _HEADS,
+    "latent ring": _LATENTS,
+    "latent ulysses": _LATENTS,
+    "sparse": _SPARSE | {"indices: less in dim 1": r"ShapeError: .*\[5, 1, k\] of torch.int32"},
+    "dsa": _SPARSE
+    | {
+        "index_k: less in dim 0": "ShapeError: the indexer's .* do not fit each other",
+        "index_q: no dims": "ShapeError: an indexer needs q",
+        "index_q: torch.float64": "ShapeError: .* one dtype and one device",
+        "weights: integers": "ShapeError: .* must be floating point",
+    },
+    "conv": {
+        "one token fewer": r"ShapeError: .* this rank 5 tokens; got x \(4,",
+        "x: a dim more": r"ShapeError: causal_conv1d needs .*; got \(1, 5, 3\), \(3, 4\)",
+        "weight: more in dim 1": r"PlanError: weight dim 1 must be equal .*\[4, 5\]",
+    },
+    "delta": {
+        "one token fewer": r"ShapeError: .* this rank 5 tokens; got v \(4,",
+        "q: a dim more": r"ShapeError: gated_delta_rule needs .*; got \(1, 5, 2, 3\)",
+        "float64": "PlanError: q dtype must be equal .*torch.float32, torch.float64",
+    },
+    "space": {
+        "one token fewer": r"ShapeError: .* this rank 5 tokens; got x \(4,",
+        "x: a dim more": r"ShapeError: state_space needs .*; got \(1, 5, 2, 3\)",
+        "dt: more in dim 1": "ShapeError: state_space needs x",
+    },
+}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -237,4 +315,10 @@ def test_one_ranks_mistake_is_an_error_on_all(call):
         for said, afterwards in (told, telling):
             assert said.startswith(TYPED), (what, said)
             assert afterwards == "nothing", (what, afterwards)
+        if told[0] != telling[0]:
+            assert told[0].startswith("RankError: rank 1 of the group refused its arguments"), what
+            assert telling[0][:300] in told[0], (what, told)
+    by_mistake = {what: said for what, said, _ in here}
+    for mistake, said in TOLD.get(call, {}).items():
+        assert re.match(said, by_mistake[mistake]), (mistake, by_mistake[mistake])
     assert len(there) >= len(CALLS)

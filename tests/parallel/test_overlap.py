@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from primeblocks.parallel import plan_mesh, reference
+from primeblocks.parallel import reference
 from primeblocks.parallel.experts import AllToAllDispatcher, OncePerRankDispatcher, grouped_swiglu
 from primeblocks.testing import ranks, tiny_models
 from primeblocks.testing.oracles import StepCounter, assert_close_float64, assert_same_bits
+from tests.parallel.bodies import each, meshes_of
 from tests.parallel.float64 import Float64
 
 EXPERTS, TOP_K, HIDDEN = 12, 2, 5
@@ -98,10 +99,9 @@ def _alone(rank, tokens):
 @pytest.mark.parametrize(
     ("kind", "tokens_by_rank"),
     [
-        ("all_to_all", (4, 9)),
+        ("all_to_all", (0, 0)),
         ("once_per_rank", (5, 0, 2)),
         ("capacity", (3, 1, 0, 6)),
-        ("all_to_all", (0, 0)),
     ],
     ids=str,
 )
@@ -152,10 +152,6 @@ class _Events(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _orders_of_kinds():
-    return {kind: _order(kind) for kind in KINDS}
-
-
 def _order(kind):
     make, rules = KINDS[kind]
     x, scores, ids = _tokens(8, dist.get_rank())
@@ -175,8 +171,8 @@ THERE = ["leave", "shared", "land"]
 
 def test_shared_experts_are_computed_while_rows_travel():
     """In backward too, where the shared experts are differentiated while gradients travel."""
-    for found in ranks.run(_orders_of_kinds):
-        for kind, (forward, backward) in found.items():
+    for found in ranks.run(each, _order, [(kind,) for kind in KINDS]):
+        for kind, (forward, backward) in zip(KINDS, found, strict=True):
             assert forward == [*THERE, "experts", "exchange"], kind
             assert backward == ["exchange", "experts", *THERE], kind
 
@@ -263,7 +259,7 @@ def _of_model(family, checkpointing):
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    parallelize(model, plan_mesh(world_size=2, expert=2).build("cpu"))
+    parallelize(model, meshes_of(expert=2))
     blocks, events = _blocks(model), _Events()
 
     def seen(module, args, output):
@@ -285,13 +281,9 @@ def _of_model(family, checkpointing):
     return len(blocks), forward, backward
 
 
-def _orders(families, checkpointing):
-    return {family: _of_model(family, checkpointing) for family in families}
-
-
 def test_a_model_computes_them_once_and_keeps_nothing():
-    for found in ranks.run(_orders, ("deepseek_v3", "nemotron_h"), True):
-        for blocks, forward, backward in found.values():
+    for found in ranks.run(each, _of_model, [("deepseek_v3", True), ("nemotron_h", True)]):
+        for blocks, forward, backward in found:
             assert forward == THERE * blocks != []
             assert backward == THERE * blocks * 2  # Computed again, and differentiated.
 
@@ -299,10 +291,10 @@ def test_a_model_computes_them_once_and_keeps_nothing():
 def test_the_order_of_every_family():
     """Where transformers calls them first nothing is left to be done meanwhile."""
     families = (*SHARED_LAST, *SHARED_FIRST, "qwen2_moe", "qwen3_next", "qwen3_5_moe")
-    for found in ranks.run(_orders, families, False):
-        for family, (blocks, forward, backward) in found.items():
-            each = THERE if family in SHARED_LAST else SHARED_FIRST.get(family, ["shared"])
-            assert (family, forward) == (family, each * blocks)
+    for found in ranks.run(each, _of_model, [(family, False) for family in families]):
+        for family, (blocks, forward, backward) in zip(families, found, strict=True):
+            wanted = THERE if family in SHARED_LAST else SHARED_FIRST.get(family, ["shared"])
+            assert (family, forward) == (family, wanted * blocks)
             assert family not in SHARED_LAST or backward == THERE * blocks
             assert blocks
 
@@ -315,7 +307,7 @@ def _hooked():
     ours, theirs, plain = (tiny_models.build("deepseek_v3", **sizes) for _ in range(3))
     for model in (theirs, plain):
         model.set_experts_implementation("eager")
-    parallelize(ours, plan_mesh(world_size=2, expert=2).build("cpu"))
+    parallelize(ours, meshes_of(expert=2))
     for model in (ours, theirs):
         for _, shared in _blocks(model):
             shared.register_forward_pre_hook(lambda module, args: (2 * args[0],))

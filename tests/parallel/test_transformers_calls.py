@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import PlanError, UnsupportedError
-from primeblocks.parallel import global_token_count, plan_mesh, plan_sequence
+from primeblocks.parallel import global_token_count, plan_sequence
 from primeblocks.parallel.experts import AllToAllDispatcher
 from primeblocks.testing import ranks
+from tests.parallel.bodies import each, meshes_of
 from tests.parallel.test_transformers_families import (
     ATTENTIONS,
     DOCUMENTS,
@@ -28,7 +29,7 @@ def _with_and_without_plan(family, attention, checkpointing):
     """At context 1 either call is right, whatever the model was called with before."""
     from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
 
-    meshes = plan_mesh(world_size=1).build("cpu")
+    meshes = meshes_of()
     plan, tokens = plan_sequence(DOCUMENTS, ranks=1), _tokens(0)
     packed = local_inputs(tokens, sequence=plan, group=meshes.context.get_group())
     padded = {"input_ids": tokens[:24].view(2, 12), "attention_mask": torch.ones(2, 12).long()}
@@ -51,25 +52,21 @@ def _with_and_without_plan(family, attention, checkpointing):
     return _errors(loss.detach(), model, expected, whole)
 
 
-def _whole_sequences():
+def test_whole_sequences_may_have_a_plan():
     families = ["afmoe", "glm_moe_dsa", "gpt_oss", "nemotron_h", "qwen3_5_moe", "qwen3_vl_moe"]
-    found = {}
+    cases = []
     for at, family in enumerate(families):  # They take turns.
         attention = "ring" if at % 2 and family not in INDEXED else None
-        found[family] = _with_and_without_plan(family, attention, checkpointing=at % 2 == 0)
-    return found
-
-
-def test_whole_sequences_may_have_a_plan():
-    (found,) = ranks.run(_whole_sequences, world_size=1)
-    for family, errors in found.items():
-        assert max(errors.values()) < 1e-12, (family, errors)
+        cases.append((family, attention, at % 2 == 0))
+    (found,) = ranks.run(each, _with_and_without_plan, cases, world_size=1)
+    for case, errors in zip(cases, found, strict=True):
+        assert max(errors.values()) < 1e-12, (case, errors)
 
 
 def _plans_that_no_model_follows():
     from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
 
-    meshes = plan_mesh(world_size=1).build("cpu")
+    meshes = meshes_of()
     group = meshes.context.get_group()
     inputs = local_inputs(_tokens(0), sequence=plan_sequence(DOCUMENTS, ranks=1), group=group)
     model = _model("gpt_oss")
@@ -87,15 +84,15 @@ def test_a_plan_is_honoured_or_refused():
     ranks.run(_plans_that_no_model_follows, world_size=1)
 
 
-def _own_loss(family, degrees, order):
+def _own_loss(family, degrees):
     """The model's own loss and its gradients, given labels that were shifted before the split."""
     from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
 
-    meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+    meshes = meshes_of(**degrees)
     group, batch = meshes.context.get_group(), meshes.batch.get_local_rank()
     model, whole = _model(family), _model(family)
     parallelize(model, meshes)
-    plan, tokens = plan_sequence(DOCUMENTS, ranks=group.size(), order=order), _tokens(batch)
+    plan, tokens = plan_sequence(DOCUMENTS, ranks=group.size(), order="zigzag"), _tokens(batch)
     labels = plan.split(plan.labels(tokens), group=group)[None]
     count = global_token_count((labels != -100).sum(), meshes)
     inputs = local_inputs(tokens, sequence=plan, group=group)
@@ -109,14 +106,10 @@ def _own_loss(family, degrees, order):
     return _errors(loss, model, want, whole)
 
 
-def _own_losses():
-    degrees = {"qwen3_vl_moe": {"context": 2}, "hy_v4": {"context": 2}, "gpt_oss": {"expert": 2}}
-    return {family: _own_loss(family, own, "zigzag") for family, own in degrees.items()}
-
-
 def test_the_loss_of_the_model_itself():
-    for found in ranks.run(_own_losses):
-        for family, errors in found.items():
+    degrees = {"qwen3_vl_moe": {"context": 2}, "hy_v4": {"context": 2}, "gpt_oss": {"expert": 2}}
+    for found in ranks.run(each, _own_loss, [*degrees.items()]):
+        for family, errors in zip(degrees, found, strict=True):
             assert max(errors.values()) < 1e-12, (family, errors)
 
 
@@ -129,7 +122,7 @@ def _losses_of_one_rank():
         (PlanError, "Pass num_items_in_batch=global_token_count", {"labels": ids}),
         (UnsupportedError, "auxiliary loss from this rank", {"output_router_logits": True}),
     ]
-    split = plan_mesh(world_size=2, context=2).build("cpu")
+    split = meshes_of(context=2)
     group = split.context.get_group()
     packed = local_inputs(
         torch.arange(24), sequence=plan_sequence([9, 15], ranks=2, order="zigzag"), group=group
@@ -141,7 +134,7 @@ def _losses_of_one_rank():
     )
     uncounted = (*wrong[0][:2], {"labels": ids, "shift_labels": ids})
     for meshes, inputs, refused in [
-        (plan_mesh(world_size=2).build("cpu"), {"input_ids": ids}, wrong),
+        (meshes_of(), {"input_ids": ids}, wrong),
         (split, packed, [unshifted, uncounted, wrong[1]]),
     ]:
         model = _model("qwen3_moe")
@@ -159,7 +152,7 @@ def _losses_of_one_rank():
             model(**inputs)
         model(**inputs, output_router_logits=False)
     images = _model("qwen3_vl_moe")
-    parallelize(images, plan_mesh(world_size=2).build("cpu"))
+    parallelize(images, meshes_of())
     images.config.text_config.output_router_logits = True  # Its own configuration has none.
     with pytest.raises(UnsupportedError, match="also in the configuration"):
         images(input_ids=ids)
@@ -172,7 +165,7 @@ def test_losses_of_one_rank_are_refused():
 def _other_ranks():
     from primeblocks.parallel.adapters.transformers import parallelize
 
-    meshes = plan_mesh(world_size=4, expert=2).build("cpu")
+    meshes = meshes_of(expert=2)
     groups = [dist.new_group(pair) for pair in ([0, 2], [1, 3])]
     across = AllToAllDispatcher(groups[dist.get_rank() % 2])
     with pytest.raises(PlanError, match="uses ranks .* group meshes.expert.get_group"):
@@ -188,7 +181,7 @@ def _alone():
 
     ids = torch.arange(12).view(2, 6)
     model, whole = _model("qwen3_moe"), _model("qwen3_moe")
-    parallelize(model, plan_mesh(world_size=1).build("cpu"))
+    parallelize(model, meshes_of())
     arguments = {"labels": ids, "output_router_logits": True, "use_cache": False}
     got, want = (m(input_ids=ids, **arguments) for m in (model, whole))
     torch.testing.assert_close(got.loss, want.loss)
@@ -203,7 +196,7 @@ def _recurrence_kernels():
     from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
     from primeblocks.parallel.linear.kernels import chunk_gated_delta_rule, chunk_state_space
 
-    meshes, calls = plan_mesh(world_size=1).build("cpu"), []
+    meshes, calls = meshes_of(), []
     for family in ("llama", "glm_moe_dsa"):
         model = _model(family)
         with pytest.raises(UnsupportedError, match="no recurrent layers that could use"):
@@ -236,7 +229,7 @@ def _wrong_calls(tmp_path):
     from primeblocks.parallel.adapters.transformers import load_pretrained, parallelize
     from primeblocks.parallel.adapters.transformers import save_pretrained as save
 
-    model, meshes = _model("mixtral"), plan_mesh(world_size=1).build("cpu")
+    model, meshes = _model("mixtral"), meshes_of()
     with pytest.raises(PlanError, match=r"such as .*ring_attention; got 'ring'"):
         parallelize(model, meshes, attention="ring")
     parallelize(model, meshes)

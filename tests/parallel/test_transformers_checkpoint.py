@@ -1,8 +1,6 @@
 """A model in parts, saved and loaded: whole as by transformers, and in parts for other ranks."""
 
-import json
 import resource
-import shutil
 import warnings
 from contextlib import contextmanager
 
@@ -10,15 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from primeblocks.errors import PlanError, RankError, UnsupportedError
-from primeblocks.layout import local_part
-from primeblocks.parallel import plan_mesh
 from primeblocks.parallel.experts import add_expert_lora
 from primeblocks.testing import ranks, tiny_models
+from tests.parallel.bodies import each, meshes_of
 
 ROWS, SIZES = 12, {"num_experts": 12, "hidden": 64, "vocab": 32, "num_layers": 2}
 
@@ -31,10 +28,6 @@ def _model(family, *, seed=0, tied=False, device="cpu"):
     with torch.device(device):
         kind = tiny_models._model_class(family)
         return kind.from_config(config, dtype=torch.float32).train()
-
-
-def _meshes(degrees):
-    return plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
 
 
 def _step(model, optimizer):
@@ -55,7 +48,7 @@ def _start(family, degrees, *, device="cpu", **more):
     from primeblocks.parallel.adapters.transformers import parallelize
 
     model = _model(family, device=device, **more)
-    parallelize(model, _meshes(degrees))
+    parallelize(model, meshes_of(**degrees))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -128,55 +121,42 @@ def _local(model):
     return [x.to_local() if isinstance(x, DTensor) else x for x in model.state_dict().values()]
 
 
-@pytest.mark.parametrize(
-    ("family", "degrees", "tied"),
-    [("qwen3_moe", {"expert": 2}, True), ("nemotron_h", {"expert": 2, "replicate": 2}, False)],
-)
-def test_the_whole_is_written_as_from_one_rank(family, degrees, tied, tmp_path):
-    names = ranks.run(_save_whole, family, degrees, tied, tmp_path, world_size=4)
-    assert all(name.startswith("FSDP") for name in names)  # As it was before.
-    one, parts = (load_file(tmp_path / kind / "model.safetensors") for kind in ("one", "parts"))
-    assert one.keys() == parts.keys()
-    assert all(torch.equal(one[name], parts[name]) for name in one)
-    one, parts = ((tmp_path / kind / "config.json").read_text() for kind in ("one", "parts"))
-    assert one == parts
+def test_the_whole_is_written_as_from_one_rank(tmp_path):
+    cases = [
+        ("qwen3_moe", {"expert": 2}, True, tmp_path / "qwen3_moe"),
+        ("nemotron_h", {"expert": 2, "replicate": 2}, False, tmp_path / "nemotron_h"),
+    ]
+    for names in ranks.run(each, _save_whole, cases, world_size=4):
+        assert all(name.startswith("FSDP") for name in names)  # As it was before.
+    for *_, path in cases:
+        one, parts = (load_file(path / kind / "model.safetensors") for kind in ("one", "parts"))
+        assert one.keys() == parts.keys()
+        assert all(torch.equal(one[name], parts[name]) for name in one)
+        one, parts = ((path / kind / "config.json").read_text() for kind in ("one", "parts"))
+        assert one == parts
 
 
-def _refusals(path):
+def _refusals():
     from primeblocks.parallel.adapters.transformers import (
         load_pretrained,
         parallelize,
         save_pretrained,
     )
 
-    first, meshes = dist.get_rank() == 0, _meshes({})
-    if first:
-        _model("llama").save_pretrained(path / "llama")
-        _model("qwen3_moe").save_pretrained(path / "cut")
-        weights = path / "cut" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1])
-    model, _ = _start("qwen3_moe", {})
-    for wrong, said in [
-        ("nowhere", "cannot be read as a Qwen3MoeFor"),
-        ("cut", "cannot be read as a Qwen3MoeFor"),
-        ("llama", "is missing"),
-    ]:
-        with pytest.raises(PlanError if first else RankError, match=said):
-            load_pretrained(model, path / wrong)
-    adapted = _model("qwen3_moe")
+    adapted, meshes = _model("qwen3_moe"), meshes_of()
     add_expert_lora(adapted, rank=2, alpha=4)
     parallelize(adapted, meshes)
     for use in (save_pretrained, load_pretrained):
         with pytest.raises(UnsupportedError, match="has adapters .*lora_A.*merged_expert_weights"):
-            use(adapted, path / "adapted")
+            use(adapted, "adapted")
     half = _model("qwen3_moe", device="meta")
     half.lm_head.to_empty(device="cpu")
     with pytest.raises(PlanError, match="24 of 25 parameters are on the meta device"):
         parallelize(half, meshes)
 
 
-def test_what_is_no_checkpoint_of_the_model_is_refused(tmp_path):
-    ranks.run(_refusals, tmp_path)
+def test_adapters_and_models_that_are_half_on_the_meta_device_are_refused():
+    ranks.run(_refusals)
 
 
 @pytest.mark.parametrize("family", sorted((*tiny_models.FAMILIES, *tiny_models.OTHER_FAMILIES)))
@@ -312,67 +292,3 @@ def test_a_deferred_tensor_splits_as_torch_splits():
         x = torch.empty(3, tokens)
         found = [part.shape for part in torch.split(Deferred.of(x), size, dim=1)]
         assert found == [part.shape for part in torch.split(x, size, dim=1)]
-
-
-def _odd(path):
-    """Folders that transformers raises all kinds of errors for, and some that it reads."""
-    from primeblocks.parallel.adapters.transformers import load_pretrained
-
-    error, model = (
-        RankError if dist.get_rank() else PlanError,
-        _start("qwen3_moe", {"expert": 2})[0],
-    )
-    if dist.get_rank() == 0:
-        _write_odd(path)
-    dist.barrier()
-    for folder, said in [
-        ("a list", "AttributeError"),
-        ("no words", "AttributeError"),
-        ("names", "AttributeError"),
-        ("above", "outside of the folder: '../one"),
-        ("absolute", "outside of the folder: '/"),
-        ("an empty expert", "cannot be read as a Qwen3MoeForCausalLM"),
-        ("a deep expert", "cannot be read as a Qwen3MoeForCausalLM"),
-    ]:
-        with pytest.raises(error, match=said):
-            load_pretrained(model, path / folder)
-    want = {name: x.clone() for name, x in model.state_dict().items()}
-    _fill(model, 0)
-    load_pretrained(model, path / "twice")
-    assert all(
-        torch.equal(local_part(x), local_part(want[n])) for n, x in model.state_dict().items()
-    )
-
-
-def _write_odd(path):
-    """Each is the model of seed 0 with one oddity."""
-    expert, index = "model.layers.0.mlp.experts.1.up_proj.weight", "model.safetensors.index.json"
-    _model("qwen3_moe").save_pretrained(path / "one")
-    _model("qwen3_moe").save_pretrained(path / "several", max_shard_size="100KB")
-    for name, base in {
-        **dict.fromkeys(("a list", "no words", "an empty expert", "a deep expert"), "one"),
-        **dict.fromkeys(("names", "above", "absolute", "twice"), "several"),
-    }.items():
-        shutil.copytree(path / base, path / name)
-    (path / "a list" / "config.json").write_text("[]")
-    config = json.loads((path / "one" / "config.json").read_text())
-    config["quantization_config"] = "fp8"
-    (path / "no words" / "config.json").write_text(json.dumps(config))
-    told = json.loads((path / "several" / index).read_text())
-    for name, where in {
-        "names": ["a.safetensors"],
-        "above": told["weight_map"] | {expert: "../one/model.safetensors"},
-        "absolute": told["weight_map"] | {expert: str(path / "one" / "model.safetensors")},
-    }.items():
-        (path / name / index).write_text(json.dumps(told | {"weight_map": where}))
-    tensors = load_file(path / "one" / "model.safetensors")
-    for name, odd in {"an empty": tensors[expert][:0], "a deep": tensors[expert][None]}.items():
-        file = path / f"{name} expert" / "model.safetensors"
-        save_file(tensors | {expert: odd.contiguous()}, file, {"format": "pt"})
-    last = path / "twice" / max(told["weight_map"].values())  # Where the index does not say.
-    twice = min(told["weight_map"], key=told["weight_map"].get)
-    save_file(load_file(last) | {twice: torch.ones_like(tensors[twice])}, last, {"format": "pt"})
-
-
-def test_odd_checkpoints_are_refused_or_read_as_their_index_says(tmp_path):
-    ranks.run(_odd, tmp_path)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import PlanError, ShapeError, UnsupportedError
-from primeblocks.parallel import global_token_count, plan_mesh, plan_sequence
+from primeblocks.parallel import global_token_count, plan_sequence
 from primeblocks.parallel.attention import (
     FlexKernel,
     RectangleKernel,
@@ -17,6 +17,7 @@ from primeblocks.parallel.attention import (
 )
 from primeblocks.parallel.experts import OncePerRankDispatcher
 from primeblocks.testing import ranks, tiny_models
+from tests.parallel.bodies import each, meshes_of
 from tests.parallel.float64 import Float64, StableTopK
 
 VOCABULARY, EXPERTS, TOP_K = 32, 12, 2
@@ -127,7 +128,7 @@ def _compare(family, cases):
 
     found = {}
     for degrees, order, attention, once, checkpointing in cases:
-        meshes = plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
+        meshes = meshes_of(**degrees)
         count = global_token_count(
             sum(n - 1 for n in DOCUMENTS) if meshes.context.get_local_rank() == 0 else 0, meshes
         )
@@ -162,13 +163,10 @@ def _cases(family, world_size):
     ]
 
 
-def _compare_all(cases):
-    return {family: _compare(family, its_own) for family, its_own in cases.items()}
-
-
 def _assert_equal_one_rank(cases, world_size):
-    for found in ranks.run(_compare_all, cases, world_size=world_size):
-        for family, by_case in found.items():
+    """Each family in its cases."""
+    for found in ranks.run(each, _compare, [*cases.items()], world_size=world_size):
+        for family, by_case in zip(cases, found, strict=True):
             for errors in by_case.values():
                 assert max(errors.values()) < 1e-12, (family, by_case)
 
@@ -188,10 +186,6 @@ def test_three_ranks_equal_one():
     _assert_equal_one_rank({family: _cases(family, 3) for family in families}, 3)
 
 
-def _with_kernels(families, attentions):
-    return {(f, a): _with_kernel(f, a) for f in families for a in attentions}
-
-
 def _with_kernel(family, attention):
     cases = [({"context": 2}, "contiguous", attention, False, True)]
     (errors,) = _compare(family, cases).values()
@@ -202,12 +196,14 @@ def _with_kernel(family, attention):
 
 def test_a_model_may_be_given_a_kernel():
     """Of 2 layers that run twice: each hop is a call, rank 0 sees no keys of rank 1."""
-    families, attentions = ["deepseek_v3", "gpt_oss"], ["ring, kernel", "ulysses, kernel"]
-    for rank, found in enumerate(ranks.run(_with_kernels, families, attentions)):
-        for (family, attention), (error, calls) in found.items():
-            hops = 1 + rank if attention.startswith("ring") else 1
-            assert error < 1e-12, (family, attention)
-            assert calls == (4 * hops, 2 * hops), (family, attention)
+    cases = [
+        (f, a) for f in ("deepseek_v3", "gpt_oss") for a in ("ring, kernel", "ulysses, kernel")
+    ]
+    for rank, found in enumerate(ranks.run(each, _with_kernel, cases)):
+        for case, (error, calls) in zip(cases, found, strict=True):
+            hops = 1 + rank if case[1].startswith("ring") else 1
+            assert error < 1e-12, case
+            assert calls == (4 * hops, 2 * hops), case
 
 
 def test_the_table_holds_what_is_tested():
@@ -219,25 +215,22 @@ def test_the_table_holds_what_is_tested():
 def _refusals():
     from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
 
-    world = plan_mesh(world_size=2, context=2).build("cpu")
-    with pytest.raises(UnsupportedError, match="'minimax'.*is not one of the tested families"):
+    world = meshes_of(context=2)
+    with pytest.raises(UnsupportedError, match="'minimax'.*not one of the tested .*'qwen3_moe'"):
         parallelize(_model("minimax"), world)
-    shared = plan_mesh(world_size=2, expert=2).build("cpu")
-    with pytest.raises(PlanError, match="expert=2, but no experts were given"):
-        parallelize(_model("llama"), shared)
     group = world.context.get_group()
     plan = plan_sequence(DOCUMENTS, ranks=2, order="zigzag")
     inputs = local_inputs(_tokens(0), sequence=plan, group=group)
     ids = inputs["input_ids"]
     with pytest.raises(PlanError, match=r"a token on every rank, but the plan assigns \[29, 0\]"):
         local_inputs(_tokens(0), sequence=plan_sequence(DOCUMENTS, ranks=2), group=group)
+    model = _model("llama")
+    parallelize(model, world)
     for error, said, wrong in [
         (PlanError, r"needs their plan: call model\(\*\*local_inputs", {"input_ids": ids}),
         (ShapeError, "into one row; got a batch of 2", inputs | {"input_ids": ids.repeat(2, 1)}),
         (PlanError, "does not take masks", inputs | {"attention_mask": torch.ones_like(ids)}),
     ]:
-        model = _model("llama")
-        parallelize(model, world)
         with pytest.raises(error, match=said):
             model(**wrong)
     model.model.layers[0].self_attn.attention_dropout = 0.1

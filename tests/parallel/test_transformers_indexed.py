@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from primeblocks.parallel import plan_mesh, plan_sequence
+from primeblocks.parallel import plan_sequence
 from primeblocks.parallel.attention import dsa
 from primeblocks.testing import ranks
+from tests.parallel.bodies import each, meshes_of
 from tests.parallel.float64 import Float64, StableTopK
 from tests.parallel.test_transformers_families import (
     DOCUMENTS,
@@ -25,10 +26,6 @@ from tests.parallel.test_transformers_families import (
 
 STARTS = [sum(DOCUMENTS[:i]) for i in range(len(DOCUMENTS))]
 START_OF = torch.tensor(STARTS).repeat_interleave(torch.tensor(DOCUMENTS))
-
-
-def _meshes(**degrees):
-    return plan_mesh(world_size=dist.get_world_size(), **degrees).build("cpu")
 
 
 def _plan(group, order="balanced"):
@@ -63,7 +60,7 @@ def _compare_choices():
 
     results = {}
     for family in INDEXED:
-        meshes = _meshes(context=dist.get_world_size())
+        meshes = meshes_of(context=dist.get_world_size())
         group = meshes.context.get_group()
         model, whole, ours, theirs = _model(family), _model(family), {}, {}
         k = model.config.index_topk
@@ -104,7 +101,7 @@ def _float32():
     """Relative errors of gradients in float32 against float64: over two ranks, and alone."""
     from primeblocks.parallel.adapters.transformers import parallelize
 
-    meshes = _meshes(context=2, expert=2)
+    meshes = meshes_of(context=2, expert=2)
     model, alone, oracle = _model("glm_moe_dsa"), _model("glm_moe_dsa"), _model("glm_moe_dsa")
     model, alone = model.float(), alone.float()
     parallelize(model, meshes)
@@ -190,14 +187,10 @@ def _split_imposed(model, group):
     _call(model, group).backward()
 
 
-def _replaced():
-    return [_replaced_in(family) for family in ("glm_moe_dsa", "deepseek_v32")]
-
-
-def _replaced_in(family):
+def _replaced(family):
     from primeblocks.parallel.adapters.transformers import parallelize
 
-    meshes, model, whole = _meshes(context=2), _model(family), _model(family)
+    meshes, model, whole = meshes_of(context=2), _model(family), _model(family)
     parallelize(model, meshes)
     with Float64():
         _split_imposed(model, meshes.context.get_group())
@@ -205,7 +198,7 @@ def _replaced_in(family):
 
 
 def test_attention_reads_what_a_hook_on_the_indexer_returns():
-    for errors in ranks.run(_replaced):
+    for errors in ranks.run(each, _replaced, [("glm_moe_dsa",), ("deepseek_v32",)]):
         assert max(errors) < 1e-12
 
 
@@ -224,7 +217,7 @@ def _mixed_precision(family):
     from primeblocks.parallel.adapters.transformers import IndexedAttention, parallelize
 
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    meshes, model, kernel = _meshes(context=2, expert=2), _model(family).float(), _Watched()
+    meshes, model, kernel = meshes_of(context=2, expert=2), _model(family).float(), _Watched()
     engines = IndexedAttention(kernel=kernel)
     parallelize(model, meshes, precision=precision, attention=engines)
     weighed = []
@@ -240,12 +233,9 @@ def _mixed_precision(family):
     return _distance(model, oracle), _distance(naive, oracle)
 
 
-def _all_mixed_precision():
-    return {family: _mixed_precision(family) for family in INDEXED}
-
-
-def test_mixed_precision_errs_no_more_than_bfloat16():
-    for found in ranks.run(_all_mixed_precision):
-        for family, (ours, naive) in found.items():
+def test_mixed_precision_errs_no_more_than_bfloat16(full):
+    families = INDEXED if full else ("glm_moe_dsa", "hy_v4")
+    for found in ranks.run(each, _mixed_precision, [(family,) for family in families]):
+        for family, (ours, naive) in zip(families, found, strict=True):
             # The lower bound: float32 throughout would err thousands of times less.
             assert naive / 10 < ours < 2 * naive < 0.2, (family, ours, naive)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import partial
 
-import pytest
 import torch
 from torch import nn
 
@@ -11,6 +10,7 @@ from primeblocks.parallel import plan_mesh, plan_sequence
 from primeblocks.parallel.attention import RectangleKernel, ring_attention, ulysses_attention
 from primeblocks.testing import ranks, tiny_models
 from primeblocks.testing.oracles import StepCounter
+from tests.parallel.bodies import each
 
 TOKENS, LAYERS, LATENT, ROPE = 32, 2, 512, 64
 
@@ -65,13 +65,17 @@ def _lora(model):
         layer.self_attn.kv_b_proj = nn.Sequential(own)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
-def test_latents_travel(family):
-    row = 4 * (LATENT + ROPE)
+def test_latents_travel_and_ulysses_trades_queries_and_outputs_alone():
     kernel = partial(ring_attention, kernel=RectangleKernel(), check=False)
-    for attention in (ring_attention, kernel):
-        for *_, received, _ in ranks.run(_seen, family, attention):
-            assert received == LAYERS * TOKENS // 2 * row
+    families = ("deepseek_v3", "glm4_moe_lite")
+    cases = [(family, attention) for family in families for attention in (ring_attention, kernel)]
+    cases.append(("deepseek_v3", ulysses_attention))
+    heads, width = 2, 128 + 64 + 128  # Of queries and of outputs.
+    for *rings, ulysses in ranks.run(each, _seen, cases):
+        for found in rings:
+            assert found[2] == LAYERS * TOKENS // 2 * 4 * (LATENT + ROPE)
+        of_experts = rings[0][3]
+        assert ulysses[3] - of_experts == LAYERS * TOKENS // 2 * heads // 2 * width * 4
 
 
 def _heads_instead():
@@ -95,11 +99,3 @@ def _heads_instead():
 def test_heads_travel_where_latents_cannot():
     # Sums of some hundred numbers in float32, in another order, through two layers.
     assert max(ranks.run(_heads_instead)) < 1e-4
-
-
-def test_ulysses_trades_queries_and_outputs_alone():
-    received = [found[3] for found in ranks.run(_seen, "deepseek_v3", ulysses_attention)]
-    heads, width = 2, 128 + 64 + 128  # Of queries and of outputs.
-    experts = ranks.run(_seen, "deepseek_v3", ring_attention)
-    trades = [a - b[3] for a, b in zip(received, experts, strict=True)]
-    assert trades == [LAYERS * TOKENS // 2 * heads // 2 * width * 4] * 2

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.bias import causal_lower_right
@@ -61,7 +61,6 @@ def _always_has_segments(order, tokens, world_size, rules):
     return order == "zigzag" and rules.get("window", 0) <= tokens // world_size
 
 
-@settings(max_examples=60)
 @given(
     lengths=strategies.ragged_lengths(max_items=5, max_length=30),
     world_size=st.integers(1, 4),

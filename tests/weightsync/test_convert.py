@@ -150,12 +150,59 @@ def test_what_is_more_than_a_move_is_refused(convert, why):
         record_wiring(convert, manifest)
 
 
+FUSED = {  # Codes of 256 x 200 in tiles of 128 x 128, and of 64 x 200.
+    "split by rows": (lambda w, s, *_: [(w[:128], s[:1]), (w[128:], s[1:])], True),
+    "split by columns": (lambda w, s, *_: [(w[:, :128], s[:, :1]), (w[:, 128:], s[:, 1:])], True),
+    "turned": (lambda w, s, *_: [(w.T, s.T)], True),
+    "cut at the end": (lambda w, s, *_: [(w[:150], s[:2])], True),
+    "rows in another order": (lambda w, s, *_: [(w[:128].view(2, 64, 200).mT, s[:1])], False),
+    "joined": (lambda w, s, v, t: [(torch.cat([w, v]), torch.cat([s, t]))], True),
+    "joined inside a tile": (lambda w, s, v, t: [(torch.cat([v, w]), torch.cat([t, s]))], False),
+    "cut inside a tile": (lambda w, s, *_: [(w[:64], s[:1]), (w[64:], s)], False),
+    "exchanged scales": (lambda w, s, *_: [(w, torch.cat([s[1:], s[:1]]))], False),
+    "without scales": (lambda w, *_: [(w, torch.zeros(1))], False),
+    "a scale without its dims": (lambda w, s, v, t: [(v[:, :128], t[0, 0])], False),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("suffix", ["_scale_inv", "_scale"])
+def test_a_conversion_keeps_codes_with_the_scales_of_their_tiles(kind, suffix):
+    change, is_kept = FUSED[kind]
+    codes, scales = torch.zeros(256, 200, dtype=torch.float8_e4m3fn), torch.zeros(2, 2)
+    held = {"w": codes, "w_scale_inv": scales, "v": codes[:64], "v_scale_inv": scales[:1]}
+
+    def convert(tensors):
+        made = enumerate(change(*tensors.values()))
+        return {
+            f"e.{i}{end}": one
+            for i, two in made
+            for end, one in zip(["", suffix], two, strict=True)
+        }
+
+    if is_kept:
+        assert record_wiring(convert, describe(held)).pieces
+    else:
+        with pytest.raises(
+            PlanError, match=r"[vw]: the conversion to .* separates codes from the scales"
+        ):
+            record_wiring(convert, describe(held))
+
+
+def test_scales_that_are_not_of_tiles_are_moved_freely():
+    codes = torch.zeros(4, 6, dtype=torch.float8_e4m3fn)
+    held = describe({"w": codes, "w_scale_inv": torch.zeros(()), "n": codes.float()})
+    assert record_wiring(lambda t: {"a": t["w"][:3], "s": t["w_scale_inv"]}, held).pieces
+
+
 def test_other_tensors_than_those_recorded_are_refused():
     wiring = record_wiring(lambda t: {"b": t["a"]}, describe({"a": torch.zeros(2, 2)}))
-    with pytest.raises(PlanError, match=r"'a' is \(3,\), but the wiring was recorded for \(2, 2\)"):
+    with pytest.raises(PlanError, match=r"'a' is .* \(3,\), but .* recorded for .* \(2, 2\)"):
         wiring.map(describe({"a": torch.zeros(3)}))
-    with pytest.raises(PlanError, match=r"'z' is \(3,\), .* recorded for no such tensor"):
+    with pytest.raises(PlanError, match=r"'z' is .* \(3,\), .* recorded for no such tensor"):
         wiring.map(describe({"z": torch.zeros(3)}))
     other = describe({"a": torch.zeros(2, 2, dtype=torch.bfloat16)})
-    with pytest.raises(PlanError, match="'a' is torch.bfloat16 .* on one rank and torch.float32"):
+    with pytest.raises(
+        PlanError, match="'a' is torch.bfloat16 .* on one rank or reader, and torch.float32"
+    ):
         record_wiring(dict, wiring.sources, other)

@@ -50,8 +50,8 @@ def test_the_wiring_makes_what_save_pretrained_writes(family, tmp_path):
     assert_same(moved(wiring, module), saved)
 
 
-def encoded(hidden, rows=128):
-    model = tiny_models.build("qwen3_moe", **SIZES | {"num_layers": 1, "hidden": hidden})
+def encoded(hidden, rows=128, *, family="qwen3_moe"):
+    model = tiny_models.build(family, **SIZES | {"num_layers": 1, "hidden": hidden})
     recipe = fp8.Recipe(weights=fp8.Tile(rows, 128))
     encode = fp8.encode_weights(recipe, only=r"mlp\.experts", layouts=None)
     return recipe, model, encode, to_checkpoint(model, encode.describe(describe(model)))
@@ -74,9 +74,18 @@ def test_experts_of_whole_tiles_are_the_codes_of_the_checkpoint(hidden, rows, tm
 
 @pytest.mark.parametrize("hidden", [96, 128, 192, 320])
 def test_experts_that_would_cut_a_tile_are_refused(hidden):
-    """One width is one tile, whose scale would lose its dims."""
-    with pytest.raises(PlanError, match=r"gate_up_proj.*128 x 128|down_proj.*drops a dim"):
+    """A width of 128 is one tile, whose scale would lose its dims."""
+    with pytest.raises(
+        PlanError, match=r"gate_up_proj: the conversion to .* separates codes .*simulated"
+    ):
         encoded(hidden)
+
+
+@pytest.mark.parametrize(("family", "hidden"), [("qwen3_moe", 64), ("qwen3_vl_moe", 256)])
+def test_scales_that_transformers_cannot_convert_are_refused(family, hidden):
+    """Less than one tile; and a conversion that looks up each name in the module."""
+    with pytest.raises(PlanError, match="cannot convert the tensors of Qwen3.*Error.*simulated"):
+        encoded(hidden, family=family)
 
 
 @pytest.mark.parametrize("family", TINY)

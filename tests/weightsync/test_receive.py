@@ -37,7 +37,7 @@ def test_waiting_ends_at_the_deadline(setup):
     setup.publish(1)
     setup.receive()
     with pytest.raises(
-        DeadlineError, match=r"not committed in time. This engine has version 1, .* \[1\]"
+        DeadlineError, match=r"not committed .* has version 1, .* \[1\]. Publish this version"
     ):
         setup.receive(timeout_s=0.01)
     with pytest.raises(DeadlineError, match="version 3 was not committed"):

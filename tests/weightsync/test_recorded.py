@@ -12,9 +12,10 @@ from torch import nn
 
 from primeblocks.errors import PlanError
 from primeblocks.layout import Shard
-from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync import describe, plan_sync, verify_engine
 from primeblocks.weightsync.adapters.vllm.loads import unfilled
 from primeblocks.weightsync.convert.conversion import Reads, filling, record_reads, record_wiring
+from primeblocks.weightsync.observed import observe
 from tests.weightsync.toy_engine import moved
 
 
@@ -210,6 +211,38 @@ def test_a_conversion_joins_zeros_alone(kind):
             record_wiring(convert, held)
 
 
+@pytest.mark.parametrize(
+    ("write", "lost"),
+    [
+        (lambda p, a, b: (p.copy_(a), p[1:3].copy_(b[1:3])), "a"),
+        (lambda p, a, b: (p.copy_(a), p.copy_(b)), "a"),
+        (lambda p, a, b: (p[1:3].copy_(b[1:3]), p.copy_(a)), "b"),
+        (lambda p, a, b: (p.copy_(a), p[:, 2:].copy_(b[:, 2:]), p[2].copy_(a[2])), "ab"),
+        (lambda p, a, b: (p[:2].copy_(a[:2]), p[2:].copy_(b[2:]), p[1:3].copy_(b[1:3])), "a"),
+        (lambda p, a, b: (p.copy_(a), p[1:3].copy_(a[1:3]), p.copy_(a)), ""),
+        (lambda p, a, b: (p.copy_(a), p[1:3].copy_(a[:2])), "a"),
+        (lambda p, a, b: (p.copy_(a), p.view(-1)[1:6].copy_(b.view(-1)[3:8])), "ab"),
+        (lambda p, a, b: (p.copy_(a), p[1:3].copy_(b[:1])), "ab"),
+    ],
+)
+def test_the_last_write_wins_and_what_is_written_over_is_lost(write, lost):
+    params, seen = {"p": torch.zeros(4, 6)}, {"a": torch.rand(4, 6), "b": torch.rand(4, 6)}
+
+    def load(tensors):
+        write(params["p"], *dict(tensors).values())
+
+    reads = record_reads(load, describe(seen), into=params)
+    load(seen.items())
+    assert "".join(sorted(reads.lost)) == lost
+    plan = plan_sync([describe(seen)], [reads], bucket_bytes=1 << 10)
+    observed = observe(plan, params, convert=reads.into, lost=reads.lost)
+    found = verify_engine(seen, observed, plan=plan)
+    assert "".join(found.unobservable) == lost == "".join(found.wrong)
+    changed = {name: one + 1 for name, one in seen.items()}
+    held = set(reads.sources) - set(lost)
+    assert set(verify_engine(changed, observed, plan=plan).differing) == held
+
+
 # --- What loaders do besides ---------------------------------------------------------------------
 
 
@@ -326,7 +359,7 @@ def swapped(param, tensor):
         (lambda p, t: (p[:2].copy_(t[:2]), p[2:].fill_(0)), None),
         (lambda p, t: p.T.unsqueeze(0).copy_(t.T), None),
         (lambda p, t: (p.copy_(t), p[3].mul_(2)), "it is written over"),
-        (lambda p, t: (p.copy_(t), p.add_(t)), "it is written over"),
+        (lambda p, t: (p.copy_(t), p.add_(t)), "it is computed with"),
         (lambda p, t: p.copy_(t * 2), "it is computed with"),
         (lambda p, t: p.add_(t), "it is computed with"),
         (swapped, "it is computed with"),

@@ -257,7 +257,7 @@ def test_a_proof_compares_whole_shapes():
         "new": ({"head": torch.ones(4, 2)}, "made without 1 tensors of rank 0, such as 'head'"),
         "other": (
             {"norm": torch.ones(2).int()},
-            "'norm' is torch.int32 .* conversion is not supported",
+            "'norm' is torch.int32 .* was planned as torch.float32",
         ),
     }.values():
         with pytest.raises(PlanError, match=reason):
@@ -268,11 +268,15 @@ def test_what_it_cannot_compare_is_refused():
     one, other = {"a": torch.ones(2)}, {"b": torch.ones(2)}
     with pytest.raises(UsageError, match="do not have a name in common"):
         verify_engine(one, other)
-    with pytest.raises(UsageError, match="2 processes and no plan"):
+    with pytest.raises(UsageError, match="got dict, dict and no plan.*into="):
         verify_engine(one, [one, one])
+    with pytest.raises(UsageError, match="Digests of a Receipt need one module"):
+        verify_engine(digest_tensors(one), [one, one])
     with pytest.raises(UsageError, match="encode= need the Publisher's plan"):
         verify_engine(one, one, encode=lambda name, tensor: {name: tensor})
     plan = plan_sync([describe(one)], describe(one), bucket_bytes=64)
+    with pytest.raises(UsageError, match="got Observed and no plan. Pass the Publisher's plan="):
+        verify_engine(one, observe(plan, one))
     another = plan_sync([describe(other)], describe(other), bucket_bytes=64)
     with pytest.raises(PlanError, match="observed with plan"):
         verify_engine(one, observe(another, other), plan=plan)

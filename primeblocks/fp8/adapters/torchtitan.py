@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...errors import MissingPackageError, UnsupportedError
 from ...layout import local_part
 from ..modules import convert as convert_modules
+from ..modules import modules_of
 from ..recipe import Recipe
 from ..rules import Expression
 
@@ -47,7 +48,7 @@ def convert(
     converts `GroupedExperts`, which in torchtitan multiply in bfloat16, whatever the dtype of the
     weights. The output of converted experts has the dtype of the input rows.
     """
-    stock: list[Any] = [m for m in model.modules() if type(m) is moe.GroupedExperts]
+    stock: list[Any] = [m for _, m in modules_of(model) if type(m) is moe.GroupedExperts]
     for module in stock:
         module.grouped_mm = None
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MissingPackageError, UnsupportedError
-from ..modules import Fp8GroupedMm, plain_name
+from ..modules import Fp8GroupedMm, modules_of
 from ..modules import convert as convert_modules
 from ..recipe import Recipe
 from ..rules import Expression, Rule
@@ -43,9 +43,7 @@ def convert(
         UnsupportedError: transformers itself splits the experts over ranks, or the experts are
             stored transposed and tiles are not square. The model stays unchanged.
     """
-    experts: dict[str, Any] = {
-        plain_name(name): m for name, m in model.named_modules() if hasattr(m, "_apply_gate")
-    }
+    experts: dict[str, Any] = {n: m for n, m in modules_of(model) if hasattr(m, "_apply_gate")}
     transposed = {name for name, module in experts.items() if module.is_transposed}
     if transposed and recipe.weights.rows != recipe.weights.columns:
         rule, without = Rule("only", only), exclude and Rule("exclude", exclude)

@@ -23,8 +23,6 @@ except ImportError as error:
 
 __all__ = ["to_checkpoint"]
 
-_SCALES = "_scale_inv"  # The name of a matrix's scales ends so, as in DeepSeek-V3's checkpoints.
-
 
 def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
     """Return the wiring from a model's tensors to the tensors of its checkpoint. Local.
@@ -37,13 +35,22 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
     Raises:
         UnsupportedError: the conversion to a checkpoint drops elements.
         PlanError: the conversion computes with the values of a tensor instead of only moving them,
-            or ranks describe a tensor differently. Also raised if the conversion cuts a float8
-            matrix inside a tile, or drops a dim of its scales.
+            or ranks describe a tensor differently. Also raised if the conversion separates float8
+            codes from the scales of their tiles, or fails.
     """
     whole = _unsharded(model)
-    wiring = record_wiring(
-        lambda tensors: revert_weight_conversion(whole, tensors), *(manifests or [describe(model)])
-    )
+
+    def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        try:
+            return revert_weight_conversion(whole, tensors)
+        except Exception as error:  # transformers may raise anything, for example for scales.
+            raise PlanError(
+                f"transformers cannot convert the tensors of {type(model).__name__} to a "
+                f"checkpoint ({type(error).__name__}: {error}). Publish under the names of the "
+                'module, or encode float8 weights with encode_weights(form="simulated").'
+            ) from error
+
+    wiring = record_wiring(convert, *(manifests or [describe(model)]))
     moved = sum(piece.source_box.numel for piece in wiring.pieces)
     every = sum(spec.layout.shard.numel for spec in wiring.sources.values())
     if moved != every:
@@ -52,38 +59,7 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
             f"{every:,}. Publish under the module's names, or record_wiring() a conversion of "
             "your own."
         )
-    for name in wiring.sources:
-        if name + _SCALES in wiring.sources:
-            _check_tiles(name, wiring)
     return wiring
-
-
-def _check_tiles(name: str, wiring: Wiring) -> None:
-    """Raise PlanError unless each converted part of a matrix consists of whole tiles."""
-    shape, tiles = (wiring.sources[each].shape for each in (name, name + _SCALES))
-    moved, scales = wiring.by_source[name], wiring.by_source[name + _SCALES]
-    sides = [_side(*each) for each in zip(shape[-2:], tiles[-2:], strict=True)]
-    boxes = [piece.source_box for piece in moved]
-    cut = [
-        edge
-        for dim, side in zip((-2, -1), sides, strict=True)
-        for edge in {box.offsets[dim] + size for box in boxes for size in (0, box.sizes[dim])}
-        if edge % side and edge != shape[dim]
-    ]
-    kept = {len(piece.dims) for piece in moved} == {len(piece.dims) for piece in scales}
-    if cut or not kept:
-        why = f"at {cut[0]}, inside a tile" if cut else "and drops a dim of the scales"
-        raise PlanError(
-            f"{name}: the conversion to a checkpoint divides {list(shape)} {why} of {sides[0]} x "
-            f"{sides[1]}. Publish the weights in bfloat16, or under the module's names."
-        )
-
-
-def _side(size: int, tiles: int) -> int:
-    """Return the side of the tiles, a power of two if one fits. One tile covers all of `size`."""
-    least = -(-size // tiles)
-    power = 1 << (least - 1).bit_length()
-    return power if tiles == 1 or -(-size // power) == tiles else least
 
 
 def _unsharded(model: PreTrainedModel) -> PreTrainedModel:

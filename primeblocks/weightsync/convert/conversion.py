@@ -30,9 +30,11 @@ from ..manifest import (
 )
 from ..plan import Boxes, owned_boxes
 from .followed import Follower
-from .pieces import Piece, in_place, merge
+from .pieces import NEW, Piece, in_place, merge
 
 __all__ = ["Reads", "Wiring", "filling", "record_reads", "record_wiring", "union"]
+
+_SCALES = "_scale_inv"  # The name of a matrix's scales ends so, as in DeepSeek-V3's checkpoints.
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def record_reads(
         why = f"the loader fails without values, at {name!r}: {type(error).__name__}: {error}"
         boxes = {name: (spec.whole().layout.shard,) for name, spec in checkpoint.items()}
         inexact = lost = dict.fromkeys(checkpoint, why)
-        count = {}
+        follower.placed.clear()
     else:
         boxes = {
             name: _joined(name, follower.read[name], spec.shape)
@@ -171,14 +173,15 @@ def record_reads(
             if name in follower.read
         }
         inexact, lost = follower.inexact, follower.lost
-        count = {
-            name: sum(box.numel for box in _joined(name, each, tuple(parameters[name].shape)))
-            for name, each in follower.written.items()
-        }
-    written = describe({name: parameters[name] for name in parameters if name in follower.placed})
-    placed = (merge(follower.placed[name].values()) for name in written)
-    pieces = tuple(piece for each in placed for piece in each if piece.source not in lost)
-    wiring = Wiring(_whole(checkpoint, checkpoint), written, pieces)
+    last = {
+        name: _last_written(rows, tuple(parameters[name].shape), lost)
+        for name, rows in follower.placed.items()
+    }
+    count = {name: sum(piece.target_box.numel for piece in rows) for name, rows in last.items()}
+    targets = {name: one for name, one in parameters.items() if name in follower.targets}
+    placed = (piece for name in targets for piece in merge(last.get(name, ())))
+    pieces = tuple(piece for piece in placed if piece.source and piece.source not in lost)
+    wiring = Wiring(_whole(checkpoint, checkpoint), describe(targets), pieces)
     return Reads(_whole(checkpoint, boxes), boxes, inexact, wiring, lost, count)
 
 
@@ -199,7 +202,8 @@ def record_wiring(
     Raises:
         PlanError: the conversion computes with a tensor, casts it, repeats it or reads its values.
             Also raised if the conversion creates values other than zeros and joins them to a
-            tensor. Also raised if manifests differ in a tensor or in the recipe.
+            tensor. Also raised if it separates float8 codes from the scales of their tiles, named
+            `NAME_scale_inv`. Also raised if manifests differ in a tensor or in the recipe.
     """
     sources, follower = union(manifests), Follower()
     with torch.no_grad(), follower:
@@ -223,7 +227,13 @@ def record_wiring(
             f"{len(lost)} of {len(sources)} tensors are not just moved, such as {name!r}: {why}. "
             "Convert only by moving elements, or publish without the conversion."
         )
-    return Wiring(sources, targets, tuple(pieces))
+    wiring = Wiring(sources, targets, tuple(pieces))
+    for name, spec in sources.items():
+        scales = sources.get(name + _SCALES)
+        is_codes = spec.dtype.is_floating_point and spec.dtype.itemsize == 1
+        if is_codes and scales is not None and len(scales.shape) == len(spec.shape):
+            _check_tiles(wiring, name)
+    return wiring
 
 
 def filling(checkpoint: Manifest, boxes: Boxes) -> Wiring:
@@ -244,30 +254,75 @@ def union(manifests: Sequence[Manifest]) -> Manifest:
             whole = spec.whole()
             if specs.setdefault(name, whole) != whole:
                 raise PlanError(
-                    f"{name!r} is {whole.dtype} {whole.shape} on one rank and "
-                    f"{specs[name].dtype} {specs[name].shape} on another. Describe both alike."
+                    f"{name!r} is {whole.dtype} {whole.shape} on one rank or reader, and "
+                    f"{specs[name].dtype} {specs[name].shape} on another. Describe both alike, or "
+                    "make a plan for each reader."
                 )
     recipes = {manifest.recipe for manifest in manifests}
     if len(recipes) > 1:
         raise PlanError(
-            f"ranks encode with different recipes: {sorted(recipes)}. Use one recipe on all ranks."
+            f"ranks or readers have different recipes: {sorted(recipes)}. Use one recipe in a plan."
         )
     return Manifest(tuple(specs.items()), recipes.pop() if recipes else "")
 
 
 def _check_same(held: Manifest, bound: Manifest) -> None:
     for name, spec in held.items():
-        if name not in bound or bound[name].shape != spec.shape:
-            wanted = bound[name].shape if name in bound else "no such tensor"
+        want = bound.get(name)
+        if want is None or want.shape != spec.shape or not converts(spec.dtype, want.dtype):
+            wanted = "no such tensor" if want is None else f"{want.dtype} {want.shape}"
             raise PlanError(
-                f"{name!r} is {spec.shape}, but the wiring was recorded for {wanted}. Record the "
-                "wiring of these tensors."
-            )
-        if not converts(spec.dtype, bound[name].dtype):
-            raise PlanError(
-                f"{name!r} is {spec.dtype}, but the wiring was recorded for {bound[name].dtype}. "
+                f"{name!r} is {spec.dtype} {spec.shape}, but the wiring was recorded for {wanted}. "
                 "Record the wiring of these tensors."
             )
+
+
+def _check_tiles(wiring: Wiring, name: str) -> None:
+    """Raise PlanError unless the scale of each tile of `name` goes where the tile's codes go."""
+    tiles = wiring.sources[name + _SCALES].shape
+    sides = [*map(_side, wiring.sources[name].shape, tiles)]
+    for piece in wiring.by_source[name]:
+        at, sizes = piece.source_box.offsets, piece.source_box.sizes
+        spans = [range(a // s, -(-(a + n) // s)) for a, n, s in zip(at, sizes, sides, strict=True)]
+        touched = Shard(tuple(span.start for span in spans), tuple(map(len, spans)))
+        starts = zip(piece.dims, piece.target_box.offsets, strict=True)
+        # One tile does not show its side, so its place in a dim of the target is not checked.
+        ways = [(to, *way) for to, way in enumerate(starts) if way[0] != NEW and tiles[way[0]] > 1]
+        # A conversion may give the scales of a target another suffix.
+        moved = wiring.by_target.get(piece.target + _SCALES) or wiring.by_source[name + _SCALES]
+        parts = (each.from_source(touched) for each in moved if each.source == name + _SCALES)
+        if any((at[dim] - start) % sides[dim] for _, dim, start in ways) or not any(
+            part.source_box == touched
+            and len(part.dims) == len(piece.dims)
+            and all(part.target_box.offsets[to] == start // sides[dim] for to, dim, start in ways)
+            for part in parts
+            if part is not None
+        ):
+            raise PlanError(
+                f"{name}: the conversion to {piece.target!r} separates codes from the scales of "
+                f"their tiles of {sides}. It cuts a tile, or changes the dims of the scales. "
+                'Publish with encode_weights(form="simulated"), or under the names of the module.'
+            )
+
+
+def _side(size: int, tiles: int) -> int:
+    """Return the side of the tiles along a dim, a power of two if one fits."""
+    least = max(1, -(-size // max(1, tiles)))
+    power = 1 << (least - 1).bit_length()
+    return power if -(-size // power) == tiles else least
+
+
+def _last_written(
+    pieces: Sequence[Piece], shape: tuple[int, ...], lost: dict[str, str]
+) -> list[Piece]:
+    """Return what was written last to each element. Notes in `lost` what was written over."""
+    last = []
+    for cell, writers in owned_boxes(enumerate(p.target_box for p in pieces), shape)[0]:
+        *over, kept = (part for i in writers if (part := pieces[i].to_target(cell)))
+        last.append(kept)
+        for source in (part.source for part in over if part.source and part != kept):
+            lost.setdefault(source, "it is written over")
+    return last
 
 
 def _grouped(names: Iterable[str], pairs: Iterable[tuple[str, Piece]]) -> dict[str, list[Piece]]:

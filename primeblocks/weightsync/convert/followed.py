@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...layout import Layout, Shard
 from ..manifest import TensorSpec
-from .pieces import Piece, pieces_in
+from .pieces import Piece, in_place, pieces_in
 
 __all__ = ["Follower"]
 
@@ -61,9 +61,9 @@ class Follower(TorchDispatchMode):
     Attributes:
         read: for each source, boxes with all elements that are written to some tensor.
         inexact: name -> why its boxes in `read` also have elements that are not written.
-        placed: for each tensor of `into`, the pieces that were written last.
-        written: for each tensor of `into`, boxes with all elements that were written, also those
-            that got constants.
+        targets: the names of the tensors of `into` that sources were copied to.
+        placed: for each tensor of `into`, the pieces that were written, in order. A piece without
+            a source stands for elements that got other values.
         lost: name -> why some elements that were read are changed, or are not in `placed`.
         joined: operations that joined a source to values other than zeros.
     """
@@ -74,8 +74,8 @@ class Follower(TorchDispatchMode):
         self._into = {_storage(one): (name, one) for name, one in (into or {}).items()}
         self.read: dict[str, set[Shard]] = defaultdict(set)
         self.inexact: dict[str, str] = {}
-        self.placed: dict[str, dict[Shard, Piece]] = defaultdict(dict)
-        self.written: dict[str, set[Shard]] = defaultdict(set)
+        self.targets: set[str] = set()
+        self.placed: dict[str, list[Piece]] = defaultdict(list)
         self.lost: dict[str, str] = {}
         self.joined: list[str] = []
         # By storage, tensors without memory whose values are not zeros.
@@ -102,8 +102,6 @@ class Follower(TorchDispatchMode):
         self._note(written)
         self._check_joined(func, args, given)
         if not followed:
-            for target in written:
-                self._overwrite(target)
             made = func(*args, **kwargs)
             self._note_filled(func, given, made)
             return made
@@ -119,7 +117,6 @@ class Follower(TorchDispatchMode):
             elif func is _aten.copy_.default and sources:
                 self._place(sources[0].expand(target.shape), target)
             else:
-                self._overwrite(target)
                 for source in sources:
                     self._read(source, lost="it is computed with")
         if any(_storage(target) not in self._origins for target in written):
@@ -164,36 +161,27 @@ class Follower(TorchDispatchMode):
             if (found := self._into.get(_storage(target))) is not None:
                 name, base = found
                 parts = pieces_in(target, base)
-                whole = {Layout.whole(base.shape).shard}
-                self.written[name] |= whole if parts is None else {p.source_box for p in parts}
+                whole = [Layout.whole(base.shape).shard]
+                boxes = whole if parts is None else [part.source_box for part in parts]
+                self.placed[name] += [in_place("", box) for box in boxes]
 
     def _place(self, source: Tensor, target: Tensor) -> None:
         """Note that the elements of `source` are written to those of `target`, one to one."""
         name, base = self._into.get(_storage(target), ("", target))
         pieces = self._read(source, lost="" if name else "it is copied to no parameter")
         if name:
-            self.placed.setdefault(name, {})
+            self.targets.add(name)
         left = sum(piece.target_box.numel for piece in pieces)
         for there in pieces_in(target, base) or () if name else ():
             back = replace(there.inverse(), target=name)
             for whole in (piece.then(back) for piece in pieces):
                 if whole is not None and whole.source_box.numel == whole.target_box.numel:
-                    self.placed[name][whole.target_box] = whole
+                    self.placed[name].append(whole)
                     left -= whole.target_box.numel
         for piece in pieces if left else ():
             self.lost.setdefault(
                 piece.source, "it is repeated, or cut into parts that are not boxes"
             )
-
-    def _overwrite(self, target: Tensor) -> None:
-        """Note that other elements overwrite those that were placed in `target`."""
-        name, base = self._into.get(_storage(target), ("", target))
-        if not self.placed.get(name):
-            return
-        over = pieces_in(target, base)
-        for box, piece in self.placed[name].items():
-            if over is None or any(box.intersect(one.source_box) for one in over):
-                self.lost.setdefault(piece.source, "it is written over")
 
     def _read(self, tensor: Tensor, *, inexact: str = "", lost: str = "") -> list[Piece]:
         """Note that all elements of a tensor are read, and return its pieces."""

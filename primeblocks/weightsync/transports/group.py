@@ -217,7 +217,7 @@ class GroupTransport:
                 f"rank {self._rank} is reader {reader}, not reader {request.reader}. Receive as "
                 f"reader {reader}."
             )
-        note = self._begun(deadline)
+        note = self._begun(request)
         go = self._asked(request, note, deadline)
         if go.error:
             if time.monotonic() > deadline:
@@ -226,13 +226,17 @@ class GroupTransport:
         with self._aborting(deadline):
             return [self._arrived(request, go.base, deadline)]
 
-    def _begun(self, deadline: float) -> dict[str, Any]:
+    def _begun(self, request: ReceiveRequest) -> dict[str, Any]:
         """Return the note of the next transaction that was not called off."""
         while True:
             now = self._numbered(self._now.number + 1)
-            note = now.read_begun(deadline=deadline)
+            note = now.read_begun(deadline=request.deadline)
             if note is None:
-                raise DeadlineError("no version was published in time")
+                served = request.served and request.served.version
+                raise DeadlineError(
+                    f"no version was published in time. This engine has version {served}. Publish "
+                    "a version, or pass a longer timeout_s."
+                )
             self._now = now
             if note:
                 return note

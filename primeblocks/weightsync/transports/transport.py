@@ -322,12 +322,11 @@ def await_versions(commits: Commits, request: ReceiveRequest) -> tuple[Marker, .
         if found is not None:
             return chain_to(found, markers, held=request.held)
         if time.monotonic() >= deadline:
-            wanted = f"version {request.version}"
-            if request.version is None:
-                wanted = "a newer version"
+            wanted = "a newer version" if request.version is None else f"version {request.version}"
+            have = [marker.version for marker in markers]
+            hint = " Publish this version, or pass a longer timeout_s." if have else commits.hint()
             raise DeadlineError(
                 f"{wanted} was not committed in time. This engine has version "
-                f"{request.served and request.served.version}, and the transport has "
-                f"{[marker.version for marker in markers]}.{commits.hint()}"
+                f"{request.served and request.served.version}, and the transport has {have}.{hint}"
             )
         never.wait(min(commits.look_s, max(0.0, deadline - time.monotonic())))
