@@ -36,8 +36,22 @@ def _exchanges():
     return [_exchange(dtype) for dtype in DTYPES]
 
 
+def _all_bodies():
+    return {body.__name__: body() for body in BODIES}
+
+
+@cache
+def _gang():
+    return ranks.run(_all_bodies, world_size=3)
+
+
+def _on_three(body):
+    """What a body returned on each rank. One gang runs all of `BODIES`."""
+    return [found[body.__name__] for found in _gang()]
+
+
 def test_rows_arrive_by_sender():
-    for rank, found in enumerate(ranks.run(_exchanges, world_size=3)):
+    for rank, found in enumerate(_on_three(_exchanges)):
         for got in found:
             assert torch.equal(got, torch.cat([_rows(peer, rank) for peer in range(3)]))
 
@@ -55,19 +69,19 @@ def _gradient():
 
 
 def test_gradients_return_the_way_the_rows_came():
-    for rank, grad in enumerate(ranks.run(_gradient, world_size=3)):
+    for rank, grad in enumerate(_on_three(_gradient)):
         receiver = [peer + 1.0 for peer in range(3) for _ in range(_count(rank, peer))]
         assert grad[:, 0].tolist() == receiver
 
 
 def _refusals():
     said = []
-    for counts in ([1, 2], [3], [1, 1, 1], [4, -1]):
+    for rows, counts in ((2, [1, 2, 0]), (3, [3]), (3, [1, 1, 1, 0]), (3, [4, -1, 0])):
         with pytest.raises(ShapeError) as caught:
             all_to_all_rows(
-                torch.zeros(2 if counts == [1, 2] else 3, 1),
+                torch.zeros(rows, 1),
                 send_counts=counts,
-                receive_counts=[0, 0],
+                receive_counts=[0, 0, 0],
                 group=dist.group.WORLD,
             )
         said.append(str(caught.value))
@@ -76,10 +90,10 @@ def _refusals():
 
 
 def test_counts_that_do_not_fit_are_refused():
-    for said in ranks.run(_refusals, world_size=2):
+    for said in _on_three(_refusals):
         assert "add up to the 2 rows" in said[0]
-        assert "2 ranks needs 2 counts" in said[1]
-        assert "2 ranks needs 2 counts" in said[2]
+        assert "3 ranks needs 3 counts" in said[1]
+        assert "3 ranks needs 3 counts" in said[2]
         assert "add up to the 3 rows" in said[3]
 
 
@@ -127,14 +141,9 @@ def _agreements():
     return {case: _agreement(case) for case in CASES}
 
 
-@cache
-def _all_told():
-    return ranks.run(_agreements, world_size=3)
-
-
 def _told(case):
-    """What each rank is told. One gang runs all cases."""
-    return [told[case] for told in _all_told()]
+    """What each rank is told."""
+    return [told[case] for told in _on_three(_agreements)]
 
 
 @pytest.mark.parametrize("case", ["alike", "nothing to say", "as many as there is room for"])
@@ -204,7 +213,7 @@ def _unchecked():
 
 
 def test_without_a_check_a_rank_raises_its_own_problem_alone():
-    assert ranks.run(_unchecked, world_size=3) == ["nothing", "mine", "nothing"]
+    assert _on_three(_unchecked) == ["nothing", "mine", "nothing"]
 
 
 def _alone():
@@ -215,10 +224,6 @@ def _alone():
     with pytest.raises(ShapeError, match="mine"), agreed("a call", group=dist.group.WORLD):
         raise ShapeError("mine")
     return len(gathers)
-
-
-def test_a_rank_alone_waits_for_no_device():
-    assert ranks.run(_alone, world_size=1) == [0]
 
 
 def _carried(bad):
@@ -241,10 +246,20 @@ def _carried_well_and_badly():
     return _carried(None), _carried(0)
 
 
+def _one_rank():
+    return _carried_well_and_badly(), _alone()
+
+
 def test_numbers_travel_with_an_agreement_and_bad_ones_are_refused():
     said = "ShapeError: 7 is too much"
-    for size in (1, 3):
-        everyone = [[rank, 2**62, -3] for rank in range(size)]
-        found = ranks.run(_carried_well_and_badly, world_size=size)
-        others = [f"RankError: rank 0 of the group refused its arguments: {said}"] * (size - 1)
-        assert found == [(everyone, told) for told in (said, *others)]
+    everyone = [[rank, 2**62, -3] for rank in range(3)]
+    others = [REFUSED.format(0) + said] * 2
+    assert _on_three(_carried_well_and_badly) == [(everyone, told) for told in (said, *others)]
+
+
+def test_a_rank_alone_waits_for_no_device():
+    said = "ShapeError: 7 is too much"
+    assert ranks.run(_one_rank, world_size=1) == [(([[0, 2**62, -3]], said), 0)]
+
+
+BODIES = (_exchanges, _gradient, _refusals, _agreements, _unchecked, _carried_well_and_badly)

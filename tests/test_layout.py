@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard as ShardedAlong
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from primeblocks import Layout, Shard
-from primeblocks.errors import PlanError, RankError
+from primeblocks.errors import PlanError
 from primeblocks.layout import layout_of, local_part
 from primeblocks.testing import ranks
 
@@ -106,68 +106,15 @@ def _assert_tiles(shape, pieces, copies=1):
     assert (held == copies).all()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("rows", [1, 5, 8])
-def test_shards_of_a_dtensor_tile_it(world_size, rows):
-    pieces = ranks.run(
-        _distribute, (rows, 3), (world_size,), [ShardedAlong(0)], world_size=world_size
-    )
-    _assert_tiles((rows, 3), pieces)
-
-
-@pytest.mark.parametrize(
-    ("placements", "copies"),
-    [
-        ([ShardedAlong(0), ShardedAlong(1)], 1),
-        ([ShardedAlong(0), ShardedAlong(0)], 1),
-        ([Replicate(), ShardedAlong(1)], 2),
-        ([Replicate(), Replicate()], 4),
-    ],
-)
-def test_any_mix_of_axes(placements, copies):
-    pieces = ranks.run(_distribute, (5, 7), (2, 2), placements, world_size=4)
-    _assert_tiles((5, 7), pieces, copies)
-
-
-@pytest.mark.parametrize("num_experts", [4, 8])
-def test_fsdp_over_expert_shards(num_experts):
-    pieces = ranks.run(_fsdp_over_experts, num_experts, world_size=4)
-    _assert_tiles((num_experts, 3), pieces)
-
-
 def _partial():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layout_of(DTensor.from_local(torch.ones(2), mesh, [Partial()]))
 
 
-def test_partial_sums_have_no_layout():
-    with pytest.raises(RankError, match=r"has no layout\. Redistribute it"):
-        ranks.run(_partial)
-
-
 def _strided(rows, split_factor, mesh_shape, behind):
-    """A strided shard on the first axis; what `layout_of` says of it, and what is there."""
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = [_StridedShard(0, split_factor=split_factor), *behind]
-    tensor = distribute_tensor(_global((rows, 3)), mesh, placements, src_data_rank=None)
-    try:
-        return _pieces(tensor)
-    except PlanError as error:
-        return str(error)
-
-
-def test_rows_that_are_no_box_are_refused():
-    # Rank 0 has rows 0, 1, 4, 5; rank 1 has 2, 3, 6, 7, which are not rows 2 to 5.
-    for said in ranks.run(_strided, 8, 2, (2,), [], world_size=2):
-        assert "are not one box" in said
-        assert "Redistribute the tensor" in said
-
-
-def test_strided_rows_that_are_a_box_have_a_layout():
-    pieces = ranks.run(_strided, 8, 2, (2, 2), [ShardedAlong(0)], world_size=4)
-    _assert_tiles((8, 3), pieces)
-    pieces = ranks.run(_strided, 2, 2, (2,), [], world_size=2)  # Rows 0 and 1, and none.
-    _assert_tiles((2, 3), pieces)
+    return _pieces(distribute_tensor(_global((rows, 3)), mesh, placements, src_data_rank=None))
 
 
 def _told_otherwise():
@@ -178,20 +125,9 @@ def _told_otherwise():
     layout_of(DTensor.from_local(local, mesh, [ShardedAlong(0)], shape=(8, 2), stride=(2, 1)))
 
 
-def test_a_local_part_that_its_placements_do_not_explain_is_refused():
-    with pytest.raises(RankError, match=r"holds \(5, 2\).*give \(4, 2\)"):
-        ranks.run(_told_otherwise, world_size=2)
-
-
 def _off_the_mesh():
     mesh = DeviceMesh("cpu", [0])
     return layout_of(DTensor.from_local(torch.ones(4, 2), mesh, [ShardedAlong(0)], run_check=False))
-
-
-def test_a_rank_off_the_mesh_holds_nothing():
-    whole, nothing = ranks.run(_off_the_mesh, world_size=2)
-    assert whole.is_whole
-    assert nothing.shard == Shard((0, 0), (0, 0))
 
 
 def _random_fsdp_over_tensor_parallel(seed, cases):
@@ -224,11 +160,96 @@ def _random_fsdp_over_tensor_parallel(seed, cases):
     return wrong, boxes
 
 
+ROWS = (1, 5, 8)
+MIXES = [
+    ([ShardedAlong(0), ShardedAlong(1)], 1),
+    ([ShardedAlong(0), ShardedAlong(0)], 1),
+    ([Replicate(), ShardedAlong(1)], 2),
+    ([Replicate(), Replicate()], 4),
+]
+# By world size: names of calls, each with its arguments.
+CALLS = {
+    2: {
+        "no box": (_strided, 8, 2, (2,), []),
+        "a box and nothing": (_strided, 2, 2, (2,), []),  # Rows 0 and 1, and none.
+        "partial sums": (_partial,),
+        "told otherwise": (_told_otherwise,),
+        "off the mesh": (_off_the_mesh,),
+    },
+    4: {
+        "a strided box": (_strided, 8, 2, (2, 2), [ShardedAlong(0)]),
+        **{f"mix {i}": (_distribute, (5, 7), (2, 2), mix) for i, (mix, _) in enumerate(MIXES)},
+        **{f"{count} experts": (_fsdp_over_experts, count) for count in (4, 8)},
+    },
+}
+
+
+def _every_call(cases):
+    size, found = dist.get_world_size(), {}
+    calls = {f"{rows} rows": (_distribute, (rows, 3), (size,), [ShardedAlong(0)]) for rows in ROWS}
+    if size > 2:
+        calls["random shapes"] = (_random_fsdp_over_tensor_parallel, size, cases)
+    for name, (call, *args) in (calls | CALLS.get(size, {})).items():
+        try:
+            found[name] = call(*args)
+        except PlanError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(request):
+    """What a call gave on each of so many ranks. One gang of each size makes all calls."""
+    cases = 200 if request.config.getoption("--full") else 40
+    gangs = {}
+
+    def by_rank(size, name):
+        if size not in gangs:
+            gangs[size] = ranks.run(_every_call, cases, world_size=size)
+        return [told[name] for told in gangs[size]]
+
+    return by_rank
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_shards_of_a_dtensor_tile_it(found, world_size):
+    for rows in ROWS:
+        _assert_tiles((rows, 3), found(world_size, f"{rows} rows"))
+
+
+def test_any_mix_of_axes(found):
+    for i, (_, copies) in enumerate(MIXES):
+        _assert_tiles((5, 7), found(4, f"mix {i}"), copies)
+    for count in (4, 8):
+        _assert_tiles((count, 3), found(4, f"{count} experts"))
+
+
+def test_strided_rows_that_are_a_box_have_a_layout_and_others_are_refused(found):
+    _assert_tiles((8, 3), found(4, "a strided box"))
+    _assert_tiles((2, 3), found(2, "a box and nothing"))
+    # Rank 0 has rows 0, 1, 4, 5; rank 1 has 2, 3, 6, 7, which are not rows 2 to 5.
+    for said in found(2, "no box"):
+        assert "are not one box" in said
+        assert "Redistribute the tensor" in said
+
+
+def test_what_has_no_layout_is_refused(found):
+    """Partial sums, and a local part that its placements do not explain."""
+    assert all("has no layout. Redistribute it" in said for said in found(2, "partial sums"))
+    first, second = found(2, "told otherwise")
+    assert "holds (5, 2)" in first
+    assert "give (4, 2)" in first
+    assert "holds (3, 2)" in second
+
+
+def test_a_rank_off_the_mesh_holds_nothing(found):
+    whole, nothing = found(2, "off the mesh")
+    assert whole.is_whole
+    assert nothing.shard == Shard((0, 0), (0, 0))
+
+
 @pytest.mark.parametrize("world_size", [3, 4, 6])
-def test_fsdp_over_tensor_parallel_shards_of_random_shapes(world_size, full):
-    cases = 200 if full else 40
-    for wrong, boxes in ranks.run(
-        _random_fsdp_over_tensor_parallel, world_size, cases, world_size=world_size
-    ):
+def test_fsdp_over_tensor_parallel_shards_of_random_shapes(found, world_size, full):
+    for wrong, boxes in found(world_size, "random shapes"):
         assert wrong == []
-        assert boxes > cases // 2  # Most are boxes.
+        assert boxes > (200 if full else 40) // 2  # Most are boxes.

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import primeblocks
-from primeblocks import errors
 
 PACKAGE = Path(primeblocks.__file__).parent
 GLOSSARY = PACKAGE.parent / "docs" / "glossary.md"
@@ -18,8 +17,6 @@ OPENERS = {
     *("What", "How", "Which", "Nothing", "Where", "Who", "Whose", "Why"),
     *("So", "Those", "It", "There", "When"),
 }
-# Of these there is one each, as the glossary has it.
-ONCE = ("Rollout", "Rollouts", "Routes", "UpdateReport", "Receipt", "PageKey", "KeptTokens")
 # What a host calls its own, or a name that is keyed by a word, or counts it.
 HOSTS = {"adapters", "plugins"}
 OTHERWISE = {"by", "of", "num"}
@@ -159,33 +156,6 @@ def test_a_plan_is_pure_and_prints_itself():
     assert [*_unkept([ast.parse('def plan_x() -> int:\n    """Pure."""')])] == ["plan_x"]
 
 
-def test_a_block_exports_no_class_whose_name_another_has():
-    homes, exports = {}, {}
-    for file, tree in _trees():
-        block = file.partition("/")[0]
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                homes.setdefault((block, node.name), []).append(file)
-            elif isinstance(node, ast.ImportFrom) and node.level and file.endswith("__init__.py"):
-                for each in node.names:
-                    exports.setdefault(each.name, set()).add(block)
-    found = {
-        name: [f for b in blocks for f in homes.get((b, name), ())]
-        for name, blocks in exports.items()
-    }
-    assert sum(map(bool, found.values())) > 50
-    assert {name: files for name, files in found.items() if len(files) > 1} == {}
-
-
-def test_a_word_names_one_class():
-    homes = {name: [] for name in ONCE}
-    for file, tree in _trees():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef) and node.name in homes:
-                homes[node.name].append(file)
-    assert {name: files for name, files in homes.items() if len(files) != 1} == {}
-
-
 def test_words_have_one_spelling():
     words = re.compile(r"quantis\w*", re.IGNORECASE)
     found = {
@@ -193,15 +163,3 @@ def test_words_have_one_spelling():
         for file in PACKAGE.rglob("*.py")
     }
     assert {file: spellings for file, spellings in found.items() if spellings} == {}
-
-
-def test_the_tree_of_errors_is_drawn_as_it_is():
-    drawn, branch = {}, []
-    for line in (errors.__doc__ or "").splitlines():
-        if found := re.match(r"([\s│├└─]*)(\w+Error)\b", line):
-            depth = len(found[1]) // 4 - 1
-            branch = [*branch[:depth], found[2]]
-            drawn[found[2]] = branch[-2] if len(branch) > 1 else None
-    classes = {name: getattr(errors, name) for name in errors.__all__ if name.endswith("Error")}
-    bases = {name: value.__bases__[0].__name__ for name, value in classes.items()}
-    assert drawn == bases | {"PrimeblocksError": None}

@@ -80,7 +80,10 @@ class Tier(Protocol):
         ...
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Remove pages, so that the next owner cannot find them. Unknown keys are ignored."""
+        """Remove pages, so that the next owner of the tier cannot find them.
+
+        Unknown keys are ignored.
+        """
         ...
 
     def clear(self) -> None:

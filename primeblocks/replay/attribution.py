@@ -97,7 +97,8 @@ def attribute(
     Args:
         evaluate: a function that takes the set of removed causes, and returns log-probabilities of
             the shape of `rollout_logprobs`.
-        rollout_logprobs: the engine's log-probabilities of the same tokens, of any shape.
+        rollout_logprobs: the engine's log-probabilities of the sampled tokens, as a tensor of any
+            shape.
         causes: the names of all causes that `evaluate` can remove.
         mask: bool of the shape of `rollout_logprobs`, True for tokens that count.
 

@@ -63,11 +63,12 @@ def follow(
         PlanError: a router is not inside the model, two routers share a layer, `layer_ids` lacks a
             router's layer, or `layer_ids` names a layer twice.
         UsageError: a router is already followed, or not in an `nn.ModuleList` or `nn.ModuleDict`.
-            From within the forward: the rows did not reach each router, a router is also under
-            `impose`, or a part of a layer was recomputed without the layer. On a CPU, also raised
-            if a row contains an unknown expert id. On a GPU, such a row ends the process.
-        ShapeError: from within the forward, the rows do not fit the model's tokens, layers or
-            top_k. Also raised if the gates do not have the shape of the rows, or have a dtype
+            Within the forward, also raised if the rows did not reach each router, or a router is
+            also under `impose`. Also raised if a part of a layer was recomputed without the layer.
+            On a CPU, also raised if a row contains an unknown expert id. On a GPU, such a row ends
+            the process.
+        ShapeError: the rows do not fit the model's tokens, layers or top_k. Raised within the
+            forward. Also raised if the gates do not have the shape of the rows, or have a dtype
             narrower than float32. A different split of the same tokens into `[batch, sequence]`
             raises the error only if the layer's hidden states have three dims.
 

@@ -30,8 +30,8 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
 
     Open one context per forward. Activation checkpointing runs the routers again within backward,
     where they must make the same choices. A second forward, such as a step of `generate`, raises
-    UsageError. Inside `impose`, `record` records the imposed choices. Around `impose`, `record`
-    records the model's own choices.
+    UsageError. If you open `record` inside `impose`, `record` records the imposed choices. If you
+    open `impose` inside `record`, `record` records the model's own choices.
 
     Local. `record` keeps the expert ids on the device, in a narrow dtype. `record` waits for the
     device only when the tape is read, or when the context closes after a layer ran twice. If the
@@ -42,10 +42,11 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
             bytes per slot.
 
     Raises:
-        UsageError: from within the forward, a layer ran a second time outside backward, or within
-            backward on a different number of tokens. Raised when the context closes, or when
-            `tape.routes` is read, if a layer chose differently when it was recomputed.
-        ShapeError: from within the forward, a router's ids are not `[tokens, top_k]` integers.
+        UsageError: a layer ran a second time outside backward, or within backward on a
+            different number of tokens. Raised within the forward. Also raised when the context
+            closes, or when `tape.routes` is read, if a layer chose differently when it was
+            recomputed.
+        ShapeError: a router's ids are not `[tokens, top_k]` integers. Raised within the forward.
     """
     layers = [_RecordedLayer(router, gates) for router in check_routers(routers)]
     handles = [layer.router.module.register_forward_hook(layer) for layer in layers]

@@ -75,7 +75,8 @@ class Observed:
         reader: the number of this process's reader in the plan.
         forms: a row for each `Copy` in this reader's buckets. A row has the parts of the box that
             this process has, each in all its forms.
-        unexpected: parameters that are not in the plan, or with `convert`, not in its targets.
+        unexpected: parameters that this reader does not receive. With `convert`, parameters that
+            are not in `convert.targets`.
         absent: wanted tensors of zero elements that are missing here, or have another shape.
     """
 

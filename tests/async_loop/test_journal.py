@@ -106,18 +106,18 @@ def test_a_fork_has_no_part_in_it_and_takes_nothing_along(path):
 
 def test_threads_share_it(journal):
     def some(start):
-        for ordinal in range(start, 40, 4):
+        for ordinal in range(start, 20, 4):
             journal.started(ordinal, 0)
             journal.finished(ordinal, make_group("x", ordinal))
 
-    for ordinal in range(40):
+    for ordinal in range(20):
         journal.drawn(ordinal, "x")
     threads = [threading.Thread(target=some, args=(start,)) for start in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(ordinal for ordinal, _ in journal.restore(0).finished) == [*range(40)]
+    assert sorted(ordinal for ordinal, _ in journal.restore(0).finished) == [*range(20)]
 
 
 def test_closed_is_closed(path):
@@ -211,7 +211,7 @@ def test_a_call_is_a_few_statements_however_much_there_is(journal):
         getattr(journal, call)(*args)
         counts.setdefault(call, set()).add(len(statements))
 
-    for ordinal in range(0, 200, 4):
+    for ordinal in range(0, 120, 4):
         version = ordinal // 4
         for i in range(ordinal, ordinal + 4):
             count("drawn", i, "x")
@@ -239,13 +239,14 @@ def test_a_call_is_a_few_statements_however_much_there_is(journal):
 
 
 @pytest.mark.stress
-def test_the_file_stays_as_large_as_what_is_under_way(path):
-    """Ten thousand groups of some kilobytes pass through, forty at a time."""
+def test_the_file_stays_as_large_as_what_is_under_way(path, full):
+    """Groups of some kilobytes pass through, forty at a time: ten thousand with `--full`."""
+    steps = 500 if full else 150
     rollout = Rollout(**{**vars(make_rollout(1)), "attachments": {"routes": bytes(3000)}})
     sizes = []
     with Journal(path) as journal:
         connection_of(journal).execute("PRAGMA synchronous = OFF")  # Not durable, but quick.
-        for step in range(500):
+        for step in range(steps):
             ordinals = [*range(20 * step, 20 * step + 20)]
             for ordinal in ordinals:
                 journal.drawn(ordinal, "x" * 100)
@@ -258,7 +259,7 @@ def test_the_file_stays_as_large_as_what_is_under_way(path):
             files = (path, Path(f"{path}-wal"))
             sizes.append(sum(file.stat().st_size for file in files))
         (pages,) = connection_of(journal).execute("PRAGMA page_count").fetchone()
-        assert journal.restore(500).cursor == 10_000
+        assert journal.restore(steps).cursor == 20 * steps
     assert pages * 4096 < 20 * 3 * 8000  # Three steps' worth.
     assert max(sizes) < 20 * 3 * 8000 + (17 << 20)  # The log, before it is copied, is 16 MiB.
     assert path.stat().st_size <= pages * 4096

@@ -70,9 +70,3 @@ def test_nothing_is_timed_that_disagrees(monkeypatch):
     monkeypatch.setattr(gpu_sides, "BF16_ERROR", 1e-4)
     with pytest.raises(AssertionError, match="relative error"):
         collect(gpu.figures("cpu", SMALL))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_so():
-    with pytest.raises(SystemExit, match="needs a CUDA device"):
-        collect(gpu.figures())

@@ -50,12 +50,6 @@ def test_nothing_is_timed_that_disagrees(monkeypatch):
         collect(gpu.figures("cpu", SMALL))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_so():
-    with pytest.raises(SystemExit, match="needs a CUDA device"):
-        collect(gpu.figures())
-
-
 def test_engines_that_are_not_there_are_left_out_with_the_reason(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")

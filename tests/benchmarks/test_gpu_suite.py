@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu import machine, page
 from benchmarks.gpu.cases import CASES, PARTS, Case
 from benchmarks.gpu.runner import run_cases
+from benchmarks.harness import collect
 from tests.engine_job import is_gone
 
 ROOT = Path(__file__).parents[2]
@@ -175,6 +177,19 @@ def test_every_test_that_needs_a_device_is_in_a_case(request):
     }
     assert files
     assert files <= chosen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(
+    "part",
+    [
+        *("async_loop_parts.logprobs_gpu", "dsa_parts.gpu", "fp8_parts.gpu"),
+        *(f"weightsync_parts.{name}" for name in ("gpu", "gpu_colocated", "gpu_deltas")),
+    ],
+)
+def test_a_benchmark_without_a_device_says_so(part):
+    with pytest.raises(SystemExit, match="needs a CUDA device"):
+        collect(importlib.import_module(f"benchmarks.{part}").figures())
 
 
 @pytest.mark.parametrize(

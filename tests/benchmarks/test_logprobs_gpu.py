@@ -34,9 +34,3 @@ def test_nothing_is_timed_that_errs(monkeypatch):
     monkeypatch.setitem(logprobs_gpu.LIMITS, torch.bfloat16, 1e-5)
     with pytest.raises(AssertionError, match=r"bfloat16.token_logprobs errs by .*, over 1e-05"):
         collect(logprobs_gpu.figures("cpu", SMALL))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_so():
-    with pytest.raises(SystemExit, match="needs a CUDA device"):
-        collect(logprobs_gpu.figures())

@@ -1,10 +1,9 @@
 """The GPU's benchmarks of weightsync: at small sizes on a CPU, gates that refuse."""
 
 import pytest
-import torch
 
 from benchmarks.harness import collect
-from benchmarks.weightsync_parts import gpu, gpu_colocated, gpu_deltas
+from benchmarks.weightsync_parts import gpu_colocated, gpu_deltas
 
 
 def test_every_step_of_a_delta_is_measured():
@@ -45,10 +44,3 @@ def test_an_engine_that_serves_other_weights_is_refused(monkeypatch):
     monkeypatch.setattr(gpu_colocated.Engine, "_load", lambda _, named: [*named])
     with pytest.raises(AssertionError, match="serves other weights than 1"):
         collect(gpu_colocated.figures("cpu", gpu_colocated.SMALL))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_device_it_says_so():
-    for module in (gpu, gpu_colocated, gpu_deltas):
-        with pytest.raises(SystemExit, match="needs a CUDA device"):
-            collect(module.figures())

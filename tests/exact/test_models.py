@@ -32,7 +32,9 @@ def logits(model, ids, **more):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_alone_in_a_batch_cut_packed_and_padded(family, dtype):
+def test_alone_in_a_batch_cut_packed_and_padded(family, dtype, full):
+    if dtype == "float32" and family not in FAMILIES[:2] and not full:
+        pytest.skip("the other families run in float32 with --full, and in test_exact_ranks")
     model, ids = model_of(family, dtype), tokens(3, 45)
     whole = logits(model, ids)
     assert torch.equal(logits(model, ids[1:2]), whole[1:2])

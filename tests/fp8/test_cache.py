@@ -227,10 +227,6 @@ def _written():
     return wrong
 
 
-def test_writes_to_sharded_weights_are_seen():
-    assert ranks.run(_written, world_size=2) == [[], []]
-
-
 def _too_early():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -244,9 +240,23 @@ def _too_early():
         return str(error)
 
 
-def test_it_holds_under_fsdp2_with_experts_dealt_out():
+def _all_on_ranks():
+    return {body.__name__: body() for body in (_written, _too_early, _on_ranks)}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each body returned on two ranks."""
+    return ranks.run(_all_on_ranks, world_size=2)
+
+
+def test_writes_to_sharded_weights_are_seen(found):
+    assert [each["_written"] for each in found] == [[], []]
+
+
+def test_it_holds_under_fsdp2_with_experts_dealt_out(found):
     weights = 2 * (4 + 2)  # layers, of four projections and two matrices of experts
-    for (logits, _), (theirs, roundings) in ranks.run(_on_ranks, world_size=2):
+    for (logits, _), (theirs, roundings) in (each["_on_ranks"] for each in found):
         assert (logits == theirs).all()
         assert roundings == 3 * weights
     one_rank, _ = _run(_model(), False)
@@ -255,6 +265,5 @@ def test_it_holds_under_fsdp2_with_experts_dealt_out():
     assert np.linalg.norm(first - logits[:2]) < 1e-2 * np.linalg.norm(first)
 
 
-def test_a_cache_that_was_made_before_sharding_is_refused():
-    for said in ranks.run(_too_early, world_size=2):
-        assert "Make the cache after fully_shard" in said
+def test_a_cache_that_was_made_before_sharding_is_refused(found):
+    assert all("Make the cache after fully_shard" in each["_too_early"] for each in found)

@@ -92,24 +92,26 @@ def sharded_on_this_rank():
     for layer in net.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
+    return found_of(net)
+
+
+def found_of(net):
     logits, gradient = logits_and_gradient(net)
     return logits.numpy(), gradient.numpy(), logits_after_a_step(net).numpy()
 
 
-def whole_on_this_rank():
+def whole_and_sharded():
+    # Both on a rank: another number of threads adds in another order.
     net = model()
     convert(net, RECIPE, only=ONLY)
-    logits, gradient = logits_and_gradient(net)
-    return logits.numpy(), gradient.numpy(), logits_after_a_step(net).numpy()
+    return found_of(net), sharded_on_this_rank()
 
 
 def test_it_works_under_fsdp2():
-    # On a rank too: another number of threads adds in another order.
-    ((logits, gradient, stepped),) = ranks.run(whole_on_this_rank, world_size=1)
-    results = ranks.run(sharded_on_this_rank, world_size=2)
-    moved = np.linalg.norm(stepped - logits)
-    assert moved > 0.01 * np.linalg.norm(logits)
-    for theirs, their_gradient, their_stepped in results:
+    for (logits, gradient, stepped), sharded in ranks.run(whole_and_sharded, world_size=2):
+        theirs, their_gradient, their_stepped = sharded
+        moved = np.linalg.norm(stepped - logits)
+        assert moved > 0.01 * np.linalg.norm(logits)
         assert np.array_equal(theirs, logits)
         np.testing.assert_allclose(their_gradient, gradient, rtol=1e-6, atol=1e-9)
         assert np.linalg.norm(their_stepped - stepped) < 0.01 * moved

@@ -315,15 +315,6 @@ def test_equal_rewards_have_advantages_of_exactly_0(reward, members, dtype):
         assert not found.any()
 
 
-def test_a_large_mean_does_not_round_differences_away():
-    """2**23 + r is exact in float32, and so are differences from a mean of quarters."""
-    small = torch.tensor([[0.0, 1.0, 1.0, 3.0]])
-    large = small + 2.0**23
-    for name in ("group_advantages", "leave_one_out_advantages"):
-        rule = getattr(advantages, name)
-        assert torch.equal(rule(large), rule(small))
-
-
 @pytest.mark.parametrize("rule", ["group", "leave_one_out", "max_rl"])
 def test_advantages_are_found_in_float64_and_rounded_once(rule):
     rewards = torch.rand((64, 7), generator=torch.Generator().manual_seed(0)) * 1000

@@ -168,9 +168,6 @@ def test_huge_ratios_give_finite_losses_and_gradients(name, dtype):
     assert found.sum.isfinite()
     assert found.sum.dtype == torch.promote_types(dtype, torch.float32)
     assert gradient.isfinite().all()
-    for row in range(len(rows)):  # A token alone is one sequence.
-        one, _ = evaluate(name, (*(x[row] for x in (p, q, a)), None, mask[row], mask[row].long()))
-        assert one.sum.isfinite()
     # Far in the direction of its advantage a token has stopped, or its gradient is bounded.
     if name in ("grpo", "dual clip", "gspo"):
         assert gradient[2] == gradient[8] == gradient[11] == 0

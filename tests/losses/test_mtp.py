@@ -153,6 +153,13 @@ def test_without_labels_the_loss_is_zero_with_gradients():
     assert not policy.gradients(normalisation.divide(loss))["head.weight"].any()
 
 
+ORDERS = ("contiguous", "zigzag", "balanced")
+
+
+def in_every_order():
+    return [on_parts(order) for order in ORDERS]
+
+
 def on_parts(order):
     """Return the loss and gradients of a rank, and how many of its labels other ranks hold."""
     policy, group = Policy(), dist.group.WORLD
@@ -167,18 +174,18 @@ def on_parts(order):
     return loss.item(), policy.gradients(loss), away
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag", "balanced"])
-def test_on_two_ranks_that_share_the_sequence(order):
+def test_on_two_ranks_that_share_the_sequence():
     policy = Policy()
     tokens, after, labels, _, _ = inputs()
     hidden = policy(tokens, after, detach=False)
     loss = mtp_loss(hidden, policy.output.weight, labels, detach_weight=False)
     whole = normalisation.divide(loss)
-    by_rank = ranks.run(on_parts, order, world_size=2)
-    assert sum(away for *_, away in by_rank)  # Or this would show nothing.
-    assert sum(part for part, *_ in by_rank) == pytest.approx(whole.item(), rel=1e-12)
-    for name, want in policy.gradients(whole).items():
-        torch.testing.assert_close(sum(grads[name] for _, grads, _ in by_rank), want, **CLOSE)
+    gradients = policy.gradients(whole)
+    for by_rank in zip(*ranks.run(in_every_order, world_size=2), strict=True):
+        assert sum(away for *_, away in by_rank)  # Or this would show nothing.
+        assert sum(part for part, *_ in by_rank) == pytest.approx(whole.item(), rel=1e-12)
+        for name, want in gradients.items():
+            torch.testing.assert_close(sum(grads[name] for _, grads, _ in by_rank), want, **CLOSE)
 
 
 def test_refusals_say_what_to_pass():

@@ -50,8 +50,8 @@ class AllToAllDispatcher:
         alignment: the rows of each expert are padded with rows of zeros to a multiple of
             `alignment`. The FP8 kernel `DeepGemm` needs an alignment of 128. With an alignment
             above 1, the dispatcher always allocates the maximum number of rows that padding can
-            need. Therefore the host need not read the padded counts. Without a capacity, the
-            surplus rows of zeros belong to the last expert.
+            need. Therefore the host need not read the padded counts. Without
+            `capacity_rows`, unneeded rows of zeros count as rows of the last expert.
         capacity_rows: the maximum number of rows that a rank sends to one rank, equal on all ranks.
             Each rank always sends `capacity_rows` rows to each rank, so the host need not read
             counts. If a rank has more than `capacity_rows` rows for one rank, `dispatch` raises

@@ -34,8 +34,8 @@ class RolloutSender:
 
     Args:
         address: the address of the receiver, such as "tcp://10.0.0.1:5555".
-        capacity_bytes: the largest total payload of unsettled groups, in bytes. `put` waits while
-            its group would exceed `capacity_bytes`.
+        capacity_bytes: the largest total payload of unsettled groups, in bytes. `put` waits until
+            the unsettled groups and the new group together fit into `capacity_bytes`.
         retry_s: the longest time between two requests to the receiver, in seconds. A lost group is
             sent again after about `retry_s` seconds.
         clock: the clock that measures the deadlines.

@@ -52,7 +52,8 @@ def attend(
 ):
     """Attend from one query, with up to HEADS of a group's heads, to the query's rows of the group.
 
-    `heads` is the number of heads of a group. `scale` is the factor of scores to base 2.
+    `heads` is the number of heads of a group. `scale` is the attention scale times
+    log2(e), because the kernel uses `exp2`.
     """
     across = tl.cdiv(heads, HEADS)
     program = tl.program_id(0)

@@ -107,9 +107,9 @@ async def attach(
 ) -> None:
     """Connect every worker of an engine to a transport. Changes no weights.
 
-    If the plan has one reader, every worker is that reader. If the plan has several readers, worker
-    i is reader `first_reader + i`. Each worker checks that the plan sends all boxes that the worker
-    reads.
+    If the plan has one reader, every worker receives the boxes of that reader. If the plan has
+    several readers, worker i is reader `first_reader + i`. Each worker checks that the plan sends
+    all boxes that the worker reads.
 
     Args:
         engine: an `AsyncLLM` or a `VllmServer`.
