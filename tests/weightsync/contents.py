@@ -7,13 +7,7 @@ import torch.distributed as dist
 
 from primeblocks.layout import Layout
 from primeblocks.testing.faults import flip_byte
-from primeblocks.weightsync import (
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
 from primeblocks.weightsync.reference import gather_whole, slice_again
 from primeblocks.weightsync.transports import (

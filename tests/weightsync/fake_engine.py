@@ -3,12 +3,23 @@
 import asyncio
 import selectors
 from dataclasses import asdict, replace
+from functools import wraps
 
 import torch
 
 from primeblocks.weightsync.convert import record_reads
 from primeblocks.weightsync.engines.remote import STATE, VERIFY, WorkerState
 from primeblocks.weightsync.manifest import Manifest
+
+
+def in_a_loop(test):
+    """A test that is a coroutine."""
+
+    @wraps(test)
+    def run(*args, **named):
+        asyncio.run(test(*args, **named))
+
+    return run
 
 
 def hurried_loop():

@@ -9,14 +9,7 @@ import torch.distributed as dist
 from primeblocks.errors import PrimeblocksError, TransferError
 from primeblocks.weightsync import plan_sync
 from tests.deadlines import HANG_S
-from tests.weightsync.contents import (
-    KINDS,
-    Side,
-    contents,
-    oracle,
-    same_bytes,
-    transport_of,
-)
+from tests.weightsync.contents import KINDS, Side, contents, oracle, same_bytes, transport_of
 from tests.weightsync.link_layouts import manifest
 
 TRAINERS, RANKS = 2, 4

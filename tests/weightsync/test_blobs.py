@@ -11,13 +11,7 @@ import torch
 
 from primeblocks.errors import CorruptionError, TransferError, UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import (
-    Publisher,
-    SharedMemoryTransport,
-    Subscriber,
-    describe,
-    plan_sync,
-)
+from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.held import Boxes
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import blobs

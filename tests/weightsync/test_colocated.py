@@ -111,19 +111,24 @@ def test_a_stage_that_fails_gives_the_turn_back(site, fails):
         site.step()
 
 
-def test_an_engine_that_half_slept_serves_again(site):
-    site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
-    before, sleep = site.state(), site.engine.sleep
+@pytest.mark.parametrize("half", ["sleep", "wake"])
+def test_an_engine_that_stops_halfway_goes_back(site, half):
+    calls = {name: getattr(site.engine, name) for name in ("sleep", "wake")}
+    take = site.colocated.to_trainer
+    if half == "sleep":
+        site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
+    else:
+        take = lambda **how: site.colocated.to_engine(1, **how)  # noqa: E731
+    before, whole = site.state(), calls[half]
 
-    def half(timeout_s):
-        sleep(timeout_s)
-        raise RuntimeError("half asleep")
+    def stops(*args):
+        whole(*args)
+        raise CapacityError("halfway")
 
-    site.colocated._engine = ColocatedEngine(
-        sleep=half, wake=site.engine.wake, update=site.colocated._engine.update
-    )
-    with pytest.raises(RuntimeError, match="half asleep"):
-        site.colocated.to_trainer(timeout_s=TIMEOUT_S)
+    update = site.colocated._engine.update
+    site.colocated._engine = ColocatedEngine(**calls | {half: stops}, update=update)
+    with pytest.raises(CapacityError, match="halfway"):
+        take(timeout_s=TIMEOUT_S)
     assert_same_state(site.state(), before)
 
 
@@ -145,21 +150,6 @@ def test_the_engine_leaves_before_the_trainer_comes_back(site):
     with pytest.raises(CapacityError):
         site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
     assert site.calls == [*TO_ENGINE, "sleep", "restore"]
-
-
-def test_an_engine_that_half_woke_sleeps_again(site):
-    before, wake = site.state(), site.engine.wake
-
-    def half(part, timeout_s):
-        wake(part, timeout_s)
-        raise CapacityError("half awake")
-
-    site.colocated._engine = ColocatedEngine(
-        sleep=site.engine.sleep, wake=half, update=site.colocated._engine.update
-    )
-    with pytest.raises(CapacityError, match="half awake"):
-        site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
-    assert_same_state(site.state(), before)
 
 
 def test_a_failure_on_the_way_back_tears(site):

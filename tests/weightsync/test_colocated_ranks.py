@@ -33,13 +33,22 @@ def _rank_fails(path, fails, at, error):
     return type(met).__name__, str(met), turn
 
 
-@pytest.mark.parametrize(("fails", "at"), [("release", 1), ("restore", 2)])
-def test_ranks_go_back_together(tmp_path, fails, at):
-    said = ranks.run(_rank_fails, tmp_path, fails, at, CapacityError("no room"), world_size=3)
-    for rank, (kind, text, turn) in enumerate(said):
-        assert kind == ("CapacityError" if rank == at else "TransferError")
-        assert rank == at or f"rank {at}: CapacityError: no room" in text
-        assert turn == ("engine" if fails in TO_ENGINE else "trainer")
+FAILS = (("release", 1), ("restore", 2))
+
+
+def _ranks_fail(path):
+    error = CapacityError("no room")
+    return [_rank_fails(path / fails, fails, at, error) for fails, at in FAILS]
+
+
+def test_ranks_go_back_together(tmp_path):
+    for fails, _ in FAILS:
+        (tmp_path / fails).mkdir()
+    for rank, both in enumerate(ranks.run(_ranks_fail, tmp_path, world_size=3)):
+        for (fails, at), (kind, text, turn) in zip(FAILS, both, strict=True):
+            assert kind == ("CapacityError" if rank == at else "TransferError")
+            assert rank == at or f"rank {at}: CapacityError: no room" in text
+            assert turn == ("engine" if fails in TO_ENGINE else "trainer")
 
 
 def _rank_dies(path):

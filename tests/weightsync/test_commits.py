@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from primeblocks.errors import CapacityError, ClosedError, TransferError, UsageError
 from primeblocks.weightsync.marker import Marker
+from primeblocks.weightsync.transports import directory_commits
 from primeblocks.weightsync.transports.directory_commits import DirectoryCommits
 from primeblocks.weightsync.transports.open import open_spec
 from primeblocks.weightsync.transports.place import PrivatePlace
@@ -55,9 +56,13 @@ def begun(owner, version, *, keep=(), seconds=TIMEOUT_S):
     owner.begin(version, keep=keep, deadline=soon(seconds))
 
 
+def marker_of(owner, version):
+    return Marker.make(run=owner.run, version=version, plan="", sizes=(), buckets=())
+
+
 def committed(owner, version, *, keep=None):
     begun(owner, version, keep=owner.markers(deadline=soon()) if keep is None else keep)
-    marker = Marker.make(run=owner.run, version=version, plan="", sizes=(), buckets=())
+    marker = marker_of(owner, version)
     owner.commit(marker, deadline=soon())
     return marker
 
@@ -91,9 +96,7 @@ def test_what_was_not_begun_is_not_committed(make):
             begun(owner, 2, keep=[marker])
             owner.abort(2)
         with pytest.raises(UsageError, match="version 2, which was not begun"):
-            owner.commit(
-                Marker.make(run="", version=2, plan="", sizes=(), buckets=()), deadline=soon()
-            )
+            owner.commit(marker_of(owner, 2), deadline=soon())
     assert seen(owner) == [marker]
 
 
@@ -194,29 +197,31 @@ def test_close_ends_a_begin_that_waits_for_a_reader_in_another_thread(make, monk
     lease.close()
 
 
-def test_threads_commit_to_a_store_one_after_the_other(tmp_path, monkeypatch):
-    """A second thread commits between the look of the first one and its replacement: it waits."""
-    owner = StoreCommits(dist.FileStore(str(tmp_path / "store")), owner=True)
-    markers = [
-        Marker.make(run=owner.run, version=version, plan="", sizes=(), buckets=())
-        for version in (1, 2)
-    ]
-    for marker in markers:
-        begun(owner, marker.version)
-    replace = owner._board.replace
+def test_threads_commit_one_after_the_other(make, monkeypatch):
+    """A second thread commits while the first one writes its record: it waits."""
+    owner = make(owner=True)
+    place, name = (directory_commits, "write_over")
+    if make.kind == "store":
+        place, name = owner._board, "replace"
+    markers = [marker_of(owner, version) for version in (1, 2)]
+    for version in (0, 1, 2):
+        begun(owner, version)
+    write = getattr(place, name)
 
     def slow(*args, **how):
-        monkeypatch.setattr(owner._board, "replace", replace)
+        monkeypatch.setattr(place, name, write)
         second.start()
         second.join(0.5)  # Without a lock it ends here. With one it cannot.
-        return replace(*args, **how)
+        return write(*args, **how)
 
     second = threading.Thread(target=owner.commit, args=markers[1:], kwargs={"deadline": soon()})
-    monkeypatch.setattr(owner._board, "replace", slow)
+    monkeypatch.setattr(place, name, slow)
     owner.commit(markers[0], deadline=soon())
     second.join()
     assert seen(owner) == markers
-    owner.close()
+    if make.kind == "directory":
+        with pytest.raises(UsageError, match="version 0, but another .* has committed version 2"):
+            owner.commit(marker_of(owner, 0), deadline=soon())
 
 
 def test_names_are_apart(make):

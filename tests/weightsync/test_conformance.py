@@ -71,12 +71,6 @@ def arrives_body(kind, where):
     return [receipt.digest for receipt in receipts]
 
 
-def test_sharded_readers_get_the_bytes_of_the_reference(kind, tmp_path):
-    digests = [digests for (digests,) in run([(arrives_body,)], kind, tmp_path)]
-    assert digests == [digests[0]] * RANKS
-    assert len(set(digests[0])) == 3
-
-
 def at_rank(rank, wrap):
     return wrap if dist.get_rank() == rank else None
 
@@ -113,9 +107,11 @@ def fault_body(kind, where, method, at):
     small.transport.close()
 
 
+FAULTS = [("begin", 0), ("send", 1), ("commit", 0)]
+
+
 def test_a_fault_is_typed_and_in_time_and_a_retry_goes_through(kind, tmp_path):
-    faults = [("begin", 0), ("send", 1), ("commit", 0)]
-    run([(fault_body, *fault) for fault in faults], kind, tmp_path)
+    run([(fault_body, *fault) for fault in FAULTS], kind, tmp_path)
 
 
 def deadline_body(kind, where):
@@ -169,10 +165,6 @@ def joiner_body(kind, where):
     small.transport.close()
 
 
-def test_who_waits_in_vain_can_go_on_and_a_late_joiner_catches_up(kind, tmp_path):
-    run([(deadline_body,), (joiner_body,)], kind, tmp_path)
-
-
 def plan_body(kind, where):
     small = Small(kind, where)
     small.sync(1)
@@ -207,13 +199,6 @@ def spec_body(kind, where):
     small.transport.close()
 
 
-def test_another_plan_is_refused_and_a_spec_opens_the_reading_end(kind, tmp_path):
-    files = [(file_body,)] if kind in ("shared_memory", "file") else []
-    run([(plan_body,), (spec_body,), *files], kind, tmp_path)
-    with pytest.raises(UnsupportedError, match="no transport has the spec"):
-        open_transport({"kind": "pigeon"})
-
-
 def file_body(kind, where):
     small = Small(kind, where)
     small.sync(1)
@@ -225,3 +210,17 @@ def file_body(kind, where):
     assert torch.equal(found["w"], whole["w"])
     dist.barrier()
     small.transport.close()
+
+
+BODIES = [(arrives_body,), (deadline_body,), (joiner_body,), (plan_body,), (spec_body,)]
+
+
+def test_readers_get_the_bytes_of_the_reference_whoever_waits_joins_late_or_has_another_plan(
+    kind, tmp_path
+):
+    files = [(file_body,)] if kind in ("shared_memory", "file") else []
+    digests = [found[0] for found in run([*BODIES, *files], kind, tmp_path)]
+    assert digests == [digests[0]] * RANKS
+    assert len(set(digests[0])) == 3
+    with pytest.raises(UnsupportedError, match="no transport has the spec"):
+        open_transport({"kind": "pigeon"})

@@ -1,7 +1,5 @@
 """Conversions in plain torch, recorded: what moves, shard by shard, and back."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -11,113 +9,10 @@ from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import describe
 from primeblocks.weightsync.convert import record_wiring
+from primeblocks.weightsync.convert.conversion import record_reads
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
+from tests.weightsync.test_recorded import loads
 from tests.weightsync.toy_engine import moved
-
-
-def without(shape, dim):
-    return (*shape[:dim], *shape[dim + 1 :])
-
-
-class Chain:
-    """A random chain of moves; called, it makes them."""
-
-    def __init__(self, draw, *, steps):
-        self.draw, self.moves = draw, []
-        self.sources, count = {}, 1
-        for i in range(draw(st.integers(1, 3))):
-            shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
-            n = math.prod(shape)
-            self.sources[f"m.{i}"] = torch.arange(count, count + n).reshape(shape)
-            count += n
-        self.now = dict(self.sources)
-        for step in range(draw(st.integers(0, steps))):
-            kinds = [self.rename, self.transpose, self.split, self.restack, self.fuse, self.pad]
-            draw(st.sampled_from([*kinds, self.flatten]))(f"s{step}")
-
-    def __call__(self, tensors):
-        tensors = dict(tensors)
-        for move in self.moves:
-            move(tensors)
-        return tensors
-
-    def do(self, names, change, *made):
-        """Let `change` make new tensors of those that have these names."""
-
-        def move(tensors):
-            taken = [tensors.pop(name) for name in names]
-            tensors.update(zip(made, change(*taken), strict=True))
-
-        self.moves.append(move)
-        move(self.now)
-
-    def pick(self, min_dims=0):
-        names = sorted(name for name, x in self.now.items() if x.ndim >= min_dims)
-        return self.draw(st.sampled_from(names)) if names else None
-
-    def dim_of(self, name):
-        return self.draw(st.integers(0, self.now[name].ndim - 1))
-
-    def rename(self, new):
-        if (name := self.pick()) is not None:
-            self.do([name], lambda x: [x], new)
-
-    def transpose(self, new):
-        if (name := self.pick()) is not None:
-            dims = tuple(self.draw(st.permutations(range(self.now[name].ndim))))
-            self.do([name], lambda x: [x.permute(dims)], name)
-
-    def flatten(self, new):
-        """Copy it in one dim, then have its dims again."""
-        if (name := self.pick(1)) is not None:
-            self.do([name], lambda x: [x.reshape(-1).clone().reshape(x.shape)], new)
-
-    def split(self, new):
-        if (name := self.pick(1)) is not None:
-            dim = self.dim_of(name)
-            size = self.now[name].shape[dim]
-            first = self.draw(st.integers(0, size))
-            targets = [f"{new}.{i}" for i in range(2)]
-            self.do([name], lambda x: x.split([first, size - first], dim), *targets)
-
-    def restack(self, new):
-        """Take apart along one dim, put together along another."""
-        name = self.pick(1)
-        if name is None or not self.now[name].numel():
-            return
-        dim, again = self.dim_of(name), self.dim_of(name)
-        if self.draw(st.booleans()):
-            self.do([name], lambda x: [torch.stack(x.unbind(dim), again)], new)
-        else:
-            targets = [f"{new}.{i}" for i in range(self.now[name].shape[dim])]
-            self.do([name], lambda x: x.unbind(dim), *targets)
-
-    def fuse(self, new):
-        name = self.pick(1)
-        if name is None:
-            return
-        dim = self.dim_of(name)
-        mine = without(self.now[name].shape, dim)
-        others = [
-            n
-            for n, x in self.now.items()
-            if n != name and x.ndim == len(mine) + 1 and without(x.shape, dim) == mine
-        ]
-        if others:
-            both = (name, self.draw(st.sampled_from(sorted(others))))
-            self.do(both, lambda *parts: [torch.cat(parts, dim)], new)
-
-    def pad(self, new):
-        if (name := self.pick(1)) is not None:
-            dim = self.dim_of(name)
-            shape = list(self.now[name].shape)
-            shape[dim] = self.draw(st.integers(0, 2))
-            self.do([name], lambda x: [torch.cat([x.new_zeros(shape), x], dim)], name)
-
-
-@st.composite
-def chains(draw):
-    return Chain(draw, steps=6)
 
 
 @st.composite
@@ -152,18 +47,14 @@ def assert_same(got, wanted):
         assert torch.equal(got[name], tensor), name
 
 
-@given(chains())
-def test_chains_do_what_torch_does(chain):
-    wiring = record_wiring(chain, describe(chain.sources))
-    assert_same(moved(wiring, chain.sources), chain.now)
-
-
-@given(chains(), st.data())
-def test_shards_land_where_forward_puts_them_each_element_once(chain, data):
-    wiring = record_wiring(chain, describe(chain.sources))
-    made = {name: torch.zeros_like(x) for name, x in chain.now.items()}
-    filled = {name: torch.zeros_like(x) for name, x in chain.now.items()}
-    for name, whole in chain.sources.items():
+@given(loads(), st.data())
+def test_shards_land_where_the_whole_lands_and_fill_a_box_of_it_alone(case, data):
+    sources, loader = case
+    wiring = record_reads(loader.load, describe(sources), into=dict(loader.params)).into
+    wanted = moved(wiring, sources)
+    made = {name: torch.zeros_like(x) for name, x in wanted.items()}
+    filled = {name: torch.zeros_like(x) for name, x in wanted.items()}
+    for name, whole in sources.items():
         for box in data.draw(shards(tuple(whole.shape))):
             held = Manifest(((name, TensorSpec(whole.dtype, Layout(tuple(whole.shape), box))),))
             local = whole[box.slices].clone()
@@ -173,22 +64,15 @@ def test_shards_land_where_forward_puts_them_each_element_once(chain, data):
                 assert view.untyped_storage().data_ptr() == local.data_ptr()
                 made[piece.target][piece.target_box.slices] = view
                 filled[piece.target][piece.target_box.slices] += 1
-    assert_same(made, chain.now)
-    # Identities begin at 1, so that what is 0 was padded.
-    assert_same(filled, {name: (x > 0).to(x.dtype) for name, x in chain.now.items()})
-
-
-@given(chains(), st.data())
-def test_what_fills_a_box_of_a_target_fills_nothing_else(chain, data):
-    wiring = record_wiring(chain, describe(chain.sources))
-    for name, whole in chain.now.items():
+    assert_same(made, wanted)
+    assert_same(filled, moved(wiring, {name: torch.ones_like(x) for name, x in sources.items()}))
+    for name, whole in wanted.items():
         box = data.draw(shards(tuple(whole.shape)))[-1]
         made = torch.zeros_like(whole[box.slices])
         for piece in wiring.by_target[name]:
             if (part := piece.to_target(box)) is not None:
-                source = chain.sources[part.source]
                 held = wiring.sources[part.source].layout.shard
-                made[part.target_box.within(box).slices] = part.view(source, held)
+                made[part.target_box.within(box).slices] = part.view(sources[part.source], held)
         assert torch.equal(made, whole[box.slices])
 
 

@@ -10,10 +10,7 @@ from torch import nn
 
 from primeblocks.errors import CorruptionError, ShapeError, UnsupportedError, UsageError
 from primeblocks.weightsync.delta import entries as delta_format
-from primeblocks.weightsync.delta.deltas import (
-    apply_delta,
-    encode_delta,
-)
+from primeblocks.weightsync.delta.deltas import apply_delta, encode_delta
 from primeblocks.weightsync.delta.entries import (
     bits_bytes,
     flat_bits,
@@ -92,8 +89,8 @@ def histories(draw, versions):
     return tensors
 
 
-@given(histories(versions=2))
-def test_applied_once_or_twice_a_delta_turns_old_into_new(history):
+@given(histories(versions=2), st.integers(0, 2**32 - 1), st.sampled_from([0, 0.5]))
+def test_a_delta_turns_old_into_new_also_what_was_applied_in_part_or_before(history, seed, share):
     old, new = history
     delta = encode_delta(new, old)
     changed = int((bits(new) != bits(old)).sum())
@@ -101,23 +98,12 @@ def test_applied_once_or_twice_a_delta_turns_old_into_new(history):
         assert new.numel() < 100 or changed > new.numel() / 4
         return
     assert len(delta) < new.numel() * new.itemsize
+    done = torch.from_numpy(np.random.default_rng(seed).random(new.numel()) < share)
     target = old.clone()
+    bits(target)[done] = bits(new)[done]
     for _ in range(2):
         apply_delta(target, delta)
         assert same(target, new)
-
-
-@given(histories(versions=2), st.integers(0, 2**32 - 1))
-def test_a_delta_finishes_what_was_applied_in_part(history, seed):
-    old, new = history
-    delta = encode_delta(new, old)
-    if delta is None:
-        return
-    done = torch.from_numpy(np.random.default_rng(seed).random(new.numel()) < 0.5)
-    target = old.clone()
-    bits(target)[done] = bits(new)[done]
-    apply_delta(target, delta)
-    assert same(target, new)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -268,24 +254,6 @@ def test_positions_that_do_not_ascend_are_refused(positions):
     assert len(packed) == positions_bytes(2, universe)
     with pytest.raises(CorruptionError, match="2 positions do not ascend"):
         unpack_positions(packed, 2, universe)
-
-
-@given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 4]))
-def test_a_hostile_delta_ends_in_a_typed_error_or_is_applied(rng, itemsize):
-    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[itemsize]
-    old = torch.arange(1000).remainder(100).to(dtype)
-    new = old.clone()
-    new[torch.tensor(rng.sample(range(1000), 60))] += 1
-    body = bytearray(encode_delta(new, old)[:-16])
-    for _ in range(rng.choice([1, 1, 2, 8])):
-        # The counts, or the streams behind them.
-        at = rng.choice([rng.randrange(16, 32), rng.randrange(len(body))])
-        body[at] ^= rng.randrange(1, 256)
-    target = old.clone()
-    try:
-        apply_delta(target, sealed(bytes(body)))
-    except (CorruptionError, ShapeError, UnsupportedError):
-        assert same(target, old)
 
 
 @given(st.integers(1, 3000), st.floats(0, 1), st.integers(0, 2**32 - 1))

@@ -5,10 +5,7 @@ import torch
 from torch import nn
 
 from primeblocks import fp8
-from primeblocks.weightsync.delta.deltas import (
-    apply_delta,
-    encode_delta,
-)
+from primeblocks.weightsync.delta.deltas import apply_delta, encode_delta
 from tests.weightsync.test_delta import bits, same
 
 

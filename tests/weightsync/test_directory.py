@@ -39,12 +39,13 @@ def test_a_name_is_one_path_component(kind, name):
         PRIVATE[kind](name)
 
 
-def test_shared_memory_refuses_where_it_cannot_work(monkeypatch, tmp_path):
+@pytest.mark.parametrize("kind", PRIVATE)
+def test_memory_refuses_where_it_cannot_work(kind, monkeypatch, tmp_path):
     with pytest.raises(UnsupportedError, match="is not a directory"):
-        SharedMemoryTransport("a", root=str(tmp_path / "none"))
+        PRIVATE[kind]("a", root=str(tmp_path / "none"))
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UnsupportedError, match="darwin. Use FileTransport"):
-        SharedMemoryTransport("a")
+        PRIVATE[kind]("a")
 
 
 def test_there_is_one_owner_and_it_alone_begins(tmp_path):
@@ -130,21 +131,6 @@ def test_without_an_owner_an_engine_takes_nothing_from_another_user(everybodys):
         os.chown(path, STRANGER, STRANGER)
     with pytest.raises(DeadlineError, match="Run trainer and engine on one host as one user"):
         received(plan, SharedMemoryTransport("policy", root=str(root)), timeout_s=0.05)
-
-
-@AS_ROOT
-@pytest.mark.parametrize("kind", PRIVATE)
-def test_nobody_else_can_read_what_is_sent(kind, everybodys):
-    root, stranger = everybodys
-    with PRIVATE[kind]("policy", owner=True, root=str(root)) as owner:
-        published(owner, 1.0, 2.0, full_every=4)
-        (folder,) = root.iterdir()
-        files = [path for path in folder.iterdir() if path.is_file()]
-        assert any(path.name.endswith((".delta", "rank-0.json")) for path in files)
-        assert folder.stat().st_mode & 0o777 == 0o700
-        assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-        assert stranger(f"cat {folder}/*").returncode != 0
-        assert stranger(f"cat {' '.join(map(str, files))}").stdout == b""
 
 
 @AS_ROOT

@@ -10,12 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from primeblocks.errors import (
-    CapacityError,
-    CorruptionError,
-    TransferError,
-    UsageError,
-)
+from primeblocks.errors import CapacityError, CorruptionError, TransferError, UsageError
 from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.held import copy_bucket
 from primeblocks.weightsync.marker import Marker

@@ -12,11 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from primeblocks.errors import (
-    DeadlineError,
-    TransferError,
-    UsageError,
-)
+from primeblocks.errors import DeadlineError, TransferError, UsageError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, fetched, plan_sync
 from primeblocks.weightsync.manifest import gather_manifests
@@ -28,10 +24,6 @@ from tests.weightsync.link_layouts import manifest
 from tests.weightsync.small_sync import RANKS, Small
 
 ranks.preload(__name__)  # With all that it imports.
-
-
-def run(body, *args):
-    return ranks.run(body, *args, world_size=RANKS)
 
 
 class Script(dist.Store):
@@ -101,8 +93,8 @@ class Scripted(Small):
         self.join(wrap)
 
 
-def store_bodies(where, faults, culprit, timeout_s):
-    return [store_body(where, fault, culprit, timeout_s) for fault in faults]
+def store_bodies(where, cases):
+    return [store_body(where, *case) for case in cases]
 
 
 def store_body(where, fault, culprit, timeout_s):
@@ -120,43 +112,39 @@ def store_body(where, fault, culprit, timeout_s):
     return text
 
 
-def test_a_rank_that_votes_after_the_others_gave_up_follows_them(host):
-    texts = run(store_body, host, "votes late", 3, 3.0)
-    assert all("until the deadline" in text for text in texts), texts
+METHODS = ("add", "check", "get", "set", "compare_set")
+LOST = (("wait fails", 0), ("marker unknown", 0), ("wait fails", 3), ("vote unknown", 3))
+HANGS = [(f"hangs in {method}", culprit) for culprit in (0, 3) for method in METHODS]
+CASES = {
+    ("votes late", 3): 3.0,
+    **dict.fromkeys(LOST, HANG_S),
+    **dict.fromkeys([("lost in compare_set", 3), ("lost", 3)], 5.0),
+    **dict.fromkeys(HANGS, 0.7),
+}
 
 
-@pytest.mark.parametrize(
-    ("faults", "culprit"),
-    [(("wait fails", "marker unknown"), 0), (("wait fails", "vote unknown"), 3)],
-)
-def test_an_answer_that_was_lost_splits_nobody(faults, culprit, host):
-    told = run(store_bodies, host, faults, culprit, HANG_S)
-    for fault, *texts in zip(faults, *told, strict=True):
-        assert len({bool(text) for text in texts}) == 1, texts
-        if fault == "wait fails":
-            assert texts == [""] * RANKS
-
-
-def test_a_rank_that_lost_the_store_keeps_its_version_and_says_what_it_cannot_know(host):
-    told = run(store_bodies, host, ("lost in compare_set", "lost"), 3, 5.0)
-    assert told[3][0] == "" or "Other ranks may have committed" in told[3][0]
-    texts = [texts[1] for texts in told]
-    assert "the store does not answer: connection reset" in texts[3]
-    assert all(texts)  # Without it nobody has the version.
-
-
-@pytest.mark.parametrize("culprit", [0, 3])
-def test_a_store_that_hangs_is_given_up_by_the_deadline(culprit, host):
-    faults = [f"hangs in {method}" for method in ("add", "check", "get", "set", "compare_set")]
-    texts = run(store_bodies, host, faults, culprit, 0.7)[culprit]  # Small.attempt has a watch.
-    said = (
-        "does not answer in time",
-        "the deadline passed",
-        "until the deadline",
-        "did not ask",
-        "did not arrive",
-    )
-    assert all(not text or any(words in text for words in said) for text in texts)
+def test_a_store_with_a_fault_in_one_place_splits_nobody(host):
+    cases = [(*case, timeout_s) for case, timeout_s in CASES.items()]
+    told = ranks.run(store_bodies, host, cases, world_size=RANKS)
+    said = dict(zip(CASES, zip(*told, strict=True), strict=True))
+    late = said["votes late", 3]
+    assert all("until the deadline" in text for text in late), late
+    for case in LOST:
+        assert len({bool(text) for text in said[case]}) == 1, said[case]
+        if case[0] == "wait fails":
+            assert said[case] == ("",) * RANKS
+    # It keeps its version, and says what it cannot know.
+    unsure = said["lost in compare_set", 3][3]
+    assert unsure == "" or "Other ranks may have committed" in unsure
+    lost = said["lost", 3]
+    assert "the store does not answer: connection reset" in lost[3]
+    assert all(lost)  # Without it nobody has the version.
+    # A store that hangs is given up by the deadline: Small.attempt has a watch.
+    ends = ("does not answer in time", "the deadline passed", "until the deadline")
+    ends += ("did not ask", "did not arrive")
+    for fault, culprit in HANGS:
+        text = said[fault, culprit][culprit]
+        assert not text or any(words in text for words in ends), text
 
 
 def test_a_store_that_is_gone_at_the_start_is_a_typed_error(host):
@@ -179,12 +167,6 @@ def late_body(where):
     return text
 
 
-def test_a_trainer_rank_that_does_not_come_is_waited_for_until_the_deadline(host):
-    texts = run(late_body, host)
-    assert "lost its peers, or the deadline passed" in texts[0]
-    assert all("no version was published in time. This engine has" in text for text in texts[2:])
-
-
 def impatient_body(where):
     """Reader 0 gives up while reader 1 has not come; then both sides go on as if nothing was."""
     small = Small("group", where)
@@ -202,10 +184,6 @@ def impatient_body(where):
     for version in (4, 5):  # The one that comes late does not take the old call for these.
         small.sync(version)
         assert small.holds(version)
-
-
-def test_a_reader_may_give_up_waiting_and_nothing_is_broken(host):
-    run(impatient_body, host)
 
 
 def wrong_call_body(where):
@@ -231,10 +209,6 @@ def wrong_call_body(where):
         small.transport._check(other, trainer=not small.is_engine)
     small.sync(2)
     assert small.holds(2)
-
-
-def test_wrong_calls_are_refused_and_cost_nothing(host):
-    run(wrong_call_body, host)
 
 
 def load_body(where, full_every):
@@ -265,13 +239,6 @@ def load_body(where, full_every):
     return receipt.bytes / small.plan.read_bytes(0)
 
 
-@pytest.mark.parametrize("full_every", [1, 4])
-def test_a_load_that_fails_is_undone(full_every, host):
-    results = run(load_body, host, full_every)
-    assert results[3] == 1
-    assert (results[2] < 1) is (full_every > 1)
-
-
 def memory_body(where):
     """Not an error of ours, and in a place where others wait for this rank's vote."""
     small = Small("group", where)
@@ -294,8 +261,31 @@ def fail(pieces):
     raise MemoryError("no room")
 
 
-def test_a_reader_that_fails_in_any_way_tells_the_others_at_once(host):
-    run(memory_body, host)
+def ranks_body(where):
+    """One after the other; whatever failed, new transports work."""
+    found = []
+    for body, *args in BODIES:
+        found.append(body(where, *args))
+        dist.barrier()
+    return found
+
+
+BODIES = (
+    (late_body,),
+    (impatient_body,),
+    (wrong_call_body,),
+    (load_body, 1),
+    (load_body, 4),
+    (memory_body,),
+)
+
+
+def test_ranks_that_do_not_come_give_up_call_wrongly_or_fail_break_nothing(host):
+    late, _, _, full, delta, _ = zip(*ranks.run(ranks_body, host, world_size=RANKS), strict=True)
+    assert "lost its peers, or the deadline passed" in late[0]
+    assert all("no version was published in time. This engine has" in text for text in late[2:])
+    assert full[3] == delta[3] == 1
+    assert delta[2] < 1 <= full[2]
 
 
 def moe_body(path):

@@ -17,6 +17,7 @@ from primeblocks.weightsync import (
     SharedMemoryTransport,
     Subscriber,
     describe,
+    held,
     plan_sync,
     verify_engine,
 )
@@ -44,13 +45,17 @@ def allocations():
     torch.empty = inner
 
 
-def random_body(kind, path, seeds, senders, receivers):
+def random_body(kind, path, cases):
     rank, checked = dist.get_rank(), 0
-    for seed in seeds:
+    for seed, senders, receivers in cases:
         sources, targets = random_layouts(seed, senders=senders, receivers=receivers)
         if not sum(elements(target) for target in targets):
             continue
-        bucket_bytes = random.Random(seed).choice([64, 200, 4096])
+        rng = random.Random(seed)
+        bucket_bytes = rng.choice([64, 200, 4096])
+        # Files are read in chunks, short rows together.
+        held._CHUNK_BYTES = rng.choice([8, 40, 1 << 20])
+        held._LONG_ROW_BYTES = rng.choice([1, 8, 1 << 16])
         plan = plan_sync(sources, targets, bucket_bytes=bucket_bytes)
         parts = contents(sources, seed)
         transport = transport_of(kind, path, plan)
@@ -76,14 +81,12 @@ def random_body(kind, path, seeds, senders, receivers):
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_layouts_arrive_as_if_gathered_and_sliced(kind, full, tmp_path):
     sides = [(2, 2), (1, 3), (3, 1), *([(1, 1), (2, 1), (1, 2)] if full else [])]
-    each = -(-(500 if full else 24) // len(sides))
+    cases = [(seed, *sides[seed % len(sides)]) for seed in range(504 if full else 24)]
     checked = 0
-    for i, (senders, receivers) in enumerate(sides):
-        seeds = list(range(i * each, (i + 1) * each))
-        path = tmp_path / str(i)
-        path.mkdir()
-        args = (kind, str(path), seeds, senders, receivers)
-        checked += ranks.run(random_body, *args, world_size=senders + receivers)[0]
+    for size in {senders + receivers for senders, receivers in sides}:
+        (path := tmp_path / str(size)).mkdir()
+        mine = [case for case in cases if case[1] + case[2] == size]
+        checked += ranks.run(random_body, kind, str(path), mine, world_size=size)[0]
     assert checked >= (500 if full else 16) * 0.8
 
 

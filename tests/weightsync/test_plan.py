@@ -7,12 +7,9 @@ from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Plan, describe, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.plan import cut, owned_boxes
 from primeblocks.weightsync.transports import estimate
 from primeblocks.weightsync.transports.group_wire import Rounds
 from tests.weightsync.link_layouts import elements, layouts
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8)
 
 
 def manifest(**boxes):
@@ -23,75 +20,6 @@ def manifest(**boxes):
             for name, (shape, offsets, sizes) in boxes.items()
         )
     )
-
-
-@st.composite
-def cuts(draw, size, parts):
-    inner = sorted(draw(st.lists(st.integers(0, size), min_size=parts - 1, max_size=parts - 1)))
-    return list(zip([0, *inner], [*inner, size], strict=True))
-
-
-@st.composite
-def sharded(draw, world_size):
-    """Manifests of `world_size` ranks that hold everything: shards, replicas, and overlaps."""
-    names = [f"t{i}" for i in range(draw(st.integers(1, 4)))]
-    rows = [[] for _ in range(world_size)]
-    for name in names:
-        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
-        dtype = draw(st.sampled_from(DTYPES))
-        whole = Shard((0,) * len(shape), shape)
-        dim = draw(st.integers(0, len(shape) - 1)) if shape else None
-        replicas = draw(st.sampled_from([1, 2, world_size]))
-        spans = draw(cuts(shape[dim], world_size)) if dim is not None else []
-        for rank in range(world_size):
-            box = whole
-            if dim is not None and replicas != world_size:
-                start, end = spans[rank]
-                offsets, sizes = list(whole.offsets), list(whole.sizes)
-                offsets[dim], sizes[dim] = start, end - start
-                box = Shard(tuple(offsets), tuple(sizes))
-            if replicas == 2 and rank == 0:
-                box = whole  # Holds what the others hold too.
-            rows[rank].append((name, TensorSpec(dtype, Layout(shape, box))))
-    return [Manifest(tuple(row)) for row in rows]
-
-
-@given(st.data(), st.integers(1, 4), st.sampled_from([64, 100, 1000]))
-def test_every_byte_has_one_writer_that_holds_it(data, world_size, bucket_bytes):
-    sources = data.draw(sharded(world_size))
-    target = sources[0].whole()
-    total = sum(target[n].dtype.itemsize * torch.Size(target[n].shape).numel() for n in target)
-    if total == 0:
-        with pytest.raises(PlanError, match="nothing to plan"):
-            plan_sync(sources, target, bucket_bytes=bucket_bytes)
-        return
-    plan = plan_sync(sources, target, bucket_bytes=bucket_bytes)
-    writes = {name: torch.zeros(target[name].shape, dtype=torch.int64) for name in target}
-    ends = 0
-    for bucket in plan.buckets:
-        assert 0 < bucket.bytes <= bucket_bytes
-        assert bucket.readers == (0,)
-        end = 0
-        for copy in bucket.copies:
-            size = target[copy.name].dtype.itemsize
-            copy.box.within(sources[bucket.rank][copy.name].layout.shard)  # The writer holds it.
-            assert (copy.offset, copy.bytes) == (end, copy.box.numel * size)
-            assert copy.offset % size == 0
-            end += copy.bytes
-            writes[copy.name][copy.box.slices] += 1
-        ends += end
-    assert all(counts.eq(1).all() for counts in writes.values())
-    starts = sorted((plan.offsets[name], writes[name].numel(), name) for name in target)
-    end = 0
-    for start, _, name in starts:
-        assert start == end
-        assert start % target[name].dtype.itemsize == 0
-        end += writes[name].numel() * target[name].dtype.itemsize
-    assert plan.bytes_total == plan.lower_bound_bytes == plan.blob_bytes == total == end == ends
-    assert plan.bytes_total == sum(plan.written_bytes(rank) for rank in range(world_size))
-    assert Plan.from_json(plan.to_json()) == plan
-    assert Plan.from_json(plan.to_json()).fingerprint() == plan.fingerprint()
-    assert f"{total:,}" in plan.table()
 
 
 def test_replicas_are_shared_out_evenly():
@@ -166,39 +94,6 @@ def test_a_tiny_bucket_is_refused():
         plan_sync([a], a, bucket_bytes=63)
 
 
-@given(
-    st.lists(
-        st.tuples(st.tuples(*[st.integers(0, 5)] * 2), st.tuples(*[st.integers(0, 6)] * 2)),
-        max_size=5,
-    )
-)
-def test_owned_and_uncovered_boxes_tile_the_tensor(spans):
-    held = [
-        (rank, Shard(at, tuple(min(n, 6 - o) for n, o in zip(size, at, strict=True))))
-        for rank, (at, size) in enumerate(spans)
-    ]
-    owned, uncovered = owned_boxes(held, (6, 6))
-    seen = torch.zeros(6, 6, dtype=torch.int64)
-    for box in [box for box, _ in owned] + uncovered:
-        seen[box.slices] += 1
-    assert seen.eq(1).all()
-    for box, holders in owned:
-        assert holders == tuple(r for r, shard in held if shard.intersect(box) == box)
-    for box in uncovered:
-        assert all(shard.intersect(box) is None for _, shard in held if shard.numel)
-
-
-@given(st.lists(st.integers(1, 7), max_size=3), st.integers(1, 30))
-def test_cut_tiles_a_box_with_pieces_below_the_limit(sizes, limit):
-    box = Shard((2,) * len(sizes), tuple(sizes))
-    seen = torch.zeros([s + 2 for s in sizes], dtype=torch.int64)
-    for piece in cut(box, limit):
-        assert piece.numel <= limit
-        seen[piece.slices] += 1
-    assert seen[box.slices].eq(1).all()
-    assert seen.sum() == box.numel
-
-
 @given(layouts(), st.sampled_from([64, 100, 1000]))
 def test_every_wanted_element_is_in_one_bucket_for_all_who_want_it(pair, bucket_bytes):
     sources, targets = pair
@@ -216,8 +111,13 @@ def test_every_wanted_element_is_in_one_bucket_for_all_who_want_it(pair, bucket_
     ]
     for bucket in plan.buckets:
         assert 0 < bucket.bytes <= bucket_bytes
+        end = 0
         for copy in bucket.copies:
             copy.box.within(sources[bucket.rank][copy.name].layout.shard)  # The writer holds it.
+            size = plan.target[copy.name].dtype.itemsize
+            assert (copy.offset, copy.bytes) == (end, copy.box.numel * size)
+            assert copy.offset % size == 0
+            end += copy.bytes
             written[copy.name][copy.box.slices] += 1
             for reader in bucket.readers:
                 arrived[reader][copy.name][copy.box.slices] += 1
@@ -233,7 +133,17 @@ def test_every_wanted_element_is_in_one_bucket_for_all_who_want_it(pair, bucket_
         wants = [spec.layout.shard.numel * spec.dtype.itemsize for spec in target.values()]
         assert plan.read_bytes(reader) == sum(wants)
     assert plan.bytes_total == plan.lower_bound_bytes == size
-    assert Plan.from_json(plan.to_json()) == plan
+    assert plan.bytes_total == sum(plan.written_bytes(rank) for rank in range(len(sources)))
+    end = 0
+    starts = [(plan.offsets[name], counts.numel(), name) for name, counts in written.items()]
+    for start, numel, name in sorted(starts):
+        assert start == end
+        assert start % plan.target[name].dtype.itemsize == 0
+        end += numel * plan.target[name].dtype.itemsize
+    assert end == plan.blob_bytes
+    again = Plan.from_json(plan.to_json())
+    assert (again, again.fingerprint()) == (plan, plan.fingerprint())
+    assert f"{size:,}" in plan.table()
 
 
 @given(layouts(), st.sampled_from([64, 100]))

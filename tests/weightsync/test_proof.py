@@ -72,10 +72,6 @@ def _without_floats():
     return prove_round_trip(mine, push, verify, version=1).is_proved
 
 
-def test_a_rank_without_floating_parameters_takes_part():
-    assert ranks.run(_without_floats) == [True, True]
-
-
 @pytest.fixture
 def before():
     torch.manual_seed(0)
@@ -180,10 +176,15 @@ def ranks_body(lost):
     return text
 
 
-def test_all_ranks_hear_what_one_saw():
-    assert ranks.run(ranks_body, None, world_size=2) == ["", ""]
-    for text in ranks.run(ranks_body, 1, world_size=2):
-        assert "1 tensors, such as 'w', differ in the engine" in text
+def all_ranks():
+    return ranks_body(None), ranks_body(1), _without_floats()
+
+
+def test_all_ranks_hear_what_one_saw_and_one_without_floating_parameters_takes_part():
+    for whole, lost, without_floats in ranks.run(all_ranks, world_size=2):
+        assert whole == ""
+        assert "1 tensors, such as 'w', differ in the engine" in lost
+        assert without_floats
 
 
 NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")

@@ -106,7 +106,7 @@ def loads(draw):
 
 
 @given(loads())
-def test_the_boxes_hold_exactly_what_reaches_a_parameter(case):
+def test_the_boxes_hold_exactly_what_reaches_a_parameter_and_are_enough_for_a_load(case):
     sources, loader = case
     reads = record_reads(loader.load, describe(sources))
     assert all((p == -7).all() for p in loader.params.values())
@@ -120,13 +120,6 @@ def test_the_boxes_hold_exactly_what_reaches_a_parameter(case):
         assert arrived <= set(ids)
         if name not in reads.inexact:
             assert arrived == set(ids)
-
-
-@given(loads())
-def test_a_load_of_these_boxes_alone_is_the_load_of_all(case):
-    sources, loader = case
-    reads = record_reads(loader.load, describe(sources))
-    loader.load(sources.items())
     whole = {name: param.clone() for name, param in loader.params.items()}
     read = {name: sources[name] for name in reads.boxes}
     loader.load(moved(filling(reads.sources, reads.boxes), read).items())

@@ -16,16 +16,11 @@ from primeblocks.errors import (
 )
 from primeblocks.weightsync import describe, plan_sync
 from primeblocks.weightsync.adapters.vllm import update_llm
-from primeblocks.weightsync.engines.remote import (
-    WorkerState,
-    attach_steps,
-    call,
-    drive_sync,
-)
+from primeblocks.weightsync.engines.remote import WorkerState, attach_steps, call, drive_sync
 from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import FileTransport
 from tests.deadlines import HANG_S
-from tests.weightsync.fake_engine import FakeEngine
+from tests.weightsync.fake_engine import FakeEngine, in_a_loop
 
 
 class Blocking:
@@ -153,20 +148,18 @@ def test_a_call_ends_with_a_type_before_its_deadline(method, kind, message):
         asyncio.run(call(engine, getattr(engine, method)(), "try", deadline))
 
 
-def test_a_cancelled_call_leaves_no_task_behind():
-    async def body():
-        engine, ended = Slow(), asyncio.Event()
+@in_a_loop
+async def test_a_cancelled_call_leaves_no_task_behind():
+    engine, ended = Slow(), asyncio.Event()
 
-        async def never():
-            try:
-                await engine.never()
-            finally:
-                ended.set()
+    async def never():
+        try:
+            await engine.never()
+        finally:
+            ended.set()
 
-        waiting = asyncio.ensure_future(call(engine, never(), "try", time.monotonic() + HANG_S))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait_for(ended.wait(), HANG_S)
-
-    asyncio.run(body())
+    waiting = asyncio.ensure_future(call(engine, never(), "try", time.monotonic() + HANG_S))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait_for(ended.wait(), HANG_S)

@@ -135,6 +135,12 @@ def test_another_user_neither_reads_nor_opens_memory(kind, everybodys):
         memory = [one for one in mine.iterdir() if "/memfd:primeblocks-" in os.path.realpath(one)]
         assert bool(memory) is (kind in ("shared_memory", "ipc"))
         assert {path.stat().st_mode & 0o777 for path in memory} <= {0o600}
+        if kind != "file":
+            (place,) = root.iterdir()
+            assert place.stat().st_mode & 0o777 == 0o700
+            files = [path for path in place.iterdir() if path.is_file()]
+            assert any(path.name.endswith((".delta", "rank-0.json")) for path in files)
+            assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
         folder = f"/proc/{os.getpid()}/fd"
         assert stranger(f"cat {folder}/*").stdout == b""
         assert stranger(f"cat /proc/{os.getpid()}/mem").stdout == b""

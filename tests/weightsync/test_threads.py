@@ -1,8 +1,6 @@
-"""Threads that share a publisher or a record of commits: refused, or one after the other."""
+"""Threads that share a publisher or a reader are refused, or wait."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 
 import pytest
 import torch
@@ -10,16 +8,8 @@ import torch
 from primeblocks.errors import ClosedError, UsageError
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
-from primeblocks.weightsync.marker import Marker
-from primeblocks.weightsync.transports import directory_commits
-from primeblocks.weightsync.transports.directory_commits import DirectoryCommits
-from primeblocks.weightsync.transports.place import DiskPlace, PrivatePlace
 
 TIMEOUT_S = 120
-
-
-def marker_of(version):
-    return Marker.make(run="r", version=version, plan="", base=None, sizes=(), buckets=())
 
 
 def test_a_publish_beside_another_one_is_refused(tmp_path):
@@ -88,36 +78,3 @@ def test_a_call_in_the_middle_of_a_load_is_refused_or_waits(tmp_path, call):
         else:
             publisher.publish(1, timeout_s=TIMEOUT_S)
             assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
-
-
-@pytest.mark.parametrize("durable", [False, True])
-def test_threads_commit_one_after_the_other(tmp_path, durable, monkeypatch):
-    """A second thread commits while the first one writes its record: it waits."""
-    place = DiskPlace(str(tmp_path)) if durable else PrivatePlace("versions", str(tmp_path))
-    commits = DirectoryCommits(place, owner=True, durable=durable)
-    write_over, ended = directory_commits.write_over, []
-
-    def commit(version):
-        commits.commit(marker_of(version), deadline=0)
-        ended.append(version)
-
-    def slow(path, *args, **how):
-        monkeypatch.setattr(directory_commits, "write_over", write_over)
-        second.start()
-        second.join(0.5)  # Without a lock it ends here. With one it cannot.
-        write_over(path, *args, **how)
-
-    second = threading.Thread(target=commit, args=(2,))
-    with closing(commits):
-        for version in (1, 2):
-            commits.open(version)
-        monkeypatch.setattr(directory_commits, "write_over", slow)
-        commit(1)
-        second.join()
-        assert ended == [1, 2]
-        assert commits.markers() == tuple(commits.committed) == (marker_of(1), marker_of(2))
-        commits.open(0)
-        with pytest.raises(
-            UsageError, match="got version 0, but another publisher has committed version 2"
-        ):
-            commit(0)

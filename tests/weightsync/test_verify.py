@@ -12,11 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from primeblocks.errors import PlanError, TransferError, UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import (
-    describe,
-    plan_sync,
-    verify_engine,
-)
+from primeblocks.weightsync import describe, plan_sync, verify_engine
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.observed import MULTIPLIED, Observed, Seen, digest_tensors, observe

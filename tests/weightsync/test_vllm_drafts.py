@@ -1,6 +1,5 @@
 """Models that draft tokens for a real vLLM: updated with their target, and told from stale ones."""
 
-import importlib.util
 import itertools
 import json
 import logging
@@ -19,20 +18,11 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.adapters import vllm as adapter
 from tests.engine_job import call
-from tests.replay.test_vllm_speculation import (
-    ACCEPTED,
-    DRAFTS,
-    SPECIAL,
-    WORDS,
-    _add_drafting_layer,
-)
+from tests.replay.test_vllm_speculation import ACCEPTED, DRAFTS, SPECIAL, WORDS, _add_drafting_layer
 from tests.replay.vllm_served import EXACT
-from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, sampling
+from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, needs, sampling
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = needs("vllm")
 
 HEAD = f"model.layers.{EXACT.num_layers}."
 PREFIX = "draft.", HEAD

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import itertools
 import os
 import signal
@@ -27,16 +26,14 @@ from tests.weightsync.vllm_site import (
     Served,
     Trainer,
     names,
+    needs,
     seen,
     spans_of,
 )
 
 LONG = 500  # tokens
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = needs("vllm")
 
 
 @pytest.fixture(scope="module", params=["mixed", "pair"])

@@ -4,7 +4,6 @@ vLLM 0.32 has FP8 in blocks on a CPU with AMX alone.
 """
 
 import gc
-import importlib.util
 import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,21 +15,25 @@ from safetensors.torch import save_file
 from primeblocks import fp8
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
-from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
+from primeblocks.weightsync import Publisher, describe, plan_sync
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.marker import Receipt
-from primeblocks.weightsync.transports import FileTransport, GroupTransport
 from tests.engine_job import call
-from tests.weightsync.contents import PACKED, packed_end, store_at
-from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, error_of, greedy
+from tests.weightsync.vllm_site import (
+    CARRIERS,
+    ENGINE,
+    TIMEOUT_S,
+    error_of,
+    greedy,
+    needs,
+    trainer_end,
+)
 
 pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    *needs("vllm"),
     pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's FP8 needs AMX"),
 ]
 
-CARRIERS = ("shared_memory", "file", *PACKED, "group")
 RULE = r"mlp\.(gate|up|down)_proj"
 QUANTIZED = {
     "quant_method": "fp8",
@@ -46,7 +49,8 @@ QUANTIZED = {
 def saw(request, tmp_path_factory):
     if request.param != 1 and not request.config.getoption("--full"):
         pytest.skip("two engines of two workers more: --full")
-    return call(_see, tmp_path_factory.mktemp("fp8"), request.param)
+    carriers = CARRIERS if request.config.getoption("--full") else CARRIERS[:1]
+    return call(_see, tmp_path_factory.mktemp("fp8"), request.param, carriers)
 
 
 def _sizes(workers):
@@ -68,7 +72,7 @@ def _checkpoint(path, seed, sizes):
     return str(path)
 
 
-def _see(folder, workers):
+def _see(folder, workers, carriers):
     import vllm
 
     def start(path):
@@ -90,10 +94,8 @@ def _see(folder, workers):
     saw = {"start": greedy(llm), "syncs": {}}
     read = max(plan.read_bytes(reader) for reader in range(workers))
     saw["shard"] = read * workers / plan_sync([encoded], encoded.whole()).bytes_total
-    for kind in CARRIERS:
-        where = folder / kind
-        where.mkdir()
-        with _transport(kind, where, workers) as transport:
+    for kind in carriers:
+        with trainer_end(kind, folder / kind, readers=workers) as transport:
             adapter.attach_llm(llm, plan, transport)
             with Publisher(plan, model, transport, encode=encode, full_every=4) as publisher:
                 saw["syncs"][kind] = list(_updates(llm, model, build, publisher))
@@ -102,17 +104,6 @@ def _see(folder, workers):
     fresh = start(paths[1])
     saw["fresh"] = greedy(fresh)
     return saw
-
-
-def _transport(kind, where, workers):
-    if kind == "shared_memory":
-        return SharedMemoryTransport("fp8", owner=True, root=str(where))
-    if kind == "file":
-        return FileTransport(where, owner=True)
-    if kind == "group":
-        counts = {"trainers": 1, "readers": workers}
-        return GroupTransport(store=store_at(where), rank=0, **counts)
-    return packed_end(kind, where, owner=True, keep=True)
 
 
 def _updates(llm, model, build, publisher):
@@ -131,6 +122,8 @@ def _updates(llm, model, build, publisher):
 
 @pytest.mark.parametrize("kind", CARRIERS)
 def test_codes_and_scales_are_served_as_by_a_fresh_engine(saw, kind):
+    if kind not in saw["syncs"]:
+        pytest.skip("--full runs every carrier")
     errors, said, _ = zip(*saw["syncs"][kind], strict=True)
     assert errors == (("", ""),) * 3
     assert list(said) == [saw["fresh"], saw["start"], saw["fresh"]]

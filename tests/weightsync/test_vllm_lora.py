@@ -5,7 +5,6 @@ Bit for bit what a stock engine computes that loads the base's checkpoint and PE
 
 import dataclasses
 import gc
-import importlib.util
 import json
 
 import pytest
@@ -27,13 +26,10 @@ from tests.weightsync.vllm_site import (
     Trainer,
     error_of,
     greedy,
+    needs,
 )
 
-MISSING = [name for name in ("vllm", "peft") if importlib.util.find_spec(name) is None]
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-]
+pytestmark = needs("vllm", "peft")
 
 
 @pytest.fixture(scope="module", params=[("qwen3", "float32"), ("llama", "bfloat16")], ids="-".join)

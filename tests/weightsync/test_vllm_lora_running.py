@@ -1,7 +1,6 @@
 """Versions of a LoRA adapter in a vLLM that is generating, and in one of two workers."""
 
 import asyncio
-import importlib.util
 from functools import partial
 
 import pytest
@@ -19,15 +18,12 @@ from tests.weightsync.vllm_site import (
     error_of,
     greedy,
     names,
+    needs,
     seen,
 )
 
-MISSING = [name for name in ("vllm", "peft") if importlib.util.find_spec(name) is None]
 SHORT, LONG = 16, 400
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
-]
+pytestmark = needs("vllm", "peft")
 
 
 @pytest.fixture(scope="module")

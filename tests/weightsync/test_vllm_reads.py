@@ -1,6 +1,5 @@
 """Recorded loads of vLLM's own loaders, held to what they write: from where, and where to."""
 
-import importlib.util
 import multiprocessing
 import os
 from pathlib import Path
@@ -15,11 +14,9 @@ from primeblocks.weightsync.convert.conversion import record_reads
 from tests.deadlines import START_S
 from tests.engine_job import call
 from tests.weightsync.toy_engine import moved
+from tests.weightsync.vllm_site import needs
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = needs("vllm")
 
 RANKS = 2
 SIZES = {"num_layers": 2, "hidden": 128, "num_experts": 4, "top_k": 1, "vocab": 72}

@@ -13,23 +13,10 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 import torch
 
-from primeblocks.errors import (
-    DeadlineError,
-    EngineError,
-    PlanError,
-    UnsupportedError,
-    UsageError,
-)
+from primeblocks.errors import DeadlineError, EngineError, PlanError, UnsupportedError, UsageError
 from primeblocks.weightsync import describe, plan_sync
-from primeblocks.weightsync.adapters.vllm import (
-    VllmServer,
-    attach,
-    server_args,
-    update,
-)
-from primeblocks.weightsync.adapters.vllm import (
-    describe as describe_loads,
-)
+from primeblocks.weightsync.adapters.vllm import VllmServer, attach, server_args, update
+from primeblocks.weightsync.adapters.vllm import describe as describe_loads
 from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import FileTransport
 from tests.deadlines import HANG_S as TIMEOUT_S

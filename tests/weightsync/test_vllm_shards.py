@@ -1,7 +1,6 @@
 """Tensor-parallel vLLM: each worker reads its own boxes, and what it serves is a fresh engine's."""
 
 import asyncio
-import importlib.util
 from functools import partial
 
 import pytest
@@ -21,18 +20,22 @@ from primeblocks.weightsync import (
 )
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.marker import Receipt
-from primeblocks.weightsync.transports import FileTransport, GroupTransport
 from tests.engine_job import call
-from tests.weightsync.contents import PACKED, packed_end, store_at
-from tests.weightsync.vllm_site import ENGINE, SIZES, TIMEOUT_S, Requests, names, spans_of
+from tests.weightsync.vllm_site import (
+    CARRIERS,
+    ENGINE,
+    SIZES,
+    TIMEOUT_S,
+    Requests,
+    names,
+    needs,
+    spans_of,
+    trainer_end,
+)
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = needs("vllm")
 
 RANKS, FULL_EVERY, BUCKET_BYTES = 2, 4, 1 << 16
-CARRIERS = ("shared_memory", "file", *PACKED, "group")
 # Without --full: from memory of the host, from buffers of another process, as messages.
 FEW = ("shared_memory", "directory-handles", "group")
 # Twice as wide, so that two ranks have a head of keys and values each.
@@ -126,8 +129,7 @@ async def _sync(folder, family, full):
     planned = [plan.read_bytes(reader) for reader in range(RANKS)]
     saw["reads"] = [dict(one.inexact) for one in reads], planned
     for kind in CARRIERS if full else FEW:
-        (folder / kind).mkdir()
-        with _transport(kind, folder / kind) as transport:
+        with trainer_end(kind, folder / kind, readers=RANKS) as transport:
             updates = 10 if full else 4 if kind == "shared_memory" else 2
             used, first = (shared, RANKS) if kind == "directory-handles" else (plan, 0)
             await adapter.attach(engine, used, transport, first_reader=first, timeout_s=TIMEOUT_S)
@@ -150,18 +152,6 @@ async def _sync(folder, family, full):
     saw["odd"] = await Requests(fresh).all("start", 24)
     fresh.shutdown()
     return saw
-
-
-def _transport(kind, where):
-    """The trainer's end."""
-    if kind == "shared_memory":
-        return SharedMemoryTransport("shards", owner=True, root=str(where))
-    if kind == "file":
-        return FileTransport(str(where), owner=True)
-    if kind == "group":  # Its workers join it: gloo, beside their own.
-        counts = {"trainers": 1, "readers": RANKS}
-        return GroupTransport(store=store_at(where), rank=0, **counts)
-    return packed_end(kind, where, owner=True, keep=True)
 
 
 async def _updates(requests, model, publisher, kind, updates):

@@ -1,7 +1,6 @@
 """Weights into an offline LLM, and turns with it: bit for bit what a fresh engine computes."""
 
 import gc
-import importlib.util
 import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -23,12 +22,9 @@ from primeblocks.weightsync.marker import Receipt
 from primeblocks.weightsync.transports import GroupTransport
 from tests.engine_job import call
 from tests.weightsync.contents import PACKED, packed_end
-from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, Trainer, error_of, greedy
+from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, Trainer, error_of, greedy, needs
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
-]
+pytestmark = needs("vllm")
 
 # Asymmetric inputs have one kernel on all CPUs.
 INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}

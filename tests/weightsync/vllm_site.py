@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from primeblocks.errors import PrimeblocksError, how_it_ended
@@ -25,11 +27,11 @@ from primeblocks.testing import tiny_models
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
-from primeblocks.weightsync.transports import FileTransport
+from primeblocks.weightsync.transports import FileTransport, GroupTransport
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.engine_job import KV_BYTES
 from tests.ports import free_port
-from tests.weightsync.contents import flip_sent
+from tests.weightsync.contents import PACKED, flip_sent, packed_end, store_at
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 64}
 PROMPTS = [[1, 5, 7, 9, 11], [1, *range(20, 60)], [1, *range(100, 117)]]
@@ -49,6 +51,28 @@ LORA_ENGINE: dict[str, Any] = {
     "max_lora_rank": 8,
 }
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+CARRIERS = ("shared_memory", "file", *PACKED, "group")
+
+
+def needs(*packages: str) -> list[pytest.MarkDecorator]:
+    """The marks of a file whose tests start engines."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    reason = f"not installed: {', '.join(missing)}"
+    return [pytest.mark.vllm, pytest.mark.skipif(bool(missing), reason=reason)]
+
+
+def trainer_end(kind: str, folder: Path, *, readers: int) -> Any:
+    """The trainer's end of a carrier, in a folder that is made for it."""
+    folder.mkdir()
+    if kind == "shared_memory":
+        return SharedMemoryTransport("policy", owner=True, root=str(folder))
+    if kind == "file":
+        return FileTransport(str(folder), owner=True)
+    if kind == "group":  # Its workers join it: gloo, beside their own.
+        return GroupTransport(store=store_at(folder), trainers=1, readers=readers, rank=0)
+    return packed_end(kind, folder, owner=True, keep=True)
 
 
 def sampling(tokens: int) -> Any:
