@@ -29,6 +29,7 @@ from primeblocks.serving.adapters.vllm import FleetMember
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as into_vllm
 from tests.deadlines import START_S
+from tests.engine_forks import Nursery
 from tests.ports import free_port
 from tests.weightsync.vllm_site import SIZES, TIMEOUT_S, Served, Trainer
 
@@ -125,11 +126,12 @@ def save(folder: Path) -> Path:
 @contextlib.contextmanager
 def servers(folder: Path) -> Iterator[Any]:
     """Start servers by name, more of them later, and end them all."""
-    with contextlib.ExitStack() as stack:
+    with Nursery() as nursery, contextlib.ExitStack() as stack:
 
         def start(name: str, *words: str, **more: Any) -> Served:
-            every = ("--max-model-len", str(MODEL_TOKENS), *CAPTURE)
-            served = Served(folder / "start", folder / f"{name}.log", *every, *words, **more)
+            every = ("--max-model-len", str(MODEL_TOKENS), *CAPTURE, *words)
+            log = folder / f"{name}.log"
+            served = Served(folder / "start", log, *every, nursery=nursery, **more)
             stack.callback(served.close)
             return served
 

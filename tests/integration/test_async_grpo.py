@@ -40,14 +40,12 @@ KEYS = {
 }
 
 
-def start(
-    out: Path, *, steps: int, state: Path | None = None, more: tuple[str, ...] = ()
-) -> subprocess.Popen:
+def start(out: Path, *, steps: int, state: Path | None = None) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", "--rdzv-id", run_id(out)]
     command += ["--nproc-per-node", "2", str(EXAMPLE), "--out", str(out)]
     command += ["--warm-steps", "30", "--steps", str(steps)]
-    command += [*more, *([] if state is None else ["--state", str(state)])]
+    command += [] if state is None else ["--state", str(state)]
     with (out / "log").open("w") as log:
         return subprocess.Popen(
             command, env=os.environ | ENVIRONMENT, stdout=log, stderr=log, text=True
@@ -63,6 +61,7 @@ def start_node(out: Path, rank: int, *, port: int, steps: int) -> subprocess.Pop
     # Its address, with its process's number, is the name of a node; behind walls numbers are equal.
     command += ["--local-addr", f"127.0.0.{1 + rank}", "--nnodes", "2", "--nproc-per-node", "1"]
     command += [str(EXAMPLE), "--out", str(node), "--warm-steps", "30", "--steps", str(steps)]
+    command += ["--trees"]
     environment = os.environ | ENVIRONMENT | {"TMPDIR": str(node)}
     with (node / "log").open("w") as log:
         return subprocess.Popen(walled(command), env=environment, stdout=log, stderr=log, text=True)
@@ -105,43 +104,7 @@ def shared_memory(out: Path) -> list[Path]:
     return list(Path("/dev/shm").glob(f"primeblocks-demo-{run_id(out)}-*"))
 
 
-def test_it_runs_and_keeps_its_bounds(tmp_path):
-    process = start(tmp_path, steps=6)
-    try:
-        code = process.wait(JOB_S)
-    finally:
-        process.kill()
-    assert code == 0, (tmp_path / "log").read_text()[-6000:]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary.keys() >= KEYS
-    assert summary["engine"] == "vllm-0.32.0"
-    assert summary["steps"] == 6
-    assert summary["versions_seen"] >= 3
-    assert 0 < summary["max_staleness_seen"] <= summary["max_off_policy_steps"]
-    assert 0 < summary["mismatch_kl_with_replay"] < summary["mismatch_kl_without_replay"]
-    assert 0.5 < summary["route_agreement"] <= 1
-    # Two bytes for each weight, every weight once.
-    assert summary["sync_bytes"] > 1 << 20
-    assert summary["kv_store_hits"] > 0
-    pictures = {"reward.png", "mismatch_kl.png", "staleness.png", "time.png"}
-    assert pictures <= {path.name for path in tmp_path.iterdir()}
-    assert shared_memory(tmp_path) == []
-
-
-def test_it_runs_on_trees(tmp_path):
-    process = start(tmp_path, steps=4, more=("--trees",))
-    try:
-        code = process.wait(JOB_S)
-    finally:
-        process.kill()
-    assert code == 0, (tmp_path / "log").read_text()[-6000:]
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["trees"]
-    assert summary["positions_computed"] < 0.3  # All prompts begin with one instruction.
-    assert 0 < summary["mismatch_kl_with_replay"] < summary["mismatch_kl_without_replay"]
-
-
-def test_two_nodes_share_no_memory(tmp_path):
+def test_two_nodes_share_no_memory_and_compute_trees(tmp_path):
     """Simulated by two agents on one machine, over its loopback."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -165,6 +128,8 @@ def test_two_nodes_share_no_memory(tmp_path):
     # What the engine samples with are the weights of both ranks.
     assert 0 < summary["mismatch_kl_with_replay"] < summary["mismatch_kl_without_replay"]
     assert summary["sync_bytes"] > 1 << 20
+    assert summary["trees"]
+    assert summary["positions_computed"] < 0.3  # All prompts begin with one instruction.
 
 
 def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
@@ -186,7 +151,7 @@ def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
     assert shared_memory(tmp_path) == []
 
 
-def test_a_run_that_is_killed_goes_on_from_its_state(tmp_path):
+def test_a_run_that_is_killed_goes_on_from_its_state_and_keeps_its_bounds(tmp_path):
     state = tmp_path / "state"
     process = start(tmp_path, steps=10_000, state=state)
     try:
@@ -204,12 +169,22 @@ def test_a_run_that_is_killed_goes_on_from_its_state(tmp_path):
             time.sleep(0.1)  # Until they are gone they hold the journal.
         for left in shared_memory(tmp_path):
             shutil.rmtree(left)
-        process = start(tmp_path, steps=13, state=state)
+        process = start(tmp_path, steps=16, state=state)
         assert process.wait(JOB_S) == 0, (tmp_path / "log").read_text()[-6000:]
     finally:
         process.kill()
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["first_version"], summary["steps"]) == (11, 3)
+    assert summary.keys() >= KEYS
+    assert summary["engine"] == "vllm-0.32.0"
+    assert (summary["first_version"], summary["steps"]) == (11, 6)
+    assert summary["versions_seen"] >= 3
     assert 0 < summary["max_staleness_seen"] <= summary["max_off_policy_steps"]
     # The routes of trajectories from before the kill fit theirs from after it.
     assert 0 < summary["mismatch_kl_with_replay"] < summary["mismatch_kl_without_replay"]
+    assert 0.5 < summary["route_agreement"] <= 1
+    # Two bytes for each weight, every weight once.
+    assert summary["sync_bytes"] > 1 << 20
+    assert summary["kv_store_hits"] > 0
+    pictures = {"reward.png", "mismatch_kl.png", "staleness.png", "time.png"}
+    assert pictures <= {path.name for path in tmp_path.iterdir()}
+    assert shared_memory(tmp_path) == []

@@ -16,6 +16,7 @@ from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync.adapters import vllm as adapter
 from tests.deadlines import EXPIRES_S, START_S
+from tests.engine_forks import Nursery
 from tests.engine_job import call
 from tests.weightsync.vllm_site import (
     PROMPTS,
@@ -55,16 +56,17 @@ def _see(case: str, folder: Path) -> dict[str, Any]:
     The second of either starts with seed 1, so it is the freshly loaded reference for that.
     """
     register()
-    return asyncio.run(_run(case, folder))
+    with Nursery() as nursery:
+        return asyncio.run(_run(case, folder, nursery))
 
 
-async def _run(case: str, folder: Path) -> dict[str, Any]:
+async def _run(case: str, folder: Path, nursery: Nursery) -> dict[str, Any]:
     trainer = Trainer("float32", folder)
     attach = adapter.attach
     with contextlib.ExitStack() as stack:
         stack.callback(trainer.transport.close)
         if case == "mixed":
-            second: Any = Served(folder / "float32-1", folder / "server.log")
+            second: Any = Served(folder / "float32-1", folder / "server.log", nursery=nursery)
             stack.callback(second.close)
         first = InProcess(folder / "float32-0")
         stack.callback(first.close)

@@ -9,8 +9,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -29,6 +27,7 @@ from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.engines.lora import AdapterSpec, adapter_parameters
 from primeblocks.weightsync.transports import FileTransport, GroupTransport
 from tests.deadlines import HANG_S as TIMEOUT_S
+from tests.engine_forks import Nursery
 from tests.engine_job import KV_BYTES
 from tests.ports import free_port
 from tests.weightsync.contents import PACKED, flip_sent, packed_end, store_at
@@ -280,7 +279,12 @@ class Served:
     """A server of the fleet, asked over HTTP; `words` are further ones of its command line."""
 
     def __init__(
-        self, checkpoint: Path, log: Path, *words: str, environment: dict[str, str] | None = None
+        self,
+        checkpoint: Path,
+        log: Path,
+        *words: str,
+        nursery: Nursery,
+        environment: dict[str, str] | None = None,
     ) -> None:
         port = free_port()
         arguments = ["--model", str(checkpoint), "--port", str(port), "--host", "127.0.0.1"]
@@ -288,14 +292,8 @@ class Served:
         arguments += ["--max-num-seqs", "8", "--skip-tokenizer-init", "--enable-scale-out"]
         arguments += ["--kv-cache-memory-bytes", str(KV_BYTES)]
         arguments += ["--logprobs-mode", "processed_logprobs", *adapter.server_args(), *words]
-        self.log = log.open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
-            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", **(environment or {})},
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            process_group=0,  # in the session of its job, which ends all of it
-        )
+        settings = {"VLLM_SERVER_DEV_MODE": "1", **(environment or {})}
+        self.log, self.process = log, nursery.start(arguments, environment=settings, log=log)
         self.url = f"http://127.0.0.1:{port}"
         self.before_long = math.inf
         self.engine = adapter.VllmServer(self.url)
@@ -306,8 +304,9 @@ class Served:
         deadline, never = time.monotonic() + timeout_s, threading.Event()
         while time.monotonic() < deadline:
             ended = self.process.poll()
-            log = Path(self.log.name).read_text()[-4000:]
-            assert ended is None, f"the server {how_it_ended(ended)}\n{log}"
+            assert ended is None, (
+                f"the server {how_it_ended(ended)}\n{self.log.read_text()[-4000:]}"
+            )
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health"):
                 return
             never.wait(0.1)
@@ -364,4 +363,3 @@ class Served:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-        self.log.close()
