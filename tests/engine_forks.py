@@ -71,8 +71,7 @@ def _nurse(connection: socket.socket) -> None:
             case ["start", arguments, environment, log]:
                 answer = os.fork()
                 if answer == 0:
-                    connection.detach()
-                    os.close(file.fileno())
+                    os.close(connection.detach())
                     _serve(arguments, environment, log)
                 os.setpgid(answer, answer)
                 ended[answer] = None
@@ -90,14 +89,14 @@ def _nurse(connection: socket.socket) -> None:
 
 
 def _serve(arguments: list[str], environment: dict[str, str], log: str) -> None:
-    told = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
-        os.dup2(told, descriptor)
-    os.environ |= environment
-    sys.argv = ["api_server", *arguments]
-    from vllm.entrypoints.launchers.api_server.entry import main
-
     try:
+        told = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for descriptor in (1, 2):
+            os.dup2(told, descriptor)
+        os.environ |= environment
+        sys.argv = ["api_server", *arguments]
+        from vllm.entrypoints.launchers.api_server.entry import main
+
         main()
     except BaseException:
         traceback.print_exc()

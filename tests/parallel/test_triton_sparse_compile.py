@@ -51,12 +51,14 @@ def products(ptx):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_latent_attention_fits_a_hopper(kernels, name, dtype, tmp_path):
+def test_latent_attention_fits_a_hopper(kernels, name, dtype, tmp_path, full):
     """64 heads of 576 columns on tensor cores, rows read by 16 bytes, next to nothing spilled.
 
     Of a product that has 576 columns as its inner dim there are 36 steps of 16, and no 64: nothing
     is padded to 1024.
     """
+    if dtype == torch.float16 and name != "attend" and not full:
+        pytest.skip("launched as bfloat16: only with --full")
     binary = build(kernels, name, dtype=dtype)
     ptx = binary.asm["ptx"]
     steps = products(ptx)
