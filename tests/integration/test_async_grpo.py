@@ -40,11 +40,13 @@ KEYS = {
 }
 
 
-def start(out: Path, *, steps: int, state: Path | None = None) -> subprocess.Popen:
+def start(
+    out: Path, *, steps: int, warm_steps: int = 30, state: Path | None = None
+) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", "--rdzv-id", run_id(out)]
     command += ["--nproc-per-node", "2", str(EXAMPLE), "--out", str(out)]
-    command += ["--warm-steps", "30", "--steps", str(steps)]
+    command += ["--warm-steps", str(warm_steps), "--steps", str(steps)]
     command += [] if state is None else ["--state", str(state)]
     with (out / "log").open("w") as log:
         return subprocess.Popen(
@@ -133,7 +135,7 @@ def test_two_nodes_share_no_memory_and_compute_trees(tmp_path):
 
 
 def test_a_killed_engine_ends_the_run_with_its_name(tmp_path):
-    process = start(tmp_path, steps=10_000)
+    process = start(tmp_path, steps=10_000, warm_steps=1)
     try:
         deadline = time.monotonic() + START_S
         while "GRPO" not in (tmp_path / "log").read_text():
