@@ -1,5 +1,7 @@
 """Imports vLLM once and forks a process for each task: `python -m tests.engine_server`.
 
+Engines that a task starts are forked as well.
+
 A line on standard input is a task, as JSON: `task`, a pickled `(body, args)`; `result`, where to
 pickle what it returns; `stdout` and `stderr`; `timeout_s`. Answers are lines: pid, then exit code.
 """
@@ -9,10 +11,12 @@ import faulthandler
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -38,6 +42,7 @@ def main() -> None:
     for module in MODULES:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
+    _fork_engines()
     # Or each task would copy, and each collection of its engine walk, all that was imported.
     gc.collect()
     gc.freeze()
@@ -51,6 +56,14 @@ def main() -> None:
         _, status = os.waitpid(pid, 0)
         _end(pid)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _fork_engines() -> None:
+    """vLLM spawns the processes of an engine on a CPU, each of which imports it once more."""
+    for module in ("vllm.v1.engine.utils", "vllm.v1.executor.multiproc_executor"):
+        with contextlib.suppress(ImportError):
+            host = importlib.import_module(module)
+            host.get_mp_context = partial(multiprocessing.get_context, "fork")
 
 
 def _end(session: int) -> None:
