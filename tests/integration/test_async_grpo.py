@@ -41,7 +41,7 @@ KEYS = {
 
 
 def start(
-    out: Path, *, steps: int, warm_steps: int = 30, state: Path | None = None
+    out: Path, *, steps: int, warm_steps: int = 10, state: Path | None = None
 ) -> subprocess.Popen:
     command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
     command += ["--rdzv-endpoint", "localhost:0", "--rdzv-id", run_id(out)]
@@ -62,7 +62,7 @@ def start_node(out: Path, rank: int, *, port: int, steps: int) -> subprocess.Pop
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", run_id(out)]
     # Its address, with its process's number, is the name of a node; behind walls numbers are equal.
     command += ["--local-addr", f"127.0.0.{1 + rank}", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += [str(EXAMPLE), "--out", str(node), "--warm-steps", "30", "--steps", str(steps)]
+    command += [str(EXAMPLE), "--out", str(node), "--warm-steps", "10", "--steps", str(steps)]
     command += ["--trees"]
     environment = os.environ | ENVIRONMENT | {"TMPDIR": str(node)}
     with (node / "log").open("w") as log:
