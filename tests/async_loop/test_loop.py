@@ -222,9 +222,10 @@ def test_a_group_that_fails_ends_a_step_that_is_under_way(what):
     run(body)
 
 
-def test_the_first_group_that_fails_ends_the_loop():
+@pytest.mark.parametrize("what", ["generate", "train", "publish"])
+def test_the_first_failure_ends_the_loop(what):
     async def body(world, loop):
-        world.fail["generate"] = EngineError("gone")
+        world.fail[what] = EngineError("gone")
         with pytest.raises(EngineError, match="gone"):
             await collect(world, loop)
         assert world.running == 0

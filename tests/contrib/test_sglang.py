@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from primeblocks.contrib.adapters.sglang import Sglang
 from primeblocks.contrib.model_folders import ModelFolders
 from primeblocks.errors import (
+    CorruptionError,
     DeadlineError,
     EngineError,
     TransferError,
@@ -24,6 +25,7 @@ from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, p
 from tests.contrib.sglang_fake import FakeSglang
 from tests.deadlines import EXPIRES_S
 from tests.deadlines import HANG_S as TIMEOUT_S
+from tests.weightsync.contents import flip_sent
 
 
 class Trainer:
@@ -231,6 +233,20 @@ def test_answers_to_an_abandoned_load_are_not_taken_for_those_to_the_next(traine
     assert_serves(fake, 0)
 
 
+def test_a_server_that_dies(trainer, fake, engine):
+    hangs_up_at = "/update_weights_from_disk"
+    folder = trainer.folder(1)
+    exchange = fake.answer
+
+    def answer(method, path, body):
+        fake.dead |= path == hangs_up_at
+        return exchange(method, path, body)
+
+    fake.answer = answer
+    with pytest.raises(EngineError, match=f"{hangs_up_at} .*Restart the server"):
+        engine.update(folder, timeout_s=TIMEOUT_S)
+
+
 def test_answers_that_no_sglang_gives(trainer, fake, engine):
     folder = trainer.folder(1)
     fake.before_answer = lambda endpoint: b"[]" if endpoint == "/weights_checker" else None
@@ -246,6 +262,19 @@ def test_a_server_that_says_it_holds_something_else(trainer, fake, engine):
     with pytest.raises(TransferError, match="holds version '1' from elsewhere"):
         engine.update(folder, timeout_s=TIMEOUT_S)
     assert_serves(fake, 0)
+
+
+def test_corrupt_bytes_never_reach_the_server(trainer, fake, engine):
+    engine.update(trainer.folder(1), timeout_s=TIMEOUT_S)
+    asked = len(fake.asked)
+    trainer.publisher.publish(2, timeout_s=TIMEOUT_S)
+    flip_sent(trainer.transport, trainer.path, 2, -3)
+    with pytest.raises(CorruptionError):
+        trainer.folders.make(2, timeout_s=TIMEOUT_S)
+    assert len(fake.asked) == asked
+    assert_serves(fake, 1)
+    engine.update(trainer.folder(3), timeout_s=TIMEOUT_S)
+    assert_serves(fake, 3)
 
 
 def test_several_engines_change_together(trainer, fake, engine):

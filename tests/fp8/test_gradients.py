@@ -13,7 +13,7 @@ import torch
 from benchmarks.fp8_parts.training import FlooredQuantizer
 from primeblocks.fp8 import Recipe, Tile, grouped_matmul, matmul
 
-SIZES = [1e-2, 1e-9, 1e-20, 1e-30]
+SIZES = [1e-2, 1e-3, 1e-5, 1e-7, 1e-9, 1e-20, 1e-30]
 FLOAT8, BFLOAT16 = 0.03, 2**-7 / 12**0.5
 OFFSETS = [70, 70, 120, 200]  # Ragged, one empty, ends inside tiles; 6 rows belong to nobody.
 

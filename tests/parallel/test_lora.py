@@ -167,7 +167,7 @@ def _train(kind, dispatcher):
     ("world_size", "cases"),
     [
         (2, [("ours", OncePerRankDispatcher), ("nemotron_h", OncePerRankDispatcher)]),
-        (4, [("ours", AllToAllDispatcher)]),
+        (4, [("ours", AllToAllDispatcher), ("gpt_oss", OncePerRankDispatcher)]),
     ],
 )
 def test_a_step_equals_one_rank(world_size, cases):

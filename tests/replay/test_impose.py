@@ -123,6 +123,16 @@ def test_foreign_routes_equal_the_reference_gradients_included(
     assert all(found[1][f"layers.{i}.gate.weight"].abs().max() > 0 for i in range(3))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_own_routes_change_no_bit(toy, inputs, kind, checkpoint):
+    model = toy(kind, checkpoint=checkpoint)
+    with record(model.routers) as tape:
+        own = step(model, inputs)
+    with impose(model.routers, tape.routes):
+        assert_equal(step(model, inputs), own)
+
+
 def test_the_order_of_slots_is_kept(toy, inputs, foreign):
     model = toy()
     routes = foreign()

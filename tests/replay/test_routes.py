@@ -172,6 +172,26 @@ def test_fill_takes_a_row_wherever_one_of_the_two_has_it():
         ours.fill(random_routes(tokens=9))
 
 
+@pytest.mark.parametrize(("num_experts", "top_k"), [(32, 4), (7, 3), (300, 8), (2, 2), (1, 1)])
+@pytest.mark.parametrize("extra", [0, 1, 50])
+def test_padding_loads_all_experts_alike(num_experts, top_k, extra):
+    row = np.arange(top_k).reshape(1, 1, top_k)
+    routes = Routes.from_array(row, num_experts=num_experts, layer_ids=[0])
+    padded = routes.pad(1 + extra)
+    assert padded[:1] == routes
+    assert not padded.missing.any()
+    load = np.bincount(padded.experts[1:].reshape(-1), minlength=num_experts)
+    assert load.sum() == extra * top_k
+    assert load.max() - load.min() <= 1
+    assert padded.padding.tolist() == [False] + [True] * extra
+    again = Routes.from_array(padded.experts, num_experts=num_experts, layer_ids=[0])
+    assert np.array_equal(again.experts, padded.experts)  # no row names an expert twice
+    with pytest.raises(ShapeError, match="cannot pad 1 tokens to 0"):
+        routes.pad(0)
+    with pytest.raises(ShapeError, match="cannot pad 1 tokens to 0"):
+        Routes.join([routes], pad_to=0)
+
+
 def loads(routes):
     """Slots of padding by layer and expert."""
     rows = routes.experts[routes.padding]

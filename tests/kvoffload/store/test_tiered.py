@@ -252,6 +252,16 @@ def test_a_cancelled_call_touches_nothing_later(stuck):
     assert save(store, 1).stored
 
 
+def test_a_retry_after_a_deadline_succeeds(stuck):
+    store, below = stuck
+    with pytest.raises(DeadlineError):
+        store.save(key_of(1), page_of(1)).wait(timeout_s=0.01)
+    below.release.set()
+    assert save(store, 1).stored
+    assert load(store, 1) == "host"
+    assert load(store, 0) == "memory"
+
+
 def test_saves_beyond_the_bound_are_declined_and_leave_no_old_page(stuck):
     store, below = stuck
     first = store.save(key_of(1), page_of(1))
