@@ -99,9 +99,10 @@ def _alone(rank, tokens):
 @pytest.mark.parametrize(
     ("kind", "tokens_by_rank"),
     [
-        ("all_to_all", (0, 0)),
+        ("all_to_all", (4, 9)),
         ("once_per_rank", (5, 0, 2)),
         ("capacity", (3, 1, 0, 6)),
+        ("all_to_all", (0, 0)),
     ],
     ids=str,
 )
