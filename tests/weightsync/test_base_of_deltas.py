@@ -2,7 +2,7 @@
 
 import pytest
 
-from primeblocks.errors import DeadlineError
+from primeblocks.errors import DeadlineError, TransferError
 from primeblocks.weightsync import fetched
 from tests.weightsync.test_delta_faults import Setup
 
@@ -39,6 +39,17 @@ def test_a_delta_that_ends_halfway_leaves_its_base(setup, monkeypatch, deltas_be
     assert setup.serves(deltas_before)
     assert setup.receive().bytes == size  # The delta alone.
     assert setup.serves(deltas_before + 1)
+
+
+def test_after_loads_that_failed_the_same_base_is_used(setup):
+    for version in range(1, 5):
+        size = setup.publish(version).bytes
+        setup.fail_at[len(setup.versions)] = True
+        with pytest.raises(TransferError, match=f"Version {version - 1} was loaded again"):
+            setup.receive()
+        assert setup.serves(version - 1)
+        assert setup.receive().bytes == size
+        assert setup.serves(version)
 
 
 def test_deltas_in_a_row_take_turns_in_two_places(setup):

@@ -256,6 +256,24 @@ def test_positions_that_do_not_ascend_are_refused(positions):
         unpack_positions(packed, 2, universe)
 
 
+@given(st.randoms(use_true_random=False), st.sampled_from([1, 2, 4]))
+def test_a_hostile_delta_ends_in_a_typed_error_or_is_applied(rng, itemsize):
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[itemsize]
+    old = torch.arange(1000).remainder(100).to(dtype)
+    new = old.clone()
+    new[torch.tensor(rng.sample(range(1000), 60))] += 1
+    body = bytearray(encode_delta(new, old)[:-16])
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        # The counts, or the streams behind them.
+        at = rng.choice([rng.randrange(16, 32), rng.randrange(len(body))])
+        body[at] ^= rng.randrange(1, 256)
+    target = old.clone()
+    try:
+        apply_delta(target, sealed(bytes(body)))
+    except (CorruptionError, ShapeError, UnsupportedError):
+        assert same(target, old)
+
+
 @given(st.integers(1, 3000), st.floats(0, 1), st.integers(0, 2**32 - 1))
 def test_positions_come_back_and_cost_no_more_than_a_bitmap(universe, share, seed):
     positions = (np.random.default_rng(seed).random(universe) < share).nonzero()[0]

@@ -79,6 +79,36 @@ def setup(tmp_path):
         yield setup
 
 
+def test_one_version_of_so_many_is_sent_in_full(setup):
+    bases, sizes = [], []
+    for version in range(9):
+        sizes.append(setup.publish(version).bytes)
+        bases.append(setup.bases()[-1])
+        assert setup.receive().bytes == sizes[-1]
+        assert setup.serves(version)
+        assert same_bytes(setup.late()[1], setup.versions[version])
+    assert bases == [None, 0, 1, 2, None, 4, 5, 6, None]
+    full = setup.plan.bytes_total
+    assert [size == full for size in sizes] == [base is None for base in bases]
+    assert max(size for size in sizes if size < full) < 0.3 * full
+
+
+def test_a_full_version_is_sent_when_deltas_have_become_as_many_bytes(tmp_path):
+    setup = Setup("shared_memory", tmp_path, full_every=1000)
+    with setup.transport:
+        deltas, last, cut = 0, 0, 0
+        for version in range(30):
+            size = setup.publish(version).bytes
+            if setup.bases()[-1] is None and version:
+                assert deltas >= setup.plan.bytes_total > deltas - last
+                deltas, cut = 0, cut + 1
+            elif version:
+                deltas, last = deltas + size, size
+            setup.receive()
+            assert setup.serves(version)
+        assert cut >= 1
+
+
 def test_buckets_of_which_all_changed_go_in_full(setup):
     setup.publish(0)
     setup.weights["b"].mul_(-3.7)

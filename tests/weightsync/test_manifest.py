@@ -1,8 +1,10 @@
+import copy
 import json
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -11,13 +13,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from primeblocks.errors import PlanError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import Plan, describe, plan_sync
-from primeblocks.weightsync.manifest import Manifest
+from primeblocks.weightsync.manifest import Manifest, gather_manifests
 
 
 class Odd(nn.Module):
@@ -117,6 +119,49 @@ def test_a_name_twice_is_refused():
     pairs = [("a", torch.zeros(1)), ("a", torch.zeros(2))]
     with pytest.raises(PlanError, match="1 names occur twice among 2"):
         describe(pairs)
+
+
+def test_an_unknown_dtype_in_json_is_refused():
+    text = describe({"a": torch.zeros(1)}).to_json().replace("float32", "float33")
+    with pytest.raises(PlanError, match="float33"):
+        Manifest.from_json(text)
+
+
+def _experts_under_fsdp():
+    """FSDP2 over the shards of expert parallelism: dim 0 is cut twice, experts first."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "expert"))
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.experts = nn.Parameter(torch.randn(8, 3, 5))
+    model.norm = nn.Parameter(torch.randn(7))
+    whole = copy.deepcopy(dict(model.named_parameters()))
+    model.experts = nn.Parameter(
+        distribute_tensor(whole["experts"].data, mesh["expert"], [Shard(0)])
+    )
+    model.norm = nn.Parameter(distribute_tensor(whole["norm"].data, mesh["expert"], [Replicate()]))
+    fully_shard(model, mesh=mesh["fsdp"])
+    return model, whole
+
+
+def _describe_sharded():
+    model, whole = _experts_under_fsdp()
+    manifest = describe(model)
+    placements = {type(p).__name__ for t in model.parameters() for p in t.placements}
+    for name, tensor in model.named_parameters():
+        box = manifest[name].layout.shard.slices
+        torch.testing.assert_close(tensor.to_local(), whole[name][box], rtol=0, atol=0)
+    gathered = gather_manifests(manifest)
+    assert gathered[dist.get_rank()] == manifest
+    return [m.to_json() for m in gathered], sorted(placements)
+
+
+def test_fsdp_over_experts_is_described_by_rank():
+    results = ranks.run(_describe_sharded, world_size=4)
+    assert all(result == results[0] for result in results)
+    manifests = [Manifest.from_json(text) for text in results[0][0]]
+    assert "_StridedShard" in results[0][1]
+    assert sorted(m["experts"].layout.shard.offsets[0] for m in manifests) == [0, 2, 4, 6]
+    assert {m["experts"].shape for m in manifests} == {(8, 3, 5)}
 
 
 GOOD = describe({"w": torch.zeros(4, 2)})

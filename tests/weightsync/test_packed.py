@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from primeblocks.errors import PlanError, TransferError
+from primeblocks.errors import CorruptionError, DeadlineError, PlanError, TransferError
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Publisher, Subscriber, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
@@ -38,6 +38,23 @@ def test_versions_arrive_and_two_buffers_take_turns(site):
     assert [marker.version for marker in site.reader.markers()] == [5, 6]
 
 
+def test_the_old_version_is_read_while_the_next_is_written(site, monkeypatch):
+    site.publish(1)
+    site.publish(2)
+    commit, seen = site.owner.commit, []
+
+    def look_and_commit(marker, *, deadline):
+        seen.append(site.receive(2).version)
+        assert site.has(2)
+        commit(marker, deadline=deadline)
+
+    monkeypatch.setattr(site.owner, "commit", look_and_commit)
+    site.publish(3)
+    assert seen == [2]
+    assert site.receive().version == 3
+    assert site.has(3)
+
+
 def test_what_an_engine_reads_is_not_written_to(site):
     tried = []
 
@@ -55,6 +72,58 @@ def test_what_an_engine_reads_is_not_written_to(site):
     site.publish(3)  # The retry.
     assert site.receive().version == 3
     assert site.has(3)
+
+
+def test_a_version_retired_meanwhile_is_a_typed_error(site):
+    site.publish(1)
+    receive, raced = site.reader.receive, []
+
+    def receive_slowly(request):
+        found = receive(request)
+        if not raced:
+            raced.extend([site.publish(2), site.publish(3)])
+        return found
+
+    site.reader.receive = receive_slowly
+    with pytest.raises(TransferError, match="version 1 was retired"):
+        site.receive()
+    assert site.engine.loads == 0
+    assert site.receive().version == 3
+    assert site.has(3)
+
+
+def test_corrupt_bytes_are_refused_and_the_old_version_stays(site):
+    site.publish(1)
+    site.receive()
+    site.publish(2)
+    site.buffer(2)[3] ^= 4
+    with pytest.raises(CorruptionError, match="bucket 0 of version 2 fails its digest"):
+        site.receive()
+    assert site.has(1)
+    site.publish(3)
+    assert site.receive().version == 3
+    assert site.has(3)
+
+
+def test_a_load_that_fails_goes_back(site, monkeypatch):
+    site.publish(1)
+    site.receive()
+    site.publish(2)
+    engine, failed = site.engine, []
+
+    def fail_once(tensors):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("out of memory")
+        engine(tensors)
+
+    site.engine = fail_once
+    with pytest.raises(TransferError, match="Version 1 was loaded again"):
+        site.receive()
+    site.engine = engine
+    assert site.has(1)
+    assert site.receive().version == 2
+    assert site.has(2)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -84,6 +153,19 @@ def test_a_base_that_another_publisher_replaced_is_not_used(kind, tmp_path):
     assert site.receive().version == 3
     assert site.has(3)
     site.close()
+
+
+def test_a_restarted_trainer_is_followed(site):
+    site.publish(5)
+    site.receive()
+    site.publisher.close()
+    site.owner.close()
+    with pytest.raises(DeadlineError):
+        site.receive(timeout_s=0.05)
+    site.owner, site.publisher = site.trainer()
+    site.publish(1)
+    assert site.receive().version == 1
+    assert site.has(1)
 
 
 # --- the parts ---------------------------------------------------------------------------------

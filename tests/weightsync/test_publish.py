@@ -7,6 +7,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -17,6 +19,7 @@ from primeblocks.weightsync.manifest import Manifest, gather_manifests
 from primeblocks.weightsync.reference import gather_whole, slice_again
 from primeblocks.weightsync.transports import FileTransport
 from tests.deadlines import HANG_S as TIMEOUT_S
+from tests.weightsync.test_manifest import _experts_under_fsdp
 
 BUCKET_BYTES = 128
 
@@ -89,6 +92,39 @@ def test_received_bytes_equal_the_reference(tmp_path):
             for name, part in slice_again(whole, source).items():
                 oracles.assert_same_bits(part, result[1][name].to(torch.bfloat16).float())
         assert [each.name for each in path.rglob("version-*")] == ["version-3.safetensors"]
+
+
+def _fsdp_over_experts(path):
+    model, whole = _experts_under_fsdp()
+    manifests = gather_manifests(describe(model))
+    plan = plan_sync(manifests, manifests[0].whole(), bucket_bytes=BUCKET_BYTES)
+    transport = transport_at("shared_memory", path, owner=dist.get_rank() == 0)
+    dist.barrier()
+    with Publisher(plan, model, transport) as publisher:
+        publisher.publish(1, timeout_s=TIMEOUT_S)
+    got = received(plan, transport)[1]
+    for name, tensor in whole.items():
+        oracles.assert_same_bits(got[name], tensor.data)
+    dist.barrier()
+    transport.close()
+    return [plan.written_bytes(rank) for rank in range(4)], plan.bytes_total
+
+
+def test_fsdp_over_experts_arrives_whole_and_nobody_gathers(tmp_path):
+    for sent, total in ranks.run(_fsdp_over_experts, str(tmp_path), world_size=4):
+        assert total == sum(sent) == (8 * 3 * 5 + 7) * 4
+        assert max(sent) - min(sent) <= 7 * 4
+
+
+@settings(max_examples=8)
+@given(st.integers(0, 2**16), st.sampled_from([torch.bfloat16, torch.float16, torch.float64]))
+def test_the_sender_casts(tmp_path_factory, seed, dtype):
+    weights = {"w": torch.randn(13, 5, generator=torch.Generator().manual_seed(seed)) * 1e3}
+    source = describe(weights)
+    plan = plan_sync([source], source.whole(dtype=dtype), bucket_bytes=64)
+    with SharedMemoryTransport(f"primeblocks-test-{seed}", owner=True) as transport:
+        Publisher(plan, weights, transport).publish(0, timeout_s=TIMEOUT_S)
+        oracles.assert_same_bits(received(plan, transport)[1]["w"], weights["w"].to(dtype))
 
 
 # --- one rank: versions, encode ----------------------------------------------------------------

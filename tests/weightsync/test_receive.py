@@ -7,11 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from primeblocks.errors import CorruptionError, DeadlineError, EngineError, TransferError
+from primeblocks.errors import (
+    ClosedError,
+    CorruptionError,
+    DeadlineError,
+    EngineError,
+    TransferError,
+)
 from primeblocks.testing.faults import ManualClock, truncate
 from primeblocks.weightsync import Publisher, Subscriber, fetched, held, receive
 from tests.weightsync.contents import flip_sent
-from tests.weightsync.one_pair import TIMEOUT_S
+from tests.weightsync.one_pair import TIMEOUT_S, Engine
 
 
 def test_the_newest_version_is_loaded_once(setup):
@@ -43,6 +49,27 @@ def test_waiting_ends_at_the_deadline(setup):
     with pytest.raises(DeadlineError, match="version 3 was not committed"):
         setup.receive(3, timeout_s=0.01)
     assert setup.served() == 1
+
+
+def test_a_late_joiner_gets_the_newest(setup):
+    for version in range(5):
+        setup.publish(version)
+    late = Engine()
+    with Subscriber(setup.plan, late.load, setup.transport) as subscriber:
+        assert subscriber.receive(timeout_s=TIMEOUT_S).version == 4
+    with pytest.raises(ClosedError):
+        subscriber.receive(timeout_s=TIMEOUT_S)
+
+
+def test_the_version_before_can_be_asked_for(setup):
+    setup.publish(1)
+    setup.publish(2)
+    setup.receive()
+    assert setup.receive(1).version == 1
+    assert setup.served() == 1
+    setup.publish(3)
+    with pytest.raises(TransferError, match=r"version 1 was retired. .* \[2, 3\]"):
+        Subscriber(setup.plan, setup.engine.load, setup.transport).receive(1, timeout_s=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 77, 255, 256, 479, 480, 519])
@@ -93,6 +120,15 @@ def test_a_failed_first_load_is_not_called_a_roll_back(setup):
     with pytest.raises(EngineError, match="no version to go back to. Restart"):
         setup.receive()
     assert setup.subscriber.version is None
+
+
+def test_a_failed_way_back_is_an_engine_error(setup):
+    setup.publish(1)
+    setup.receive()
+    setup.publish(2)
+    setup.engine.fail_at = {2: 1, 3: 0}
+    with pytest.raises(EngineError, match="Going back to version 1 failed too"):
+        setup.receive()
 
 
 def test_a_load_that_leaves_tensors_is_undone(setup):

@@ -1,5 +1,6 @@
 """A trainer and engines that share a name, and nothing else."""
 
+import os
 import uuid
 
 import pytest
@@ -18,6 +19,8 @@ from primeblocks.weightsync.transports import FileTransport, GroupTransport, Pul
 from tests.deadlines import HANG_S as TIMEOUT_S
 
 ranks.preload(__name__)
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root acts as another user")
 
 
 def model(seed=0):
@@ -121,6 +124,18 @@ def test_the_next_owner_announces_anew(tmp_path):
             assert list(found.target) == names
             assert owner.to_remove()
         assert list(tmp_path.iterdir()) == []
+
+
+@AS_ROOT
+def test_an_announcement_of_another_user_is_named_and_not_read(tmp_path):
+    tmp_path.chmod(0o1777)
+    with _end("shared_memory", tmp_path, True) as owner:
+        weightsync.announce(owner, {"a": torch.ones(1)})
+        (directory,) = tmp_path.iterdir()
+        os.chown(directory, 12345, 12345)
+        with pytest.raises(DeadlineError, match="Run trainer and engine on one host as one user"):
+            weightsync.find(_end("shared_memory", tmp_path, False), timeout_s=0)
+        os.chown(directory, 0, 0)
 
 
 def test_a_text_that_is_no_plan(tmp_path):
