@@ -95,7 +95,7 @@ CASES = (
         "tests/exact/test_triton_attention.py",
         "tests/exact/test_triton_models.py",
     ),
-    _tests("fp8", "fp8_engines", "tests/fp8/test_engines.py"),
+    _tests("fp8", "fp8_engines", "tests/fp8/test_engines.py", "tests/fp8/test_quantize.py"),
     _tests("fp8", "fp8_devices", "tests/fp8/test_devices.py"),
     _tests("parallel", "parallel_devices", "tests/parallel/test_devices.py"),
     _tests("dsa", "dsa_devices", "tests/parallel/test_devices_sparse.py"),

@@ -22,3 +22,11 @@ def group(tmp_path, device):
     dist.init_process_group(backend, init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """This process alone, on a CPU."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()

@@ -18,9 +18,9 @@ from tests.parallel.test_latent_attention import _operands
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_what_no_rank_may_pass_is_refused(group, name):
+def test_what_no_rank_may_pass_is_refused(one_rank, name):
     q, k, v, _ = _inputs(5, (4, 2, 8, 8))
-    latent, where = _operands(5), {"sequence": plan_sequence([5], ranks=1), "group": group}
+    latent, where = _operands(5), {"sequence": plan_sequence([5], ranks=1), "group": one_rank}
     for error, said, wrong in [
         (ShapeError, "q, k and v need at least one head", {"k": k[:, :0], "v": v[:, :0]}),
         (PlanError, "causal=True and at least 1 token; got window=0", {"window": 0}),
@@ -66,10 +66,10 @@ def test_without_check_nothing_is_agreed_on():
     ranks.run(_unchecked)
 
 
-def test_a_second_derivative_is_refused(group):
+def test_a_second_derivative_is_refused(one_rank):
     q, k, v, _ = _inputs(5, (4, 4, 8, 8))
     plan = plan_sequence([5], ranks=1)
-    out = ATTENTIONS["ring"](q.requires_grad_(), k, v, sequence=plan, group=group)
+    out = ATTENTIONS["ring"](q.requires_grad_(), k, v, sequence=plan, group=one_rank)
     (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()

@@ -300,9 +300,9 @@ def test_autocast_and_compile_change_nothing_else():
         assert all(equal)
 
 
-def test_what_no_rank_may_pass_is_refused(group):
+def test_what_no_rank_may_pass_is_refused(one_rank):
     drawn, ids = _inputs(5), torch.zeros(5, 1, 2)
-    where = {"sequence": plan_sequence([5], ranks=1), "group": group, "rows": ROWS}
+    where = {"sequence": plan_sequence([5], ranks=1), "group": one_rank, "rows": ROWS}
     for said, indices in [
         (r"\[5, 1, k\] of torch.int32", ids.long()),
         ("at least one id", ids[:, :, :0].int()),

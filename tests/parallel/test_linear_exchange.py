@@ -89,9 +89,9 @@ def _assert_only_what_is_used(lengths, order, found):
     assert [by_case["conv"][0] for by_case in found] == [[count] for count in halo]
 
 
-def test_groups_must_divide_heads(group):
+def test_groups_must_divide_heads(one_rank):
     x, dt, B, C, A, _ = drawn("space", 4)[0]
-    where = {"sequence": plan_sequence([4], ranks=1), "group": group}
+    where = {"sequence": plan_sequence([4], ranks=1), "group": one_rank}
     for groups in (0, 4):
         with pytest.raises(ShapeError, match="groups that divide heads"):
             state_space(x, dt, A, *(y[:, :1].expand(-1, groups, -1) for y in (B, C)), **where)
