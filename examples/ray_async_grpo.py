@@ -186,7 +186,7 @@ class Serving:
             await asyncio.gather(*map(self._update, self.in_flight()))
 
     def in_flight(self) -> dict[str, int]:
-        """Return the number of unfinished requests of each engine that gets requests, by name."""
+        """Return the number of unfinished requests of each open engine, by the engine's name."""
         return {state.name: state.in_flight for state in self.fleet.states()}
 
     async def ask(self, name: str, method: str, *args, **options):

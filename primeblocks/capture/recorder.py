@@ -88,7 +88,7 @@ class CaptureBounds:
 
     Args:
         turns: the largest number of turns of one session.
-        in_flight: the largest number of requests of all sessions that wait for the engine.
+        in_flight: the largest number of requests that wait for the engine, over all sessions.
         body_bytes: the largest body of a request, in bytes.
         max_tokens: the largest number of tokens of one answer, also for requests without
             `max_tokens`.

@@ -88,8 +88,9 @@ def convert(
     Raises:
         UsageError: `only` or `exclude` does not match any layer, matches only a part of a word in a
             name, or is not a regular expression.
-        UnsupportedError: a matching module of experts does not have `grouped_mm`, or a matching
-            layer does not multiply in its own `forward`.
+        UnsupportedError: a chosen module of experts does not have `grouped_mm`. Also raised if a
+            chosen linear layer is lazy, has a replaced `forward`, or is in an
+            `nn.TransformerEncoderLayer`.
     """
     check_recipe(recipe)
     layers = {name: module for name, module in modules_of(model) if _multiplies(module)}
@@ -152,9 +153,9 @@ class WeightCache:
     """A cache of the float8 codes of a converted model's weights.
 
     The codes of a weight are computed once per optimizer step, for all micro-batches and
-    recomputations. The cache drops all codes when a torch optimizer of the process steps, or when a
-    converted module loads a state dict. If a weight is written in place or moves to another
-    address, the cache drops the codes of this weight.
+    recomputations. The cache drops all codes after each step of any torch optimizer of the process,
+    and when a converted module loads a state dict. If a weight is written in place or moves to
+    another address, the cache drops the codes of this weight.
 
     The cache does not notice a write that leaves a tensor's version counter unchanged. Call
     `advance()` after a write to `weight.data`, such as a merge of adapters by PEFT, and after
@@ -220,8 +221,8 @@ class WeightCache:
 
         Raises:
             UsageError: the weight is not converted, or the parameter was replaced after the cache
-                was made. Also raised if the layer multiplies by parts of the weight that differ in
-                shape.
+                was made. Also raised if the layer multiplies by parts of the weight, and the
+                parts have different shapes.
         """
         if (module, name) not in self._watched:
             raise UsageError(f"{name} of a {type(module).__name__} is not a converted weight.")

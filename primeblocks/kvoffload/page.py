@@ -47,8 +47,8 @@ class PageKey(bytes):
         recipe: a fingerprint of how the bytes are made: dtype, scales, layout and model.
 
     Raises:
-        PlanError: a field has a wrong type, or a text is not Unicode. Also raised if the group does
-            not fit in 32 bits, or the version in 64 bits.
+        PlanError: a field has a wrong type, or a text is not Unicode. Also raised if `group`
+            does not fit in 32 bits, or if `version` does not fit in 64 bits.
     """
 
     # On the way of a page to a disk its key is looked up some 30 times and written 5 times. A hash

@@ -36,8 +36,9 @@ def follow(
 
     Call `follow` once per model. `Routes.tensor` makes the rows, integers
     `[batch, sequence, layers, top_k]`. If a row is -1, the token uses the model's own choice in the
-    row's layer. To replay gates too, as `impose(gates=)` does, pass `routed_experts_weights`,
-    float32 or float64 of the shape of the rows. A call without rows runs the model unchanged.
+    row's layer. To replay gate weights too, pass `routed_experts_weights` to the model: a
+    float32 or float64 tensor with the shape of the rows. A call without rows runs the model
+    unchanged.
 
     Each layer gets its rows as an argument of its call, so any number of micro-batches may be in
     flight. An activation checkpoint of a whole layer recomputes the layer with the same rows. If

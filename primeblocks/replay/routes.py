@@ -239,7 +239,7 @@ class Routes:
         batch, call `with_missing` on each sequence, or use `join(pad_to=)`.
 
         Raises:
-            ShapeError: `tokens` is below the number of tokens, or is not a whole number.
+            ShapeError: `tokens` is not a whole number, or these routes have more tokens.
         """
         return Routes.join(self._filled_up(tokens))
 

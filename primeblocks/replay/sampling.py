@@ -27,9 +27,10 @@ _SIZES = struct.Struct("<QQQ")
 class KeptTokens:
     """The vocabulary ids that top-k, top-p and similar filters kept for each token.
 
-    A read-only value on the host in compressed rows: token `t` has
-    `ids[offsets[t]:offsets[t + 1]]`, in ascending order. A token without ids has no mask: the token
-    was sampled from the whole vocabulary, belongs to a prompt, or has unknown ids.
+    The object is read-only, and its arrays are in CPU memory. The ids of all tokens are in one
+    array, as in a CSR matrix: token `t` has `ids[offsets[t]:offsets[t + 1]]`, in ascending order.
+    A token without ids has no mask: the token was sampled from the whole vocabulary, belongs to a
+    prompt, or has unknown ids.
 
     Args:
         ids: int32 `[kept]`.

@@ -62,8 +62,8 @@ class Plan:
         wants: the boxes that each reader wants.
         bucket_bytes: the most bytes that a bucket may have.
         unsent: the names of the trainer's tensors that are not in `target`. If the plan was made
-            with `convert`, `unsent` is empty, even if the conversion drops tensors. Then
-            `convert.sources` contains all tensors of the trainer.
+            with `convert`, `unsent` is empty, even if the conversion drops tensors. In
+            that case, `convert.sources` contains all tensors of the trainer.
     """
 
     target: Manifest

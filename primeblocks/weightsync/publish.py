@@ -56,9 +56,9 @@ class Publisher:
             parts of larger tensors.
         convert: as for `plan_sync`.
         encode: a function that gets each tensor's name and this rank's part, before the cast to the
-            target's dtype. If `encode` is a plain function, it must keep the name and the shape,
-            and return a dtype that converts to the target's dtype. For FP8, pass the result of
-            `fp8.encode_weights`.
+            target's dtype. A function that is not an `Encoder` must return `{name: tensor}` with
+            the same name and shape. The tensor's dtype must convert to the target's dtype. For FP8,
+            pass the result of `fp8.encode_weights`.
         full_every: at least one of `full_every` consecutive versions is sent in full. The other
             versions are sent as deltas if a delta is expected to be faster. If `full_every` is 1,
             all versions are full. With a larger number, each rank keeps a copy, in host memory, of

@@ -83,6 +83,8 @@ class Live:
 class Snapshot(NamedTuple):
     """The facts about a full tier, and the pages from which a policy may choose.
 
+    "Needs `X`" means that a policy must declare `Facts.X` to read the field.
+
     Args:
         version: the current policy version.
         tick: the current tick.

@@ -108,7 +108,8 @@ def plan_packing(
 
     Args:
         lengths: the number of tokens in each rollout, in the same order on all ranks.
-        ranks: the number of data-parallel ranks. Ranks that share a sequence count as one rank.
+        ranks: the number of data-parallel ranks. Count ranks that split
+            the same sequences (context parallelism) as one rank.
         budget_tokens: the maximum number of tokens in a micro-batch.
         cost: a function from lengths to costs. The default cost is `sequence_flops()`. For a plan,
             only ratios of costs matter.

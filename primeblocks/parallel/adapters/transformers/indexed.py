@@ -45,7 +45,7 @@ class IndexedAttention:
     """Kernels for models with an indexer, for the argument `attention=` of `parallelize`.
 
     Attributes:
-        kernel: the kernel that computes attention to the selected rows. Default:
+        kernel: the kernel that computes attention to the selected tokens. Default:
             `ReferenceKernel()`.
         scores: the function that computes the scores of the indexer. Default: `index_scores`.
         check: as in `ring_attention`.
