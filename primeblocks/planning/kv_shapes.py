@@ -25,16 +25,18 @@ _UNREAD = (
     "global_head_dim",
     "hybrid_override_pattern",
     "index_kpool",
+    "is_heterogeneous",
     "layers_block_type",
     "num_kv_shared_layers",
 )
-# These keys too, unless transformers already gives their content under the other name.
+# These keys too, unless the other key is present.
 _SPELLED = {
     "index_topk_freq": "indexer_types",
     "index_topk_pattern": "indexer_types",
     "linear_attn_config": "layer_types",
     "sliding_window_pattern": "layer_types",
     "max_window_layers": "layer_types",
+    "v_head_dim": "kv_lora_rank",
 }
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _INDEXED = "indexed_attention"  # latents with an indexer
@@ -281,6 +283,8 @@ def _layer_types(config: Any, layers: int, *, known: tuple[str, ...]) -> list[st
 
 def _refuse_unknown(config: Any) -> None:
     unread = [name for name in _UNREAD if _get(config, name)]
+    if isinstance(config, Mapping) and config.get("per_layer_config"):  # An object always has it.
+        unread.append("per_layer_config")
     for name, spelled in _SPELLED.items():
         idle = name == "max_window_layers" and not _get(config, "use_sliding_window")
         if _get(config, name) and not _get(config, spelled) and not idle:

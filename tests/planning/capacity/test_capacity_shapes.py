@@ -171,6 +171,13 @@ def test_kimi_linear_is_what_transformers_keeps():
         (GPT_OSS_120B | {"sliding_window": None}, "fp8", PlanError, "sliding_window"),
         (LLAMA_3_70B | {"linear_attn_config": {"a": 1}}, "fp8", UnsupportedError, "linear_attn"),
         (LLAMA_3_70B | {"sliding_window_pattern": 6}, "fp8", UnsupportedError, "as transformers"),
+        (LLAMA_3_70B | {"v_head_dim": 64}, "fp8", UnsupportedError, "v_head_dim"),
+        (
+            LLAMA_3_70B | {"per_layer_config": {"5": {}}},
+            "fp8",
+            UnsupportedError,
+            "per_layer_config",
+        ),
         (DEEPSEEK_V3_2 | {"index_topk_freq": 4}, "fp8", UnsupportedError, "index_topk_freq"),
         (DEEPSEEK_V3_2 | {"index_kpool": 16}, "fp8", UnsupportedError, "index_kpool"),
         (DEEPSEEK_V3 | {"linear_attn_config": {"a": 1}}, "fp8", UnsupportedError, "linear_attn"),
