@@ -256,7 +256,8 @@ class VersionAware:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        check_counts(least=0, max_staleness=self.max_staleness or 0)
+        if self.max_staleness is not None:
+            check_counts(least=0, max_staleness=self.max_staleness)
 
     def __call__(self, snapshot: Snapshot) -> Choice:
         return _old(snapshot, self.max_staleness) or ended(snapshot) or lru(snapshot)
@@ -290,7 +291,8 @@ class RolloutAware:
     max_staleness: int | None = None
 
     def __post_init__(self) -> None:
-        check_counts(least=0, max_staleness=self.max_staleness or 0)
+        if self.max_staleness is not None:
+            check_counts(least=0, max_staleness=self.max_staleness)
 
     def __call__(self, snapshot: Snapshot) -> Choice:
         return _old(snapshot, self.max_staleness) or by_waits(snapshot) or lru(snapshot)
