@@ -2,7 +2,7 @@
 
 The first layer selects tokens, and the second layer reuses the selection. The script prints the
 costs of one layer of GLM-5.2 for 131,072 tokens on 8 ranks. The script also computes masked dense
-attention on one rank, and prints how much its output and gradients differ from those of the ranks.
+attention on one rank, and prints how much the results of the ranks differ from dense attention.
 
     torchrun --nproc-per-node 4 examples/dsa_context_parallel.py
 """

@@ -5,12 +5,12 @@
 In each turn, an agent sends its whole conversation to the engine, and then calls a tool. Between
 two turns of an agent, the engine evicts the agent's pages, because other agents use the cache.
 Without a store, the engine computes the whole conversation again at every turn. With a store, the
-engine loads the pages from host memory and disk. Before each round of agents, the trainer makes a
-step and publishes a new version of the weights. All rounds begin with the same prompts, and a
-`cache_salt` per version prevents requests from reading pages of old weights. For each version, the
-script prints the prompt tokens that were not computed, the time to the first token, and the page
-hits per tier. The engines with and without the store must return equal answers. The model is tiny
-and random. To use another model, pass its path.
+engine loads the pages from host memory and disk. In a round, all agents use one version of the
+weights. Before each round, the trainer makes a step and publishes a new version. All rounds begin
+with the same prompts, and a `cache_salt` per version prevents requests from reading pages of old
+weights. For each version, the script prints how many prompt tokens were not computed, the time to
+the first token, and the page hits per tier. The engines with and without the store must return
+equal answers. The model is tiny and random. To use another model, pass its path.
 """
 
 import os

@@ -5,7 +5,7 @@
 The script uses the task, model, trainer and report of the demo (async_grpo_moe.py). Every trainer
 rank and every engine is a Ray actor in a bundle of one placement group. Each rank sends weights to
 each engine over TCP, and actors share neither memory nor files. After `KILL_AT` steps, the script
-kills the actor of an engine that is answering requests. The second engine gets the requests of the
+kills the actor of an engine that is answering requests. The other engine gets the requests of the
 killed engine. A new actor replaces the killed actor, and loads the newest weights before its first
 request. At the end, every prompt was trained on once, and `verify_engine` has compared each
 engine's weights with the trainer's weights.

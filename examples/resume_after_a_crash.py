@@ -53,7 +53,7 @@ TARGET = torch.randint(LETTERS, (WORDS, LENGTH), generator=torch.Generator().man
 
 
 class Trainer:
-    """Has the weights, the optimizer, and the names of the trained prompts."""
+    """Contains the weights, the optimizer, and the names of the trained prompts."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.version, self.trained = folder / "weights.pt", 0, []

@@ -2,8 +2,8 @@
 
     python examples/trl_async_grpo.py
 
-A mixture-of-experts model with random weights learns to answer any prompt with even tokens. The
-reward is the share of even tokens, which is 0.5 at the start. TRL 1.16 trains the model. An
+A mixture-of-experts model with random weights learns to answer any prompt with even token ids. The
+reward is the share of even token ids, which is 0.5 at the start. TRL 1.16 trains the model. An
 `AsyncLoop` makes the rollouts and limits the staleness. The weights are sent to the running engine
 through shared memory, mostly as deltas. With `--kill-at STEP`, the script kills the engine after
 STEP steps, and the run must end with an error.

@@ -354,7 +354,7 @@ class Tenant:
             self.tensors[name].copy_(tensor)
 
     async def walks(self, version: int) -> list[list[int]]:
-        """Sample one walk from each letter with a version of the adapter."""
+        """Sample one walk per start letter, with a version of the adapter."""
         prompts = [[BOS, letter(place)] for place in range(LETTERS)]
         answers = await asyncio.gather(*(self.ask(p, version, seed=SEED) for p in prompts))
         return [[*p, *answer.token_ids] for p, (answer,) in zip(prompts, answers, strict=True)]

@@ -21,7 +21,7 @@ LAST = 10  # steps
 
 
 class Log:
-    """A log file with one line per step. A resumed run first deletes lines of repeated steps."""
+    """A log file with one line per step. A resumed run first deletes lines of steps it repeats."""
 
     def __init__(self, path: Path, *, first: int, version: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ Speak = Callable[[list[int], list[str]], Awaitable[dict[str, Any]]]
 def engine_arguments(
     checkpoint: Path, config: Any, *, max_length: int, max_requests: int, kv_bytes: int
 ) -> dict[str, Any]:
-    """Return the engine's arguments, which the adapters of several blocks contribute."""
+    """Return the engine's arguments. The adapters of several blocks add arguments."""
     heads = config.num_key_value_heads * config.head_dim
     page_bytes = PAGE_TOKENS * config.num_hidden_layers * 2 * heads * 2
     capture_bytes = replay_vllm.plan_capture_bytes(

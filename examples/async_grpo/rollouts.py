@@ -42,7 +42,7 @@ def engine_arguments(
     max_off_policy_steps: int,
     use_exact: bool = False,
 ) -> dict[str, Any]:
-    """Return the engine's arguments, which the adapters of several blocks contribute."""
+    """Return the engine's arguments. The adapters of several blocks add arguments."""
     element_bytes = 4 if use_exact else 2
     key_or_value = config.num_key_value_heads * config.head_dim * element_bytes
     page_bytes = PAGE_TOKENS * config.num_hidden_layers * 2 * key_or_value

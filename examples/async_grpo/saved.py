@@ -32,7 +32,7 @@ class SavedRun:
         self.journal = Journal(folder / "journal")
 
     async def save(self, write: Callable[[Path], None], *, version: int) -> None:
-        """In every tenth step, save the weights, and let the journal delete older groups."""
+        """In every tenth step, save the weights. The journal may delete groups of earlier steps."""
         if self.journal is None or (version - WARM_VERSION) % SAVE_EVERY:
             return
         await asyncio.to_thread(write, self.folder / f"step-{version}")

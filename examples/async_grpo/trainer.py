@@ -218,7 +218,7 @@ class Trainer:
         return packed, replay.Routes.join(mine).take(trees.places), trees
 
     def as_in_the_engine(self, routes: replay.Routes | None) -> AbstractContextManager:
-        """Impose the engine's experts, or compute the engine's exact bits with `use_exact`."""
+        """Impose the engine's experts. With `use_exact`, compute the engine's exact bits."""
         return batch_invariant() if routes is None else replay.impose(self.routers, routes)
 
     def publish(self, version: int) -> weightsync.marker.Receipt:

@@ -1,10 +1,10 @@
-"""Run TRL 1.16's AsyncGRPOTrainer without CUDA, which TRL itself does not support.
+"""Run TRL 1.16's AsyncGRPOTrainer on a machine without CUDA.
 
 The constructor and the attention of AsyncGRPOTrainer need a GPU, and TRL has no option that avoids
 the GPU. The constructor looks up the peak FLOP rate of the CUDA device, which the trainer needs for
 its log. The attention is a FlashAttention 3 kernel from the model hub, for trees of samples with
-common prefixes. This file computes the attention in plain torch, and registers the function in
-transformers under the name of the kernel.
+common prefixes. This file has a plain torch function for the attention, and registers the
+function in transformers under the name of the kernel.
 """
 
 from typing import Any

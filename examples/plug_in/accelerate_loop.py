@@ -3,8 +3,8 @@
     accelerate launch examples/plug_in/accelerate_loop.py
 
 `accelerator.backward` divides the loss by the number of micro-batches, and DDP divides the
-gradients by the number of ranks. Our loss already divides by the tokens of the whole step, so the
-glue multiplies the loss by the numbers of micro-batches and ranks.
+gradients by the number of ranks. Our loss already divides by the tokens of the whole step, so
+`train` multiplies the loss by both numbers.
 """
 
 import os
@@ -37,7 +37,7 @@ def token_loss(model: nn.Module, head: Tensor, batch: dict[str, Tensor]) -> loss
 
 
 def train(accelerator: Accelerator, *, name: str, steps: int = STEPS):
-    """Train on one batch. After each published step, yield the model and the loss of the step."""
+    """Train on one batch. After each step, publish the weights and yield the model and the loss."""
     model, parts = tiny.model(), MICRO_BATCHES * accelerator.num_processes
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     rollouts = tiny.rollouts(ROLLOUTS)

@@ -40,7 +40,7 @@ def open_publisher(model: nn.Module, name: str) -> weightsync.Publisher:
 
 
 def train(model: nn.Module, batch: dict[str, Tensor], *, name: str = NAME, steps: int = STEPS):
-    """Train on one batch. After each published step, yield the loss of the step."""
+    """Train on one batch. After each step, publish the weights and yield the loss."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with open_publisher(model, name) as publisher:  # glue
         for step in range(1, steps + 1):

@@ -63,7 +63,7 @@ class RolloutBuffer:
         return len(self._held) - self._waiting
 
     async def put(self, group: Group, *, timeout_s: float) -> None:
-        """Add a group. Waits until the buffer has room for the group, or until `take` removes it.
+        """Add a group. Wait until the buffer has room, or until `take` takes the waiting group.
 
         Raises:
             DeadlineError: the buffer stayed full. The group was not added.
@@ -119,9 +119,9 @@ class RolloutBuffer:
         Raises:
             DeadlineError: no batch was ready within `timeout_s`. The call removed only stale
                 groups.
-            UsageError: `count` is not between 1 and the capacity, or a group contains a policy
-                later than `version`. If you pass `on_drop`, `take` first removes all groups that
-                contain a later policy.
+            UsageError: `count` is not between 1 and the capacity, or a group has a version later
+                than `version`. If you pass `on_drop`, `take` first removes all groups that have a
+                later version.
         """
         if not 1 <= count <= self.capacity:
             raise UsageError(

@@ -264,7 +264,8 @@ class Journal:
         Raises:
             UsageError: the step from `version` is final, or a step before `version` is not
                 recorded.
-            CorruptionError: bytes of a prompt or a trajectory changed. The journal is unchanged.
+            CorruptionError: a prompt or a trajectory in the file is damaged. `restore` then changes
+                nothing.
         """
         version = check_version(version)
         with self._database.transaction() as db:

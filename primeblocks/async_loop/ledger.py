@@ -57,7 +57,7 @@ class PromptState(StrEnum):
 class Partial:
     """An unfinished rollout: the trajectory so far, in read-only arrays.
 
-    The arguments and errors are as for `Rollout`, but a `Partial` does not need a completion token.
+    The arguments and errors are as for `Rollout`, but the completion of a `Partial` may be empty.
     """
 
     tokens: NDArray[np.int64]
@@ -116,7 +116,7 @@ class Restored:
     """The prompts and groups with which a loop continues after a restart.
 
     Args:
-        cursor: the number of prompts drawn so far, which the loop skips in the iterable of prompts.
+        cursor: the number of prompts that were drawn so far. The loop skips these prompts.
         again: prompts to generate again, as `(ordinal, prompt, partials)`. `partials` maps the
             position of a sample in its group to the sample's trajectory, which is a `Rollout` if
             the sample is finished.

@@ -61,7 +61,8 @@ class AsyncLoop:
         max_in_flight: the largest number of groups in flight. With `group_size`, the largest number
             of samples in flight. Pass a number or an `AdaptiveLimit`.
         group_size: the number of samples per group, if `generate` makes one sample per call.
-        keep: `keep(group)` returns False to leave a finished group out. Batches stay complete.
+        keep: `keep(group)` returns False to leave a finished group out. Other groups then fill the
+            batch.
         retries: rules for calls of `generate` that raise an error or miss their deadline.
         rollout_timeout_s: the deadline of one call of `generate`, in seconds. None means unlimited.
         source: a function that returns the name of a prompt's source, for the counts in `sources`.
@@ -194,10 +195,11 @@ class AsyncLoop:
         """Make `count` training steps, and yield a `Step` after each step.
 
         Raises:
-            DeadlineError: a wait for a batch, a step or a publish was longer than `step_timeout_s`.
+            DeadlineError: a batch, `train` or `publish` took longer than `step_timeout_s`.
             ClosedError: the loop is not open, a step has failed, or another call makes a step.
-            Exception: the last error of `generate`, if prompts ran out and all prompts since the
-                last step failed: at least `batch_size` prompts, or any number in the first step.
+            Exception: the last error of `generate`, if the prompts ran out and all prompts since
+                the last step failed. Before the loop's first step, one failed prompt is enough.
+                Later, at least `batch_size` prompts must have failed.
         """
         for done in range(count):
             try:
@@ -211,7 +213,7 @@ class AsyncLoop:
 
     @property
     def lost(self) -> tuple[tuple[Any, str], ...]:
-        """Prompts whose attempts all failed since the last step, each with the reason."""
+        """Prompts that the loop gave up since the last step, each with the reason."""
         return tuple(self._lost)
 
     async def _step(self) -> Step:

@@ -26,9 +26,9 @@ class StalenessPolicy:
     the bound. The oldest groups are trained on first.
 
     - "wait" makes the trainer wait for a group that would become too old in later steps. The bound
-      is hard, and the trainer idles while it waits for the slowest group. With "wait", a group
-      exceeds the bound only in two cases: after a rollback, or if you call `take` without
-      `in_flight`. Such a group is dropped.
+      is hard, and the trainer idles while it waits for the slowest group. A group
+      exceeds the bound only after a rollback, if `generate` records versions that are too old, or
+      if you call `take` without `in_flight`. Such a group is dropped.
     - "pace" only limits how many groups are started, and does not enforce the bound. With "pace",
       no group is dropped, the trainer does not wait, and a slow group may exceed the bound. With
       "pace", trained rollouts have the same length distribution as sampled rollouts.
@@ -39,8 +39,8 @@ class StalenessPolicy:
       are therefore biased towards short rollouts.
     - "continue" has no bound.
 
-    With every `on_stale`, the methods `fresh` and `trainable` raise UsageError if a later policy
-    than the trainer's policy sampled a token. This happens if the trainer returned to an older
+    With every `on_stale`, the methods `fresh` and `trainable` raise UsageError if a token comes
+    from a later policy than the trainer's. This happens if the trainer returned to an older
     checkpoint, and the engine still serves the later weights.
 
     Args:
@@ -103,8 +103,8 @@ class StalenessPolicy:
     def room(self, *, batch_size: int, in_flight: int, finished: int, behind: int = 0) -> int:
         """Return how many more groups may start and still be trained on within the bound. Pure.
 
-        If `(max_off_policy_steps + 1) * batch_size` other groups are trained first, a group cannot
-        be trained on within the bound. If `on_stale` is "continue", the number of groups is not
+        A group exceeds the bound if `(max_off_policy_steps + 1) * batch_size` other groups are
+        trained on before this group. If `on_stale` is "continue", the number of groups is not
         limited.
 
         Args:
@@ -125,8 +125,8 @@ class StalenessPolicy:
         """Return whether the `count` oldest finished groups may be trained on now. Pure.
 
         If `on_stale` is "wait", the result is True only if all other groups, finished or in flight,
-        can still be trained on within the bound. Each later step trains on `count` groups. This
-        guarantee needs a loop that starts no more groups than `room` allows.
+        can still be trained on within the bound. The result is right only if each later step trains
+        on `count` groups, and the loop starts no more groups than `room` allows.
 
         Args:
             finished: the oldest version of each group that waits to be trained on.
@@ -148,10 +148,10 @@ class StalenessPolicy:
 
 
 def staleness(item: Group | Rollout, *, version: int) -> int:
-    """Return the number of optimizer steps from the oldest policy in `item` to `version`. Pure.
+    """Return the number of optimizer steps from `item.oldest_version` to `version`. Pure.
 
     Raises:
-        UsageError: `item` contains a policy later than `version`.
+        UsageError: `item.newest_version` is later than `version`.
     """
     if item.newest_version > version:
         whose = repr(item.prompt if isinstance(item, Group) else item.prompt_id)

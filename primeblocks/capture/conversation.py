@@ -25,9 +25,8 @@ __all__ = ["Continuity", "Conversation", "Turn", "common_prefix", "cut"]
 class Continuity(StrEnum):
     """The relation between a prompt and the tokens of earlier turns.
 
-    A START prompt begins the conversation. A CLEAN prompt continues exactly where an earlier turn
-    ended. A REALIGN prompt cuts the end of a rollout's last answer. A FORK prompt begins another
-    rollout.
+    A START prompt begins the conversation. A CLEAN prompt continues exactly where a rollout ended.
+    A REALIGN prompt cuts the end of a rollout's last answer. A FORK prompt begins another rollout.
     """
 
     START = "start"
@@ -66,10 +65,10 @@ class Conversation:
     tokens of each rollout are exactly the engine's tokens. The engine computed the log-probability
     of each trained token from exactly the tokens before it.
 
-    If a prompt does not begin with all tokens of an earlier rollout, the prompt begins another
-    rollout. The earlier rollouts stay whole, and shared tokens are trained on once. If a prompt
-    differs from a rollout only at the end of the rollout's last answer, this end may be cut
-    instead. A cut avoids another rollout, but the cut tokens are not trained on.
+    If no earlier rollout is a prefix of a prompt, the prompt starts another rollout. The earlier
+    rollouts stay whole, and shared tokens are trained on once. If a prompt differs from a rollout
+    only at the end of the rollout's last answer, this end may be cut instead. A cut avoids another
+    rollout, but the cut tokens are not trained on.
 
     Each call of `append` compares the prompt and its images with every rollout so far.
 

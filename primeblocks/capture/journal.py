@@ -45,7 +45,7 @@ class CaptureJournal:
 
     A turn is on disk before the agent gets its answer, and survives SIGKILL. A turn takes disk
     space only for the tokens and rows that it adds to the previous turn. A FORK turn writes all its
-    rows, and so does every turn of a session after a write has failed.
+    rows. After a failed write, every later turn of the session writes all its rows too.
 
     The errors and the durability are the same as for a `primeblocks.async_loop.Journal` with
     default arguments.
@@ -84,9 +84,9 @@ class CaptureJournal:
         attachments: Mapping[str, Any],
         **values: Any,
     ) -> None:
-        """Write a turn: the arguments of the `Conversation.append` call that returned `turn`.
+        """Write the arguments of the `Conversation.append` call that returned `turn`.
 
-        Durable on return.
+        On return, the turn is durable.
 
         Raises:
             UsageError: `turns` was not called for the session.

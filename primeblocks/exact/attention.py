@@ -32,8 +32,8 @@ def attend(
 ) -> Float[Tensor, "queries heads outs"]:
     """Compute attention from queries to keys of one sequence, up to each query's own position.
 
-    Local. On a CPU, without gradients. The function computes in float32, or in float64 for float64
-    operands. The result has the dtype of `query`.
+    Local. Tensors must be on a CPU, and gradients are not supported. The function computes in
+    float32, or in float64 for float64 operands. The result has the dtype of `query`.
 
     Args:
         query: the queries. Heads that share a group of keys are neighbours.

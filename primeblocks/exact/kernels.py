@@ -36,7 +36,7 @@ class Kernels(Protocol):
         """Compute the softmax over the last dim. `dtype` has the same meaning as in `total`."""
 
     def log_softmax(self, values: Tensor, /, *, dtype: torch.dtype | None = None) -> Tensor:
-        """Compute the logarithm of the softmax over the last dim. Otherwise like `softmax`."""
+        """Compute the logarithm of the softmax over the last dim. `dtype` is as in `total`."""
 
     def attend(
         self,

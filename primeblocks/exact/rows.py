@@ -93,7 +93,7 @@ def _prove(weight: Tensor) -> None:
 
 
 def total(values: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Add neighbours, then neighbouring sums, and so on. Zeros at the end keep the order."""
+    """Add neighbours, then neighbouring sums, and so on. Appended zeros keep this order."""
     work = wide(values)
     while (size := work.shape[-1]) > 1:
         work = F.pad(work, (0, size % 2))

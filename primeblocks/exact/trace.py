@@ -26,9 +26,9 @@ class Difference:
 
     Attributes:
         module: the name of the module in the model.
-        side: `"output"` if the module itself computed the differing numbers, after its last
-            submodule. `"input"` if the module's caller computed the differing numbers, after the
-            event `after`.
+        side: `"output"` if the module itself computed the differing numbers, in its code after its
+            last submodule. `"input"` if the module's caller computed the differing numbers, after
+            the event `after`.
         after: the last event in which both traces agree, such as
             `"model.layers.0.self_attn.v_proj output"`.
         rows: the number of compared rows that differ.
@@ -97,8 +97,9 @@ def first_difference(one: Trace, other: Trace) -> Difference | None:
 
     If all common events agree, the function returns None. Each trace must contain one sequence. A
     row is a vector along the last dim. If one trace has fewer rows, such as a decode step, its rows
-    are compared with the last rows of the other trace. If the traces differ in the number of rows,
-    values with more rows than tokens are left out, such as rows sorted by expert.
+    are compared with the last rows of the other trace. A tensor is not
+    compared if its numbers of rows differ, and one trace has more rows than tokens. An example is
+    a tensor of rows that are sorted by expert.
 
     Raises:
         UsageError: the traces have no tensors to compare.

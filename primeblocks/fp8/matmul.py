@@ -50,8 +50,8 @@ def matmul(
     """Compute `x @ weight.T` with both operands rounded to float8. Local.
 
     Differentiable in `x` and `weight`. The gradient of `x` is also a float8 product, with the codes
-    `WeightCodes.backward` of the weight. The operands of the product for the gradient of `weight`
-    have the dtype `recipe.wgrad`.
+    `WeightCodes.backward` of the weight. The gradient of `weight` is a product of two matrices in
+    the dtype `recipe.wgrad`.
 
     Args:
         x: `[..., in]`.

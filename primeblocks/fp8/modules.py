@@ -73,9 +73,9 @@ def convert(
 
     Linear layers become `Fp8Linear`. Converted modules stay the same objects, with their
     parameters, names and hooks, so that optimizers and weight transfer keep working. Apply FSDP2
-    after `convert`. A module of experts must have an attribute `grouped_mm`, such as the experts of
-    `primeblocks.parallel`. For experts without `grouped_mm`, call the `convert` of an adapter, such
-    as `primeblocks.fp8.adapters.transformers`.
+    after `convert`. A module of experts must have an attribute `grouped_mm`. The experts of
+    `primeblocks.parallel` have this attribute. For experts without `grouped_mm`, call the `convert`
+    of an adapter, such as `primeblocks.fp8.adapters.transformers`.
 
     Args:
         only: a regular expression that matches whole parts of dotted names. A layer is converted if

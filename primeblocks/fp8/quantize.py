@@ -42,7 +42,10 @@ Scale = Literal["float32", "ue8m0"]
 """The kind of a tile's scale: any float32, or powers of two, rounded up (RCEIL)."""
 
 Quotient = Literal["reciprocal", "division", "amax"]
-"""The form of a scaled value: `x * (1 / scale)`, `x / scale` or `x * (448 / amax)`."""
+"""The form of a scaled value: `x * (1 / scale)`, `x / scale` or `x * (448 / amax)`.
+
+With `scale="ue8m0"`, `"amax"` means the same as `"reciprocal"`.
+"""
 
 Nonfinite = Literal["raise", "nan"]
 """The result for a value that is not finite: an error, or NaN as scale and codes of its tile."""
@@ -178,7 +181,7 @@ def quantize(
         x: `[..., rows, columns]`. Matrices of a batch do not share tiles.
         tile: the number of rows and columns that share a scale.
         scale: `"ue8m0"` rounds scales up to powers of two, which kernels on Blackwell require.
-        quotient: the formula for scaled values. DeepGEMM uses `"reciprocal"`.
+        quotient: the formula for scaled values (see `Quotient`). DeepGEMM uses `"reciprocal"`.
         nonfinite: `"raise"` refuses values that are not finite. If a tile contains a value that is
             not finite, `"nan"` sets the scale of the tile to NaN.
 

@@ -230,7 +230,7 @@ class Recipe:
         return self.quantize(weight, self.weights)
 
     def fingerprint(self, layers: Iterable[str] = ()) -> str:
-        """Hash all options that determine codes, and names of layers, to 16 hex digits. Pure.
+        """Return 16 hex digits: a hash of `layers` and of all options that determine codes. Pure.
 
         The hash does not depend on kernels, `nonfinite`, or options that only gradients use. The
         values of these options may differ between trainer and inference engine.

@@ -89,7 +89,7 @@ class HostTier:
         return pages
 
     def close(self) -> None:
-        """Release the slab. The last view frees the memory. A second call does nothing."""
+        """Release the slab. Its memory is freed with its last view. A second call does nothing."""
         if self.pinned and self._slab.nbytes:
             _cuda("cudaHostUnregister", self._slab.ctypes.data)
         self._slab = np.empty(0, dtype=np.uint8)

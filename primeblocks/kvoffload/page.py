@@ -51,8 +51,8 @@ class PageKey(bytes):
             does not fit in 32 bits, or if `version` does not fit in 64 bits.
     """
 
-    # On the way of a page to a disk its key is looked up some 30 times and written 5 times. A hash
-    # and an encoding in Python for each of them cost a tenth of the whole way.
+    # While a page moves to a disk, its key is looked up about 30 times and written 5 times. Hashing
+    # and encoding the key in Python each time took a tenth of the total time.
 
     def __new__(
         cls,

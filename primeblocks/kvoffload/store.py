@@ -114,7 +114,8 @@ class TieredStore:
         Args:
             page: `page_bytes` bytes, as a contiguous tensor, array or buffer, or a list of them.
             attachments: bytes by name, which are saved and loaded with the page.
-            rollout: a name of the rollout that will load the page. Save a rollout's pages in order.
+            rollout: a name of the rollout that will load the page. With `RolloutAware`, save the
+                pages of a rollout from first to last.
 
         Raises:
             ShapeError: the page or its packed attachments have the wrong size.
@@ -238,7 +239,7 @@ class TieredStore:
         Raises:
             DeadlineError: the store's threads did not finish in time.
         """
-        if os.getpid() != self._pid:  # a fork has none of the threads, and perhaps a lock
+        if os.getpid() != self._pid:  # A forked child has no threads, and a lock may be held.
             return
         end = monotonic() + timeout_s
         late = DeadlineError(f"the page store did not finish its work within {timeout_s} s")
@@ -384,7 +385,7 @@ def load_prefix(
     """Load the pages of a prompt up to the first missing page, and wait for them.
 
     The result has one entry per loaded page, and ends before a damaged page. Buffers of later pages
-    may have been written. For eviction, pages in host memory count as used in `keys` order.
+    may have been written. For eviction, pages in host memory are used in the order of `keys`.
 
     Args:
         keys: the keys of the prompt's pages, in order. `page_hashes` computes their hashes.

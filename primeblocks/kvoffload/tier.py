@@ -21,8 +21,8 @@ class Record:
     Args:
         content: the bytes of the page, then its packed attachments. The address of the first byte
             is a multiple of 4096.
-        digest: the `checksum` of key and content. The tier stores the digest and does not compare
-            it.
+        digest: the `checksum` of key and content. The tier stores the digest, but does not
+            check it.
         frame: the whole frame that begins with `content`, for I/O in units of 4096 bytes.
     """
 
@@ -80,14 +80,14 @@ class Tier(Protocol):
         ...
 
     def drop(self, keys: Sequence[PageKey]) -> None:
-        """Remove pages, so that the next owner of the tier cannot find them.
+        """Remove pages, so that a store that opens the tier later cannot find these pages.
 
         Unknown keys are ignored.
         """
         ...
 
     def clear(self) -> None:
-        """Remove every page, so that the next owner of the tier cannot find the pages."""
+        """Remove every page, so that a store that opens the tier later finds no pages."""
         ...
 
     def flush(self) -> None:
@@ -120,7 +120,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The result of a load, which is true for a page and false for a miss.
+    """The result of a load. `bool(loaded)` is True for a found page, and False for a miss.
 
     Args:
         tier: the name of the tier that had the page, or None after a miss. A miss leaves `into`

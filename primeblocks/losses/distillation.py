@@ -39,7 +39,7 @@ def kl_loss(
     weights: Float[Tensor, "*tokens"] | None = None,
     sequence_ids: Int[Tensor, "*tokens"] | None = None,
 ) -> TokenLoss:
-    """Add estimates of KL(trainer || reference) or of KL(reference || trainer). Pure. Local.
+    """Sum estimates of KL(trainer || reference) or KL(reference || trainer). Pure. Local.
 
     With `x = log p_trainer - log p_reference` and `u = exp(-x)`, a token that the trainer sampled
     has these estimates:
@@ -53,11 +53,10 @@ def kl_loss(
     abs        abs(x)                      abs(x)                        no KL; KL-Cov's penalty
     =========  ==========================  ============================  =========================
 
-    In general, the derivative of an estimate does not estimate the derivative of the divergence.
-    With `gradient="unbiased"`, the loss has the value of the estimator, but its derivative with
-    respect to log p is unbiased. The derivative is x for the reverse divergence and 1 - u for the
-    forward divergence. On average over samples, x and 1 - u give the derivatives of the
-    divergences.
+    In general, the derivative of an estimator is a biased estimate of the divergence's gradient.
+    With `gradient="unbiased"`, the loss has the value of the estimator, and an unbiased gradient.
+    The derivative of the loss with respect to log p is then x for the reverse divergence, and
+    1 - u for the forward divergence.
 
     `gradient="estimator"` differentiates the estimator, as most trainers do. For the reverse
     divergence, only the derivative of k2 is right. The derivative of k1 has mean 0, so k1 does not

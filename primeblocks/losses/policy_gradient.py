@@ -7,14 +7,15 @@ packed.
 All losses take `weights`, one per token, which multiply each token's loss. Pass the weights of a
 correction or of `normalisation.length_weights`, or a product of several. Gradients flow only to
 `trainer_logprobs`. Masked tokens may have any values. A ratio p_trainer / p_rollout counts as at
-most e**20, and has no gradient beyond that. A NaN of an unmasked token shows in the sum. All losses
-raise `ShapeError` if shapes differ (nothing is broadcast), or a dtype is wrong.
+most e**20, and has no gradient beyond that. If a value of an unmasked token is NaN, the sum is NaN.
+All losses raise `ShapeError` if shapes differ (nothing is broadcast), or a dtype is wrong.
 
-In `gspo_loss` and `gmpo_loss` a token's ratio has the value of its sequence's ratio, and only the
-gradient of its own log-ratio. The papers divide each token's loss by the length of its sequence:
-pass `weights=length_weights(mask, ...)` and divide by the sequences. All tokens of a sequence must
-be on one rank and in one micro-batch. `sequence_ids` is an integer per token. By default each row
-of `[rollouts, tokens]` is one sequence. Rows with several sequences need `sequence_ids`.
+In `gspo_loss` and `gmpo_loss`, all tokens of a sequence have the same ratio. The gradient of a
+token's loss flows only through the token's own log-ratio. The papers divide each token's loss by
+the length of its sequence: pass `weights=length_weights(mask, ...)` and divide by the number of
+sequences. All tokens of a sequence must be on one rank and in one micro-batch. `sequence_ids` is an
+integer per token. By default each row of `[rollouts, tokens]` is one sequence. Rows with several
+sequences need `sequence_ids`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def grpo_loss(
 
     Args:
         rollout_logprobs: the engine's log-probabilities of the sampled tokens. In decoupled PPO,
-            pass `log p_old` of the policy at the step's start, and `weights` of `p_old / p_engine`.
+            pass `log p_old` of the policy at the step's start instead, and pass `weights` that
+            correct for `p_old / p_engine`.
         advantages: one per token. Expand the advantage of a rollout to all tokens of the rollout.
         mask: True for completion tokens.
         min_ratio: a lower ratio counts as `min_ratio`, without gradient.
@@ -193,7 +195,8 @@ def sapo_loss(
 
     tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the loss
     has the gradient of REINFORCE. The slope in r is steepest at r = 1. Tokens never count as
-    clipped. As in the SAPO paper, pass `weights=length_weights(mask)` and divide by the sequences.
+    clipped. As in the SAPO paper, pass `weights=length_weights(mask)` and divide by the number of
+    sequences.
 
     Raises:
         UsageError: a temperature is not above 0.

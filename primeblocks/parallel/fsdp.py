@@ -68,9 +68,9 @@ def fully_shard_moe(
             module in `experts` must use the local experts and dispatch over `meshes.expert`.
             `precision` casts only the first floating-point argument of the forward, which must be
             the tokens. Scores keep their dtype.
-        routers: modules that compute and reduce gradients in float32, even if `precision` sets
-            bfloat16 or float16. A small error of a score could change the chosen expert. Outputs of
-            routers are not cast.
+        routers: modules that compute in float32, even if `precision` sets bfloat16 or float16.
+            Their gradients are reduced in float32 too. A small error of a score could change the
+            chosen expert. Outputs of routers are not cast.
         precision: dtypes of compute and reduction. Default: the dtype of the parameters.
         reshard_after_forward: free gathered parameters after forward and gather them again for
             backward. With `reshard_after_forward=False`, each micro-batch gathers parameters once

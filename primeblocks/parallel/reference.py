@@ -124,7 +124,7 @@ def sparse_attention(
     scale: float,
     sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "tokens heads value_dim"]:
-    """Compute the result of `dsa.sparse_attention`, one query and head after the other. Local.
+    """Compute the result of `dsa.sparse_attention`, one head of one query at a time. Local.
 
     Differentiable. Returns float64.
 

@@ -187,10 +187,10 @@ def simulate(
 ) -> Simulation:
     """Run `AsyncLoop` with its buffer and scheduler for `steps` steps in virtual time. Local.
 
-    The samples of a prompt depend only on `seed`, the prompt's ordinal and the attempt. Simulations
-    that differ only in limits therefore use the same samples.
+    The samples of a prompt depend only on `workload`, `seed`, the prompt's ordinal and the attempt.
+    Simulations with equal `workload` and `seed` therefore use the same samples.
 
-    Do not call this function from a coroutine of the same thread.
+    The call blocks its thread. From a coroutine, call `simulate` in another thread.
 
     Args:
         workload: the lengths of answers, the number of turns, and the latency of tools.
@@ -204,8 +204,8 @@ def simulate(
             one sample if `by_sample` is True.
         publish_s: seconds after a training step until engines have the new weights. The trainer
             waits during `publish_s`.
-        pause_s: seconds at the end of `publish_s` in which engines pause.
-        by_sample: request single samples (`group_size`) instead of whole groups.
+        pause_s: the number of seconds that engines pause, at the end of `publish_s`.
+        by_sample: request single samples, as `AsyncLoop` does if you pass `group_size`.
         retries: the rule for retries of failed samples.
         steps: the number of steps to simulate.
         settle: the number of first steps that the averages exclude.

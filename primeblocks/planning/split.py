@@ -174,7 +174,7 @@ def plan_split(
         )
 
     def train_s(micro_batch: int, degree: int, replicas: int) -> float:
-        # Samples are not divided among replicas.
+        # A replica gets whole samples.
         full, rest = divmod(math.ceil(batch_size / replicas), micro_batch)
         step_s = full * trainer.batch_s(micro_batch, degree)
         return step_s + trainer.batch_s(rest, degree) if rest else step_s
@@ -194,7 +194,7 @@ def plan_split(
                 yield Side(degree, replicas, micro_batch, batch_s, gpu_bytes)
 
     def preferred(side: Side) -> tuple[float, int]:
-        return side.step_s, side.gpus  # Of equally fast ones, that with the fewest GPUs.
+        return side.step_s, side.gpus  # If equally fast, the side with the fewest GPUs.
 
     ahead_s = partial(generate_s, max_off_policy_steps * batch_size)
     ways = []

@@ -35,8 +35,8 @@ def follow(
     """Make `model(..., routed_experts=rows)` follow `rows`. Call `follow` before the first step.
 
     Call `follow` once per model. `Routes.tensor` makes the rows, integers
-    `[batch, sequence, layers, top_k]`. If a row is -1, the token uses the model's own choice in the
-    row's layer. To replay gate weights too, pass `routed_experts_weights` to the model: a
+    `[batch, sequence, layers, top_k]`. If a row contains -1, the token uses the model's own choice
+    in the row's layer. To replay gate weights too, pass `routed_experts_weights` to the model: a
     float32 or float64 tensor with the shape of the rows. A call without rows runs the model
     unchanged.
 

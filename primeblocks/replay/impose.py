@@ -50,11 +50,12 @@ def impose(
         routes: one row per token of the micro-batch.
         gates: the engine's gate weights, float32 `[tokens, layers, top_k]`, such as `Tape.gates`.
             The model uses these values, cast to the dtype of the model's gate weights. Gradients
-            go to the trainer's gate weights, which tokens without a route also use.
+            go to the trainer's gate weights. Tokens without a route use the trainer's gate weights.
         min_score_ratio: in (0, 1]. A replayed expert is kept only if its trainer score is at least
             `min_score_ratio` times the lowest score of the trainer's own choices. The slots of the
             other experts get the trainer's best choices that are not yet in the row. Padding rows
-            keep their experts. With 1, other rows get the trainer's own choices, except for ties.
+            keep their experts. If `min_score_ratio` is 1, all rows except padding get the trainer's
+            own choices, except for ties.
 
     Raises:
         PlanError: `routes` come from a different model.
@@ -62,9 +63,9 @@ def impose(
             have different numbers of tokens, or if a router's output would change shape or dtype.
         UsageError: the routers are under another `impose` already, the ratio is outside (0, 1], or
             you pass both `min_score_ratio` and `gates`. Raised when the context closes if a router
-            never ran, or if reentrant checkpoints need backward inside. Raised in backward if a
-            layer was recomputed under the routes of another micro-batch, except if torch compiled
-            the code outside of a checkpoint.
+            never ran, or if a model with reentrant checkpoints did not run backward in the context.
+            Raised in backward if a layer was recomputed under the routes of another micro-batch.
+            This is not detected if torch first compiled the code without its checkpoint.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """

@@ -64,8 +64,8 @@ class Mismatch:
     def pool(parts: Iterable[Mismatch]) -> Mismatch:
         """Combine the measurements of all ranks into one measurement of all tokens.
 
-        First gather the measurements of all ranks. Local. In the result, the positions of the worst
-        tokens begin with the index of their part.
+        First gather the measurements of all ranks. Local. In the result, the position of each worst
+        token begins with the index of its measurement in `parts`.
 
         Raises:
             UsageError: `parts` is empty.

@@ -43,7 +43,7 @@ def record(routers: Sequence[Router], *, gates: bool = False) -> Iterator[Tape]:
 
     Raises:
         UsageError: a layer ran a second time outside backward, or within backward on a
-            different number of tokens. Raised within the forward. Also raised when the context
+            different number of tokens. Raised by the second run. Also raised when the context
             closes, or when `tape.routes` is read, if a layer chose differently when it was
             recomputed.
         ShapeError: a router's ids are not `[tokens, top_k]` integers. Raised within the forward.

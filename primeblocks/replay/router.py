@@ -42,11 +42,12 @@ class Router(Protocol):
         """The ids of chosen experts in the module's output, integers `[tokens, top_k]`."""
 
     def gates(self, output: Any, experts: torch.Tensor) -> torch.Tensor:
-        """Return gate weights of `experts`, int64 `[tokens, columns]`, by this router's rule.
+        """Return the gate weights of `experts` by this router's rule.
 
         Compute the gate weights from the scores in the output, so that gradients reach the router.
-        `experts` may have more columns than `top_k`, and a row may name an expert twice.
-        `impose(min_score_ratio=)` passes the trainer's and the replayed choices in one call.
+        `experts` is int64 `[tokens, columns]`. It may have more columns than `top_k`, and a row may
+        name an expert twice. The reason is that `impose(min_score_ratio=)` passes the trainer's
+        and the replayed choices in one call.
         """
 
     def replace(self, output: Any, experts: torch.Tensor, gates: torch.Tensor) -> Any:

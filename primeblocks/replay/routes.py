@@ -31,7 +31,8 @@ class Routes:
         layer_ids: for each layer in `experts`, its index among all hidden layers.
         missing: bool `[tokens]`, True if the choice is unknown. Missing rows have zeros.
         padding: bool `[tokens]`, True for tokens that `pad` added. The default is False for all
-            tokens. Comparisons and score filters ignore padding.
+            tokens. `compare` does not count padding, and `impose(min_score_ratio=)` does not change
+            the experts of padding.
 
     Raises:
         ShapeError: shapes or dtypes do not fit together. The values are not read: use
@@ -187,8 +188,8 @@ class Routes:
     def extend(self, newer: Routes, *, start: int) -> Routes:
         """Join the tokens before `start` with all tokens of `newer`, the next turn.
 
-        The last sampled token of a turn gets its row in the next turn, so an engine sends rows from
-        `start = previous.tokens - 1` on. One copy.
+        The last sampled token of a turn gets its row in the next turn. So in the next turn, an
+        engine sends rows from `start = self.tokens - 1` on. One copy.
 
         Raises:
             ShapeError: `start` leaves a gap before `newer`, or the routes come from different
@@ -235,8 +236,9 @@ class Routes:
         """Pad to `tokens` with rows that choose all experts in turn.
 
         The ids in neighbouring slots are far apart, so even a few rows give work to many ranks of
-        an expert-parallel group. The padding rows follow the last token of the last sequence. For a
-        batch, call `with_missing` on each sequence, or use `join(pad_to=)`.
+        an expert-parallel group. If these routes contain several sequences, all padding rows follow
+        the last sequence. For a batch with rows of one length, call `with_missing` on each
+        sequence, or use `join(pad_to=)`.
 
         Raises:
             ShapeError: `tokens` is not a whole number, or these routes have more tokens.
@@ -244,7 +246,7 @@ class Routes:
         return Routes.join(self._filled_up(tokens))
 
     def take(self, order: np.ndarray | Sequence[int]) -> Routes:
-        """Return the tokens at `order`, such as a rank's part of a context-parallel sequence.
+        """Return the routes of the tokens at `order`, such as a context-parallel rank's tokens.
 
         Args:
             order: indices, or a bool mask `[tokens]` that is True for tokens to keep.

@@ -56,9 +56,10 @@ class KeptTokens:
 
     @classmethod
     def from_lists(cls, sets: Iterable[Sequence[int]], *, vocab_size: int) -> KeptTokens:
-        """Return kept tokens from one list per token, which has the kept ids in any order.
+        """Return kept tokens from one list of kept ids per token.
 
-        vLLM returns the lists as `output.sampling_mask.token_ids`.
+        The ids of a list may have any order. vLLM returns the lists as
+        `output.sampling_mask.token_ids`.
 
         Raises:
             UsageError: as for `from_arrays`.

@@ -83,7 +83,7 @@ class EngineState:
 
 
 Route = Callable[[Request, Sequence[EngineState]], int]
-"""A function that returns a position in a sequence of engines, which is not empty."""
+"""A function that returns a position in a sequence of engines. The sequence is not empty."""
 
 
 def _some(engines: Sequence[EngineState]) -> Sequence[EngineState]:
@@ -105,8 +105,9 @@ def least_loaded(request: Request, engines: Sequence[EngineState]) -> int:
 def consistent_hash(request: Request, engines: Sequence[EngineState]) -> int:
     """Choose the same engine for all requests of a session, whatever the load. Pure.
 
-    If an engine leaves or joins, only sessions from or to this engine move. Use this route only for
-    comparisons, because a session stays with a saturated engine while other engines are idle.
+    If an engine leaves, only its sessions move. If an engine joins, sessions move only to the new
+    engine. Use this route only for comparisons, because a session stays with a saturated engine
+    while other engines are idle.
 
     Source: highest random weight, Thaler and Ravishankar 1998.
     """

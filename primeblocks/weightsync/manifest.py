@@ -69,7 +69,7 @@ class Manifest(Mapping[str, TensorSpec]):
 
     Attributes:
         recipe: the fingerprint of the recipe that encoded the tensors, or "". Trainer and readers
-            must have the same.
+            must have the same fingerprint.
     """
 
     tensors: tuple[tuple[str, TensorSpec], ...]

@@ -43,10 +43,11 @@ _PIECES, _LEAST_BYTES, _MOST_BYTES = 64, 256, 1 << 16
 
 
 class Seen(NamedTuple):
-    """A tensor in one of the forms that an engine has.
+    """A parameter in one of the forms in which an engine has the parameter.
 
-    `HELD` is the tensor itself. `MULTIPLIED` is the tensor by which a kernel multiplies. Its digest
-    ignores subnormal numbers and the sign of zeros.
+    If `way` is `HELD`, `tensor` is the parameter itself. If `way` is `MULTIPLIED`, `tensor` is the
+    tensor by which a kernel multiplies. The digest of the form `MULTIPLIED` ignores subnormal
+    numbers and the sign of zeros.
     """
 
     way: str
@@ -58,7 +59,7 @@ Look = Callable[[str], Sequence[Seen] | str]
 
 
 class Form(NamedTuple):
-    """A box of a sent tensor in one form. If `dtype` is "", `way` says why it cannot be shown."""
+    """A box of a sent tensor in one form. If `dtype` is "", `way` says why the box is not shown."""
 
     box: Shard
     way: str
@@ -73,11 +74,11 @@ class Observed:
     Attributes:
         plan: the fingerprint of the plan.
         reader: the number of this process's reader in the plan.
-        forms: a row for each `Copy` in this reader's buckets. A row has the parts of the box that
-            this process has, each in all its forms.
+        forms: a row for each `Copy` in this reader's buckets. A row has the parts of the `Copy`'s
+            box that this process has, and each part in all its forms.
         unexpected: parameters that this reader does not receive. With `convert`, parameters that
             are not in `convert.targets`.
-        absent: wanted tensors of zero elements that are missing here, or have another shape.
+        absent: wanted tensors with a dim of size 0 that are missing here, or have another shape.
     """
 
     plan: str
@@ -104,7 +105,7 @@ class Observed:
             return cls(str(raw["plan"]), int(raw["reader"]), forms, unexpected, absent)
 
     def check(self, plan: Plan) -> None:
-        """Raise PlanError unless this was observed by `plan`, with a row of forms per `Copy`."""
+        """Raise PlanError unless `observe` made this with `plan`, with a row for each `Copy`."""
         if self.plan == plan.fingerprint():
             plan.check_reader(self.reader)
             copies = [c for i in plan.of_reader(self.reader) for c in plan.buckets[i].copies]
@@ -132,10 +133,10 @@ def observe(
     """Digest an engine's tensors, in the boxes of a plan. Local: one pass.
 
     Args:
-        held: the engine's tensors, by the names that `load` gets, or with `convert`, by those
-            of its targets. Or a function that looks up one tensor by name.
-        convert: the wiring to this process's parameters. Boxes outside of it belong to other
-            processes.
+        held: the engine's tensors, by the names that `load` gets. With `convert`, these are the
+            names of the wiring's targets. Or a `Look`, which looks up one tensor by name.
+        convert: the wiring to this process's parameters. Boxes that the wiring does not contain
+            belong to other processes.
         lost: as in `Reads`.
 
     Raises:

@@ -132,18 +132,18 @@ class Plan:
         return sum(self.buckets[index].bytes for index in self.of_reader(reader))
 
     def writer_peak_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank needs to send a full version over a process group.
+        """Return the extra bytes that a rank needs to send a full version over a process group.
 
-        In addition to its weights, the rank needs at most two buckets.
+        The rank needs at most two buckets in addition to its weights.
         """
         mine = self.of_rank(rank)
         messages = sum(len(self.buckets[index].readers) for index in mine)
         return min(2, messages) * self._largest(mine)
 
     def reader_peak_bytes(self, reader: int) -> int:
-        """Return the bytes that a reader needs to receive a full version over a process group.
+        """Return the extra bytes that a reader needs for a full version over a process group.
 
-        In addition to the loaded weights, the reader needs its boxes and at most two buckets.
+        The reader needs its boxes and at most two buckets in addition to the loaded weights.
         """
         mine = self.of_reader(reader)
         return self.read_bytes(reader) + min(2, len(mine)) * self._largest(mine)

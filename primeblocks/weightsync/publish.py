@@ -57,15 +57,15 @@ class Publisher:
         convert: as for `plan_sync`.
         encode: a function that gets each tensor's name and this rank's part, before the cast to the
             target's dtype. A function that is not an `Encoder` must return `{name: tensor}` with
-            the same name and shape. The tensor's dtype must convert to the target's dtype. For FP8,
-            pass the result of `fp8.encode_weights`.
+            the same name and shape. The returned dtype must be convertible to the target's dtype.
+            For FP8, pass the result of `fp8.encode_weights`.
         full_every: at least one of `full_every` consecutive versions is sent in full. The other
             versions are sent as deltas if a delta is expected to be faster. If `full_every` is 1,
             all versions are full. With a larger number, each rank keeps a copy, in host memory, of
             all bytes that it sends.
         link_bytes_per_s: the rate at which a reader receives bytes. Pass this rate if `publish`
-            does not wait for readers. Without the rate, the choice of a delta ignores how long
-            readers take to get the bytes.
+            does not wait for readers. Without the rate, the choice between a delta and a full
+            version ignores how long readers take to get the bytes.
 
     Raises:
         UsageError: the plan is for a different number of ranks, or `full_every` is not positive.

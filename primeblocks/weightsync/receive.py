@@ -81,12 +81,13 @@ class Subscriber:
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
             tensor while `load` copies earlier tensors, or after `load_into` has copied the tensor.
             "ahead" is faster, but may find damage in the middle of a load. `receive` then loads the
-            previous version again. "ahead" works like "before" for deltas, for readers of a group,
-            without a kept previous version, and usually if torch's threads use all cores. If other
-            processes may still write to the bytes, `load` gets checked copies.
+            previous version again. "ahead" works like "before" for a delta, for a reader of a
+            group, and if the previous version is not kept. "ahead" usually also works like "before"
+            if torch's threads use all cores. With both values, `load` gets checked copies if other
+            processes may still write to the bytes.
         observe: a function that returns the engine's tensors, by the names that `load` was given.
             After a load, each tensor must equal the tensor that `load` got, bit for bit. Otherwise,
-            the load has failed. Without `observe`, the receipt does not say what `load` did.
+            the load has failed. Without `observe`, the engine's tensors are not compared.
 
     Raises:
         PlanError: the plan has no such reader, or this reader needs a wiring and got no `convert`.
@@ -144,7 +145,7 @@ class Subscriber:
 
         The next `receive` then only loads the version. Arguments, cost and errors are as for
         `receive`. If the bytes are in the trainer's memory, the trainer may reuse this memory after
-        `verify`. After two more publishes, `receive(version)` then raises TransferError.
+        `verify`. In this case, `receive(version)` raises TransferError after two more publishes.
         """
         start = time.monotonic()
         with self._alone("verify()", Counted(progress)):

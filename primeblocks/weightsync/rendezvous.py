@@ -30,7 +30,7 @@ def announce(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Plan, Transport]:
-    """Plan for engines that hold whole tensors, and announce the plan, so that `find` returns it.
+    """Make and announce a plan for engines that hold whole tensors, so that `find` returns it.
 
     Collective. The group's timeout limits the call. Pass the results, and the same parameters and
     `convert`, to a `Publisher`. If `where` is a name, keep this process alive until the engines
@@ -67,7 +67,8 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     """Wait until a trainer has announced its plan, and return the plan and a transport. Local.
 
     The plan of a killed trainer can be found until the next trainer starts. If the next trainer
-    announces a different plan, `receive` raises PlanError, and `find` returns the new plan.
+    announces a different plan, `receive` with the old plan raises PlanError. Then call `find`
+    again, which returns the new plan.
 
     Args:
         where: the announced name, or the reading end of the transport.

@@ -122,11 +122,11 @@ def verify_engine(
         parameters: this rank's parameters, unchanged since the last update of the engine. If you
             pass the `held` of a `Receipt` instead, the call checks whether the engine still has the
             loaded tensors.
-        engine: on rank 0, a module, tensors by name, or an `Observed`. For several processes, a
-            list with one entry for each process. `engine` may also be a function that returns a
-            module, tensors by name, an `Observed` or a list. Pass None on all other ranks.
-        into: for each reader, the wiring to its parameters if these parameters are fused, stacked
-            or sliced.
+        engine: on rank 0, a module, tensors by name, or an `Observed`. For several engine
+            processes, a list with one entry for each process. `engine` may also be a function that
+            returns one of these values. On ranks other than 0, pass None.
+        into: the wiring to the parameters of each reader. Needed if these parameters are fused,
+            stacked or sliced.
         plan, convert, source, encode, group: the arguments of the `Publisher`. Without `plan`, a
             plan is made for `into`. Without `plan` and `into`, tensors that have the same name
             in trainer and engine are compared.
@@ -200,10 +200,11 @@ def prove_round_trip(
     """Prove that an engine gets the trainer's weights, before training relies on this.
 
     Pushes the parameters, then changed parameters, then the original parameters again. After each
-    push, `verify` must find the pushed values. The change gives every floating element the other
-    sign and a random size, seeded by the tensor's name and shard. So equal tensors become
-    different, and tied tensors change once. In dtypes of one byte, the change only flips a bit of
-    each element. The parameters are always restored. If the call returns, the engine holds them.
+    push, `verify` must find the pushed values. The change gives every floating-point element the
+    other sign and a random magnitude, seeded by the tensor's name and shard. So equal tensors
+    become different. Tied tensors change once. In dtypes of one byte, the change only flips a bit
+    of each element. The parameters are always restored. If the call returns, the engine holds the
+    original parameters.
 
     Collective if `push` or `verify` is. Cost: three calls of `push` and of `verify`, and memory for
     a copy of the parameters.
@@ -217,7 +218,7 @@ def prove_round_trip(
 
     Raises:
         TransferError: the engine does not hold what was pushed. All ranks raise this error.
-        UsageError: no parameter is floating, and there is only one rank.
+        UsageError: no parameter is floating-point, and there is only one rank.
 
     Source: tokenspeed issue 1373, an update that reports success and loads unwritten memory.
     """
@@ -371,7 +372,7 @@ def _perturbed(parameters: NamedTensors) -> Iterator[None]:
 
 
 def _perturb(tensor: Tensor, where: str) -> None:
-    """Give each element the other sign and 1/4 to 3/4 of its size. `where` seeds the choice."""
+    """Give each element the other sign and 1/4 to 3/4 of its magnitude, seeded by `where`."""
     if tensor.dtype.itemsize == 1:  # The first bit is the sign if the dtype has one.
         has_sign = tensor.dtype != torch.float8_e8m0fnu
         tensor.view(torch.uint8).bitwise_xor_(0x80 if has_sign else 1)

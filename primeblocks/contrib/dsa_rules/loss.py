@@ -42,15 +42,16 @@ def indexer_loss(
 
     For each query the loss is KL(p || s) over the tokens in `indices`. The distribution p is
     attention's probability of each token, summed over heads and normalised. The distribution s is
-    the softmax of the query's index scores of these tokens. Divide the loss by the number of
-    queries of all ranks, so that the sum of gradients over ranks is the gradient of the mean.
+    the softmax of the query's index scores of these tokens. Divide the loss by the total number of
+    queries on all ranks. The sum of gradients over ranks is then the gradient of the mean loss.
 
     Differentiable in the indexer's q, k and weights. Attention's q, kv and sinks get no gradient.
-    Use this loss only with selectors that return one list of tokens per query.
+    Use this loss only with selectors that score single tokens and return one list of tokens per
+    query, such as `TopK`.
 
     Collective. Forward gathers kv and indexer.k, as `dsa_attention` does. Backward gathers
-    indexer.k again, and reduce-scatters the gradients of all its rows in float32. A float32 tensor
-    `[local_tokens, k]` stays in memory from forward to backward.
+    indexer.k again, and reduce-scatters the gradients of the gathered rows in float32. A float32
+    tensor `[local_tokens, k]` stays in memory from forward to backward.
 
     Args:
         q, kv, rows, scale, sinks, check: as in `dsa_attention`.

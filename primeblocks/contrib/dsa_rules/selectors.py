@@ -53,9 +53,9 @@ class TopPools:
     or before the query. `TopPools` is the rule of GLM-5.3-Flash.
 
     `select` reads keys `[entries, index_dim]` and returns positions of tokens in the whole
-    sequence, `[local_tokens, 1, columns]`. The number of columns is `k`, rounded down to a multiple
-    of `pool`, plus `pool - 1`. The tokens of the query's own incomplete pool, up to the query,
-    follow the tokens of the selected pools.
+    sequence, `[local_tokens, 1, columns]`. The number of columns is `k // pool * pool + pool - 1`.
+    The tokens of the query's own incomplete pool, up to the query, follow the tokens of the
+    selected pools.
 
     Attributes:
         k: the largest number of tokens that a query selects from complete pools.
@@ -97,20 +97,21 @@ class TopPools:
 
 @dataclass(frozen=True)
 class TopEntries:
-    """For each query, select the last `window` tokens and the `k` highest-scored earlier entries.
+    """For each query, select the last `window` tokens and the `k` entries with the highest scores.
 
     An entry of `plan_entries(sequence, ratio)` represents `ratio` tokens. A query can select an
     entry if the last token of the entry is at or before the query. `TopEntries` is the rule of
     DeepSeek-V4 (CSA).
 
-    `select` reads keys `[entries, index_dim]` and returns row ids of `tokens_and_entries`,
-    `[local_tokens, 1, window + k]`. The id of a token is its position in the whole sequence, and
-    the id of entry e is `sequence.tokens + e`.
+    `select` reads keys `[entries, index_dim]` and returns ids `[local_tokens, 1, window + k]` of
+    rows in the plan from `tokens_and_entries`. The id of a token is its position in the whole
+    sequence, and the id of entry e is `sequence.tokens + e`.
 
     Attributes:
         k: the largest number of entries that a query selects.
         ratio: the number of tokens per entry.
-        window: the number of last tokens that a query always selects, its own token included.
+        window: the number of tokens that a query always selects: its own token and the tokens
+            directly before its own token.
         chunk_bytes: as in `TopK`.
     """
 
@@ -155,7 +156,7 @@ def all_entries(
     device: torch.device | str = "cpu",
     chunk_bytes: int = 64 << 20,
 ) -> Tensor:
-    """Return the ids of the last tokens and of all earlier entries, for each query. Local.
+    """For each query, return the ids of the last `window` tokens and of all earlier entries. Local.
 
     Use this function for layers without an indexer, such as DeepSeek-V4's HCA. `TopEntries` selects
     the same ids if `k` is at least the number of entries of every document.

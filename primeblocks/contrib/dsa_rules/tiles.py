@@ -26,8 +26,8 @@ class TopTiles:
     `TopTiles` is the rule of MiniMax M3 (MSA).
 
     `select` reads `q [local_tokens, groups, index_dim]`, with one index head per key head, and keys
-    `[tokens, index_dim]`. The result is `[local_tokens, groups, budget * tile_tokens]`. Leave out
-    the argument `scores=`, because `TopTiles` computes its own scores.
+    `[tokens, index_dim]`. The result is `[local_tokens, groups, budget * tile_tokens]`. Do not pass
+    `scores=` to `dsa_attention` or `dsa.select`, because `TopTiles` computes its own scores.
 
     Attributes:
         budget: the largest number of tiles that a query selects, local tiles included.

@@ -112,8 +112,8 @@ class IndexTape:
     def indices(self) -> Indices:
         """The recorded selection as positions inside documents, copied to the host.
 
-        The result leaves out ids after a token's own position, which transformers selects for the
-        first queries and masks later.
+        The result contains ids up to a token's own position. For the first tokens of a document,
+        transformers also selects later ids, and masks them afterwards.
 
         Raises:
             UsageError: a layer has not run, or selected other ids when it ran again.

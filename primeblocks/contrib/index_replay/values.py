@@ -231,9 +231,10 @@ class Indices:
         return self._with(self.ids[index], self.positions[index], self.missing[index])
 
     def pack(self) -> memoryview:
-        """Return one self-describing, checksummed buffer, coded without loss. See `code`. Local.
+        """Return one self-describing, checksummed buffer, coded without loss. Local.
 
-        A memoryview cannot be pickled, so pass `bytes(payload)` to code that pickles the result.
+        The module `code` describes the format. A memoryview cannot be pickled, so pass
+        `bytes(payload)` to code that pickles the result.
         """
         return code.encode(self.ids, self.positions, self.layer_ids, self.missing)
 

@@ -47,7 +47,7 @@ class System:
     """
 
     connection = sqlite3.Connection
-    synchronous = "NORMAL"  # as SQLite has it: it syncs before and after a checkpoint alone
+    synchronous = "NORMAL"  # SQLite syncs only before and after a checkpoint.
 
     def own(self, folder: Path) -> int:
         """Make a folder and lock it. The lock ends when the descriptor closes or the process dies.

@@ -105,7 +105,7 @@ class DiskTier:
         write leaves the old page in place. If no frame is free, the old page is removed first, and
         a failed write or a kill loses both pages. The result has `CapacityError` if the tier, disk
         or disk quota is full, `ShapeError` if the content does not fit, or an `OSError`. A
-        `CorruptionError` means that a file was removed, or the index and all pages are lost.
+        `CorruptionError` means that the index and all pages are lost, or that a file was removed.
         """
         with self._in_turn():
             latest = {record.key: record for record in records}
@@ -212,7 +212,7 @@ class DiskTier:
         with suppress(ClosedError), self._in_turn():
             if self._index.state is not FolderState.UNUSED:
                 with suppress(OSError, CorruptionError):
-                    self._ready()  # what could not be written, perhaps it can now
+                    self._ready()  # Changes that failed before may succeed now.
             self._closed = True
             self._release_folder()
 

@@ -31,7 +31,7 @@ __all__ = [
 class Facts(Flag):
     """Facts that a store keeps only for policies that need them.
 
-    In addition, a store always keeps when each page was last used.
+    A store also keeps the tick of each page's last use, for every policy.
     """
 
     NONE = 0
@@ -90,8 +90,8 @@ class Snapshot(NamedTuple):
         tick: the current tick.
         oldest: the least recently used page of all.
         by_version: the least recently used page of each version. Needs `VERSIONS`.
-        ended: among pages whose rollouts have all ended, the page whose last rollout ended first.
-            If a page is used after that end, the time of this use counts as the end. Needs `ENDS`.
+        ended: among pages whose rollouts have all ended, the page with the earliest end. A page's
+            end is the end of its last rollout, or its last use if that is later. Needs `ENDS`.
         live: the running rollout whose last save or load is oldest, and the last rollout of the
             queue. Also, for each reason, the rollout that has waited longest. Needs `STATES`.
         shared: the least recently used page that several rollouts use. Needs `ENDS`.
@@ -114,7 +114,7 @@ class Choice(NamedTuple):
 
     Args:
         page: one of the snapshot's candidates.
-        demote: whether to write the page to lower tiers. A lower tier ignores `demote`.
+        demote: whether to write the page to lower tiers. Evictions from a lower tier ignore it.
     """
 
     page: Candidate
@@ -155,7 +155,7 @@ def facts_of(*policies: object) -> Facts:
     return found
 
 
-_PROMPT = 8  # so much sooner, or later, than a page's age tells, is the next use of a prompt
+_PROMPT = 8  # A prompt's page is used so many times sooner, or later, than its age predicts.
 
 
 def lru(snapshot: Snapshot) -> Choice:
@@ -180,9 +180,9 @@ def stale(snapshot: Snapshot, *, max_staleness: int) -> Choice | None:
 def ended(snapshot: Snapshot) -> Choice | None:
     """Choose a page whose rollouts have all ended.
 
-    If several pages have only ended rollouts, the function chooses the page whose last rollout
-    ended first. If a page is used after that end, the time of this use counts as the end. The
-    chosen page is not demoted. Pure.
+    If there are several such pages, the function chooses the page with the earliest end. A page's
+    end is the end of its last rollout, or its last use if that is later. The chosen page is not
+    demoted. Pure.
     """
     return Choice(snapshot.ended, demote=False) if snapshot.ended is not None else None
 
@@ -211,15 +211,14 @@ def by_waits(snapshot: Snapshot) -> Choice | None:
 
     Among rollouts that wait for the same reason, pages of the rollout that has waited longest are
     chosen first. For a running rollout, the next use is expected after 1.5 times the mean of all
-    waits, plus the time in the engine's queue. Before the first wait was measured, the expected
-    time of a running or waiting rollout is the time since `Live.since`. The same applies if the
-    time since `Live.since` exceeds eight times the time that follows from the means.
+    waits, plus the time in the engine's queue. The means are not used before the first
+    wait was measured, or after a rollout took more than eight times the predicted time. Then the
+    next use is expected after as many ticks as have passed since `Live.since`.
 
-    If a page does not belong to exactly one live rollout, the expected time depends on the time
-    since the last use. Both times are equal for a page without a rollout. For a page of several
-    rollouts, the expected time is an eighth of the time since the last use. For a page of ended
-    rollouts, the expected time is eight times the time since the last use. A page of ended rollouts
-    is not demoted, but may belong to the prompt of a later rollout.
+    A page may also belong to no rollout, to several rollouts or to ended rollouts. Its next use is
+    expected after a multiple of the time since its last use. The factor is 1 for a page without a
+    rollout, 1/8 for a page of several rollouts, and 8 for a page of ended rollouts. A page of ended
+    rollouts is not demoted, but may belong to the prompt of a later rollout.
     """
     far = [(live.expected_ticks, -live.since, live.page) for live in snapshot.live]
     ages = (snapshot.shared, 1 / _PROMPT), (snapshot.unnamed, 1), (snapshot.ended, _PROMPT)
@@ -242,7 +241,7 @@ class VersionAware:
        ended. Pages of ended rollouts are not demoted.
 
     The policy does not estimate how long rollouts will wait. The policy is worse than `lru` only if
-    pages of ended rollouts are loaded again.
+    pages of old versions or of ended rollouts are loaded again.
 
     Args:
         max_staleness: pages with a larger staleness than this number are useless. With None, rule 1

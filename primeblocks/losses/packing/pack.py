@@ -67,7 +67,7 @@ class Pack:
 
     @property
     def predictors(self) -> NDArray[np.int64]:
-        """For each completion token, the index of the token before it, in the whole pack."""
+        """For each completion token, the index in the pack of the token before it."""
         starts = self.cu_seqlens[: len(self.indices)].astype(np.int64) + self.prompt_lengths - 1
         lengths = self.completion_lengths
         before = np.cumsum(lengths) - lengths
@@ -98,10 +98,10 @@ class Pack:
             )
 
     def aligned(self, name: str) -> list[Aligned]:
-        """Return values that belong to some tokens, such as images, with positions in this pack.
+        """Return the `Aligned` attachments `name`, such as images, with positions in this pack.
 
-        The values are in the order of their tokens, as models expect. Rollouts without values
-        called `name` are allowed.
+        The values are in the order of their tokens, as models expect. Rollouts without `name` are
+        allowed.
 
         Raises:
             UsageError: `name` is in `per_token` or `per_completion`, or a value called `name` is
@@ -120,10 +120,10 @@ class Pack:
         return sorted(found, key=lambda each: each.start)
 
     def at_predictors(self, values: NDArray, *, fill: Any) -> NDArray:
-        """Return one row per token: the row of `values` that the token predicts, or else `fill`.
+        """Move the row of each completion token to the token before. Other tokens get `fill`.
 
-        For a sequence that ranks share, `pack.at_predictors(pack.targets, fill=-100)` returns
-        labels.
+        The result has a row per token of the pack. For a sequence that ranks share,
+        `pack.at_predictors(pack.targets, fill=-100)` returns labels.
 
         Raises:
             ShapeError: `values` does not have a row per completion token.
@@ -146,9 +146,9 @@ def pack(
 
     Args:
         rollouts: the batch.
-        indices: the indices of the rollouts to pack, such as a micro-batch of a plan. Without
-            indices, the pack contains only padding, so a rank without rollouts can still take part
-            in collectives.
+        indices: the indices of the rollouts to pack, such as a micro-batch of a plan. If
+            `indices` is empty, the pack contains only padding, so a rank without rollouts can still
+            take part in collectives.
         per_token: names of attachments with a row per token, such as routes. The attachments are
             arrays, tensors or `Aligned.rows`. If `Aligned.rows` lack the row of the last token, the
             last token gets zeros.

@@ -114,11 +114,12 @@ def plan_packing(
         cost: a function from lengths to costs. The default cost is `sequence_flops()`. For a plan,
             only ratios of costs matter.
         balance: "ranks" gives all ranks similar total costs, and suits ranks that wait for each
-            other once per update. The number of micro-batches per rank is the largest number that a
-            rank needs with first-fit packing. "steps" uses as many micro-batches as first-fit
-            packing of all rollouts needs, rounded up to a multiple of `ranks`. "steps" fills the
-            micro-batches evenly, and puts micro-batches of similar cost into one step. "steps"
-            suits ranks that wait for each other in every micro-batch, as with FSDP that reshards.
+            other once per update. First-fit packing decides how many micro-batches a rank needs,
+            and all ranks get the largest of these numbers. "steps" uses as many micro-batches as
+            first-fit packing of all rollouts needs, rounded up to a multiple of `ranks`. "steps"
+            fills the micro-batches evenly, and puts micro-batches of similar cost into one step.
+            "steps" suits ranks that wait for each other in every micro-batch, as with FSDP that
+            reshards.
         annealing_steps: the number of steps of a search. With "ranks", the search runs if the
             busiest rank costs more than 1 % above `lower_bound`. The search is rarely needed,
             except with few rollouts. A step takes some microseconds, so a search of 300,000 steps

@@ -32,11 +32,11 @@ def plan_tree_packing(
     """Assign rollouts to ranks and micro-batches, and count shared positions once. Pure.
 
     A tree that exceeds the budget is cut between two neighbouring rollouts. After the cut, both
-    parts of the tree compute the positions that the two rollouts share. The function compares
-    several plans, which differ in the maximum cost of a tree. More expensive trees are cut in the
-    same way. The result is the plan with the lowest cost of the busiest rank. With
-    `balance="steps"`, the function adds the cost of each step's busiest rank, and the result is the
-    plan with the lowest sum.
+    parts of the tree compute the positions that the two rollouts share. The function makes several
+    plans: one without a limit on the cost of a tree, and others with different limits. Trees of
+    several rollouts above the limit are cut in the same way. The result is the plan with the lowest
+    cost of the busiest rank. With `balance="steps"`, the function adds the cost of each step's
+    busiest rank, and the result is the plan with the lowest sum.
 
     Args:
         trees: the trees of the whole batch, without padding.

@@ -30,11 +30,12 @@ RULES = ("exact", "first", "own")
 class TreePlan:
     """The segments of a forest in preorder, and the row of each token of the rollouts.
 
-    Tokens have the order of `pack`: concatenated rollouts, then padding. Each distinct position of
-    the rollouts is one row. For every array `values` with a value per token, pass `values[places]`
-    to the model. In the model's output, `hidden[rows[packed.predictors]]` predicts
-    `packed.targets`. Each rollout keeps its own log-probabilities, versions, masks and advantages.
-    Trees therefore do not change losses and corrections.
+    Tokens have the order of `pack`: concatenated rollouts, then padding. If several rollouts share
+    a position, the position is one row. A segment is a range of rows without a fork. For every
+    array `values` with a value per token, pass `values[places]` to the model. In the model's
+    output, `hidden[rows[packed.predictors]]` predicts `packed.targets`. Each rollout keeps its own
+    log-probabilities, versions, masks and advantages. Trees therefore do not change losses and
+    corrections.
 
     Attributes:
         segment_lengths: the number of rows in each segment, in preorder.
@@ -113,8 +114,8 @@ class TreePlan:
             predictors: `packed.predictors`.
 
         Returns:
-            Two int64 arrays of equal length: the completion tokens that `rows` predict, and the
-            position of each token's predictor in `rows`.
+            Two int64 arrays of equal length: the indices of the completion tokens that `rows`
+            predict, and for each of these tokens the index in `rows` of its predictor.
         """
         wanted = self.rows[predictors]
         if not len(rows):
@@ -126,10 +127,12 @@ class TreePlan:
     def distinct(
         self, predictors: NDArray[np.int64], targets: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the distinct pairs of predicting row and target, and the pair of each token. Pure.
+        """Return the distinct pairs (predicting row, target), and each token's pair. Pure.
 
-        Score the pairs, and expand the scores to tokens with `logprobs[pair]`. The head computes
-        each pair once. A pair gets the sum of the gradients of all rollouts that train the pair.
+        Three arrays: the rows of the pairs, the targets of the pairs, and for each completion token
+        the index of its pair. Score the pairs, and expand the scores to tokens with
+        `logprobs[pair]`. The head computes each pair once. A pair gets the sum of the gradients of
+        all rollouts that train the pair.
 
         Args:
             predictors: `packed.predictors`.
@@ -160,13 +163,14 @@ def plan_trees(
         routes: with "exact", rollouts share a row only if their imposed routes agree up to this
             row. With "first" and "own", rollouts also share rows with different routes. With
             "first", a row has the routes of the first rollout that has routes for the row. With
-            "own", you then mark the routes of `differing` rows as missing, so that the trainer's
+            "own", you must mark the routes of `differing` rows as missing, so that the trainer's
             routers choose for these rows.
         imposed: for each rollout an array with a row per token, or None for a rollout without
             routes. An array may lack the row of the last token. For `replay.Routes` pass
             `value.tensor()[0]`. Default: the attachment "routes".
-        per_token: names of other attachments that the model reads, with a row per token. For every
-            value of `routes`, rollouts share a row only if these attachments agree up to this row.
+        per_token: names of other attachments that the model reads, with a row per token. Also
+            with "first" and "own", rollouts share a row only if these attachments agree up to this
+            row.
         padding: the number of padding tokens, such as `packed.padding` of a pack of these rollouts.
 
     Raises:

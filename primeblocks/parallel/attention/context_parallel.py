@@ -33,7 +33,7 @@ class ContextParallel(TorchFunctionMode):
     You may enter a `ContextParallel` several times. If blocks are nested, the innermost block
     applies. A block applies only in the thread that entered the block.
 
-    Checkpointed layers run again in backward, and need the block in this second run. Pass
+    Checkpointed layers run again in backward, and need the block in this second run. Call
     `checkpoint(..., use_reentrant=False, context_fn=ContextParallel.checkpoint_contexts)`. Without
     `context_fn`, torch raises CheckpointError, because the second run saves other tensors than the
     first run.

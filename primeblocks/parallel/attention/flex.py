@@ -47,13 +47,14 @@ class FlexKernel:
 
     Args:
         tile_tokens: the number of queries and keys in a tile, a multiple of 128 on a GPU. With
-            tiles of 128, the lists of tiles use 1 MiB per block of 32,768 queries and 32,768 keys.
+            tiles of 128, torch's lists of tiles (`BlockMask`) use 1 MiB for a hop of 32,768 queries
+            and 32,768 keys.
         recompute: with `recompute=True`, backward runs the forward of a hop again, and
             differentiates the hop's output and `lse`. With `recompute=False`, FlexAttention's own
-            backward uses the `lse` of all hops. Recomputation does not change the sum of gradients
-            over all hops. Recomputing needs seven matrix products instead of five. With
-            `recompute=None`, the kernel recomputes if torch is older than 2.13, because older
-            versions cannot compile the backward alone. A call with a softcap always recomputes.
+            backward uses the `lse` of all hops. Both give the same gradients, except for rounding.
+            Recomputing needs seven matrix products instead of five. With `recompute=None`, the
+            kernel recomputes if torch is older than 2.13, because older versions cannot compile the
+            backward alone. A call with a softcap always recomputes.
         compile: the function that compiles FlexAttention. With `compile=None`, the kernel uses
             `torch.compile` on a GPU, and does not compile on a CPU.
         options: `kernel_options` of FlexAttention.

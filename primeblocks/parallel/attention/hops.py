@@ -49,9 +49,9 @@ def attend(hops: Hops, sinks: Tensor | None, *tensors: Tensor) -> Tensor:
     travelling tensors travel with them, in the dtype of `accumulator_dtype`.
 
     Args:
-        sinks: `[heads]`, the score of one more key per head, whose value is zero.
-        tensors: the staying tensors, of which the first is q, `[local_tokens, heads, head_dim]`.
-            Then the travelling tensors, `[local_tokens, ...]`.
+        sinks: `[heads]`, for each head the score of an additional key with a value of zero.
+        tensors: first the tensors that stay on their rank, beginning with q,
+            `[local_tokens, heads, head_dim]`. Then the travelling tensors, `[local_tokens, ...]`.
 
     Returns:
         `[local_tokens, heads, value_dim]`.

@@ -1,4 +1,4 @@
-"""One hop of attention: the queries of one rank, the keys of another, and the kernel protocol."""
+"""One hop of attention: the queries of one rank, the keys of one rank, and the kernel protocol."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class AttentionSpec:
     softcap: float | None = None
 
     def hop(self, query_rank: int, key_rank: int) -> Hop:
-        """Describe the queries of one rank and the keys of another rank. Pure."""
+        """Describe the queries of `query_rank` and the keys of the same or another rank. Pure."""
         return Hop(self, query_rank, key_rank)
 
 
 @dataclass(frozen=True)
 class Hop:
-    """A part of an attention call: the queries of one rank and the keys of another rank.
+    """A part of an attention call: queries of one rank, and keys of the same or another rank.
 
     A rank keeps its tokens in the order of the whole sequence. The keys that a query sees are
-    therefore consecutive rows, for every order and window, unless documents fork. If documents
-    fork, `Ancestry` determines the rows that a query sees.
+    therefore consecutive rows, for every order and window, unless documents fork (the plan has
+    `parents`). If documents fork, `Ancestry` determines the rows that a query sees.
     """
 
     spec: AttentionSpec
@@ -92,8 +92,8 @@ class Hop:
 class AttentionKernel(Protocol):
     """Forward and backward of one hop, one call each. Local.
 
-    Ring attention makes one hop for each rank with keys that this rank's queries see, and merges
-    the results. Ulysses attention makes one hop. Query head h reads key head
+    Ring attention makes one hop per rank, and merges the results. Hops in which no query sees a key
+    are skipped. Ulysses attention makes one hop. Query head h reads key head
     `h // (heads // key_heads)`. A hop has at least one query and one key. Some queries of a hop may
     see no key.
     """

@@ -32,8 +32,8 @@ def ring_attention(
 ) -> Tensor:
     """Compute attention inside each document of a sequence that is split over `group`.
 
-    Each rank keeps its queries, and sends keys and values to the next rank of a ring. During the
-    transfers, `kernel` computes attention to the keys that have arrived, in one call per hop. The
+    Each rank keeps its queries, and sends keys and values to the next rank of a ring. In each hop,
+    one call of `kernel` computes attention to the keys of one rank, while the next keys arrive. The
     function supports every order of tokens and every mix of documents. Ranks may have different
     numbers of tokens, also zero. Differentiable.
 

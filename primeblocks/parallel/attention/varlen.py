@@ -50,8 +50,8 @@ class VarlenKernel:
             does not check devices, dtypes and widths.
 
     Raises:
-        UnsupportedError: in a call, a hop has no segments, documents fork, there is a softcap, or
-            values and keys differ in width.
+        UnsupportedError: in a call, a hop has no segments, documents fork (the plan has `parents`),
+            there is a softcap, or values and keys differ in width.
         UnsupportedError: in a call, the device is not CUDA, or the dtype is neither bfloat16 nor
             float16.
         UnsupportedError: in a call, head_dim is above 256 or not a multiple of 8.
@@ -65,7 +65,10 @@ class VarlenKernel:
         self.operators = operators
 
     def check(self, spec: AttentionSpec, q: Tensor, value_dim: int) -> None:
-        """Raise UnsupportedError on all ranks if a hop of any rank is not supported. Local."""
+        """Raise UnsupportedError if a hop of any rank is not supported. Local.
+
+        Each rank checks the hops of all ranks, so all ranks raise the error.
+        """
         if spec.plan.parents is not None:
             raise UnsupportedError(
                 "torch's flash attention has no mask for documents that fork. Use "

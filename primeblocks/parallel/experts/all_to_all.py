@@ -55,12 +55,13 @@ class AllToAllDispatcher:
         capacity_rows: the maximum number of rows that a rank sends to one rank, equal on all ranks.
             Each rank always sends `capacity_rows` rows to each rank, so the host need not read
             counts. If a rank has more than `capacity_rows` rows for one rank, `dispatch` raises
-            PlanError on all ranks. With `check=False`, an assertion on the device fails instead.
+            PlanError on the sending rank, and RankError on the other ranks. With `check=False`, an
+            assertion on the device fails instead.
         check: before rows are sent, check the values of ids and scores, and compare sizes and
             dtypes on all ranks. With `check=True`, a mistake on one rank raises an error on all
-            ranks instead of hanging. In `dispatch`, the check includes the number of rows for each
-            rank. In `combine`, the check is one small collective. The host reads the results of the
-            checks.
+            ranks instead of hanging. In `dispatch`, the check also sends the number of rows for
+            each rank. In `combine`, the check is one small collective. The host reads the results
+            of the checks.
 
     Raises:
         PlanError: this rank is not in the group, or the alignment or the capacity is below 1.
@@ -158,10 +159,10 @@ class OncePerRankDispatcher:
     `AllToAllDispatcher` sends. With each row, the dispatcher sends `top_k` ids of 4 bytes and
     `top_k` scores in their own dtype.
 
-    The dispatcher does not support a capacity. Everything else works as in `AllToAllDispatcher`.
-    `dispatch` makes four exchanges: the counts, the ids, the scores, and the rows. With
-    `check=True`, the exchange of the counts also contains the check. Outputs are rounded to their
-    dtype one time more than with `AllToAllDispatcher`.
+    The dispatcher does not support a capacity. `dispatch` makes four exchanges: the counts, the
+    ids, the scores, and the rows. With `check=True`, the exchange of the counts also contains the
+    check. Outputs are rounded to their dtype one time more than with `AllToAllDispatcher`.
+    Everything else works as in `AllToAllDispatcher`.
 
     Source: arXiv:2412.19437, section 3.2 (DeepSeek-V3 sends a token once to each node).
     """

@@ -38,8 +38,8 @@ class Dispatched:
 
     Attributes:
         tokens: one row per slot, grouped by local expert. The rows of an expert are ordered by
-            source rank, then token, then choice, as in a batch on one rank. With an alignment, rows
-            of zeros follow the rows of each expert.
+            source rank, then token, then choice, as if one rank had the whole batch. With an
+            alignment, rows of zeros follow the rows of each expert.
         counts: the number of rows of each local expert, including rows of zeros, on the device of
             `tokens`. Without a capacity, the counts add up to the number of rows. With a capacity,
             `tokens` has additional rows at the end, which `combine` leaves out.
@@ -108,8 +108,8 @@ class LocalDispatcher:
     Args:
         alignment: the rows of each expert are padded with rows of zeros to a multiple of
             `alignment`. The FP8 kernel `DeepGemm` needs an alignment of 128.
-        check: check the values of ids and scores, for which the host waits. With `check=False`,
-            values out of range give undefined results. With `check=False`, the host waits only if
+        check: check the values of ids and scores. The host waits for this check. With
+            `check=False`, values out of range give undefined results. The host then waits only if
             `alignment` is above 1, to read the number of rows.
     """
 

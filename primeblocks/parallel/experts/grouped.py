@@ -37,10 +37,11 @@ def grouped_linear(
 ) -> Float[Tensor, "slots out_features"]:
     """Multiply each expert's range of rows by the expert's own matrix. Local. Differentiable.
 
-    Torch's grouped kernel multiplies bfloat16 operands, and float32 operands on a CPU, if each dim
-    of a matrix takes a multiple of 16 bytes. A loop over experts multiplies all other operands.
-    Under autocast, the kernel and the loop compute in the dtype of autocast. An expert without rows
-    gets a zero gradient instead of None, so that FSDP reduces the gradient.
+    Torch's grouped kernel multiplies bfloat16 operands, and on a CPU also float32 operands. The
+    kernel needs matrices in which each dim takes a multiple of 16 bytes. A loop over experts
+    multiplies all other operands. Under autocast, the kernel and the loop compute in the dtype of
+    autocast. An expert without rows gets a zero gradient instead of None, so that FSDP reduces the
+    gradient.
 
     Args:
         tokens: rows grouped by expert, such as `Dispatched.tokens`.

@@ -33,8 +33,9 @@ def add_expert_lora(
     The function adapts the parameters `gate_up_proj`, `up_proj` and `down_proj` of shape
     `[experts, ...]`. The new parameter `NAME_lora_A`, `[experts, rank, in]`, is initialised like a
     linear layer's weight. The new parameter `NAME_lora_B`, `[experts, out, rank]`, is zero. Outputs
-    therefore do not change until the first optimizer step. `GroupedExperts` and transformers'
-    experts with a dispatcher apply the factors.
+    therefore do not change until the first optimizer step. `GroupedExperts` applies the factors.
+    Experts of transformers apply the factors only if they have a dispatcher. Without a dispatcher,
+    their forward raises UnsupportedError.
 
     Other modules do not change. To adapt other modules, apply PEFT before this function, because
     PEFT freezes all parameters that PEFT did not add. Local. Call this function before

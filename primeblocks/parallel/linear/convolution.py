@@ -38,7 +38,7 @@ def causal_conv1d(
 
     The call and its backward are collective, with one exchange each. A rank receives at most
     `(kernel - 1) x channels` elements of `x` for each of its runs. All ranks skip the exchange if
-    no document is cut, or if the kernel has one tap.
+    no document is cut between ranks, or if the kernel has one tap.
 
     Args:
         x: `[tokens, channels]`, this rank's part.

@@ -47,13 +47,14 @@ def gated_delta_rule(
     from a state of zero. For such a run, `kernel` gets `key_dim` additional columns of values. The
     results in these columns show how a first state changes the output and the last state. An
     exchange determines the true first state of the run. Whole documents of equal length share one
-    call of `kernel`, and so do parts of documents of equal length. Differentiable.
+    call of `kernel`, and so do parts of equal length. Differentiable.
 
     The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
-    if no document is cut. The exchanges send at most `heads x (key_dim^2 + 2 key_dim value_dim)`
-    elements for each run of a cut document. Orders with few runs are therefore cheap, such as
-    "contiguous", or "balanced" with large chunks. In a cut document, work that is proportional to
-    `value_dim` becomes proportional to `key_dim + value_dim`.
+    if no document is cut between ranks. The exchanges send at most
+    `heads x (key_dim^2 + 2 key_dim value_dim)` elements for each run of a cut document. Orders with
+    few runs are therefore cheap, such as "contiguous", or "balanced" with large chunks. In a cut
+    document, work that is proportional to `value_dim` becomes proportional to
+    `key_dim + value_dim`.
 
     The call does not check for NaN. A NaN spreads to later tokens of its document, but not to other
     documents.
@@ -122,11 +123,11 @@ def state_space(
     All ranks compute their runs at the same time, from states of zero. If a run is a part of a
     document, an exchange determines the run's true first state. The output includes the effect of
     the true first state. Whole documents of equal length share one call of `kernel`, and so do
-    parts of documents of equal length. Differentiable.
+    parts of equal length. Differentiable.
 
     The call and its backward are collective, with two exchanges each. All ranks skip the exchanges
-    if no document is cut. The exchanges send at most `heads x (2 head_dim state_dim + 1)` elements
-    for each run of a cut document.
+    if no document is cut between ranks. The exchanges send at most
+    `heads x (2 head_dim state_dim + 1)` elements for each run of a cut document.
 
     The call does not check for NaN. A NaN spreads to later tokens of its document, but not to other
     documents.

@@ -82,8 +82,8 @@ class HostMemory:
             print(moved.table())
             rollout()
 
-    Each storage is moved once, even if several tensors share the storage. With FSDP2, the storages
-    of padded shards are moved. The kinds of memory are "weights" (parameters and buffers),
+    Each storage is moved once, even if several tensors share the storage. If FSDP2 pads a shard,
+    the padding is moved too. The kinds of memory are "weights" (parameters and buffers),
     "gradients" and "optimizer" (optimizer states). You can move the kinds of memory one by one. For
     example, `restore("weights")` is enough to publish weights. The first release allocates host
     memory, page-locked for CUDA, and later releases reuse the host memory. Local.

@@ -51,7 +51,7 @@ def _is(version: str, release: str) -> bool:
 
 
 def refusals(*, release: str, is_cpu: bool, off: str) -> dict[str, str]:
-    """Return, for each patch that is not to be applied, the reason and the remedy. Local. Pure."""
+    """Return the reason and the remedy for each refused patch. Local. Pure."""
     switched_off = {name.strip() for name in off.split(",")}
     refused = {}
     for patch in PATCHES:
@@ -158,9 +158,9 @@ def _looking_engine(stock_init: Callable[..., None]) -> Callable[..., None]:
 def register() -> None:
     """Register adapters with vLLM, and wrap functions of vLLM so that they apply patches.
 
-    vLLM calls this in the front end, the engine and every worker. It wraps four functions of vLLM.
-    Unless a configuration asks for a patch, these functions behave as in vLLM. Idempotent. Local.
-    Warns once instead of raising.
+    vLLM calls `register` in the front end, the engine and every worker. `register` wraps four
+    functions of vLLM. Unless a configuration asks for a patch, the wrapped functions behave as in
+    vLLM. Idempotent. Local. Warns once instead of raising.
     """
     here = _here()
     names = [patch.name for patch in PATCHES]
@@ -206,12 +206,12 @@ def _register_models() -> None:
 def require(name: str) -> None:
     """Demand a patch: apply it in this process, whatever configurations ask for.
 
-    Use it for engines in this process, and for those that vLLM forks from this process. A spawned
-    process applies the patches that its engine's configuration asks for.
+    Use `require` for engines in this process, and for engines that vLLM forks from this process. A
+    spawned process applies the patches that its engine's configuration asks for.
 
     Raises:
         UsageError: no patch has this name.
-        UnsupportedError: it cannot be applied. The message says why, and what to do.
+        UnsupportedError: the patch cannot be applied. The message says why, and what to do.
         MissingPackageError: vLLM is not installed.
     """
     patches = {patch.name: patch for patch in PATCHES}

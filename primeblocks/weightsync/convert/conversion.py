@@ -59,7 +59,7 @@ class Wiring:
         return _grouped(self.targets, ((piece.target, piece) for piece in self.pieces))
 
     def map(self, held: Manifest) -> list[Piece]:
-        """Return the pieces of one rank's shards. Local.
+        """Return the pieces, cut to the shards of one rank. Local.
 
         The boxes of a piece are in the coordinates of the whole source and of the whole target.
 
@@ -139,8 +139,9 @@ def record_reads(
     """Run a loader without data and record the boxes that it would read. Local.
 
     The loader gets meta tensors, and must read them in the caller's thread. Copies of meta tensors
-    into parameters are recorded, but not executed. If the loader fails on tensors without values,
-    the result contains all tensors as whole boxes, and `inexact` says why.
+    into parameters are recorded, but not executed. If the loader raises an error, for example
+    because meta tensors have no values, the result contains all tensors as whole boxes. `inexact`
+    then contains the error.
 
     Args:
         load: a loader that gets the (name, tensor) pairs of the whole checkpoint, such as the
@@ -191,8 +192,8 @@ def record_wiring(
     """Run a conversion without data and record where each element goes. Local.
 
     The conversion may rename, slice, transpose, split, stack, join and drop tensors, in plain
-    torch. If the conversion joins tensors from `torch.zeros`, or from `torch.empty` on the meta
-    device, to other tensors, the created elements become zero padding.
+    torch. To pad, the conversion may join tensors from `torch.zeros`, or from `torch.empty` on the
+    meta device, to other tensors. The padding is zero in both cases.
 
     Args:
         convert: a function that gets whole meta tensors by name, and returns the converted tensors.
@@ -202,8 +203,9 @@ def record_wiring(
     Raises:
         PlanError: the conversion computes with a tensor, casts it, repeats it or reads its values.
             Also raised if the conversion creates values other than zeros and joins them to a
-            tensor. Also raised if it separates float8 codes from the scales of their tiles, named
-            `NAME_scale_inv`. Also raised if manifests differ in a tensor or in the recipe.
+            tensor. Also raised if the conversion separates the float8 codes of a tensor `NAME` from
+            the scales of their tiles, which are the tensor `NAME_scale_inv`. Also raised if
+            manifests differ in a tensor or in the recipe.
     """
     sources, follower = union(manifests), Follower()
     with torch.no_grad(), follower:

@@ -66,7 +66,7 @@ class Piece:
     def then(self, after: Piece) -> Piece | None:
         """Join this piece with `after`, whose source is this piece's target.
 
-        Return None without common elements.
+        Return None if no element moves through both pieces.
         """
         first, last = self, after
         if self.target_box != after.source_box:

@@ -61,7 +61,8 @@ def encode_delta(new: Tensor, old: Tensor) -> bytes | None:
     """Return the delta that turns `old` into `new`, or None if the delta is not smaller than `new`.
 
     Compares bit patterns. Local: reads both tensors once. If the tensors are on a device, only
-    changed elements are copied to the host. Before the next call, apply the delta to `old`.
+    changed elements are copied to the host. Before you encode the next version, apply the delta to
+    `old`.
 
     Raises:
         ShapeError: shapes or dtypes differ, or a tensor is not contiguous.

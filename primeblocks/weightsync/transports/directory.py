@@ -186,9 +186,9 @@ class SharedMemoryTransport(DirectoryTransport):
     memfd is sealed before the commit. After the commit, only the mappings of the trainer ranks can
     write to the memfd. Therefore, readers need not copy a version before they load it. A version is
     lost when the owner's process ends, except in a reader that has kept the version. The owner uses
-    two memfds in turn. If a reader still uses the older memfd, or has kept one of its tensors, the
-    owner makes a new memfd. After a trainer rank other than the owner has joined again, the first
-    publish may raise TransferError.
+    two memfds in turn. If a reader still uses the older memfd, or a tensor in this memfd, the owner
+    makes a new memfd. After a trainer rank other than the owner has joined again, the first publish
+    may raise TransferError.
 
     A directory of mode 700, whose name ends in random digits, contains commits, deltas, and links
     to the memfds. Engines find the directory by `name` and by the user who owns the directory.
@@ -203,8 +203,8 @@ class SharedMemoryTransport(DirectoryTransport):
             versions.
 
     Raises:
-        UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. Raised at the
-            first read if an engine is not allowed to open the trainer's memory.
+        UnsupportedError: this is not Linux 5.1 or newer, or `root` does not exist. Also raised, at
+            the first read, if an engine is not allowed to open the trainer's memory.
         UsageError: `name` is not one path component, or has a living owner, or other users may
             rename the files in `root`.
     """

@@ -44,11 +44,12 @@ class GroupTransport:
     `open_transport`. The ranks do not need a group of torch.distributed, because they meet through
     the store at the first version.
 
-    A publish waits until every reader calls `receive`. A reader returns a version only if all
-    readers have it. The reader keeps the received bytes, for deltas and for a return to the
-    received version. The received bytes take as much memory as the reader's boxes, or twice as much
-    with deltas. The store records whether a version is committed. Living ranks take this decision
-    from the store, so they agree even if other ranks die. The store must survive failures of ranks.
+    A publish waits until every reader calls `receive`. A call of `receive` returns a version only
+    if all readers have the version. Each reader keeps the received bytes, for deltas and for a
+    return to the received version. The received bytes take as much memory as the reader's boxes, or
+    twice as much with deltas. The store records whether a version is committed. Living ranks take
+    this decision from the store, so they agree even if other ranks die. The store must survive
+    failures of ranks.
 
     If the text of a TransferError asks for new transports, make them on all living or restarted
     ranks, with the same store. Then publish the failed version again, which the new transports send
@@ -194,8 +195,7 @@ class GroupTransport:
     def markers(self) -> tuple[Marker, ...]:
         """Rank 0: return the markers of the last two versions that it committed, oldest first.
 
-        On other ranks, the result is empty. A reader cannot read a version again that was sent over
-        a group.
+        On other ranks, the result is empty. Over a group, a reader cannot read a version twice.
         """
         return self._markers
 

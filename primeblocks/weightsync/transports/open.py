@@ -58,8 +58,9 @@ def IpcTransport(
     directory that only this user can read.
 
     On a GPU, close the transports of the engines before the transport of the trainer, because
-    engines use the trainer's memory. On a GPU this transport ran with one trainer and one engine
-    process. The code for CPU and GPU tensors is the same, except for the handles of buffers.
+    engines use the trainer's memory. On a GPU, this transport has run only with one trainer process
+    and one engine process. The code for CPU and GPU tensors is the same, except for the handles of
+    buffers.
 
     Args:
         name: one word that trainer and engines agree on.

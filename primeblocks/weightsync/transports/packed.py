@@ -76,7 +76,7 @@ class PackedTransport:
         return {"kind": "packed", **parts, "keep": self._keep}
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: wait until the version whose buffers will be reused is not read any more."""
+        """Owner: wait until no engine reads the version whose buffers will be reused."""
         markers = self.commits.markers(deadline=deadline)
         self.commits.begin(version, keep=last_chain(markers), deadline=deadline)
         return Begun(self.commits.run, newest_only(base, markers))

@@ -34,11 +34,12 @@ _Address = tuple[str, int]
 class TcpWire:
     """Reads CPU memory of other processes over TCP.
 
-    If you pass `host`, other processes can read from this process. Without `host`, this process
-    only reads. The server has a thread for each connected reader, and sends bytes directly from a
-    buffer. A call of `read` opens one connection to each process from which it reads. To read a
-    buffer, a reader needs the random token in the buffer's note. The wire does not encrypt bytes,
-    so use the wire only in a network of trusted machines. A `Subscriber` checks all bytes.
+    If you pass `host`, the wire starts a server, from which other processes can read. Without
+    `host`, this process only reads. The server has a thread for each connected reader, and sends
+    bytes directly from a buffer. A call of `read` opens one connection to each process from which
+    it reads. To read a buffer, a reader needs the random token that `share` returned. The wire does
+    not encrypt bytes, so use the wire only in a network of trusted machines. A `Subscriber` checks
+    all bytes.
 
     Args:
         host: an address of this machine that readers can reach. The server listens only on `host`.

@@ -116,7 +116,7 @@ class Transport(Protocol):
         ...
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: make room for a version before its commit, as a delta to `base` if possible.
+        """Owner: make room for a version, or for a delta to `base` if a delta is possible.
 
         Raises:
             CapacityError: there is not enough room for the version.
@@ -163,7 +163,10 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Release this end. The owner removes all versions. Idempotent."""
+        """Release this end. Idempotent.
+
+        The owner removes all versions, but a `FileTransport` keeps the last version.
+        """
         ...
 
 

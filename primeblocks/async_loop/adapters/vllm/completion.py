@@ -19,7 +19,7 @@ class Completion:
 
     `token_ids`, `logprobs` and `versions` have one entry per completion token. `routed_experts` is
     vLLM's array `[tokens - 1, layers, top_k]` over prompt and completion, or None if the engine
-    does not return routes. The array lacks the rows that `routed_experts_prompt_start` skips.
+    does not return routes. The array lacks the rows of tokens before `routed_experts_prompt_start`.
     `num_cached_tokens` is the number of prompt tokens that came from the KV cache. If the engine
     has `per_request_spec_decode_metrics="summary"`, `draft_tokens` contains the number of accepted
     draft tokens and the number of all draft tokens.

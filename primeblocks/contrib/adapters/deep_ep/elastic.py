@@ -57,8 +57,8 @@ def elastic_dispatcher(
     Args:
         group: the ranks that share the experts, as a process group with NCCL. Rank r owns share r
             of the experts.
-        max_tokens: the largest number of tokens that a rank dispatches, equal on all ranks.
-            `max_tokens` sets the size of the buffer.
+        max_tokens: the largest number of tokens that a rank dispatches. Pass the same value on all
+            ranks. `max_tokens` sets the size of the buffer.
         hidden: the number of values in a row, a multiple of 8.
         top_k: the largest number of experts per token, at most 32. `top_k` also sets the size of
             the buffer.

@@ -112,9 +112,9 @@ class DeepEpDispatcher:
     use one dispatcher, but only one call may run at a time. Call `close()` to free the device
     memory. `dispatch`, `combine`, their backwards and `close` are collective.
 
-    The backward of `dispatch` sums rows, and the backward of `combine` sends rows to the same ranks
-    as `dispatch`. Both backwards use the layout in DeepEP's handle, which autograd keeps until
-    backward.
+    The backward of `dispatch` sums the gradients of each token's rows. The backward of `combine`
+    sends gradients to the ranks to which `dispatch` sent the tokens. Both backwards use the layout
+    in DeepEP's handle, which autograd keeps until backward.
     """
 
     def __init__(

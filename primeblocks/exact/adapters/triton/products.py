@@ -89,9 +89,10 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
 def grouped_matmul(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of rows of `[rows, in]` by its own matrix of `[groups, in, out]`. Local.
 
-    For each group, `ends` contains the index after the group's last row, in ascending order. The
-    host does not read `ends`. An end above the number of rows counts as the number of rows. Rows of
-    the result after the last group are zero. The function raises the errors of `matmul`.
+    For each group, `ends` contains the index after the group's last row. These indices must be in
+    ascending order. The host does not read `ends`. An end above the number of rows counts as the
+    number of rows. Rows of the result after the last group are zero. The function raises the errors
+    of `matmul`.
     """
     return _multiply(left, right, ends.clamp(0, len(left)), len(left))
 

@@ -277,7 +277,7 @@ class TritonQuantizer:
         quotient: Quotient = "reciprocal",
         nonfinite: Nonfinite = "raise",
     ) -> tuple[Quantized, Quantized]:
-        """Quantize the SwiGLU of `gate_up` and its transpose. Local.
+        """Quantize the SwiGLU of `gate_up`, and the transpose of the SwiGLU. Local.
 
         The kernel moves 6 bytes per bfloat16 activation. Separate kernels for SwiGLU and
         quantization would move 10 bytes.

@@ -50,7 +50,7 @@ ROUTES = "primeblocks_routes_bytes_per_token"
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
-    """The stock connector, which also tells our manager the pages of queued requests.
+    """vLLM's connector with one addition: it tells our manager the pages of queued requests.
 
     It has the stock connector's name, because vLLM finds metrics and layouts by this name.
     """

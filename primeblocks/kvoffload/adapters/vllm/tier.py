@@ -1,7 +1,7 @@
 """Our store behind vLLM's secondary-tier interface.
 
 vLLM submits a `TransferJob`, and asks in each step for the jobs that ended. A job ends when its
-`Pending` is over, or after 30 s. Then its pages count as failed.
+`Pending` is over. After 30 s, the job ends in any case, and its pages count as failed.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ def request_args(
     Args:
         version: the policy version, a count of updates. Pages of different versions have different
             keys. The tier advances to the largest version seen. If a version is more than 2**20
-            above the tier's version, the tier logs a warning and does not advance. Otherwise, one
-            mistaken request would make all pages stale.
+            above the tier's version, the tier logs a warning and does not advance. Without this
+            limit, one mistaken request would make all pages stale.
         rollout: the name of the rollout that will need the pages again, in its next turn.
         ends: the names of rollouts that end with this request and do not need their pages any more.
-            Name this rollout in its last turn, and rollouts that ended without a last turn.
+            In the last turn of `rollout`, name `rollout` here too. Also name rollouts that ended
+            without a last turn.
         waits: the tool that each rollout between two turns waits for, as `{"a/2": "pytest"}`. If a
             rollout has no entry, the tier uses the name "turn" instead of a tool.
 

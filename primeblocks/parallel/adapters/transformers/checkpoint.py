@@ -54,7 +54,7 @@ def load_pretrained(
 ) -> None:
     """Load the weights of a checkpoint of transformers into a sharded model. Collective.
 
-    Each rank reads only its own shards from the files, in the stored dtype. For float8 codes
+    Each rank reads only its own shards from the files, in the stored dtype. For float8 weights
     (`quant_method` "fp8"), a rank also reads the scales of the blocks that overlap its shards. The
     names of weights and their conversions come from transformers.
 
@@ -73,7 +73,7 @@ def load_pretrained(
             from the model's.
         PlanError: the weights are quantized by another method than "fp8", or the conversion does
             arithmetic on weights. Save dequantized weights with transformers first.
-        PlanError: float8 codes lack scales for their blocks, or two tied weights differ.
+        PlanError: float8 weights lack scales for their blocks, or two tied weights differ.
         RankError: another rank raised PlanError.
 
     Warns:

@@ -73,7 +73,7 @@ def parallelize(
     reshard_after_forward: bool = True,
     offload_policy: OffloadPolicy | None = None,
 ) -> None:
-    """Parallelize a causal language model over `meshes`, in place: experts, sequences and FSDP2.
+    """Split experts, sequences and weights (FSDP2) of a causal language model, in place.
 
     Outputs and gradients are equal to the outputs and gradients of the model on one rank. Parameter
     names do not change. Parameters become DTensors, and `layout_of` returns the box that a rank
@@ -103,7 +103,7 @@ def parallelize(
     Raises:
         UnsupportedError: no test covers the model, or the model cannot be split with the passed
             arguments. A call of the model raises UnsupportedError or PlanError if the model cannot
-            follow the plan. The same applies if the loss would cover only one rank's tokens.
+            follow the plan, or computes the loss of only one rank's tokens.
         PlanError: the expert degree does not divide the number of experts, or the dispatcher uses
             other ranks than `meshes.expert`.
     """

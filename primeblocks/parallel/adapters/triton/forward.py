@@ -50,7 +50,7 @@ def attend(
     STAGES: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Attend from one query, with up to HEADS of a group's heads, to the query's rows of the group.
+    """Compute attention of one query to its selected rows, for up to HEADS heads of one group.
 
     `heads` is the number of heads of a group. `scale` is the attention scale times
     log2(e), because the kernel uses `exp2`.

@@ -43,9 +43,9 @@ def dsa_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of each query to the rows that an indexer selects, over a split sequence.
 
-    Each rank keeps its queries. One all-gather fetches the rows (latents) and the indexer's keys of
-    all tokens. The indexer computes the scores of this rank's queries in chunks, so the matrix of
-    all scores is never stored. The kernel reads only the selected rows. The function supports every
+    Each rank keeps its queries. One all-gather fetches the rows of kv and the indexer's keys of all
+    tokens. The indexer computes the scores of this rank's queries in chunks, so the matrix of all
+    scores is never stored. The kernel reads only the selected rows. The function supports every
     order of tokens and every mix of documents. Ranks may have different numbers of tokens, also
     zero.
 
@@ -129,11 +129,11 @@ def sparse_attention(
     like `dsa_attention`, but does not gather the indexer's keys.
 
     Args:
-        indices: int32 `[local_tokens, groups, k]`: indices of rows of the whole kv, which are
-            tokens or entries, followed by -1. The call does not check for rows after the query's
-            token, or for repeated rows. Such rows make results wrong without an error.
-        entries: the plan of the rows of kv, if these rows are entries that were computed from
-            several tokens. Default: `sequence`.
+        indices: int32 `[local_tokens, groups, k]`: indices of rows of the whole kv, followed by -1.
+            A row is a token, or an entry that was computed from several tokens. The call does not
+            check for rows after the query's token, or for repeated rows. Such rows make results
+            wrong without an error.
+        entries: the plan of the rows of kv, if some rows are entries. Default: `sequence`.
         whole: the result of `gather_tokens(kv, ...)`, if you have gathered the rows already. Only
             forward uses `whole`.
 

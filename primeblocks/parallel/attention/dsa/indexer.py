@@ -49,7 +49,7 @@ class IndexerInputs(NamedTuple):
     q: Tensor
     """`[local_tokens, index_heads, index_dim]`"""
     k: Tensor
-    """`[local_tokens, index_dim]`, shared by all heads. If rows are entries: the entries' keys."""
+    """`[local_tokens, index_dim]`, shared by all heads. For a selector of entries, their keys."""
     weights: Tensor
     """`[local_tokens, index_heads]`, multiplied by all constant factors"""
 
@@ -147,8 +147,8 @@ def select(
 
     Returns:
         Int32 `[local_tokens, groups, k]`: ascending indices of rows of the whole kv, which are
-        tokens or entries, followed by -1. A NaN score counts as infinite, so that a NaN reaches the
-        output.
+        tokens or entries, followed by -1. A NaN score counts as infinite, so its row is selected.
+        A NaN in this row then reaches the output.
 
     Raises:
         ShapeError, UnsupportedError: the operands do not fit the selector.
@@ -172,9 +172,9 @@ def select(
 def keep_indices() -> Any:
     """Return contexts in which `torch.utils.checkpoint` stores selections. Local.
 
-    All results except selections are recomputed. A recomputed selection could add scores in another
-    order, and choose other rows if scores are nearly equal. With recomputed selections, the
-    gradients could belong to other rows than the output.
+    All results except selections are recomputed. A recomputation could sum a score in another
+    order, and select other rows if scores are nearly equal. The gradients would then belong to
+    other rows than the output.
 
     Pass this function: `checkpoint(..., use_reentrant=False, context_fn=keep_indices)`. The
     contexts store the indices of each layer that selects.

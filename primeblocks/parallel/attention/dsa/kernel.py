@@ -68,9 +68,9 @@ class Rows:
 class SparseKernel(Protocol):
     """Forward and backward of attention over selected rows. Local.
 
-    Query head h reads group `h // (heads // groups)`. The ids of a query come before every -1, so a
-    kernel may stop at the first -1. A query without ids has an output of 0 and an `lse` of -inf. A
-    kernel does not allocate tensors as large as all selected rows together.
+    Query head h reads group `h // (heads // groups)`. In `indices`, the ids of a query come before
+    every -1, so a kernel may stop at the first -1. A query without ids has an output of 0 and an
+    `lse` of -inf. A kernel does not allocate tensors as large as all selected rows together.
     """
 
     def forward(

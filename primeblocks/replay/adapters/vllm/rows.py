@@ -52,7 +52,7 @@ def routes_from_output(
         UnsupportedError: the engine returned no rows for tokens that it generated.
         ShapeError: rows do not fit the tokens or the model.
         UsageError: a dense layer has routes, an id is out of range, or a row contains an expert
-            twice. On a CPU, capture under torch.compile returns rows with expert 0 in every slot.
+            twice. For example, torch.compile on a CPU makes every captured id 0.
     """
     tokens = prompt_tokens + len(output.token_ids)
     if output.routed_experts is not None:
@@ -97,7 +97,7 @@ def join_prefill(
     versions: tuple[int, int],
     prompt_start: int = 0,
 ) -> Routes:
-    """Join a prompt's routes with the routes of the engine that continued from the prompt's pages.
+    """Join a prompt's routes from a prefill engine with the routes from a decode engine.
 
     If both engines know a row, the decode engine's row is kept, because later tokens attended to
     the keys and values of the decode engine. The decode engine computes the last token of the
@@ -116,7 +116,7 @@ def join_prefill(
     Raises:
         UsageError: the two versions differ.
         ShapeError: `prefill` and `decode` belong to different prompts or models. Also raised if
-            a row from `prompt_start` on is missing in both. The last token does not need a row.
+            both lack the row of a token at or after `prompt_start`. The last token needs no row.
     """
     if versions[0] != versions[1]:
         raise UsageError(

@@ -53,9 +53,8 @@ class RouterShape:
         model.
 
         Raises:
-            UnsupportedError: the configuration lacks the number of experts, of experts per token or
-                of layers. Also raised if the configuration describes its layers with routers in an
-                unknown form.
+            UnsupportedError: the configuration lacks one of these numbers: experts, experts per
+                token, layers. Also raised if this method cannot read which layers have routers.
             UsageError: `config` is not a configuration, or one of its layers or counts is out of
                 range.
         """
@@ -150,7 +149,7 @@ def engine_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> dict[str, 
 def server_args(*, max_bytes: int, device: Literal["cpu", "cuda"]) -> list[str]:
     """Return `engine_args` as the command line of vLLM's server, with `RoutesMiddleware`. Pure.
 
-    Takes the arguments and raises the errors of `engine_args`.
+    `server_args` has the same arguments and errors as `engine_args`.
     """
     words = []
     for name, value in engine_args(max_bytes=max_bytes, device=device).items():

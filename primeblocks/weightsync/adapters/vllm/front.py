@@ -79,7 +79,7 @@ async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> li
     Raises:
         DeadlineError: the workers did not answer in time.
         EngineError: the engine is dead, or was built without `engine_args()`.
-        PrimeblocksError: the error of a worker, with its type.
+        PrimeblocksError: an error of a worker, raised with the type that it has in the worker.
     """
     deadline = time.monotonic() + timeout_s
     steps = _describe_steps(checkpoint)
@@ -87,9 +87,9 @@ async def describe(engine: Any, checkpoint: Manifest, *, timeout_s: float) -> li
 
 
 async def observe(engine: Any, *, timeout_s: float) -> list[Observed]:
-    """Digest the weights in an engine's workers, for `verify_engine`. Changes nothing.
+    """Return digests of the weights in an engine's workers, for `verify_engine`.
 
-    Cost: one pass over the weights, between two steps of the engine.
+    Changes nothing. Cost: one pass over the weights, between two steps of the engine.
 
     Args:
         engine: an attached `AsyncLLM` or `VllmServer`.
@@ -229,7 +229,7 @@ def describe_llm(llm: Any, checkpoint: Manifest) -> list[Reads]:
 
 
 def observe_llm(llm: Any) -> list[Observed]:
-    """Digest the weights in the workers of an offline `LLM`.
+    """Return digests of the weights in the workers of an offline `LLM`.
 
     Blocks. Raises the errors of `observe`.
     """

@@ -1,4 +1,4 @@
-"""The adapters that a vLLM worker holds, by version.
+"""The LoRA adapters that a vLLM worker holds, by version.
 
 vLLM loads adapters from folders. Here a worker keeps the tensors of every version, and passes them
 to vLLM's loader instead of a folder. So vLLM may evict an adapter from its slots, or drop all
@@ -71,7 +71,9 @@ class _Held(NamedTuple):
 
 
 class Adapters:
-    """The versions that a worker holds. Replaces the function by which vLLM loads adapters.
+    """The versions of LoRA adapters that a worker holds.
+
+    Replaces the function by which vLLM loads adapters.
 
     Raises:
         UnsupportedError: this vLLM version loads adapters in another way.

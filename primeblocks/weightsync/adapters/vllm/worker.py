@@ -243,7 +243,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """A mixin for vLLM's worker, named in `engine_args`.
+    """A mixin for vLLM's worker. `engine_args` passes the mixin's name to vLLM.
 
     To add methods of your own to the worker, subclass this mixin.
     """
