@@ -110,8 +110,8 @@ def audit(
             `excluded`, `audit` can report the entry that excluded a weight from quantization.
 
     Raises:
-        UsageError: `only` or `exclude` does not match any weight, or matches only a part of a word
-            in a name.
+        UsageError: `only` or `exclude` does not match any weight, or matches only a fragment
+            between the dots of a name.
         UsageError: the recipe has `source="float32"`, and a weight of the trainer has less
             precision than float32.
         UnsupportedError: a tensor is a DTensor.

@@ -86,8 +86,8 @@ def convert(
         The names of the converted layers.
 
     Raises:
-        UsageError: `only` or `exclude` does not match any layer, matches only a part of a word in a
-            name, or is not a regular expression.
+        UsageError: `only` or `exclude` does not match any layer, matches only a fragment between
+            the dots of a name, or is not a regular expression.
         UnsupportedError: a chosen module of experts does not have `grouped_mm`. Also raised if a
             chosen linear layer is lazy, has a replaced `forward`, or is in an
             `nn.TransformerEncoderLayer`.

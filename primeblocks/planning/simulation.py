@@ -115,7 +115,7 @@ class Simulation:
 
     @property
     def lags(self) -> dict[int, int]:
-        """The number of groups for each lag in optimizer steps."""
+        """The number of groups by lag. A lag is a number of optimizer steps."""
         return dict(sorted(Counter(lag for step in self.settled for lag in step.lags).items()))
 
     @property

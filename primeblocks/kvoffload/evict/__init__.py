@@ -268,10 +268,10 @@ class RolloutAware:
 
     1. Pages of versions below `version - max_staleness` are evicted first, as in `VersionAware`.
     2. Then the page with the latest expected next use is evicted. Queued rollouts are ordered by
-       their place in the queue, and waiting rollouts by the mean wait for their reason. `by_waits`
-       describes the order of pages without a queued or waiting rollout. Among the pages of one
-       rollout, the last page is evicted first, because this page is useless without the pages
-       before it.
+       their place in the queue, and waiting rollouts by the mean wait for their reason. The
+       docstring of `by_waits` describes when the next use of all other pages is expected. Among
+       the pages of one rollout, the last page is evicted first, because this page is useless
+       without the pages before it.
 
     The policy needs the `rollout` of each save and load, and calls of `pause`, `queue` and `end`.
     If you never pass a `rollout`, rule 2 chooses as `lru` does. A mean says little about waits with

@@ -130,8 +130,8 @@ class TreePlan:
         """Return the distinct pairs (predicting row, target), and each token's pair. Pure.
 
         Three arrays: the rows of the pairs, the targets of the pairs, and for each completion token
-        the index of its pair. Score the pairs, and expand the scores to tokens with
-        `logprobs[pair]`. The head computes each pair once. A pair gets the sum of the gradients of
+        the index of its pair. Compute the log-probability of each pair. Expand them to tokens
+        with `logprobs[pair]`, where `pair` is the third array. The head computes each pair once. A pair gets the sum of the gradients of
         all rollouts that train the pair.
 
         Args:

@@ -43,8 +43,8 @@ def ring_attention(
 
     Args:
         q: `[local_tokens, heads, head_dim]`, with rotary embedding applied. The operands q, k and v
-            may have a first dim for a batch. All rows of a batch share the plan. With several rows,
-            the function copies each tensor once.
+            may have a first dim for a batch. All rows of a batch share the plan. For a batch of
+            several rows, the function makes one copy of each operand.
         k: `[local_tokens, key_heads, head_dim]`, where key_heads must divide heads.
         v: `[local_tokens, key_heads, value_dim]`.
         sequence: the plan of the sequence, equal on all ranks.

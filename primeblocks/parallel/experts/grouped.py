@@ -47,7 +47,7 @@ def grouped_linear(
         tokens: rows grouped by expert, such as `Dispatched.tokens`.
         counts: the number of rows of each expert. The sum of the counts may be below the number of
             rows in `tokens`. Results for rows after the last group are undefined. The host reads
-            the counts if `counts` is on the host, or if the loop runs.
+            the counts if `counts` is on the host, or if the loop over experts is used.
 
     Raises:
         ShapeError: shapes do not fit together, or `counts` and `weight` have different numbers of

@@ -85,7 +85,8 @@ class Reads:
         boxes: the boxes that the loader reads, by tensor name.
         inexact: the reason why the boxes of a tensor contain more elements than the loader reads,
             by tensor name.
-        into: the wiring from the checkpoint to the parameters that you passed to `record_reads`.
+        into: which box of the checkpoint fills which box of the parameters that you passed to
+            `record_reads`.
         lost: the reasons why `into` lacks tensors that the loader reads, by tensor name.
         written: the number of elements that the loader writes to each parameter, by parameter name.
             `to_json` leaves out `into`, `lost` and `written`.

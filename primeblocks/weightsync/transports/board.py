@@ -118,7 +118,7 @@ class Board:
 
 
 class Go(NamedTuple):
-    """The decision to begin a sync, with a delta to `base` or in full, or to call the sync off.
+    """The decision to begin a sync, with a delta from `base` or in full, or to call the sync off.
 
     `error` says why the sync was called off. It is "" if the sync begins.
     """

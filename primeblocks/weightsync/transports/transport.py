@@ -39,7 +39,7 @@ class Begun(NamedTuple):
 
     Attributes:
         run: an id of the owner. An owner that restarts gets a new id.
-        base: the version to which this version may be a delta. None to send it in full.
+        base: the version from which a delta may be sent. None to send this version in full.
     """
 
     run: str
@@ -67,7 +67,7 @@ class ReceiveRequest:
 
 
 class Incoming(Protocol):
-    """A version that was found, whole or as a delta to the version before it."""
+    """A version that was found, whole or as a delta from the version before it."""
 
     marker: Marker
 
@@ -116,7 +116,7 @@ class Transport(Protocol):
         ...
 
     def begin(self, version: int, *, plan: Plan, base: int | None, deadline: float) -> Begun:
-        """Owner: make room for a version, or for a delta to `base` if a delta is possible.
+        """Owner: make room for a version: for a delta from `base` if possible, or in full.
 
         Raises:
             CapacityError: there is not enough room for the version.
@@ -152,7 +152,7 @@ class Transport(Protocol):
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
         """Reader: wait for a version, and return the chain of versions that ends with it.
 
-        A chain begins with a full version, or with a delta to the version that the reader holds,
+        A chain begins with a full version, or with a delta from the version that the reader holds,
         and ends with the version of `request`.
 
         Raises:
@@ -303,7 +303,7 @@ def chain_to(
         base = by_version.get(chain[-1].base)
         if base is None:
             raise TransferError(
-                f"version {wanted.version} is a delta to version {chain[-1].base}, which was "
+                f"version {wanted.version} is a delta from version {chain[-1].base}, which was "
                 "retired. Receive the newest version."
             )
         chain.append(base)

@@ -254,7 +254,7 @@ class TritonQuantizer:
         """Quantize the SwiGLU of `gate_up` without storing the activation. Local.
 
         The kernel moves 5 bytes per bfloat16 activation. Separate kernels for SwiGLU and
-        quantization would move 9 bytes. Because the kernel uses the GPU's exponential, an
+        quantization would move 9 bytes per activation. Because the kernel uses the GPU's exponential, an
         activation may have a relative error of up to (5 + |gate|) * 2**-23 before rounding. The
         codes equal the result of `fp8.quantize` for the rounded activation.
 
@@ -280,7 +280,7 @@ class TritonQuantizer:
         """Quantize the SwiGLU of `gate_up`, and the transpose of the SwiGLU. Local.
 
         The kernel moves 6 bytes per bfloat16 activation. Separate kernels for SwiGLU and
-        quantization would move 10 bytes.
+        quantization would move 10 bytes per activation.
         """
         _check_gated(gate_up, scores)
         how = (tile, scale, quotient, nonfinite)
