@@ -265,8 +265,8 @@ def encode_weights(
     Raises:
         UsageError: `only` or `exclude` is not a regular expression.
         UsageError: `only` or `exclude` does not match any weight of `layouts`, or matches only a
-            fragment between the dots of a name. Without `layouts`, matches are checked in later calls of the
-            returned function or of its `describe`.
+            fragment between the dots of a name. Without `layouts`, matches are checked in later
+            calls of the returned function or of its `describe`.
         PlanError: a shard of a quantized weight cuts through a tile.
         UnsupportedError: `form` is not supported.
     """

@@ -93,9 +93,9 @@ class SplitPlan:
             `publish_s`, but `bound_s` does not.
         together_s: seconds of a synchronous step, in which trainer and engine use all GPUs in turn.
             The value is infinite if trainer and engine do not fit on the same GPUs.
-        bound_s: a lower bound of the seconds of an asynchronous step: the fewest GPU-seconds in which
-            the trainer trains on a batch, plus the fewest in which the engine generates the batch,
-            divided by the number of GPUs.
+        bound_s: a lower bound of the seconds of an asynchronous step. It is the fewest GPU-seconds
+            for training on a batch, plus the fewest for generating the batch, divided by the number
+            of GPUs.
     """
 
     trainer: Side

@@ -131,8 +131,8 @@ class TreePlan:
 
         Three arrays: the rows of the pairs, the targets of the pairs, and for each completion token
         the index of its pair. Compute the log-probability of each pair. Expand them to tokens
-        with `logprobs[pair]`, where `pair` is the third array. The head computes each pair once. A pair gets the sum of the gradients of
-        all rollouts that train the pair.
+        with `logprobs[pair]`, where `pair` is the third array. The head computes each pair once. A
+        pair gets the sum of the gradients of all rollouts that train the pair.
 
         Args:
             predictors: `packed.predictors`.

@@ -254,9 +254,9 @@ class TritonQuantizer:
         """Quantize the SwiGLU of `gate_up` without storing the activation. Local.
 
         The kernel moves 5 bytes per bfloat16 activation. Separate kernels for SwiGLU and
-        quantization would move 9 bytes per activation. Because the kernel uses the GPU's exponential, an
-        activation may have a relative error of up to (5 + |gate|) * 2**-23 before rounding. The
-        codes equal the result of `fp8.quantize` for the rounded activation.
+        quantization would move 9 bytes per activation. Because the kernel uses the GPU's
+        exponential, an activation may have a relative error of up to (5 + |gate|) * 2**-23 before
+        rounding. The codes equal the result of `fp8.quantize` for the rounded activation.
 
         Raises:
             ShapeError: `gate_up` is not `[tokens, 2 * inner]` with a floating-point dtype, or
