@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import codec
 from ..clock import Clock, within
 from ..errors import DeadlineError, UsageError, shown
 from ..rollout import Group, Rollout
@@ -112,11 +113,18 @@ class Feeder:
 
     def resume(self, restored: Restored) -> list[Group]:
         """Continue from a ledger: skip drawn prompts, and return the finished groups."""
-        for _ in range(restored.cursor):
-            if next(self._prompts, self) is self:
+        known = {ordinal: prompt for ordinal, prompt, _ in restored.again}
+        known |= {ordinal: group.prompt for ordinal, group in restored.finished}
+        for ordinal in range(restored.cursor):
+            if (prompt := next(self._prompts, self)) is self:
                 raise UsageError(
                     f"the journal has drawn {restored.cursor} prompts, but the iterable has "
                     "fewer. Pass the same prompts from their start."
+                )
+            if ordinal in known and _packed(prompt) != _packed(known[ordinal]):
+                raise UsageError(
+                    f"prompt {ordinal} is {shown(prompt)}, but the journal has "
+                    f"{shown(known[ordinal])}. Pass the same prompts in the same order."
                 )
         self.drawn = restored.cursor
         last = (self._group_size or 1) - 1
@@ -304,3 +312,7 @@ class Feeder:
         if error is not None and not self._failed.done():
             self._failed.set_result(error)
         self._ended()
+
+
+def _packed(prompt: Any) -> bytes:
+    return codec.pack(prompt, name="a prompt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from .ledger import (
 from .tables import name_of
 
 __all__ = ["Journal"]
+
+logger = logging.getLogger(__name__)
 
 
 class Journal:
@@ -275,12 +278,19 @@ class Journal:
                 "UPDATE prompts SET state = 'trained' WHERE state = 'taken' AND step < ?",
                 (version,),
             )
-            db.execute(
+            again = db.execute(
                 "UPDATE prompts SET state = 'finished', step = NULL WHERE step >= ?", (version,)
-            )
+            ).rowcount
             db.execute("UPDATE prompts SET state = 'drawn' WHERE state = 'in flight'")
             tables.check(db)
-            return Restored(tables.cursor_of(db), _again(db, version), _finished(db, version))
+            restored = Restored(tables.cursor_of(db), _again(db, version), _finished(db, version))
+        if again:
+            logger.warning(
+                "The journal goes back to policy %d: %d groups of later steps are trained again.",
+                version,
+                again,
+            )
+        return restored
 
     def counts(self) -> dict[PromptState, int]:
         """Return the number of prompts per state.

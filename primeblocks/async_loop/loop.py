@@ -42,7 +42,8 @@ class AsyncLoop:
 
     An error of `train` or `publish` ends the loop. If `generate` raises an error, the loop tries
     again, as `retries` allows, and logs the first error of each type with its traceback. The end of
-    `async with` cancels requests and a running publish. If `steps` fails, make a new loop.
+    `async with` cancels requests and a running publish. You can open a loop once. After an error,
+    make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
@@ -162,6 +163,8 @@ class AsyncLoop:
         self._paced_s = 0.0
 
     async def __aenter__(self) -> AsyncLoop:
+        if self._feeder is not None:
+            raise ClosedError("the loop was open. Make a new loop, with version=loop.version.")
         running = asyncio.get_running_loop()
         self._failed, self._starved = running.create_future(), running.create_future()
         self._failed.add_done_callback(lambda failed: _end(self._starved, failed.result()))
@@ -295,8 +298,7 @@ class AsyncLoop:
     def _end_early(self, done: int, count: int) -> None:
         """Record why there are fewer steps. Raise if failures are the only reason."""
         assert self._feeder is not None
-        ends, feeder = self._ends, self._feeder
-        left = feeder.left
+        ends, feeder, left = self._ends, self._feeder, self._feeder.left
         self.ended = (
             f"{done} of {count} steps were trained, because the prompts are used up: "
             f"{ends['trained']} were trained on, {ends['failed']} failed, {ends['filtered']} were "
@@ -327,8 +329,7 @@ class AsyncLoop:
         if rest.cancelled():
             return
         if error := rest.exception():
-            _end(self._failed, error)
-            return
+            return _end(self._failed, error)
         self.published = self.version
         self._go_on()
 

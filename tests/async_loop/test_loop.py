@@ -322,6 +322,10 @@ def test_bad_use_is_refused():
     async def closed(world, loop):
         with pytest.raises(ClosedError, match="async with"):
             await anext(aiter(loop.steps(1)))
+        async with loop:
+            pass
+        with pytest.raises(ClosedError, match="Make a new loop"):
+            await loop.__aenter__()
 
     run(closed)
     with pytest.raises(UsageError, match="batch of 9"):
