@@ -55,9 +55,9 @@ FP8 = {
     "no expression": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only="["),
     "a list of layers": lambda: fp8.convert([torch.nn.Linear(1, 1)], RECIPE, only="w"),
     "a list for the adapter": lambda: fp8_of_transformers.convert([WEIGHT], RECIPE, only="w"),
-    "names in a list": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=["w"]),
+    "names in a set": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only={"w"}),
     "numbers for names": lambda: fp8.convert(torch.nn.Linear(1, 1), RECIPE, only=(3,)),
-    "names to encode": lambda: fp8.encode_weights(RECIPE, only=["w"], layouts=None),
+    "names to encode": lambda: fp8.encode_weights(RECIPE, only={"w"}, layouts=None),
     "a form by another name": lambda: fp8.encode_weights(
         RECIPE, only="w", layouts=None, form="fp8"
     ),

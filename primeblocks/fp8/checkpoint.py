@@ -119,7 +119,10 @@ def config(recipe: Recipe, state: Mapping[str, Tensor]) -> dict[str, Any]:
     scaled = {name.removesuffix(SCALES_SUFFIX) for name in state if name.endswith(SCALES_SUFFIX)}
     modules = {_module_of(name) for name in scaled}
     if not modules:
-        raise PlanError(f"none of {len(state)} tensors is quantized. Call pack_weight first.")
+        raise PlanError(
+            f"none of {len(state)} tensors is quantized. Call pack_weight first, or check only= of "
+            "encode_weights, which matched none of their names."
+        )
     kept = {
         _module_of(name)
         for name, tensor in state.items()
@@ -265,8 +268,8 @@ def encode_weights(
     Raises:
         UsageError: `only` or `exclude` is not a regular expression.
         UsageError: `only` or `exclude` does not match any weight of `layouts`, or matches only a
-            fragment between the dots of a name. Without `layouts`, matches are checked in later
-            calls of the returned function or of its `describe`.
+            fragment between the dots of a name. Without `layouts`, the returned function checks
+            only for fragments. Its `describe`, which `weightsync.Publisher` calls, checks both.
         PlanError: a shard of a quantized weight cuts through a tile.
         UnsupportedError: `form` is not supported.
     """

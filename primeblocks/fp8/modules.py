@@ -46,6 +46,9 @@ class Fp8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
+_PRODUCTS = nn.Linear.forward, Fp8Linear.forward
+
+
 class Fp8GroupedMm:
     """A float8 product of experts, for the attribute `grouped_mm` of a module of experts.
 
@@ -89,8 +92,8 @@ def convert(
         UsageError: `only` or `exclude` does not match any layer, matches only a fragment between
             the dots of a name, or is not a regular expression.
         UnsupportedError: a chosen module of experts does not have `grouped_mm`. Also raised if a
-            chosen linear layer is lazy, has a replaced `forward`, or is in an
-            `nn.TransformerEncoderLayer`.
+            chosen linear layer is lazy, has a replaced `forward`, is of a class that overrides
+            `forward`, or is in an `nn.TransformerEncoderLayer`.
     """
     check_recipe(recipe)
     layers = {name: module for name, module in modules_of(model) if _multiplies(module)}
@@ -113,14 +116,16 @@ def convert(
         layer = layers[name]
         if (
             "forward" in vars(layer)
+            or (isinstance(layer, nn.Linear) and type(layer).forward not in _PRODUCTS)
             or isinstance(layer, LazyModuleMixin)
             or id(layer) in going_around
         ):
             raise UnsupportedError(
-                f"{name or 'the model'} may not multiply by its own forward. Its forward was "
-                "replaced (as accelerate's hooks do), it has no shape yet, or it is inside a "
+                f"{name or 'the model'} may not multiply by nn.Linear's forward. Its class "
+                f"{type(layer).__name__} overrides forward, its forward was replaced (as "
+                "accelerate's hooks do), it has no shape yet, or it is inside a "
                 "TransformerEncoderLayer. Convert it before you add hooks, or after its first "
-                "call, or exclude it."
+                "call, or leave it out with exclude=."
             )
     for name in chosen:
         _convert(layers[name], recipe)
@@ -282,9 +287,8 @@ class WeightCache:
 def _multiplies(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, or experts (`grouped_mm`, or two 3-d weights)."""
     if isinstance(module, nn.Linear):
-        plain = type(module).forward is nn.Linear.forward or isinstance(module, Fp8Linear)
         # nn.MultiheadAttention multiplies by this layer's weight itself.
-        return plain and not isinstance(module, NonDynamicallyQuantizableLinear)
+        return not isinstance(module, NonDynamicallyQuantizableLinear)
     stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3]
     return hasattr(module, "grouped_mm") or len(stacked) > 1
 

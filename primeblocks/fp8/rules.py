@@ -10,12 +10,12 @@ from ..errors import UsageError
 __all__ = ["Expression", "Rule", "choose", "choose_weights"]
 
 
-Expression = str | re.Pattern[str] | tuple[str, ...]
+Expression = str | re.Pattern[str] | tuple[str, ...] | list[str]
 """A regular expression, or the names that `convert` returned."""
 
 
 class Rule:
-    r"""A regular expression that names whole parts of dotted names, or a tuple of such names.
+    r"""A regular expression that names whole parts of dotted names, or several such names.
 
     `self_attn\.[qkvo]_proj` names `layers.0.self_attn.q_proj` and all parts of that module.
     `mlp.gate` matches inside `mlp.gate_up_proj` but does not name it, so `names` raises an error.
@@ -25,7 +25,7 @@ class Rule:
     """
 
     def __init__(self, argument: str, expression: Expression) -> None:
-        if isinstance(expression, tuple):
+        if isinstance(expression, tuple | list):
             if not all(isinstance(name, str) for name in expression):
                 raise UsageError(f"{argument} must be names; got {expression!r:.60}.")
             self.argument, self.text = argument, "|".join(map(re.escape, expression))
@@ -34,7 +34,7 @@ class Rule:
         if not isinstance(getattr(expression, "pattern", expression), str):
             raise UsageError(
                 f"{argument} must be one regular expression; got {expression!r:.60}. "
-                "Join names with |."
+                "Pass names as a tuple or a list."
             )
         try:
             self._found = re.compile(expression)

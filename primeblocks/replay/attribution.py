@@ -99,7 +99,8 @@ def attribute(
             the shape of `rollout_logprobs`.
         rollout_logprobs: the engine's log-probabilities of the sampled tokens, as a tensor of any
             shape.
-        causes: the names of all causes that `evaluate` can remove.
+        causes: the names of all causes that `evaluate` can remove. If `evaluate` tests another
+            spelling of a name, the share of this cause is 0, without an error.
         mask: bool of the shape of `rollout_logprobs`, True for tokens that count.
 
     Raises:

@@ -37,6 +37,7 @@ __all__ = [
     "decode",
     "encode",
     "expert_dtype",
+    "host_array",
     "seal",
     "unseal",
 ]
@@ -133,9 +134,12 @@ def _check_range(experts: np.ndarray, num_experts: int, error: type[Exception]) 
     below = limits.min < 0 and experts.size and experts.min() < 0
     if above or below:
         token, layer, slot = np.argwhere((experts >= num_experts) | (experts < 0))[0]
+        expert, remedy = experts[token, layer, slot], "Check that the routes belong to this model."
+        if expert == -1:
+            remedy = "-1 marks a missing token only in follow. Pass missing= instead."
         raise error(
-            f"expert {experts[token, layer, slot]} at token {token}, layer position {layer}, slot "
-            f"{slot} is outside 0..{num_experts - 1}. Check that the routes belong to this model."
+            f"expert {expert} at token {token}, layer position {layer}, slot {slot} is outside "
+            f"0..{num_experts - 1}. {remedy}"
         )
 
 
@@ -168,6 +172,14 @@ def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) ->
             "dense layers."
         )
     return experts
+
+
+def host_array(values: Any) -> np.ndarray:
+    """Return the values as a numpy array, or raise ShapeError. Local."""
+    try:
+        return np.asarray(values)
+    except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError is torch's.
+        raise ShapeError(f"routes need arrays in host memory: {error}") from error
 
 
 def check_mask(name: str, mask: np.ndarray, tokens: int) -> None:

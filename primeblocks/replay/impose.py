@@ -19,10 +19,10 @@ from jaxtyping import Int64
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError, shown
-from .router import Router, check_routers, chosen_ids, keep_scored
+from .router import Router, check_routers, check_routes, chosen_ids, keep_scored, replaced
 from .routes import Routes
 
-__all__ = ["Imposed", "ImposedRows", "impose", "is_imposed", "replaced", "weigh"]
+__all__ = ["Imposed", "ImposedRows", "impose", "is_imposed", "weigh"]
 
 
 @contextmanager
@@ -61,14 +61,15 @@ def impose(
         PlanError: `routes` come from a different model.
         ShapeError: the gates do not fit the routes. Raised within the forward if model and routes
             have different numbers of tokens, or if a router's output would change shape or dtype.
-        UsageError: the routers are under another `impose` already, the ratio is outside (0, 1], or
-            you pass both `min_score_ratio` and `gates`. Raised when the context closes if a router
-            never ran, or if a model with reentrant checkpoints did not run backward in the context.
-            Raised in backward if a layer was recomputed under the routes of another micro-batch.
+        UsageError: `routes` is not `Routes`, the routers are under another `impose`, the ratio is
+            outside (0, 1], or you pass `min_score_ratio` and `gates`. Raised when the context
+            closes if a router never ran, or if a model with reentrant checkpoints did not run
+            backward inside. Raised in backward if a layer was recomputed under other routes.
             This is not detected if torch first compiled the code without its checkpoint.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """
+    check_routes(routes=routes)
     _check_options(routes, gates, min_score_ratio)
     layers = _plan(check_routers(routers), routes, gates, min_score_ratio)
     nested = [layer.router.layer_id for layer in layers if is_imposed(layer.router.module)]
@@ -301,12 +302,14 @@ def weigh(
         ShapeError: rows of another number of tokens, or gates of another shape than the choices.
     """
     own = chosen_ids(router, output)
-    if own.shape[0] != rows.ids.shape[0]:
+    tokens, known = own.shape[0], rows.ids.shape[0]
+    if tokens != known:
+        change = f"cut its routes to its tokens (for one sequence: routes[:{tokens}])"
+        if known < tokens:
+            change = "call with_missing(after=), or pad if all added tokens are padding"
         raise ShapeError(
-            f"layer {router.layer_id} runs on {own.shape[0]} tokens, but the routes have "
-            f"{rows.ids.shape[0]}. Rows follow the flattened input [batch * sequence]. For one "
-            "sequence, call routes.pad(tokens). For a batch, call with_missing(after=) on each "
-            "sequence, and join them."
+            f"layer {router.layer_id} runs on {tokens} tokens, but the routes have {known}. Rows "
+            f"follow the flattened input [batch * sequence]. For each sequence, {change}."
         )
     # The first `to` copies only if the device was guessed wrongly. Ids are widened on the device.
     ids = rows.ids.to(own.device).to(torch.int64)
@@ -330,40 +333,8 @@ def weigh(
     return ids, gates, count
 
 
-def replaced(router: Router, output: Any, ids: torch.Tensor, gates: torch.Tensor) -> Any:
-    """Call `Router.replace`, and check its result.
-
-    Raises:
-        ShapeError: the new output has other shapes or dtypes than the module's own.
-    """
-    changed = router.replace(output, ids, gates)
-    _check_alike(router.layer_id, output, changed)
-    return changed
-
-
 def _where(mask: torch.Tensor, there: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.to(there.device)[:, None], there, here)
-
-
-def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
-    """Refuse an output that would change the host's arithmetic, such as float32 for bfloat16."""
-    if isinstance(own, tuple | list) and isinstance(replaced, tuple | list):
-        if len(own) != len(replaced):
-            raise ShapeError(
-                f"layer {layer_id}: Router.replace returns {len(replaced)} parts where the module"
-                f" returns {len(own)}"
-            )
-        for before, after in zip(own, replaced, strict=True):
-            _check_alike(layer_id, before, after)
-        return
-    if not isinstance(own, torch.Tensor) or not isinstance(replaced, torch.Tensor):
-        return
-    if own.dtype != replaced.dtype or own.shape != replaced.shape:
-        raise ShapeError(
-            f"layer {layer_id}: Router.replace puts {replaced.dtype} {list(replaced.shape)} where "
-            f"the module returns {own.dtype} {list(own.shape)}. Cast what Router.gates returns, "
-            "for example gates.to(output[1].dtype) (docs/replay.md)."
-        )
 
 
 class _SameMicroBatch(torch.autograd.Function):

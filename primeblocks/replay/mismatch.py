@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..errors import ShapeError, UsageError
+from .router import check_routes
 from .routes import Routes
 
 __all__ = [
@@ -317,12 +318,7 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
             tokens or experts. Also raised if no token that counts has known routes in both, or if
             the shape of the mask is not `[tokens]`.
     """
-    for name, given in (("a", a), ("b", b)):
-        if not isinstance(given, Routes):
-            raise UsageError(
-                f"{name} must be Routes, such as tape.routes; got {given!r:.60}. For other ids, "
-                "call Routes.from_array."
-            )
+    check_routes(a=a, b=b)
     if a.experts.shape != b.experts.shape or (a.num_experts, a.layer_ids) != (
         b.num_experts,
         b.layer_ids,

@@ -83,13 +83,13 @@ class Routes:
                 `missing` do not fit the array.
             UsageError: an id is out of range, or one row contains an expert twice.
         """
-        array = _host_array(array)
+        array = codec.host_array(array)
         if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
             raise ShapeError(
                 "routes need an integer array [tokens, layers, top_k];"
                 f" got {array.dtype} {list(array.shape)}"
             )
-        missing = np.zeros(len(array), np.bool_) if missing is None else _host_array(missing)
+        missing = np.zeros(len(array), np.bool_) if missing is None else codec.host_array(missing)
         codec.check_mask("missing", missing, len(array))
         experts = codec.checked_experts(array, num_experts, missing)
         return cls(experts, num_experts, codec.checked_ids(layer_ids), missing)
@@ -136,6 +136,9 @@ class Routes:
 
     def __getitem__(self, tokens: slice) -> Routes:
         """`routes[a:b]`: a view of these tokens."""
+        if isinstance(tokens, Integral):
+            end = int(tokens) + 1 or ""
+            raise UsageError(f"{tokens} is not a slice. For one token: routes[{tokens}:{end}]")
         return self._with(self.experts[tokens], self.missing[tokens], self.padding[tokens])
 
     @staticmethod
@@ -233,12 +236,14 @@ class Routes:
         return self._with(experts, missing, np.pad(self.padding, (before, after)))
 
     def pad(self, tokens: int) -> Routes:
-        """Pad to `tokens` with rows that choose all experts in turn.
+        """Pad to `tokens` with rows that choose all experts in turn, for padding tokens only.
+
+        The model would compute a real token in these rows with arbitrary experts. For real tokens
+        without a route, call `with_missing` on each sequence.
 
         The ids in neighbouring slots are far apart, so even a few rows give work to many ranks of
         an expert-parallel group. If these routes contain several sequences, all padding rows follow
-        the last sequence. For a batch with rows of one length, call `with_missing` on each
-        sequence, or use `join(pad_to=)`.
+        the last sequence. For a batch with rows of one length, use `join(pad_to=)`.
 
         Raises:
             ShapeError: `tokens` is not a whole number, or these routes have more tokens.
@@ -383,14 +388,6 @@ def read_only(array: np.ndarray) -> np.ndarray:
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def _host_array(values: np.ndarray) -> np.ndarray:
-    """Return the values as a numpy array, or raise ShapeError."""
-    try:
-        return np.asarray(values)
-    except (RuntimeError, TypeError, ValueError) as error:  # RuntimeError is torch's.
-        raise ShapeError(f"routes need arrays in host memory: {error}") from error
 
 
 @lru_cache

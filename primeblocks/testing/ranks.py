@@ -66,12 +66,13 @@ def run(
     `run` returns None for a rank that `kill` ended, and other ranks continue.
 
     Args:
-        body: a function at the top level of an importable module.
+        body: a function at the top level of an importable module. In a script, define the function
+            outside of `if __name__ == "__main__":`, because ranks import the script.
         args: the arguments of `body`, equal on all ranks.
 
     Raises:
-        RankError: a rank raised an error or died. For each such rank, the message contains the
-            traceback, the signal or the exit code. Ranks that still run are ended.
+        RankError: a rank raised an error, died, or could not import `body`. The message contains
+            the rank's traceback, signal or exit code. Ranks that still run are ended.
         DeadlineError: some ranks still ran after `timeout_s`. The message contains the stacks of
             the running ranks.
         UsageError: `body` or `args` cannot be pickled.

@@ -83,7 +83,8 @@ def check_plan(plan: Plan, marker: Marker) -> None:
     if marker.plan != plan.fingerprint():
         raise PlanError(
             f"version {marker.version} was written by plan {marker.plan}, but this reader has "
-            f"plan {plan.fingerprint()}. Build both from the same manifests."
+            f"plan {plan.fingerprint()}. Build both from the same manifests. If the trainer has "
+            "announced another plan, call find again, and make a new Subscriber."
         )
     sizes, whole = marker.sizes, tuple(bucket.bytes for bucket in plan.buckets)
     fits = len(sizes) == len(whole) and all(map(operator.le, sizes, whole))

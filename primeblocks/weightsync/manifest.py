@@ -266,6 +266,8 @@ def unwrapped(name: str, owners: Mapping[str, nn.Module]) -> str:
 
 
 def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    if not isinstance(wanted, torch.dtype | None):
+        raise PlanError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {wanted!r}.")
     return wanted if wanted is not None and dtype.is_floating_point else dtype
 
 

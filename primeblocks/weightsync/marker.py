@@ -34,6 +34,7 @@ class Receipt:
             tensor was compared with the tensor that `load` got. Pass `held` to `verify_engine` to
             compare the engine's tensors again. Without `observe`, and after a publish, `held` has
             the value None.
+        base: the version from which a delta led to this version. None for a full version.
     """
 
     version: int
@@ -41,6 +42,7 @@ class Receipt:
     seconds: float
     digest: str
     held: Digests | None = None
+    base: int | None = None
 
 
 @dataclass(frozen=True)

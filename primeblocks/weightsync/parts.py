@@ -185,7 +185,7 @@ class Parts:
             raise PlanError(
                 f"the plan was made without {len(new)} tensors of rank {self._rank}, such as "
                 f"{new[0]!r}: they are new, or were untied. Describe all tensors and plan again, "
-                "or pass only the tensors of the plan."
+                "pass only the tensors of the plan, or pass the plan's convert= or encode=."
             )
         for name, spec in held.items():
             # An Encoder may give a parameter's name to a tensor of another shape.
@@ -227,7 +227,7 @@ class Parts:
         found = [piece.target_box for piece in pieces.get(name, ())]
         raise PlanError(
             f"rank {self._rank} must send {box} of {name!r}, but holds "
-            f"{found or 'no such tensor'}. Plan again."
+            f"{found or 'no such tensor'}. Plan again, or pass the plan's convert= or encode=."
         )
 
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import torch
 
-from ..errors import ClosedError, TransferError, UsageError, check_version, shown
+from ..errors import ClosedError, TransferError, UsageError, check_counts, check_version, shown
 from .agree import Messenger
 from .convert.conversion import Wiring
 from .lease import alone
@@ -68,7 +68,7 @@ class Publisher:
             version ignores how long readers take to get the bytes.
 
     Raises:
-        UsageError: the plan is for a different number of ranks, or `full_every` is not positive.
+        UsageError: the plan is for a different number of ranks, or `full_every` is not a count.
         UnsupportedError: the group does not support gloo.
     """
 
@@ -85,10 +85,7 @@ class Publisher:
         full_every: int = 1,
         link_bytes_per_s: float | None = None,
     ) -> None:
-        if full_every < 1:
-            raise UsageError(
-                f"full_every must be at least 1; got {full_every}. 1 sends every version in full."
-            )
+        check_counts(full_every=full_every)
         self._messenger = Messenger(world_size=plan.world_size, group=group)
         rank = self._messenger.rank
         self._parts = Parts(plan, rank, parameters, source=source, convert=convert, encode=encode)
@@ -160,7 +157,8 @@ class Publisher:
                 self._transport.abort(checked)
             raise
         self._remember_sent(begun, done, sent_s)
-        return Receipt(version, done["bytes"], time.monotonic() - start, done["digest"])
+        seconds = time.monotonic() - start
+        return Receipt(version, done["bytes"], seconds, done["digest"], base=done["base"])
 
     def close(self) -> None:
         """Refuse further use. Local. The transport stays open, and a running `publish` goes on."""
@@ -267,7 +265,8 @@ class Publisher:
             marker = self._committed(marker)
         rows = [self._plan.of_reader(reader) for reader in range(len(self._plan.wants))]
         most = max((sum(marker.sizes[index] for index in row) for row in rows), default=0)
-        return {"digest": marker.digest, "bytes": marker.size_bytes, "read_bytes": most}
+        sizes = {"bytes": marker.size_bytes, "read_bytes": most}
+        return {"digest": marker.digest, "base": marker.base, **sizes}
 
     def _committed(self, marker: Marker) -> Marker:
         """Return the marker committed under this version, or raise if its weights differ."""

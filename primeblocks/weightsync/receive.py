@@ -36,11 +36,10 @@ from ..errors import (
     ClosedError,
     CorruptionError,
     EngineError,
-    PlanError,
     TransferError,
     check_version,
 )
-from .convert.conversion import Wiring
+from .convert.conversion import Wiring, check_wiring
 from .fetched import Feed, Fetched, ReaderState, bring, check, check_plan, feeding, write
 from .held import CachingAllocator, Held, Lent
 from .lease import alone
@@ -75,8 +74,8 @@ class Subscriber:
             tensors, `receive` may call `load` again with the previous version.
         transport: the transport over which the publisher sends.
         reader: the number of this reader in the plan.
-        convert: this reader's wiring, which you passed to `plan_sync`. With `convert`, `load` gets
-            the targets of the wiring one at a time, in new memory.
+        convert: this reader's wiring, if it was a target of `plan_sync`. With `convert`, `load`
+            gets the targets of the wiring one at a time, in new memory.
         threads: the largest number of threads that check bytes.
         check: "before" checks every byte before `load` gets the first tensor. "ahead" checks a
             tensor while `load` copies earlier tensors, or after `load_into` has copied the tensor.
@@ -90,7 +89,7 @@ class Subscriber:
             the load has failed. Without `observe`, the engine's tensors are not compared.
 
     Raises:
-        PlanError: the plan has no such reader, or this reader needs a wiring and got no `convert`.
+        PlanError: the plan has no such reader, or `convert` does not fit the reader's boxes.
     """
 
     def __init__(
@@ -105,13 +104,7 @@ class Subscriber:
         check: Literal["before", "ahead"] = "before",
         observe: Callable[[], NamedTensors] | None = None,
     ) -> None:
-        plan.check_reader(reader)
-        cut = [name for name, boxes in plan.wants[reader].items() if len(boxes) > 1]
-        if cut and convert is None:
-            raise PlanError(
-                f"reader {reader} wants several boxes of {len(cut)} tensors, such as {cut[0]!r}. "
-                "Pass convert=, the wiring that plan_sync() got for this reader."
-            )
+        check_wiring(plan, reader, convert)
         self.plan, self.reader = plan, reader
         self._load, self._transport = load, transport
         self._convert, self._threads = convert, threads
@@ -398,4 +391,4 @@ class Subscriber:
 
 def _receipt(done: Fetched, start: float) -> Receipt:
     marker, seconds = done.marker, time.monotonic() - start
-    return Receipt(marker.version, done.bytes, seconds, marker.digest, done.digests)
+    return Receipt(marker.version, done.bytes, seconds, marker.digest, done.digests, marker.base)

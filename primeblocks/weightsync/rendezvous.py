@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ..errors import DeadlineError, UnsupportedError
 from .convert.conversion import Wiring, union
 from .manifest import NamedTensors, describe, gather_manifests
+from .parts import Encode, Encoder
 from .plan import Plan
 from .planner import BUCKET_BYTES, plan_sync
 from .transports.directory import SharedMemoryTransport
@@ -27,21 +28,24 @@ def announce(
     *,
     dtype: torch.dtype | None = None,
     convert: Wiring | None = None,
+    encode: Encode | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[Plan, Transport]:
     """Make and announce a plan for engines that hold whole tensors, so that `find` returns it.
 
-    Collective. The group's timeout limits the call. Pass the results, and the same parameters and
-    `convert`, to a `Publisher`. If `where` is a name, keep this process alive until the engines
-    have loaded: plan and weights are removed when the process ends.
+    Collective. The group's timeout limits the call. Pass the results, and the same parameters,
+    `convert` and `encode`, to a `Publisher`. If `where` is a name, keep this process alive until
+    the engines have loaded: plan and weights are removed when the process ends.
 
     Args:
         where: the name of a new `SharedMemoryTransport`, or this rank's end of a transport.
         parameters: as for `describe`.
-        dtype: the dtype in which floats are sent. With None, each tensor keeps its own dtype.
+        dtype: the dtype in which floats are sent, except codes and scales. With None, each tensor
+            keeps its own dtype. Pass None if you pass both `convert` and `encode`.
         convert: as for `plan_sync`. The engines' tensors have the names and shapes that are in
             `convert.targets`.
+        encode: as for `Publisher`.
         group: the trainer ranks. None is the default group, or only this process if
             torch.distributed is not initialized.
 
@@ -51,7 +55,10 @@ def announce(
         UsageError: a living process owns the name.
     """
     alone = group is None and not dist.is_initialized()
-    mine = describe(parameters)
+    mine = describe(parameters, dtype=dtype if isinstance(encode, Encoder) else None)
+    if isinstance(encode, Encoder):  # Scales keep their dtype, so `dtype` applies before.
+        mine = encode.describe(mine)
+        dtype = None if convert is None else dtype
     manifests = [mine] if alone else gather_manifests(mine, group=group)
     whole = (union(manifests) if convert is None else convert.targets).whole(dtype=dtype)
     plan = plan_sync(manifests, whole, bucket_bytes=bucket_bytes, convert=convert)
@@ -87,7 +94,8 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
         if transport is not where:
             transport.close()
         if isinstance(error, DeadlineError):
-            raise DeadlineError(f"find({where!r}) waited {timeout_s:g} s: {error}") from error
+            name = repr(where) if isinstance(where, str) else type(where).__name__
+            raise DeadlineError(f"find({name}) waited {timeout_s:g} s: {error}") from error
         raise
     return plan, transport
 

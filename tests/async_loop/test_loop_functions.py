@@ -8,9 +8,10 @@ import threading
 
 import pytest
 
-from primeblocks.async_loop import AsyncLoop, Journal, RolloutBuffer, StalenessPolicy
+from primeblocks.async_loop import AsyncLoop, Group, Journal, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import DeadlineError, EngineError, UsageError
+from primeblocks.planning.virtual import run_in_virtual_time
 from primeblocks.testing.faults import ManualClock
 from tests.deadlines import HANG_S
 
@@ -298,3 +299,43 @@ def test_a_batch_that_waits_for_room_of_its_own_groups_says_what_to_raise():
     size = make_rollout().nbytes
     assert f"Raise capacity_bytes={size}, or make max_in_flight at least batch_size." in said
     assert "stale" not in said
+
+
+def test_a_journal_is_resumed_with_its_prompts_and_says_what_is_trained_again(tmp_path, caplog):
+    """Prompts that the journal still needs are compared; it says when it goes back."""
+    ledger = Journal(tmp_path / "journal")
+    for ordinal in range(3):
+        ledger.drawn(ordinal, {"ids": [ordinal]})
+        ledger.started(ordinal, 0)
+    for ordinal in range(2):
+        group = Group({"ids": [ordinal]}, (make_rollout(),), 0, 1.0, ordinal)
+        ledger.finished(ordinal, group)
+    ledger.taken([0], 0)
+    ledger.trained(0)
+
+    async def never(prompt, *, version, draft):
+        await asyncio.Event().wait()
+
+    async def quiet(*args, version=0):
+        pass
+
+    async def body(prompts, version):
+        loop = AsyncLoop(
+            prompts=prompts, generate=never, train=quiet, publish=quiet, batch_size=1,
+            buffer=RolloutBuffer(capacity=9, staleness=StalenessPolicy(1, correction="a test")),
+            max_in_flight=9, ledger=ledger, version=version,
+        )  # fmt: skip
+        async with loop:
+            pass
+
+    same = [{"ids": [ordinal]} for ordinal in range(3)]
+    run_in_virtual_time(body(iter(same), 1))
+    assert not caplog.records
+    for wrong in (1, 2):
+        others = [*same[:wrong], {"ids": [7]}, *same[wrong + 1 :]]
+        with pytest.raises(UsageError, match=f"prompt {wrong} is .*the same order"):
+            run_in_virtual_time(body(others, 1))
+    run_in_virtual_time(body(same, 0))
+    assert [record.getMessage() for record in caplog.records] == [
+        "The journal goes back to policy 0: 1 groups of later steps are trained again."
+    ]

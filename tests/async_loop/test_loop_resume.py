@@ -25,7 +25,7 @@ from primeblocks.async_loop import (
     StalenessPolicy,
 )
 from primeblocks.async_loop.scheduler import Retries
-from primeblocks.errors import CapacityError, EngineError, UsageError
+from primeblocks.errors import CapacityError, EngineError
 from primeblocks.planning.virtual import VirtualClock, run_in_virtual_time
 
 CALLS = ("drawn", "started", "sampled", "finished", "dropped", "left_out", "taken", "trained")
@@ -243,45 +243,6 @@ def test_long_runs_come_by_everything():
 def ledger(tmp_path):
     with Journal(tmp_path / "journal") as journal:
         yield journal
-
-
-def test_a_journal_is_resumed_with_its_prompts_and_says_what_is_trained_again(ledger, caplog):
-    """Prompts that the journal still needs are compared; it says when it goes back."""
-    for ordinal in range(3):
-        ledger.drawn(ordinal, {"ids": [ordinal]})
-        ledger.started(ordinal, 0)
-    for ordinal in range(2):
-        rollout = Rollout(**rollout_of(ordinal, 0, [0]), finish_reason="stop")
-        ledger.finished(ordinal, Group({"ids": [ordinal]}, (rollout,), 0, 1.0, ordinal))
-    ledger.taken([0], 0)
-    ledger.trained(0)
-
-    async def never(prompt, *, version, draft):
-        await asyncio.Event().wait()
-
-    async def quiet(*args, version=0):
-        pass
-
-    async def body(prompts, version):
-        loop = AsyncLoop(
-            prompts=prompts, generate=never, train=quiet, publish=quiet, batch_size=1,
-            buffer=RolloutBuffer(capacity=9, staleness=StalenessPolicy(1, correction="a test")),
-            max_in_flight=9, ledger=ledger, version=version,
-        )  # fmt: skip
-        async with loop:
-            pass
-
-    same = [{"ids": [ordinal]} for ordinal in range(3)]
-    run_in_virtual_time(body(iter(same), 1))
-    assert not caplog.records
-    for wrong in (1, 2):
-        others = [*same[:wrong], {"ids": [7]}, *same[wrong + 1 :]]
-        with pytest.raises(UsageError, match=f"prompt {wrong} is .*the same order"):
-            run_in_virtual_time(body(others, 1))
-    run_in_virtual_time(body(same, 0))
-    assert [record.getMessage() for record in caplog.records] == [
-        "The journal goes back to policy 0: 1 groups of later steps are trained again."
-    ]
 
 
 @pytest.mark.parametrize("group_size", [1, 2, 3, 5])

@@ -65,9 +65,11 @@ def test_what_makes_no_sense_is_refused(make_rollout, change):
 
 @pytest.mark.parametrize("wrong", [0.5, 2e-3, float("inf"), float("-inf"), float("nan")])
 def test_a_log_probability_is_finite_and_not_above_0(make_rollout, wrong):
-    rollout = dataclasses.replace(make_rollout(), logprobs=(-1, 5e-4))  # above 0 by rounding
+    rollout = dataclasses.replace(
+        make_rollout(), logprobs=np.array([-1, 5e-4])
+    )  # above 0 by rounding
     with pytest.raises(UsageError, match=rf"logprobs\[1\] is {wrong}\. .* log-softmax"):
-        dataclasses.replace(rollout, logprobs=(-1, wrong))
+        dataclasses.replace(rollout, logprobs=np.array([-1, wrong]))
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=6))

@@ -168,17 +168,29 @@ class OfAHook(torch.nn.Linear):
         self.forward = super().forward
 
 
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
         (lambda: torch.nn.Sequential(OfAHook()), ".*"),
+        (lambda: torch.nn.Sequential(torch.nn.Linear(32, 32), Doubled(32, 32)), "0|1"),
         (lambda: torch.nn.TransformerEncoderLayer(32, 2, batch_first=True), "linear1"),
         (lambda: torch.nn.Sequential(torch.nn.LazyLinear(32)), ".*"),
     ],
 )
 def test_layers_that_would_not_multiply_by_it_are_refused(make, rule):
-    with pytest.raises(UnsupportedError, match="by its own forward"):
+    with pytest.raises(UnsupportedError, match="by nn.Linear's forward.* with exclude="):
         convert(make(), RECIPE, only=rule)
+
+
+def test_a_class_with_a_forward_of_its_own_can_be_left_out():
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), Doubled(32, 32))
+    assert convert(net, RECIPE, only=".*", exclude="1") == ("0",)
+    assert convert(net, RECIPE, only="0") == ("0",)
 
 
 def test_a_bias_does_not_widen_the_result():

@@ -90,6 +90,7 @@ def test_weights_are_named_by_what_convert_returned_or_by_their_modules():
     ]
     names = ("layers.0.self_attn.q_proj", "layers.0.mlp.experts")
     assert choose_weights(weights, only=names) == (weights[0], weights[2])
+    assert choose_weights(weights, only=list(names)) == (weights[0], weights[2])
     assert choose_weights(weights, only=r"layers\.0", exclude=r"gate$") == (weights[0], weights[2])
     assert choose_weights(weights, only=r"lm_head$") == (weights[4],)
     with pytest.raises(UsageError, match="matches none"):

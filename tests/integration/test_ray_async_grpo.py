@@ -51,7 +51,8 @@ def test_an_engine_is_killed_and_nothing_is_lost(tmp_path, scratch):
     command = [sys.executable, str(EXAMPLE), "--out", str(out), "--warm-steps", "30"]
     command += ["--steps", str(STEPS), "--kill-at", str(KILL_AT)]
     with (tmp_path / "log").open("w") as log:
-        environment = os.environ | ENVIRONMENT | {"TMPDIR": scratch, "MARK": mark}
+        patience = {"RAY_raylet_start_wait_time_s": str(int(HANG_S))}  # Ray's 30 s are too few.
+        environment = os.environ | ENVIRONMENT | patience | {"TMPDIR": scratch, "MARK": mark}
         done = subprocess.run(
             command, env=environment, stdout=log, stderr=log, timeout=JOB_S, check=False
         )

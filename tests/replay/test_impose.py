@@ -1,6 +1,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -280,12 +281,17 @@ def test_gates_of_another_dtype_or_shape_are_refused(inputs, foreign, gates, fou
 
 
 def test_other_numbers_of_tokens_are_refused(toy, inputs, foreign):
-    model = toy()
-    with (
-        pytest.raises(ShapeError, match=r"8 tokens, but the routes have 7.*pad"),
-        impose(model.routers, foreign()[:7]),
+    model, routes = toy(), foreign()
+    longer = Routes.join([routes, routes[:1]])
+    for other, said in (
+        (routes[:7], r"7\. .* call with_missing\(after=\), or pad if all added .* are padding"),
+        (longer, r"9\. .* cut its routes to its tokens .* routes\[:8\]"),
     ):
-        model(inputs)
+        with (
+            pytest.raises(ShapeError, match="8 tokens, but the routes have " + said),
+            impose(model.routers, other),
+        ):
+            model(inputs)
 
 
 def test_routes_of_another_model_are_refused(toy, foreign):
@@ -321,6 +327,13 @@ def test_routers_are_checked(toy):
         check_routers([])
     with pytest.raises(UsageError, match="not the ToyModel itself"):
         check_routers.__wrapped__(model)
+
+
+def test_arrays_are_no_routes(toy, foreign, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
+    said = "routes must be Routes, .* got ndarray. .* Routes.from_array"
+    with pytest.raises(UsageError, match=said), impose(toy().routers, foreign().experts):
+        pass
 
 
 def test_each_device_gets_the_columns_that_it_needs():

@@ -56,7 +56,9 @@ def test_data_of_the_right_dtype_is_not_copied_and_cannot_be_written():
 def test_ids_out_of_range_are_refused_with_their_place(value):
     array = np.tile(np.arange(2, dtype=np.int64), (3, 2, 1))
     array[1, 0, 1] = value
-    with pytest.raises(UsageError, match=rf"expert {value} at token 1, .* 0, slot 1 .* 0\.\.7"):
+    remedy = r"Pass missing=" if value == -1 else "Check that"
+    said = rf"expert {value} at token 1, .* 0, slot 1 .* 0\.\.7\. .*{remedy}"
+    with pytest.raises(UsageError, match=said):
         Routes.from_array(array, num_experts=8, layer_ids=[0, 1])
 
 
@@ -123,6 +125,9 @@ def test_slices_are_views():
     part = routes[2:5]
     assert rows(part) == rows(routes)[2:5]
     assert np.shares_memory(part.experts, routes.experts)
+    for index, remedy in ((2, r"routes\[2:3\]"), (-1, r"routes\[-1:\]")):
+        with pytest.raises(UsageError, match=rf"{index} is not a slice.*{remedy}"):
+            Routes.__getitem__.__wrapped__(routes, index)
 
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5))

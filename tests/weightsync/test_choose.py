@@ -64,7 +64,7 @@ def test_the_way_is_from_what_is_held_or_from_a_full_version(wanted, held, versi
 
 
 def test_a_way_that_is_cut_is_refused():
-    with pytest.raises(TransferError, match="delta to version 4, which was retired"):
+    with pytest.raises(TransferError, match="delta from version 4, which was retired"):
         chain_to(CHAIN[5], CHAIN[4:], held=None)
     assert chain_to(CHAIN[5], CHAIN[4:], held=CHAIN[3]) == CHAIN[4:]
 

@@ -1,5 +1,6 @@
 """Conversions in plain torch, recorded: what moves, shard by shard, and back."""
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given
@@ -206,3 +207,9 @@ def test_other_tensors_than_those_recorded_are_refused():
         PlanError, match="'a' is torch.bfloat16 .* on one rank or reader, and torch.float32"
     ):
         record_wiring(dict, wiring.sources, other)
+
+
+def test_tensors_are_not_a_manifest(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with pytest.raises(PlanError, match=r"expected a manifest from describe\(\); got Linear"):
+        record_wiring(dict, torch.nn.Linear(2, 2))

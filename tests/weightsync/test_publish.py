@@ -4,6 +4,7 @@ import re
 from contextlib import suppress
 from datetime import timedelta
 
+import jaxtyping
 import pytest
 import torch
 import torch.distributed as dist
@@ -215,6 +216,14 @@ def test_the_group_must_fit_the_plan(alone):
     two = plan_sync([describe(weights)] * 2, describe(weights), bucket_bytes=64)
     with pytest.raises(UsageError, match="plan is for 2 ranks, but the group has 1"):
         Publisher(two, weights, transport)
+
+
+@pytest.mark.parametrize("full_every", [0, 2.5, True])
+def test_what_does_not_count_versions_is_refused(alone, full_every, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    weights, plan, transport = alone
+    with pytest.raises(UsageError, match=f"full_every must be .*; got {full_every}"):
+        Publisher(plan, weights, transport, full_every=full_every)
 
 
 def test_a_lost_write_is_noticed_by_the_receiver(alone):

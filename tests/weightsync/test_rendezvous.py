@@ -3,6 +3,7 @@
 import os
 import uuid
 
+import jaxtyping
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from primeblocks import weightsync
-from primeblocks.errors import DeadlineError, PlanError, UnsupportedError
+from primeblocks import fp8, weightsync
+from primeblocks.errors import DeadlineError, PlanError, UnsupportedError, UsageError
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync import SharedMemoryTransport, convert
@@ -112,6 +113,48 @@ def test_converted_names_are_announced(tmp_path):
     with _end("file", tmp_path, True) as transport:
         plan, _ = weightsync.announce(transport, tensors, convert=wiring)
     assert list(plan.target) == ["b"]
+    with pytest.raises(PlanError, match=r"does not receive 'a', .* drop convert= here"):
+        weightsync.Subscriber(plan, dict, transport, convert=wiring)
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_float8_weights_are_announced(is_renamed, tmp_path):
+    trainer = nn.Sequential(nn.Linear(128, 130), nn.LayerNorm(130))
+    encode = fp8.encode_weights(fp8.Recipe(), only="0", layouts=None)
+    coded = encode.describe(weightsync.describe(trainer, dtype=torch.bfloat16))
+    wiring = convert.record_wiring(lambda each: {f"e.{n}": t for n, t in each.items()}, coded)
+    dtype, wiring = (None, wiring) if is_renamed else (torch.bfloat16, None)
+    options = {"convert": wiring, "encode": encode}
+    with _end("file", tmp_path, True) as transport:
+        pairs = trainer.named_parameters()
+        plan, _ = weightsync.announce(transport, pairs, dtype=dtype, **options)
+        weightsync.Publisher(plan, trainer, transport, **options).publish(1, timeout_s=TIMEOUT_S)
+        found, receiving = weightsync.find(FileTransport(tmp_path), timeout_s=0)
+        held = {n: torch.zeros(spec.shape, dtype=spec.dtype) for n, spec in found.target.items()}
+        load = weightsync.load_into(held, found)
+        weightsync.Subscriber(found, load, receiving).receive(timeout_s=TIMEOUT_S)
+        with pytest.raises(UsageError, match="or pass the .*convert= or encode="):
+            weightsync.Publisher(plan, trainer, transport).publish(2, timeout_s=TIMEOUT_S)
+    made = fp8.quantize(trainer[0].weight.bfloat16(), fp8.Tile(128, 128))
+    wanted = {"0.weight": made.codes, "0.weight_scale_inv": made.scales}
+    wanted |= {name: trainer.state_dict()[name].bfloat16() for name in ("0.bias", "1.weight")}
+    for name, tensor in wanted.items():
+        assert_same_bits(held["e." * is_renamed + name], tensor)
+    assert len(held) == len(wanted) + 1
+
+
+def test_a_dtype_is_not_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    with (
+        _end("file", tmp_path, True) as transport,
+        pytest.raises(PlanError, match="dtype must be a torch.dtype, .*; got 'bfloat16'"),
+    ):
+        weightsync.announce(transport, {"a": torch.ones(1)}, dtype="bfloat16")
+
+
+def test_a_folder_without_a_plan_is_named(tmp_path):
+    with pytest.raises(DeadlineError, match=rf"^find\(FileTransport\) .* {tmp_path}"):
+        weightsync.find(FileTransport(tmp_path), timeout_s=0)
 
 
 def test_the_next_owner_announces_anew(tmp_path):

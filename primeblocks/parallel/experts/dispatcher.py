@@ -232,7 +232,8 @@ def judge_slots(told: list[int], num_experts: int, entries: int) -> UsageError |
         )
     if bad:
         return ShapeError(
-            f"{bad} of {entries} scores are NaN or infinite. Check the router's input."
+            f"{bad} of {entries} scores are NaN or infinite. Check the router's input. Weights of "
+            "a meta model are NaN until load_pretrained."
         )
     return None
 

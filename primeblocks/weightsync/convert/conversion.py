@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ...errors import PlanError
+from ...errors import PlanError, shown
 from ...layout import Layout, Shard
 from ..manifest import (
     Manifest,
@@ -28,11 +28,11 @@ from ..manifest import (
     describe,
     named_tensors,
 )
-from ..plan import Boxes, owned_boxes
+from ..plan import Boxes, Plan, owned_boxes
 from .followed import Follower
 from .pieces import NEW, Piece, in_place, merge
 
-__all__ = ["Reads", "Wiring", "filling", "record_reads", "record_wiring", "union"]
+__all__ = ["Reads", "Wiring", "check_wiring", "filling", "record_reads", "record_wiring", "union"]
 
 _SCALES = "_scale_inv"  # The name of a matrix's scales ends so, as in DeepSeek-V3's checkpoints.
 
@@ -239,6 +239,23 @@ def record_wiring(
     return wiring
 
 
+def check_wiring(plan: Plan, reader: int, wiring: Wiring | None) -> None:
+    """Raise PlanError unless a reader of the plan can load with this wiring, or with None."""
+    plan.check_reader(reader)
+    wants = plan.wants[reader]
+    cut = [name for name, boxes in wants.items() if len(boxes) > 1]
+    if cut and wiring is None:
+        raise PlanError(
+            f"reader {reader} wants several boxes of {len(cut)} tensors, such as {cut[0]!r}. "
+            "Pass convert=, the wiring that plan_sync() got for this reader."
+        )
+    if wiring is not None and (lost := [p for p in wiring.pieces if p.source not in wants]):
+        raise PlanError(
+            f"reader {reader} does not receive {lost[0].source!r}, which convert= reads. If this "
+            "wiring was the convert= of announce() or plan_sync(), drop convert= here."
+        )
+
+
 def filling(checkpoint: Manifest, boxes: Boxes) -> Wiring:
     """Return a wiring to whole tensors of which only the given boxes are filled."""
     whole = _whole(checkpoint, boxes)
@@ -253,6 +270,8 @@ def union(manifests: Sequence[Manifest]) -> Manifest:
     """
     specs: dict[str, TensorSpec] = {}
     for manifest in manifests:
+        if not isinstance(manifest, Manifest):
+            raise PlanError(f"expected a manifest from describe(); got {shown(manifest)}.")
         for name, spec in manifest.items():
             whole = spec.whole()
             if specs.setdefault(name, whole) != whole:

@@ -124,6 +124,8 @@ def _plan(model: PreTrainedModel, path: str | Path) -> dict[str, Deferred]:
             )
     except _UNREADABLE as error:
         said = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and not Path(path).is_dir():
+            said = f"it is not a folder on this machine. As a name on the Hub: {said}"
         raise PlanError(f"{path} cannot be read as a {kind.__name__}: {said}") from error
     found = {name: x for name, x in _state(shadow).items() if isinstance(x, Deferred)}
     odd = {name: tuple(there) for name, there, _ in info.mismatched_keys}
