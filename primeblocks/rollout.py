@@ -55,9 +55,9 @@ class Rollout:
     Raises:
         ShapeError: lengths do not match, the completion does not contain a sampled token, or an
             attachment belongs to a position after the last token.
-        UsageError: a token id is below 0, a version is below -1, or a log-probability or reward is
-            not finite. Also raised if an unsampled token counts in the loss or has a
-            log-probability.
+        UsageError: a token id is below 0, a version is below -1, a log-probability is above 2**-10,
+            or a log-probability or reward is not finite. Also raised if an unsampled token counts
+            in the loss or has a log-probability.
     """
 
     tokens: NDArray[np.int64]
@@ -271,9 +271,13 @@ def freeze_trajectory(item: Any, *, least: int) -> None:
             "a token that no policy sampled counts in the loss, or has a log-probability. Give "
             "tokens that no policy sampled loss_mask=False and logprobs=0."
         )
-    if not np.isfinite(item.logprobs).all():
-        where = int(np.flatnonzero(~np.isfinite(item.logprobs))[0])
-        raise UsageError(f"logprobs[{where}] is {item.logprobs[where]}, which is not finite")
+    right = np.isfinite(item.logprobs) & (item.logprobs <= 2**-10)  # Engines may round 0 up.
+    if not right.all():
+        where = int(np.flatnonzero(~right)[0])
+        raise UsageError(
+            f"logprobs[{where}] is {item.logprobs[where]}. A log-probability is finite and not "
+            "above 0. Pass the result of log-softmax, not logits or probabilities."
+        )
     check_inside(item.attachments, len(item.tokens))
 
 

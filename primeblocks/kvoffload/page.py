@@ -40,7 +40,8 @@ class PageKey(bytes):
     Keys are equal only if all their fields are equal.
 
     Args:
-        salt: the namespace of one policy. Pass `b""` if `hash` already includes the namespace.
+        salt: the namespace of one policy version of one training run, such as "run-1/7", because
+            pages on a disk survive the run. Pass `b""` if `hash` already includes the namespace.
         hash: a hash of all tokens up to the end of the page.
         group: the group of layers that the page belongs to.
         version: the policy version that wrote the page. With None, the page never becomes stale.

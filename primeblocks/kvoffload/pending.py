@@ -38,6 +38,7 @@ __all__ = [
     "finish_all",
     "load_requests",
     "page_parts",
+    "queue_of",
     "save_requests",
     "users_of",
 ]
@@ -70,6 +71,12 @@ class Pending(Generic[T]):
         self._result: T | None = None
         self._error: BaseException | None = None
         self._then: list[Callable[[], object]] = []
+
+    def __repr__(self) -> str:
+        return f"<Pending: {self._state.name.lower()}>"
+
+    def __bool__(self) -> bool:
+        raise UsageError(f"{self} has no truth value. Test the result of .wait(timeout_s=...).")
 
     def done(self, *, within_s: float = 0.0) -> bool:
         """Whether `wait` would return or raise at once. Waits at most `within_s` seconds."""
@@ -338,6 +345,13 @@ def users_of(*names: Hashable) -> tuple[Hashable, ...]:
                 f"as text; got {name!r}"
             ) from error
     return tuple(name for name in names if name is not None)
+
+
+def queue_of(rollouts: Sequence[Hashable]) -> tuple[Hashable, ...]:
+    """Return the names in a queue. UsageError: `rollouts` is text, or a name is not hashable."""
+    if isinstance(rollouts, str):
+        raise UsageError(f"a queue is a list of names; got {rollouts!r}. Pass [{rollouts!r}].")
+    return users_of(*rollouts)
 
 
 def _same_length(**sequences: Sequence[Any]) -> None:

@@ -26,7 +26,7 @@ from .host import HostTier
 from .lower import Level, in_order
 from .moves import CopyIn, CopyOut, LoadRequest, PageRead, SaveRequest, Write
 from .page import PageKey
-from .pending import Batch, Pending, finish_all, load_requests, save_requests, users_of
+from .pending import Batch, Pending, finish_all, load_requests, queue_of, save_requests, users_of
 from .tier import Loaded, Saved, Tier, TierStatistics
 from .worker import Holds, Outcome, TierWorker, Until
 
@@ -107,9 +107,8 @@ class TieredStore:
     ) -> Pending[Saved]:
         """Save a page. Local.
 
-        Do not change `page` before the result is ready. The page replaces an earlier page with the
-        same key, except in a shared tier. If 1,024 pages wait for room, the result's `stored` is
-        False.
+        Do not change `page` before the result is ready. The page replaces a page of the same key,
+        except in a shared tier. If 1,024 pages wait for room, the result's `stored` is False.
 
         Args:
             page: `page_bytes` bytes, as a contiguous tensor, array or buffer, or a list of them.
@@ -206,7 +205,7 @@ class TieredStore:
 
     def queue(self, rollouts: Sequence[Hashable]) -> None:
         """Report the whole queue, next rollout first. Rollouts that leave it are running. Local."""
-        names = users_of(*rollouts)
+        names = queue_of(rollouts)
         self._ask(self._catalogue.note, lambda ledger: ledger.queue(names))
 
     def end(self, rollout: Hashable) -> None:

@@ -2,9 +2,9 @@
 
 Rewards are `[groups, members]`. If `mask` is False for a member, its reward may have any value, and
 its advantage is 0. Differences of rewards are computed in float64. If all members of a group have
-equal rewards, all advantages are exactly 0. To get one advantage per token, use
-`advantages.flatten()[sequence_ids]` for packs, or `advantages.view(-1, 1).expand_as(mask)` for
-rows.
+equal rewards, all advantages are exactly 0, so a group of one member does not train. To get one
+advantage per token, use `advantages.flatten()[sequence_ids]` for packs, or
+`advantages.view(-1, 1).expand_as(mask)` for rows.
 
 All functions raise `ShapeError` if the rewards are not floating, have a wrong number of dims, or
 have no members. A mask that is not bool or not of the rewards' shape also raises `ShapeError`.

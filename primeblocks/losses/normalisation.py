@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ __all__ = ["divide", "global_count", "length_weights"]
 
 def divide(
     *losses: TokenLoss,
-    by: Literal["tokens", "sequences"] | int = "tokens",
+    by: Literal["tokens", "sequences"] | SupportsIndex = "tokens",
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Add losses, and divide the sum by the number of tokens or sequences on all ranks.
@@ -45,7 +46,7 @@ def divide(
 
     Raises:
         UsageError: no loss was passed, `by` is unknown or negative, or `by` is "sequences" and a
-            loss has no count of sequences.
+            loss has no count of sequences. Also raised if `by` is 0 and a loss has tokens.
         RankError: another rank refused its arguments, or did not make the call within the group's
             timeout.
         PlanError: this rank is not in `group`, or ranks passed different words as `by`.
@@ -55,7 +56,7 @@ def divide(
         >>> loss = divide(grpo_loss(p, q, a, mask=m), by="tokens", group=group)
         >>> loss = divide(gspo_loss(p, q, a, mask=m, weights=length_weights(m)), by="sequences")
     """
-    if isinstance(by, int):
+    if not isinstance(by, str):
         count = _counted(losses, by)
     else:
         device = next((x.sum.device for x in losses if isinstance(x, TokenLoss)), "cpu")
@@ -102,7 +103,7 @@ def length_weights(
     return masked(lengths.reciprocal(), mask)
 
 
-def _counted(losses: Sequence[TokenLoss], by: str | int) -> int:
+def _counted(losses: Sequence[TokenLoss], by: str | SupportsIndex) -> int:
     if not losses:
         raise UsageError("the list of losses is empty. Pass at least one loss.")
     if odd := [loss for loss in losses if not isinstance(loss, TokenLoss)]:
@@ -120,9 +121,12 @@ def _counted(losses: Sequence[TokenLoss], by: str | int) -> int:
                 "to. Pass sequence_ids."
             )
         return sum(counts)
-    if not isinstance(by, int) or isinstance(by, bool) or by < 0:
+    if isinstance(by, str):
         raise UsageError(f'by must be "tokens", "sequences" or a count; got {by!r}')
-    return by
+    check_counts(least=0, by=by)
+    if (count := operator.index(by)) == 0 and any(loss.tokens for loss in losses):
+        raise UsageError("by is 0, but a loss has tokens. Pass the count of the whole batch.")
+    return count
 
 
 def _added(

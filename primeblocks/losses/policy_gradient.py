@@ -11,11 +11,9 @@ most e**20, and has no gradient beyond that. If a value of an unmasked token is 
 All losses raise `ShapeError` if shapes differ (nothing is broadcast), or a dtype is wrong.
 
 In `gspo_loss` and `gmpo_loss`, all tokens of a sequence have the same ratio. The gradient of a
-token's loss flows only through the token's own log-ratio. The papers divide each token's loss by
-the length of its sequence: pass `weights=length_weights(mask, ...)` and divide by the number of
-sequences. All tokens of a sequence must be on one rank and in one micro-batch. `sequence_ids` is an
-integer per token. By default each row of `[rollouts, tokens]` is one sequence. Rows with several
-sequences need `sequence_ids`.
+token's loss flows only through the token's own log-ratio. All tokens of a sequence must be on one
+rank and in one micro-batch. `sequence_ids` is an integer per token. By default each row of
+`[rollouts, tokens]` is one sequence. Rows with several sequences need `sequence_ids`.
 """
 
 from __future__ import annotations
@@ -307,7 +305,8 @@ def gspo_loss(
 
     The loss is -min(s A, clip(s, 1 - low, 1 + high) A). The value of log s is the mean of the
     sequence's log-ratios. Only the token's own log-ratio has a gradient (GSPO-token). The default
-    clips are 500 to 670 times smaller than in `grpo_loss`, because log s is a mean.
+    clips are 500 to 670 times smaller than in `grpo_loss`, because log s is a mean. As in the GSPO
+    paper, pass `weights=length_weights(mask, ...)` and divide by the number of sequences.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.
@@ -340,6 +339,8 @@ def gmpo_loss(
     c is the token's log-ratio, clipped to at most `clip_high` if A > 0, and to at least `-clip_low`
     otherwise. If a token's ratio moved in the direction of the advantage, the token changes the sum
     of all c by at most the clip. Clipped tokens get no gradient, but the rest of the sequence does.
+    As in the GMPO paper, pass `weights=length_weights(mask, ...)` and divide by the number of
+    sequences.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.
@@ -355,13 +356,8 @@ def gmpo_loss(
         advantages > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low)
     )
     ratio, _ = _sequence_ratio(bounded, mask, sequence_ids)
-    return total(
-        -ratio * advantages,
-        mask=mask,
-        clipped=bounded != log_ratio,
-        weights=weights,
-        sequence_ids=sequence_ids,
-    )
+    losses, clipped = -ratio * advantages, bounded != log_ratio
+    return total(losses, mask=mask, clipped=clipped, weights=weights, sequence_ids=sequence_ids)
 
 
 def _checked(

@@ -77,7 +77,7 @@ def check_tokens(*masks: Any, sequence_ids: Any = None, **operands: Any) -> None
             raise ShapeError(
                 f"{name} {list(x.shape)} and {first} {list(like.shape)} differ in shape, and "
                 "shapes are not broadcast. For one value per rollout, pass "
-                "x[:, None].expand_as(mask)."
+                "x[:, None].expand_as(mask), or x.repeat_interleave(lengths) for a pack."
             )
         if x.device != like.device:
             raise ShapeError(f"{name} is on {x.device}, but {first} is on {like.device}")

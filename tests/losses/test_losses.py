@@ -4,6 +4,7 @@ import inspect
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -206,7 +207,7 @@ def test_every_loss_looks_at_shapes(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"advantages": lambda x: x[:, 0]}, r"advantages \[4\] .* \[4, 4\] .*expand_as"),
+        ({"advantages": lambda x: x[:, 0]}, r"advantages \[4\] .* \[4, 4\] .*expand_as.*repeat"),
         ({"rollout_logprobs": lambda x: x[0]}, r"rollout_logprobs \[4\]"),
         ({"rollout_logprobs": lambda x: x[..., None]}, r"rollout_logprobs \[4, 4, 1\]"),
         ({"advantages": lambda x: x.mean()}, r"advantages \[\]"),
@@ -234,6 +235,7 @@ def test_what_would_be_broadcast_is_refused(change, message):
 
 X = -torch.rand(2, 3)
 KEPT = X < 0
+UNCHECKED = inspect.unwrap(normalisation.divide)
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,8 @@ KEPT = X < 0
         (lambda: normalisation.length_weights(KEPT[0]), "Pass sequence_ids"),
         (normalisation.divide, "list of losses is empty"),
         (lambda: normalisation.divide(losses.TokenLoss(X.sum(), 1, 0), by=-1), "-1"),
+        (lambda: normalisation.divide(losses.TokenLoss(X.sum(), 1, 0), by=0), "loss has tokens"),
+        (lambda: UNCHECKED(losses.TokenLoss(X.sum(), 1, 0), by="token"), "'token'"),
         (
             lambda: normalisation.divide(losses.TokenLoss(X.sum(), 1, 0), by="sequences"),
             "Pass sequence_ids",
@@ -269,6 +273,14 @@ KEPT = X < 0
 def test_settings_that_mean_nothing_are_refused(call, message):
     with pytest.raises(UsageError, match=message):
         call()
+
+
+@pytest.mark.parametrize("count", [np.int64(4), np.array(4), torch.tensor(4), torch.tensor([4])])
+def test_a_count_may_be_of_numpy_or_torch(count):
+    loss = losses.grpo_loss(X, X, X, mask=KEPT)
+    assert torch.equal(normalisation.divide(loss, by=count), loss.sum / 4)
+    nothing = losses.grpo_loss(X, X, X, mask=~KEPT)
+    assert normalisation.divide(nothing, by=count - 4) == 0
 
 
 def _on_a_rank():

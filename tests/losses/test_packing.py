@@ -137,6 +137,8 @@ def test_unpack_is_the_inverse_and_rows_stay_aligned(batch, multiple_of, ranks):
         expected = np.full_like(labels, -100)
         expected[packed.predictors] = labels[packed.predictors]
         assert np.array_equal(packed.at_predictors(packed.targets, fill=-100), expected)
+        targets = torch.from_numpy(packed.targets)
+        assert np.array_equal(packed.at_predictors(targets, fill=-100), expected)
         assert (expected != -100).sum() == len(completions)
         assert [len(x) for x in packed.split(packed.logprobs)] == [len(x.logprobs) for x in chosen]
 
@@ -173,6 +175,9 @@ def test_refusals_say_what_to_do():
         pack(batch, [0], per_token=["masks"])
     with pytest.raises(UsageError, match="name an attachment twice"):
         pack(batch, [0], per_token=["routes"], per_completion=["routes"])
+    for outside in (2, -1):
+        with pytest.raises(UsageError, match=rf"of 2 rollouts .* \[{outside}\]"):
+            pack(batch, [0, outside])
     with pytest.raises(ShapeError, match="4 rows"):
         pack(batch, [0, 1]).split(np.zeros(3))
     packed = pack(batch, [0, 1])

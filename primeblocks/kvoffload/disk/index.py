@@ -234,8 +234,8 @@ class Index:
             logger.log(
                 logging.WARNING if rows else logging.DEBUG,
                 "%s had pages of %s bytes with %s bytes of attachments, but now has pages of %d "
-                "bytes with %d. Its old pages are dropped. Give each size its own folder to keep "
-                "both.",
+                "bytes with %d. Its old pages are not served, and the first write, flush or clear "
+                "deletes them. Give each size its own folder to keep both.",
                 self._path.parent,
                 *(sizes or (None, None)),
                 *self._sizes,

@@ -245,6 +245,7 @@ class PageLedger:
         self._shelves: dict[PageKey, tuple[Keys, Hashable]] = {}
         self._rollouts = Schedule()
         self._tick = 0
+        self._failed = False  # the policy
         for key in keys:
             self.touch(key)
 
@@ -320,9 +321,11 @@ class PageLedger:
             if self._pages.get(choice.page.key) != choice.page.last_used:
                 raise UsageError(f"{choice} is not one of the pages of the snapshot")
         except Exception:  # a caller's code must not end the store's threads
-            logger.exception(
-                "%r failed. The least recently used page is evicted instead.", self._evict
-            )
+            if not self._failed:
+                self._failed = True
+                logger.exception(
+                    "%r failed, so LRU chooses. Later failures are not logged.", self._evict
+                )
             choice = lru(snapshot)
         return choice.page.key, choice.demote
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from ...attachments import Aligned, parts
 from ...errors import ShapeError, UsageError
@@ -119,16 +119,16 @@ class Pack:
                 found.append(replace(each, start=each.start + start, stop=each.stop + start))
         return sorted(found, key=lambda each: each.start)
 
-    def at_predictors(self, values: NDArray, *, fill: Any) -> NDArray:
+    def at_predictors(self, values: ArrayLike, *, fill: Any) -> NDArray:
         """Move the row of each completion token to the token before. Other tokens get `fill`.
 
-        The result has a row per token of the pack. For a sequence that ranks share,
+        The result is an array with a row per token of the pack. For a sequence that ranks share,
         `pack.at_predictors(pack.targets, fill=-100)` returns labels.
 
         Raises:
             ShapeError: `values` does not have a row per completion token.
         """
-        self._check_rows(values)
+        self._check_rows(values := np.asarray(values))
         out = np.full((len(self.tokens), *values.shape[1:]), fill, dtype=values.dtype)
         out[self.predictors] = values
         return out
@@ -160,7 +160,8 @@ def pack(
     Raises:
         ShapeError: an attachment has a wrong number of rows, or its dtype or trailing dims differ
             between rollouts.
-        UsageError: an attachment is missing or named twice, or `multiple_of` is below 1.
+        UsageError: an attachment is missing or named twice, an index is outside the batch, or
+            `multiple_of` is below 1.
     """
     if multiple_of < 1:
         raise UsageError(f"multiple_of must be at least 1; got {multiple_of}.")
@@ -169,6 +170,8 @@ def pack(
             "per_token and per_completion name an attachment twice: "
             f"{[*per_token, *per_completion]}"
         )
+    if outside := [i for i in indices if not 0 <= i < len(rollouts)]:
+        raise UsageError(f"a batch of {len(rollouts)} rollouts does not have indices {outside}.")
     chosen = [rollouts[i] for i in indices]
     lengths = [len(rollout.tokens) for rollout in chosen]
     total = max(-(-sum(lengths) // multiple_of), 1) * multiple_of

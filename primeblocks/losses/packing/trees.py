@@ -30,12 +30,11 @@ RULES = ("exact", "first", "own")
 class TreePlan:
     """The segments of a forest in preorder, and the row of each token of the rollouts.
 
-    Tokens have the order of `pack`: concatenated rollouts, then padding. If several rollouts share
-    a position, the position is one row. A segment is a range of rows without a fork. For every
-    array `values` with a value per token, pass `values[places]` to the model. In the model's
-    output, `hidden[rows[packed.predictors]]` predicts `packed.targets`. Each rollout keeps its own
-    log-probabilities, versions, masks and advantages. Trees therefore do not change losses and
-    corrections.
+    Tokens have the order of `pack`: concatenated rollouts, then padding. A position that rollouts
+    share is one row. A segment is a range of rows without a fork. For every array `values` with a
+    value per token, pass `values[places]` to the model. In the model's output,
+    `hidden[rows[packed.predictors]]` predicts `packed.targets`. Each rollout keeps its own
+    log-probabilities, versions, masks and advantages, so trees do not change losses or corrections.
 
     Attributes:
         segment_lengths: the number of rows in each segment, in preorder.
@@ -129,10 +128,9 @@ class TreePlan:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the distinct pairs (predicting row, target), and each token's pair. Pure.
 
-        Three arrays: the rows of the pairs, the targets of the pairs, and for each completion token
-        the index of its pair. Compute the log-probability of each pair. Expand them to tokens
-        with `logprobs[pair]`, where `pair` is the third array. The head computes each pair once. A
-        pair gets the sum of the gradients of all rollouts that train the pair.
+        Three arrays: the rows of the pairs, their targets, and the index of each completion token's
+        pair. Compute one log-probability per pair. With the third array `pair`, `logprobs[pair]`
+        has one value per token. A pair gets the gradients of all rollouts that train it.
 
         Args:
             predictors: `packed.predictors`.
@@ -163,8 +161,7 @@ def plan_trees(
         routes: with "exact", rollouts share a row only if their imposed routes agree up to this
             row. With "first" and "own", rollouts also share rows with different routes. With
             "first", a row has the routes of the first rollout that has routes for the row. With
-            "own", you must mark the routes of `differing` rows as missing, so that the trainer's
-            routers choose for these rows.
+            "own", you must mark the routes of `differing` rows as missing. The trainer then routes.
         imposed: for each rollout an array with a row per token, or None for a rollout without
             routes. An array may lack the row of the last token. For `replay.Routes` pass
             `value.tensor()[0]`. Default: the attachment "routes".

@@ -134,6 +134,7 @@ def test_pages_of_another_size_are_dropped_once_there_are_others(tmp_path, sizes
             f"48 bytes with 64 bytes of attachments, but now has pages of {page} bytes with {extra}"
             in caplog.text
         )
+        assert "not served, and the first write, flush or clear deletes them" in caplog.text
         assert len(tier) == 0
     with closing(open_tier(tmp_path)) as tier:  # a mistake that wrote nothing costs nothing
         assert state(tier) == before

@@ -76,6 +76,8 @@ def test_the_queue_is_kept_from_its_head(host):
             store.pause(name, "tool")
             store.queue([other for other in "abcd" if other <= name])
         assert [load(store, key_of(name, 0)) for name in "abcd"] == ["host", "host", None, "host"]
+        with pytest.raises(UsageError, match=r"Pass \['da'\]"):
+            store.queue("da")
         store.queue(["d", "a"])  # b runs now, and the engine has its pages
         store.resume("b")
         save(store, key_of("e", 0))

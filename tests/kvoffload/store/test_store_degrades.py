@@ -318,11 +318,12 @@ def test_a_name_that_cannot_be_hashed_is_refused(host, name):
     ],
     ids=["nothing", "text", "a page that left", "no page of the tier"],
 )
-def test_a_policy_that_makes_no_choice_is_replaced(host, memory, answer):
+def test_a_policy_that_makes_no_choice_is_replaced(host, memory, answer, caplog):
     with TieredStore([host(2), memory(2)], evict=answer) as store:
         for number in range(8):
             assert save(store, number).stored
         assert load(store, 7) == "host"
+    assert caplog.text.count("Later failures are not logged") == 2  # one for each tier
 
 
 @pytest.mark.parametrize("where", ["copied_in", "copied_out", "written", "read", "save"])

@@ -309,6 +309,15 @@ def test_wrong_sizes_are_refused_before_anything_happens(host):
         assert key_of(0) not in store
 
 
+def test_a_result_that_nobody_waited_for_is_neither_true_nor_false(host):
+    with TieredStore([host(1)]) as store:
+        pending = store.load(key_of(0), into=page_of(1))
+        with pytest.raises(UsageError, match=r"<Pending: \w+> has no truth .* result of .wait"):
+            bool(pending)
+        assert not pending.wait(timeout_s=SOON)
+        assert repr(pending) == "<Pending: over>"
+
+
 def test_a_closed_store_says_so(host):
     store = TieredStore([host(1)])
     pending = store.save(key_of(0), page_of(0))
