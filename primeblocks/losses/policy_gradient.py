@@ -193,8 +193,8 @@ def sapo_loss(
 
     tau is `temperature_positive` if A > 0, and `temperature_negative` otherwise. At r = 1 the loss
     has the gradient of REINFORCE. The slope in r is steepest at r = 1. Tokens never count as
-    clipped. As in the SAPO paper, pass `weights=length_weights(mask)` and divide by the number of
-    sequences.
+    clipped. To normalise as in the SAPO paper, pass `weights=length_weights(mask)` and divide the
+    loss by the number of sequences.
 
     Raises:
         UsageError: a temperature is not above 0.
@@ -231,8 +231,8 @@ def dppo_loss(
 
     q is the engine's and p is the trainer's probability of a token. A token's loss is 0 if p moved
     from q in the direction of the advantage, and the divergence is above the bound. The divergence
-    of (p, 1 - p) from (q, 1 - q) is |p - q| ("tv") or KL(q || p) ("kl"). Compared with a clip of
-    ratios, this loss trains rare tokens longer, and stops the training of frequent tokens earlier.
+    between (q, 1 - q) and (p, 1 - p) is |p - q| ("tv") or KL(q || p) ("kl"). Compared with a clip
+    of ratios, this loss trains rare tokens longer, and stops training frequent tokens earlier.
 
     Args:
         max_low: the bound of the divergence if the advantage is not above 0.
@@ -306,7 +306,7 @@ def gspo_loss(
     The loss is -min(s A, clip(s, 1 - low, 1 + high) A). The value of log s is the mean of the
     sequence's log-ratios. Only the token's own log-ratio has a gradient (GSPO-token). The default
     clips are 500 to 670 times smaller than in `grpo_loss`, because log s is a mean. As in the GSPO
-    paper, pass `weights=length_weights(mask, ...)` and divide by the number of sequences.
+    paper, pass `weights=length_weights(mask, ...)`, and divide the loss by the number of sequences.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.
@@ -339,8 +339,8 @@ def gmpo_loss(
     c is the token's log-ratio, clipped to at most `clip_high` if A > 0, and to at least `-clip_low`
     otherwise. If a token's ratio moved in the direction of the advantage, the token changes the sum
     of all c by at most the clip. Clipped tokens get no gradient, but the rest of the sequence does.
-    As in the GMPO paper, pass `weights=length_weights(mask, ...)` and divide by the number of
-    sequences.
+    As in the GMPO paper, pass `weights=length_weights(mask, ...)`, and divide the loss by the
+    number of sequences.
 
     Raises:
         ShapeError: packed tokens have no `sequence_ids`.
@@ -382,7 +382,7 @@ def _checked(
 
 
 def _binary_kl(log_q: Tensor, log_p: Tensor) -> Tensor:
-    # KL of (q, 1 - q) from (p, 1 - p). It is infinite if p is 1 and q is not. A term whose
+    # KL((q, 1 - q) || (p, 1 - p)). It is infinite if p is 1 and q is not. A term whose
     # probability is 0 counts 0.
     q = log_q.exp()
     rest = (-torch.expm1(log_q)).clamp(min=0)

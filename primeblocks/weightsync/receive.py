@@ -62,9 +62,9 @@ class Subscriber:
     """A reader that loads committed versions, all or nothing. Make one reader per engine process.
 
     Only one call of `receive` or `verify` runs at a time, and a second call from any thread is
-    refused. If the transport allows it, the reader keeps the bytes of the version loaded last, for
-    deltas and for a return to this version. A delta is applied to a copy of the kept bytes, so the
-    reader has the weights twice until the copy is loaded.
+    refused. If the transport allows it, the reader keeps the bytes of the version loaded last. If
+    a later load fails, the reader loads the kept bytes again. A delta is applied to a copy of the
+    kept bytes, so the reader has the weights twice until the copy is loaded.
 
     Args:
         plan: the publisher's plan. In another process, `Plan.from_json` reads the plan.

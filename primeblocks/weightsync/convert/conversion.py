@@ -121,7 +121,10 @@ class Reads:
 
     @classmethod
     def from_json(cls, text: str, checkpoint: Manifest) -> Reads:
-        """Return the `Reads` that `to_json` wrote for `checkpoint`, or raise PlanError."""
+        """Return the `Reads` of a text that `to_json` returned. Otherwise raise PlanError.
+
+        `checkpoint` is the manifest that `record_reads` got.
+        """
         with as_plan_error("reads"):
             rows, inexact = json.loads(text)
             boxes = {

@@ -45,10 +45,10 @@ class GroupTransport:
     the store at the first version.
 
     A publish waits until every reader calls `receive`. A call of `receive` returns a version only
-    if all readers have the version. Each reader keeps the received bytes, for deltas and for a
-    return to the received version. The received bytes take as much memory as the reader's boxes, or
-    twice as much with deltas. The store records whether a version is committed. Living ranks take
-    this decision from the store, so they agree even if other ranks die. The store must survive
+    if all readers have the version. Each reader keeps the received bytes for deltas, and loads
+    them again if a later load fails. The received bytes take as much memory as the reader's boxes,
+    or twice as much with deltas. The store records whether a version is committed. Living ranks
+    take this decision from the store, so they agree even if other ranks die. The store must survive
     failures of ranks.
 
     If the text of a TransferError asks for new transports, make them on all living or restarted

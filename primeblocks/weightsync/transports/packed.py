@@ -61,8 +61,8 @@ class PackedTransport:
     Args:
         commits: the `Commits` of this process, which is closed with the transport.
         carrier: the `Carrier` of this process, which is closed with the transport.
-        keep: whether engines keep the bytes of the loaded version, for deltas and for a return to
-            this version. With `keep`, an engine can also return to the loaded version after the
+        keep: whether engines keep the bytes of the loaded version. Deltas are applied to a copy of
+            these bytes. If a later load fails, an engine loads these bytes again, even after the
             trainer's process has ended.
     """
 
