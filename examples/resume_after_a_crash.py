@@ -137,7 +137,7 @@ async def run(folder: Path) -> None:
         restored = journal.restore(trainer.version)  # Only to print it. The loop restores too.
         tell(came_back=came_back(restored, step=trainer.version), step=trainer.version)
         loop = AsyncLoop(
-            # Prompts and order must not change, because the journal only counts the drawn prompts.
+            # Prompts and order must not change: the loop skips as many as the journal has drawn.
             prompts=({"name": f"prompt {i}", "word": i % WORDS} for i in range(PROMPTS)),
             generate=engine.generate,
             train=trainer.train,

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .. import codec
 from ..clock import Clock, within
 from ..errors import DeadlineError, UsageError, shown
 from ..rollout import Group, Rollout
@@ -121,11 +120,13 @@ class Feeder:
                     f"the journal has drawn {restored.cursor} prompts, but the iterable has "
                     "fewer. Pass the same prompts from their start."
                 )
-            if ordinal in known and _packed(prompt) != _packed(known[ordinal]):
-                raise UsageError(
-                    f"prompt {ordinal} is {shown(prompt)}, but the journal has "
-                    f"{shown(known[ordinal])}. Pass the same prompts in the same order."
+            if ordinal in known and repr(prompt) != repr(known[ordinal]):
+                logger.warning(
+                    "Prompt %d is %s, but the journal has %s. Pass the same prompts in the same "
+                    "order. This is logged for one prompt.",
+                    *(ordinal, shown(prompt), shown(known[ordinal])),
                 )
+                known = {}
         self.drawn = restored.cursor
         last = (self._group_size or 1) - 1
         for ordinal, prompt, kept in restored.again:
@@ -312,7 +313,3 @@ class Feeder:
         if error is not None and not self._failed.done():
             self._failed.set_result(error)
         self._ended()
-
-
-def _packed(prompt: Any) -> bytes:
-    return codec.pack(prompt, name="a prompt")

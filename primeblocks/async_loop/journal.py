@@ -278,9 +278,12 @@ class Journal:
                 "UPDATE prompts SET state = 'trained' WHERE state = 'taken' AND step < ?",
                 (version,),
             )
-            again = db.execute(
+            (again,) = db.execute(
+                "SELECT count(*) FROM prompts WHERE state = 'trained' AND step >= ?", (version,)
+            ).fetchone()
+            db.execute(
                 "UPDATE prompts SET state = 'finished', step = NULL WHERE step >= ?", (version,)
-            ).rowcount
+            )
             db.execute("UPDATE prompts SET state = 'drawn' WHERE state = 'in flight'")
             tables.check(db)
             restored = Restored(tables.cursor_of(db), _again(db, version), _finished(db, version))

@@ -164,7 +164,7 @@ class AsyncLoop:
 
     async def __aenter__(self) -> AsyncLoop:
         if self._feeder is not None:
-            raise ClosedError("the loop was open. Make a new loop, with version=loop.version.")
+            raise ClosedError("a loop opens once. Make a new loop, with version=loop.version.")
         running = asyncio.get_running_loop()
         self._failed, self._starved = running.create_future(), running.create_future()
         self._failed.add_done_callback(lambda failed: _end(self._starved, failed.result()))

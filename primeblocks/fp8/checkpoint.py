@@ -285,7 +285,8 @@ def encode_weights(
                 f"layouts[{name!r}] is a {type(layout).__name__}, not a Layout. Use "
                 "layout_of(tensor)."
             )
-    rules = {"only": only} if exclude is None else {"only": only, "exclude": exclude}
+    given = {"only": only} if exclude is None else {"only": only, "exclude": exclude}
+    rules = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
     return WeightEncoder(recipe, rules, form, None if layouts is None else dict(layouts))
 
 

@@ -287,8 +287,10 @@ class WeightCache:
 def _multiplies(module: nn.Module) -> bool:
     """Return whether a module is a linear layer, or experts (`grouped_mm`, or two 3-d weights)."""
     if isinstance(module, nn.Linear):
-        # nn.MultiheadAttention multiplies by this layer's weight itself.
-        return not isinstance(module, NonDynamicallyQuantizableLinear)
+        # nn.MultiheadAttention multiplies by this layer's weight itself. Some wrappers of a linear
+        # layer have no weight, and call the wrapped layer.
+        is_wrapper = "weight" not in module._parameters and type(module).forward not in _PRODUCTS
+        return not is_wrapper and not isinstance(module, NonDynamicallyQuantizableLinear)
     stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3]
     return hasattr(module, "grouped_mm") or len(stacked) > 1
 

@@ -25,9 +25,12 @@ class Rule:
     """
 
     def __init__(self, argument: str, expression: Expression) -> None:
+        self.parts: list[Rule] = [self]
         if isinstance(expression, tuple | list):
-            if not all(isinstance(name, str) for name in expression):
+            if not expression or not all(isinstance(name, str) for name in expression):
                 raise UsageError(f"{argument} must be names; got {expression!r:.60}.")
+            if len(expression) > 1:
+                self.parts = [Rule(argument, (name,)) for name in expression]
             self.argument, self.text = argument, "|".join(map(re.escape, expression))
             self._found = self._named = re.compile(rf"^(?:{self.text})(?=\.|$)")
             return
@@ -91,18 +94,21 @@ def choose(
     """Return the names of modules that `only` names and `exclude` does not. Pure.
 
     Raises:
-        UsageError: a rule names no module, or matches inside a word by accident.
+        UsageError: a rule, or a name of several, names no module, or matches inside a word by
+            accident. Also raised if `exclude` names all modules that `only` names.
     """
     names, found = list(names), []
     for rule in [Rule("only", only)] + ([] if exclude is None else [Rule("exclude", exclude)]):
-        named = {name for name in names if meets(rule, name)}
-        if not named:
-            hint = f"Their names look like {names[:3]}." if names else "Pass the whole model."
-            raise UsageError(
-                f"{rule.argument}={rule.text!r} matches none of {len(names)} {among}. {hint}"
-            )
-        found.append(named)
+        for part in rule.parts:
+            if not any(meets(part, name) for name in names):
+                hint = f"Their names look like {names[:3]}." if names else "Pass the whole model."
+                raise UsageError(
+                    f"{rule.argument}={part.text!r} matches none of {len(names)} {among}. {hint}"
+                )
+        found.append({name for name in names if meets(rule, name)})
     chosen = found[0].difference(*found[1:])
+    if not chosen:
+        raise UsageError(f"exclude={exclude!r} names all {among} that only={only!r} names.")
     return tuple(name for name in names if name in chosen)
 
 

@@ -50,7 +50,8 @@ def announce(
             torch.distributed is not initialized.
 
     Raises:
-        PlanError: the errors of `describe` and `plan_sync`.
+        PlanError, UsageError: the errors of `describe`, `encode` and `plan_sync`. If `describe` or
+            `encode` fails on one rank, the other ranks wait for the group's timeout.
         UnsupportedError: the transport cannot store a plan.
         UsageError: a living process owns the name.
     """

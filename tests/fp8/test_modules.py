@@ -193,6 +193,26 @@ def test_a_class_with_a_forward_of_its_own_can_be_left_out():
     assert convert(net, RECIPE, only="0") == ("0",)
 
 
+class Wrapper(torch.nn.Linear):
+    """As some of peft's layers: a Linear by class alone, which calls the layer that it wraps."""
+
+    def __init__(self, base):
+        torch.nn.Module.__init__(self)
+        self.base_layer = base
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, x):
+        return self.base_layer(x)
+
+
+def test_a_wrapper_without_a_weight_is_no_layer():
+    net = torch.nn.Sequential(Wrapper(torch.nn.Linear(32, 32)))
+    assert convert(net, RECIPE, only="0") == ("0.base_layer",)
+
+
 def test_a_bias_does_not_widen_the_result():
     net = torch.nn.Sequential(torch.nn.Linear(32, 32))
     convert(net, RECIPE, only=".*")

@@ -55,12 +55,17 @@ def test_what_is_named_can_be_left_out():
     )
 
 
-@pytest.mark.parametrize("rule", ["", "[", "(", "no_such_layer"])
+@pytest.mark.parametrize("rule", ["", "[", "(", "no_such_layer", (), ["lm_head", "gate"]])
 def test_what_is_no_rule_or_names_nothing_is_refused(rule):
     with pytest.raises(UsageError, match="only"):
         choose(NAMES, only=rule)
     with pytest.raises(UsageError, match="exclude"):
         choose(NAMES, only=".*", exclude=rule)
+
+
+def test_rules_that_leave_nothing_are_refused():
+    with pytest.raises(UsageError, match="names all linear layers that only='lm_head' names"):
+        choose(NAMES, only="lm_head", exclude=".*")
 
 
 WORD = st.text("ab_", min_size=1, max_size=3)
