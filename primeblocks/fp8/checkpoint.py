@@ -286,7 +286,9 @@ def encode_weights(
                 "layout_of(tensor)."
             )
     given = {"only": only} if exclude is None else {"only": only, "exclude": exclude}
-    rules = {name: tuple(x) if isinstance(x, list) else x for name, x in given.items()}
+    rules: dict[str, Expression] = {
+        name: tuple(x) if isinstance(x, list) else x for name, x in given.items()
+    }
     return WeightEncoder(recipe, rules, form, None if layouts is None else dict(layouts))
 
 
