@@ -175,8 +175,9 @@ class WeightCache:
             converted weights must be frozen.
 
     Raises:
-        UsageError: the model does not have a converted layer. Also raised if `optimizers` do not
-            update a weight that requires gradients, because the cache would not notice changes.
+        UsageError: the model does not have a converted layer. Also raised if a weight
+            requires gradients but is in none of `optimizers`, so that the cache would not notice
+            changes of this weight.
     """
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:

@@ -125,8 +125,8 @@ def verify_engine(
         engine: on rank 0, a module, tensors by name, or an `Observed`. For several engine
             processes, a list with one entry for each process. `engine` may also be a function that
             returns one of these values. On ranks other than 0, pass None.
-        into: the wiring to the parameters of each reader. Needed if these parameters are fused,
-            stacked or sliced.
+        into: for each engine process, the wiring to its parameters. Needed if these parameters
+            are fused, stacked or sliced.
         plan, convert, source, encode, group: the arguments of the `Publisher`. Without `plan`, a
             plan is made for `into`. Without `plan` and `into`, tensors that have the same name
             in trainer and engine are compared.

@@ -61,7 +61,8 @@ class Wiring:
     def map(self, held: Manifest) -> list[Piece]:
         """Return the pieces, cut to the shards of one rank. Local.
 
-        The boxes of a piece are in the coordinates of the whole source and of the whole target.
+        A piece's `source_box` has coordinates in the whole source tensor, not in the shard, and its
+        `target_box` in the whole target tensor.
 
         Raises:
             PlanError: a name or a global shape is not in `sources`, or a dtype cannot be converted

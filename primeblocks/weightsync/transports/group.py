@@ -41,8 +41,8 @@ class GroupTransport:
     """Sends versions from trainer ranks to readers over gloo or NCCL.
 
     Trainer ranks construct a `GroupTransport`. A reader passes the `spec()` of trainer rank 0 to
-    `open_transport`. The ranks do not need a group of torch.distributed, because they meet through
-    the store at the first version.
+    `open_transport`. You need not call `init_process_group`. When the first version is
+    published, the ranks find each other through `store`, and make a group of their own.
 
     A publish waits until every reader calls `receive`. A call of `receive` returns a version only
     if all readers have the version. Each reader keeps the received bytes for deltas, and loads
@@ -195,7 +195,8 @@ class GroupTransport:
     def markers(self) -> tuple[Marker, ...]:
         """Rank 0: return the markers of the last two versions that it committed, oldest first.
 
-        On other ranks, the result is empty. Over a group, a reader cannot read a version twice.
+        On other ranks, the result is empty, because a reader gets a version only while it is
+        published.
         """
         return self._markers
 

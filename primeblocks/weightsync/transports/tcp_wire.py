@@ -85,7 +85,7 @@ class TcpWire:
     def read(self, reads: Sequence[Read], *, deadline: float) -> None:
         """Do all reads, one after the other.
 
-        Raises CorruptionError for a note of another kind of wire.
+        Raises CorruptionError if the `note` of a read is not from a `TcpWire`.
         """
         links: dict[_Address, socket.socket] = {}
         with ExitStack() as until_read:

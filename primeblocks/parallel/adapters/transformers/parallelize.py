@@ -86,18 +86,19 @@ def parallelize(
             device, each rank allocates memory for its parts only, and parameters are NaN until
             weights are loaded.
         attention: `ring_attention`, `ulysses_attention`, or a function with their signature, for
-            calls with `local_inputs`. The default attention is `ulysses_attention`. Calls with
-            split sequences need a plan. With context=1, a call without a plan uses the model's own
-            attention and masks. For families with an indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4),
-            pass `IndexedAttention(kernel=..., scores=...)`, or omit `attention`.
+            calls with `local_inputs`. The default attention is `ulysses_attention`. If `context`
+            is above 1, calls need the `SequencePlan` from `local_inputs`. With context=1, a call
+            without a `SequencePlan` uses the model's own attention and masks. For families with an
+            indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4), pass
+            `IndexedAttention(kernel=..., scores=...)`, or omit `attention`.
         precision: see `fully_shard_moe`. Routers and the weights of indexers stay in float32.
         dispatcher: the dispatcher of the experts, which must use the ranks of `meshes.expert`. The
             default dispatcher is `AllToAllDispatcher`, or `LocalDispatcher` if one rank has all
             experts.
         recurrence_kernel: the `kernel` of `gated_delta_rule` (Qwen3-Next, Qwen3.5) or of
-            `state_space` (Nemotron-H), for the recurrent layers of calls with a plan. Example:
-            `partial(chunk_gated_delta_rule, output_final_state=True)` of flash-linear-attention.
-            Default: plain torch.
+            `state_space` (Nemotron-H), for recurrent layers in calls with a `SequencePlan`. An
+            example is `partial(chunk_gated_delta_rule, output_final_state=True)` of
+            flash-linear-attention. Default: plain torch.
         reshard_after_forward, offload_policy: see `fully_shard_moe`.
 
     Raises:

@@ -106,8 +106,8 @@ def join_prefill(
     Args:
         prefill: routes of the prompt, with or without the unused token that the prefill engine
             sampled.
-        decode: routes of prompt and completion. Tokens whose pages the decode engine received are
-            missing.
+        decode: routes of prompt and completion, without the rows of tokens whose pages came from
+            the prefill engine.
         versions: the version of the weights that computed the prompt, and the version that computed
             the first token of the completion.
         prompt_start: the index of the first token whose row was requested. Rows before
