@@ -37,7 +37,6 @@ __all__ = [
     "decode",
     "encode",
     "expert_dtype",
-    "host_array",
     "seal",
     "unseal",
 ]
@@ -143,14 +142,24 @@ def _check_range(experts: np.ndarray, num_experts: int, error: type[Exception]) 
         )
 
 
-def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) -> np.ndarray:
-    """Check ids, and return them in `expert_dtype` with zeros in missing rows. Local.
+def checked_experts(
+    array: np.ndarray, num_experts: int, missing: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Check ids and mask. Return ids in `expert_dtype`, with zeros in missing rows. Local.
 
     Raises:
-        ShapeError: as for `expert_dtype`.
+        ShapeError: as for `expert_dtype` and `Routes.from_array`.
         UsageError: an id is out of range, or a row names an expert twice. The message names the
             first such id or row.
     """
+    array = _host_array(array)
+    if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
+        raise ShapeError(
+            "routes need an integer array [tokens, layers, top_k];"
+            f" got {array.dtype} {list(array.shape)}"
+        )
+    missing = np.zeros(len(array), np.bool_) if missing is None else _host_array(missing)
+    check_mask("missing", missing, len(array))
     dtype = expert_dtype(num_experts)
     if missing.any():
         array = np.where(missing[:, None, None], 0, array)
@@ -171,10 +180,10 @@ def checked_experts(array: np.ndarray, num_experts: int, missing: np.ndarray) ->
             "before its capture was bound returns zeros. Run this engine eagerly, and leave out "
             "dense layers."
         )
-    return experts
+    return experts, missing
 
 
-def host_array(values: Any) -> np.ndarray:
+def _host_array(values: Any) -> np.ndarray:
     """Return the values as a numpy array, or raise ShapeError. Local."""
     try:
         return np.asarray(values)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError, shown
-from .impose import ImposedRows, is_imposed, weigh
-from .router import INTEGERS, Router, check_routers, replaced
+from .impose import ImposedRows, is_imposed, replaced, weigh
+from .router import INTEGERS, Router, check_routers
 
 __all__ = ["Following", "follow"]
 

@@ -19,10 +19,10 @@ from jaxtyping import Int64
 from torch import nn
 
 from ..errors import PlanError, ShapeError, UsageError, shown
-from .router import Router, check_routers, check_routes, chosen_ids, keep_scored, replaced
+from .router import Router, check_routers, check_routes, chosen_ids, keep_scored
 from .routes import Routes
 
-__all__ = ["Imposed", "ImposedRows", "impose", "is_imposed", "weigh"]
+__all__ = ["Imposed", "ImposedRows", "impose", "is_imposed", "replaced", "weigh"]
 
 
 @contextmanager
@@ -333,8 +333,35 @@ def weigh(
     return ids, gates, count
 
 
+def replaced(router: Router, output: Any, ids: torch.Tensor, gates: torch.Tensor) -> Any:
+    """Call `Router.replace`. Raises ShapeError if shapes or dtypes of the output change."""
+    changed = router.replace(output, ids, gates)
+    _check_alike(router.layer_id, output, changed)
+    return changed
+
+
 def _where(mask: torch.Tensor, there: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.to(there.device)[:, None], there, here)
+
+
+def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
+    """Refuse an output that would change the host's arithmetic, such as float32 for bfloat16."""
+    if isinstance(own, tuple | list) and isinstance(replaced, tuple | list):
+        if len(own) != len(replaced):
+            raise ShapeError(
+                f"layer {layer_id}: Router.replace returns {len(replaced)} parts where the module"
+                f" returns {len(own)}"
+            )
+        for before, after in zip(own, replaced, strict=True):
+            _check_alike(layer_id, before, after)
+        return
+    are_tensors = isinstance(own, torch.Tensor) and isinstance(replaced, torch.Tensor)
+    if are_tensors and (own.dtype != replaced.dtype or own.shape != replaced.shape):
+        raise ShapeError(
+            f"layer {layer_id}: Router.replace puts {replaced.dtype} {list(replaced.shape)} where "
+            f"the module returns {own.dtype} {list(own.shape)}. Cast what Router.gates returns, "
+            "for example gates.to(output[1].dtype) (docs/replay.md)."
+        )
 
 
 class _SameMicroBatch(torch.autograd.Function):

@@ -20,7 +20,6 @@ __all__ = [
     "check_routes",
     "chosen_ids",
     "keep_scored",
-    "replaced",
 ]
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -113,34 +112,6 @@ def chosen_ids(router: Router, output: Any) -> torch.Tensor:
             f" [tokens, {router.top_k}]; got {ids.dtype} {list(ids.shape)}"
         )
     return ids
-
-
-def replaced(router: Router, output: Any, ids: torch.Tensor, gates: torch.Tensor) -> Any:
-    """Call `Router.replace`. Raises ShapeError if shapes or dtypes of the output change."""
-    changed = router.replace(output, ids, gates)
-    _check_alike(router.layer_id, output, changed)
-    return changed
-
-
-def _check_alike(layer_id: int, own: Any, replaced: Any) -> None:
-    """Refuse an output that would change the host's arithmetic, such as float32 for bfloat16."""
-    if isinstance(own, tuple | list) and isinstance(replaced, tuple | list):
-        if len(own) != len(replaced):
-            raise ShapeError(
-                f"layer {layer_id}: Router.replace returns {len(replaced)} parts where the module"
-                f" returns {len(own)}"
-            )
-        for before, after in zip(own, replaced, strict=True):
-            _check_alike(layer_id, before, after)
-        return
-    if not isinstance(own, torch.Tensor) or not isinstance(replaced, torch.Tensor):
-        return
-    if own.dtype != replaced.dtype or own.shape != replaced.shape:
-        raise ShapeError(
-            f"layer {layer_id}: Router.replace puts {replaced.dtype} {list(replaced.shape)} where "
-            f"the module returns {own.dtype} {list(own.shape)}. Cast what Router.gates returns, "
-            "for example gates.to(output[1].dtype) (docs/replay.md)."
-        )
 
 
 def allow_compile(routers: Sequence[Router]) -> None:

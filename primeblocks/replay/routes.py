@@ -83,15 +83,7 @@ class Routes:
                 `missing` do not fit the array.
             UsageError: an id is out of range, or one row contains an expert twice.
         """
-        array = codec.host_array(array)
-        if array.ndim != 3 or array.dtype.kind not in "iu" or not array.shape[2]:
-            raise ShapeError(
-                "routes need an integer array [tokens, layers, top_k];"
-                f" got {array.dtype} {list(array.shape)}"
-            )
-        missing = np.zeros(len(array), np.bool_) if missing is None else codec.host_array(missing)
-        codec.check_mask("missing", missing, len(array))
-        experts = codec.checked_experts(array, num_experts, missing)
+        experts, missing = codec.checked_experts(array, num_experts, missing)
         return cls(experts, num_experts, codec.checked_ids(layer_ids), missing)
 
     @property
