@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 from ..errors import UsageError
 
@@ -25,12 +26,11 @@ class Rule:
     """
 
     def __init__(self, argument: str, expression: Expression) -> None:
-        self.parts: list[Rule] = [self]
+        self.given: tuple[str, ...] = ()
         if isinstance(expression, tuple | list):
             if not expression or not all(isinstance(name, str) for name in expression):
                 raise UsageError(f"{argument} must be names; got {expression!r:.60}.")
-            if len(expression) > 1:
-                self.parts = [Rule(argument, (name,)) for name in expression]
+            self.given = tuple(expression)
             self.argument, self.text = argument, "|".join(map(re.escape, expression))
             self._found = self._named = re.compile(rf"^(?:{self.text})(?=\.|$)")
             return
@@ -98,14 +98,17 @@ def choose(
             accident. Also raised if `exclude` names all modules that `only` names.
     """
     names, found = list(names), []
+    whole = {part for name in names for part in accumulate(name.split("."), "{}.{}".format)}
     for rule in [Rule("only", only)] + ([] if exclude is None else [Rule("exclude", exclude)]):
-        for part in rule.parts:
-            if not any(meets(part, name) for name in names):
-                hint = f"Their names look like {names[:3]}." if names else "Pass the whole model."
-                raise UsageError(
-                    f"{rule.argument}={part.text!r} matches none of {len(names)} {among}. {hint}"
-                )
-        found.append({name for name in names if meets(rule, name)})
+        named = {name for name in names if meets(rule, name)}
+        lost = [name for name in rule.given if name not in whole]
+        if lost or not named:
+            text = lost[0] if lost else rule.text
+            hint = f"Their names look like {names[:3]}." if names else "Pass the whole model."
+            raise UsageError(
+                f"{rule.argument}={text!r} matches none of {len(names)} {among}. {hint}"
+            )
+        found.append(named)
     chosen = found[0].difference(*found[1:])
     if not chosen:
         raise UsageError(f"exclude={exclude!r} names all {among} that only={only!r} names.")
