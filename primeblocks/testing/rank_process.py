@@ -95,6 +95,7 @@ def _join(seat: Seat) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     # A store in a file outlives any rank, but a TCP store would die with rank 0.
     store = dist.FileStore(str(seat.folder / "store"), seat.world_size)
+    store.set_timeout(timedelta(seconds=seat.timeout_s))
     dist.init_process_group(
         "gloo",
         store=store,
@@ -102,6 +103,9 @@ def _join(seat: Seat) -> None:
         world_size=seat.world_size,
         timeout=timedelta(seconds=seat.timeout_s),
     )
+    # A rank that dies in its body would otherwise break the join of a peer that still connects.
+    store.set(f"joined {seat.rank}", b"")
+    store.wait([f"joined {rank}" for rank in range(seat.world_size)])
 
 
 def _send(kind: str, value: object) -> None:
