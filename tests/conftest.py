@@ -4,9 +4,12 @@ import gc
 import os
 
 import hypothesis
-import jaxtyping
 import pytest
 import torch
+
+from tests.annotations import check_shapes
+
+check_shapes()  # Before the first import of primeblocks.
 
 from primeblocks.testing import ranks
 from tests.devices import DEVICES
@@ -97,16 +100,6 @@ def device(request):
 
     with Device():
         yield "pretend"
-
-
-@pytest.fixture(autouse=True)
-def _unchecked_stress(request):
-    stress = request.node.get_closest_marker("stress")
-    if stress:
-        jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    if stress:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jaxtyping
 import pytest
+import torch
 
+from primeblocks.replay.gates import chosen_softmax_gates
 from tests.deadlines import EXPIRES_S, JOB_S
 from tests.engine_job import call, is_gone
 
@@ -45,6 +48,12 @@ def test_deadlines_of_a_hang_have_one_place():
 def test_no_deadline_outlives_pytests_own():
     (own,) = re.findall(r"^timeout = (\d+)", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert int(own) > JOB_S
+
+
+def test_shapes_are_checked_at_every_call():
+    pytest.importorskip("beartype")
+    with pytest.raises(jaxtyping.TypeCheckError):
+        chosen_softmax_gates(torch.ones(3, 8), torch.zeros(2, 1, dtype=torch.int64))
 
 
 def test_a_shared_setup_that_fails_is_one_failure(tmp_path):

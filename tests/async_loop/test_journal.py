@@ -238,7 +238,6 @@ def test_a_call_is_a_few_statements_however_much_there_is(journal):
     assert len(statements) == 49 + max(counts["finished"])
 
 
-@pytest.mark.stress
 def test_the_file_stays_as_large_as_what_is_under_way(path, full):
     """Groups of some kilobytes pass through, forty at a time: ten thousand with `--full`."""
     steps = 500 if full else 150

@@ -103,7 +103,6 @@ def test_another_programs_transaction_is_waited_for_but_not_for_ever(path):
 # --- damage
 
 
-@pytest.mark.stress
 def test_every_flipped_bit_is_refused_or_means_nothing(path, full):
     with Journal(path) as journal:
         fill(journal)
@@ -177,7 +176,6 @@ def test_rows_that_are_gone_or_elsewhere_are_missed(path):
                 journal.restore(1)
 
 
-@pytest.mark.stress
 def test_a_log_that_ends_anywhere_is_the_calls_until_then(path, full):
     """As after a power cut: what was appended last is gone, or zeros."""
     calls, half, copy = [*some_calls()], path.with_name("half"), path.with_name("copy")

@@ -231,13 +231,11 @@ def play(events):
 
 
 @settings(max_examples=40)
-@pytest.mark.stress
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 2**32)), max_size=80))
 def test_ledgers_say_what_happened(events):
     play(events)
 
 
-@pytest.mark.stress
 def test_a_long_run_comes_by_everything(full):
     chance = random.Random(0)
     seen = play([(chance.choice(EVENTS), chance.random()) for _ in range(600 if full else 400)])

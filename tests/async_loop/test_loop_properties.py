@@ -142,7 +142,6 @@ async def _run(options):
     return world, loop, steps
 
 
-@pytest.mark.stress
 @given(options=worlds)
 def test_bounds_are_kept_and_prompts_used_once(options):
     world, loop, steps = run_in_virtual_time(_run(options))

@@ -190,7 +190,6 @@ def play(options):
     return world, counts, left
 
 
-@pytest.mark.stress
 @settings(max_examples=settings().max_examples // 4)
 @given(options=worlds)
 def test_a_run_that_stops_anywhere_goes_on(options):
@@ -221,7 +220,6 @@ def check(world, counts, left):
             ]
 
 
-@pytest.mark.stress
 def test_long_runs_come_by_everything():
     seen = Counter()
     for batch_size, on_stale in ((3, "pace"), (1, "drop")):

@@ -9,13 +9,11 @@ import json
 from collections import Counter
 
 import numpy as np
-import pytest
 
 from primeblocks.capture import CaptureBounds, Recorder
 from primeblocks.capture.adapters.starlette import capture_app
 from tests.capture.chat_site import ADD, Engine, template
 
-pytestmark = pytest.mark.stress
 SESSIONS, REQUESTS = 3, 8  # of a round
 WEIRD = [
     *(None, True, -1, 0, 1e308, 1 << 70, "", "x", "\ud800", "\0", "<|im_end|>", [], {}, [[]]),

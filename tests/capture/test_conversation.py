@@ -74,7 +74,6 @@ class Engine:
 MOVES = ["go on", "edit", "retokenise", "again", "back", "repaint"]
 
 
-@pytest.mark.stress
 @given(
     turns=st.lists(
         st.tuples(

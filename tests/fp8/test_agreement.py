@@ -19,8 +19,6 @@ from primeblocks.fp8 import Recipe, Tile
 from primeblocks.fp8.reference import ReferenceGemm, runs
 from primeblocks.replay import measure_mismatch
 
-pytestmark = pytest.mark.stress  # Without checks of annotations, as in test_training.
-
 SIZES = Sizes(layers=2, hidden=64, vocabulary=16, experts=4, rows=8, length=32)
 RECIPE = Recipe(activations=Tile(1, 32), weights=Tile(32, 32))
 

@@ -142,7 +142,6 @@ def test_the_best_division_is_found(seed):
         assert side.gpu_bytes <= memory
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("seed", range(2))
 def test_more_of_anything_is_never_slower(seed):
     trainer, engine = random_tables(np.random.default_rng(seed), weights=2.0)

@@ -149,7 +149,6 @@ def loop(spread=None, *, on_stale="pace", bound=2, **changes):
     return planning.simulate(planning.Workload(spread, **workload), **{**options, **changes})
 
 
-@pytest.mark.stress
 def test_a_run_repeats_itself_and_other_seeds_do_not():
     first, again, other = (loop(seed=seed, steps=15) for seed in (1, 1, 2))
     assert first.steps == again.steps
@@ -169,7 +168,6 @@ def test_on_policy_nothing_overlaps():
     assert found.engine_idle == pytest.approx(11 / 24.2)
 
 
-@pytest.mark.stress
 def test_every_step_trains_a_batch_and_no_token_is_lost():
     found = loop(samples=2)
     assert all(len(step.lags) == 32 and len(step.tokens) == 64 for step in found.steps)
@@ -177,7 +175,6 @@ def test_every_step_trains_a_batch_and_no_token_is_lost():
     assert "lag of a group" in found.table()
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("on_stale", ["pace", "wait", "mask", "drop"])
 def test_the_bound_is_kept_as_promised(on_stale):
     found = loop(on_stale=on_stale, samples=2, steps=25, settle=5)
@@ -200,7 +197,6 @@ def distance(left, right):
     )
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("on_stale", ["pace", "wait", "drop"])
 def test_lengths_that_are_trained_on(on_stale, full):
     """What is trained on has the lengths of what was sampled, unless the slow are thrown away."""
@@ -227,7 +223,6 @@ def test_tools_take_time_and_leave_the_engine_to_others():
     assert tools.step_s == pytest.approx(plain.step_s + 2 * 7.0, rel=1e-6)
 
 
-@pytest.mark.stress
 def test_failures_are_tried_again_and_counted():
     found = loop(failure_rate=0.2, steps=20, retries=Retries(attempts=2, backoff_s=0.1))
     tried = 20 * 32 / 0.8
@@ -237,7 +232,6 @@ def test_failures_are_tried_again_and_counted():
     assert all(len(step.lags) == 32 for step in found.steps)  # batches are exact
 
 
-@pytest.mark.stress
 def test_the_slower_engine_gets_fewer_requests():
     fast, slow = shared(400.0), shared(100.0)
     one = loop(engines=[fast, fast], train_s=1.0, steps=20)
@@ -246,7 +240,6 @@ def test_the_slower_engine_gets_fewer_requests():
     assert mixed.step_s / one.step_s == pytest.approx(800 / 500, rel=0.1)
 
 
-@pytest.mark.stress
 def test_a_step_may_depend_on_its_tokens():
     found = loop(planning.constant(1000), train_s=lambda tokens: tokens / 1000, bound=0, steps=3)
     assert found.step_s == pytest.approx(13.2 + 32 + 1)
@@ -283,7 +276,6 @@ def marins(bound):
 
 
 # The other rows are in the benchmark.
-@pytest.mark.stress
 @pytest.mark.parametrize("row", [marin.BRANCH[bound] for bound in (0, 2, 4)], ids=str)
 def test_marins_rows(row):
     """Two numbers are fitted to 0, 1 and 4. The others are foretold, and the discards of all."""
@@ -294,18 +286,15 @@ def test_marins_rows(row):
     assert (0.1 < share < 0.25) if row.bound else share == 0
 
 
-@pytest.mark.stress
 def test_speed_up_on_marins_shape():
     assert marins(0).total_s / marins(4).total_s >= 2.12
 
 
-@pytest.mark.stress
 def test_throughput_reaches_the_bound_of_the_plan():
     split, found = planned(train_s=4.0, steps=18)
     assert split.async_s / found.step_s >= 0.95
 
 
-@pytest.mark.stress
 def test_no_gain_where_generation_takes_all_the_time():
     """UniRL #94: batches as a whole; then group by group, which does help."""
     engines = [planning.EngineModel(planning.decode_latency(step_s=0.008, request_s=0.0001))] * 8

@@ -310,7 +310,6 @@ def agents(count, *, seed):
     ]
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("seed", [1, 0, 2])
 def test_sessions_bound_to_a_saturated_engine_lose_its_cache_and_others_stand_idle(seed, full):
     """The collapse of prime-rl #3255 in small, and the route that avoids it."""

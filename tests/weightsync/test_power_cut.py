@@ -8,8 +8,6 @@ import pytest
 from primeblocks.weightsync.transports import FileTransport
 from tests.weightsync.test_directory import published, received
 
-pytestmark = pytest.mark.stress
-
 
 class Disk:
     """The files of a directory after a power cut: what was synced, as it was at that time."""

@@ -15,8 +15,6 @@ import pytest
 from tests.kvoffload.disk.faults import Fault, FaultySystem
 from tests.kvoffload.disk.small import assert_serves, content_of, key_of, open_tier, record, state
 
-pytestmark = pytest.mark.stress
-
 PAGES = 4
 # Replacing, replacing without a spare frame, runs that wrap, drops, clears, flushes, and keys that
 # take several pages of the index.

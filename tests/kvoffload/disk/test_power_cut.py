@@ -18,8 +18,6 @@ from tests.kvoffload.disk.small import (
     state,
 )
 
-pytestmark = pytest.mark.stress
-
 NUMBERS = [0, 1, 2, 3, 4, 5, 6, 100, 101, 102]
 PAGES = 6
 

@@ -97,13 +97,11 @@ def compare(history, policy, *, capacity):
     play(history, ledger, plain, check, capacity=capacity)
 
 
-@pytest.mark.stress
 @given(histories, st.integers(1, 4))
 def test_facts_equal_a_search_through_all_pages(history, capacity):
     compare(history, RolloutAware(1), capacity=capacity)
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("seed", range(8))
 def test_means_equal_a_search_through_all_pages(seed):
     compare(long_history(Random(seed)), RolloutAware(0), capacity=1 + seed % 4)

@@ -8,8 +8,6 @@ from primeblocks.kvoffload import PageKey
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
 from tests.kvoffload.store.schedules import Disk, Simulation
 
-pytestmark = pytest.mark.stress
-
 SCHEDULES = 600
 PAGES = [(number, version) for number in range(6) for version in range(8)]
 

@@ -17,8 +17,6 @@ from tests.kvoffload.conftest import FRAME, PAGE, SIZES
 from tests.kvoffload.memory_tier import MemoryTier
 from tests.kvoffload.store.calls import key_of, page_of
 
-pytestmark = pytest.mark.stress
-
 KEYS, SOON = 24, 30.0
 HIT = 128  # added to the number of a page that was loaded
 

@@ -12,8 +12,6 @@ from primeblocks.kvoffload.evict import RolloutAware, VersionAware, lru
 from tests.deadlines import HANG_S
 from tests.kvoffload.conftest import PAGE
 
-pytestmark = pytest.mark.stress
-
 KEYS = 24
 
 
