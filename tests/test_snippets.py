@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,9 +70,8 @@ HostTier(capacity_bytes=4096, **sizes).close()
 """
 
 
-def test_snippets_are_typed(tmp_path, monkeypatch):
+def test_snippets_are_typed(tmp_path):
     """By mypy, each page as one function, so that `await` is allowed; and what takes lists."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
     exec(LISTS, {})
     (tmp_path / "lists.py").write_text(LISTS)
     for page in PAGES:

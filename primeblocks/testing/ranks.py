@@ -41,7 +41,8 @@ _SETTLE_S = 0.5
 # A rank ends itself at the deadline. If it cannot, because it was stopped for example, it is ended
 # this much later.
 _GRACE_S = 5.0
-# A rank that has returned destroys its group and ends. A busy machine may take seconds for this.
+# A rank that has returned destroys its group and ends. Then the fork server reports its exit code.
+# A busy machine may take seconds for this.
 _LEAVE_S = 60.0
 
 _starting = threading.Lock()
@@ -296,7 +297,7 @@ class _Member:
 
     def _bury(self) -> None:
         """Settle a rank that hung up without a result: it is dead."""
-        exitcode = _ended(self.process, _GRACE_S)
+        exitcode = _ended(self.process, _LEAVE_S)
         stack = self.stack_file.read_text() if self.stack_file.exists() else ""
         how = "closed its pipe and still runs" if exitcode is None else how_it_ended(exitcode)
         death = _Failed(f"it {how}", died=True)

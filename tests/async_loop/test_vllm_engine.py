@@ -15,7 +15,7 @@ from primeblocks.async_loop.ledger import Draft
 from primeblocks.errors import EngineError, PrimeblocksError
 from primeblocks.testing import tiny_models
 from tests.deadlines import HANG_S, START_S
-from tests.engine_job import call
+from tests.engine_job import call, is_gone
 
 PROMPT = list(range(5, 25))
 pytestmark = pytest.mark.vllm
@@ -106,15 +106,7 @@ async def _hung(engine: Any) -> dict:
         os.kill(pid, signal.SIGSTOP)
     asked = await _outcome(engine.generate(PROMPT, max_tokens=4, timeout_s=1.0))
     closed = await _outcome(engine.close(timeout_s=2.0))
-    return {"asked": asked, "closed": closed, "left": [pid for pid in pids if _alive(pid)]}
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return {"asked": asked, "closed": closed, "left": [pid for pid in pids if not is_gone(pid)]}
 
 
 async def _see(folder: Path) -> dict:

@@ -300,7 +300,7 @@ def test_receivers_that_are_killed_lose_no_acknowledged_group(tmp_path, full):
     generator = np.random.default_rng(0)
     kills = 100 if full else 3
     address, seen = f"ipc://{tmp_path}/socket", tmp_path / "seen"
-    many = 17 * kills
+    many = 100 * kills  # Far more than the kills wait for.
     senders = [PROCESSES.Process(target=_send, args=(address, 1000 * i, many)) for i in range(2)]
     for each in senders:
         each.start()

@@ -50,7 +50,7 @@ def test_a_group_dropped_while_it_waits_for_room_is_settled():
             while 1 not in receiver._known:
                 await asyncio.sleep(0.01)
             with pytest.raises(DeadlineError):
-                await buffer.take(1, version=3, timeout_s=0.1, on_drop=receiver.settle)
+                await buffer.take(1, version=3, timeout_s=2.0, on_drop=receiver.settle)
             await waiting
             await sender.settled(timeout_s=HANG_S)
 

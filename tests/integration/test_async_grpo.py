@@ -5,7 +5,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 from primeblocks.errors import how_it_ended
 from tests.deadlines import JOB_S, START_S
 from tests.engine_job import ENVIRONMENT
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.example]
 
@@ -108,8 +108,7 @@ def shared_memory(out: Path) -> list[Path]:
 
 def test_two_nodes_share_no_memory_and_compute_trees(tmp_path):
     """Simulated by two agents on one machine, over its loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     nodes = [start_node(tmp_path, rank, port=port, steps=6) for rank in range(2)]
     logs = [tmp_path / f"node-{rank}" / "log" for rank in range(2)]
     try:

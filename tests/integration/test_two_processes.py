@@ -3,7 +3,6 @@
 import contextlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,15 +11,14 @@ import pytest
 
 from primeblocks.errors import how_it_ended
 from tests.deadlines import JOB_S
+from tests.ports import free_port
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two_processes.py"
 
 
 @pytest.mark.example
 def test_a_killed_engine_is_replaced_and_no_group_is_trained_on_twice(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     with contextlib.ExitStack() as stack:
 
         def start(side, **options):

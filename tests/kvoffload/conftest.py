@@ -2,7 +2,6 @@
 
 import inspect
 
-import jaxtyping
 import pytest
 
 from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
@@ -38,9 +37,3 @@ def patient(monkeypatch):
     """No tier is late: a busy machine would have it after a second, with another result."""
     defaults = inspect.unwrap(TieredStore.__init__).__kwdefaults__
     monkeypatch.setitem(defaults, "patience_s", HANG_S)
-
-
-@pytest.fixture
-def untyped(monkeypatch):
-    """Without the checks of annotations, as for a caller."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

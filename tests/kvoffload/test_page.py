@@ -92,19 +92,19 @@ def test_a_frame_is_the_smallest_multiple_of_4096_that_holds_a_page(page, attach
         ("recipe", ["\ud800"], "cannot be written"),
     ],
 )
-def test_a_key_that_cannot_be_written_is_refused_at_once(name, values, takes, untyped):
+def test_a_key_that_cannot_be_written_is_refused_at_once(name, values, takes):
     for value in values:
         with pytest.raises(PlanError, match=takes):
             PageKey(**{"salt": "s", "hash": b"h", name: value})
 
 
-def test_a_key_takes_numbers_of_numpy(untyped):
+def test_a_key_takes_numbers_of_numpy():
     key = PageKey("s", b"h", group=np.uint8(3), version=np.int64(7))
     assert (key, key.group, key.version) == (PageKey("s", b"h", 3, 7), 3, 7)
 
 
 @pytest.mark.parametrize("wrong", [{"routes": 5}, {"routes": "text"}, {"routes": None}, {3: b""}])
-def test_attachments_that_are_not_bytes_are_refused(wrong, untyped):
+def test_attachments_that_are_not_bytes_are_refused(wrong):
     """A number would be packed as that many zeros."""
     with pytest.raises(UsageError, match="from names to bytes"):
         pack_attachments(wrong)

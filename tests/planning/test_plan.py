@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -52,8 +51,7 @@ def test_nonsense_is_refused(broken):
         broken()
 
 
-def test_a_table_of_throughputs_is_refused(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
+def test_a_table_of_throughputs_is_refused():
     with pytest.raises(UsageError, match="tokens_per_s must be a function"):
         planning.EngineModel({1: 10.0})
 

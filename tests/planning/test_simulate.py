@@ -4,7 +4,6 @@ import asyncio
 import functools
 import math
 
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -264,8 +263,7 @@ def test_nonsense_is_refused(broken):
 
 
 @pytest.mark.parametrize("train_s", [planning.constant(1), -1.0, math.nan], ids=str)
-def test_a_step_takes_seconds_or_a_function(train_s, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
+def test_a_step_takes_seconds_or_a_function(train_s):
     with pytest.raises(UsageError, match="train_s must be seconds"):
         loop(train_s=train_s, steps=2)
 

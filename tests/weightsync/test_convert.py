@@ -1,6 +1,5 @@
 """Conversions in plain torch, recorded: what moves, shard by shard, and back."""
 
-import jaxtyping
 import pytest
 import torch
 from hypothesis import given
@@ -209,7 +208,6 @@ def test_other_tensors_than_those_recorded_are_refused():
         record_wiring(dict, wiring.sources, other)
 
 
-def test_tensors_are_not_a_manifest(monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_tensors_are_not_a_manifest():
     with pytest.raises(PlanError, match=r"expected a manifest from describe\(\); got Linear"):
         record_wiring(dict, torch.nn.Linear(2, 2))

@@ -11,6 +11,7 @@ import pytest
 from primeblocks.errors import DeadlineError, EngineError, UnsupportedError
 from primeblocks.weightsync.adapters.httpx import JsonServer
 from tests.deadlines import HANG_S
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ def serve():
     yield start
     stop.set()
     for listener in listeners:
+        listener.shutdown(socket.SHUT_RDWR)  # Closing alone would not end an `accept`.
         listener.close()
     for thread in threads:
         thread.join(HANG_S)
@@ -132,8 +134,7 @@ def test_no_proxy_is_asked(serve, monkeypatch):
 
 
 def test_no_server():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    port = free_port()
     for host in ("127.0.0.1", "localhost"):
         server = JsonServer(f"http://{host}:{port}")
         with pytest.raises(EngineError, match="ConnectError: All connection attempts failed"):

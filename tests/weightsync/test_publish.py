@@ -4,7 +4,6 @@ import re
 from contextlib import suppress
 from datetime import timedelta
 
-import jaxtyping
 import pytest
 import torch
 import torch.distributed as dist
@@ -219,8 +218,7 @@ def test_the_group_must_fit_the_plan(alone):
 
 
 @pytest.mark.parametrize("full_every", [0, 2.5, True])
-def test_what_does_not_count_versions_is_refused(alone, full_every, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_what_does_not_count_versions_is_refused(alone, full_every):
     weights, plan, transport = alone
     with pytest.raises(UsageError, match=f"full_every must be .*; got {full_every}"):
         Publisher(plan, weights, transport, full_every=full_every)

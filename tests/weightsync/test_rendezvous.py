@@ -3,7 +3,6 @@
 import os
 import uuid
 
-import jaxtyping
 import pytest
 import torch
 import torch.distributed as dist
@@ -143,8 +142,7 @@ def test_float8_weights_are_announced(is_renamed, tmp_path):
     assert len(held) == len(wanted) + 1
 
 
-def test_a_dtype_is_not_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_a_dtype_is_not_its_name(tmp_path):
     with (
         _end("file", tmp_path, True) as transport,
         pytest.raises(PlanError, match="dtype must be a torch.dtype, .*; got 'bfloat16'"),

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -30,8 +29,7 @@ ODD = {
 
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize(("odd", "said"), ODD.values(), ids=ODD)
-def test_what_is_no_tensors_by_name_is_refused_on_both_sides(odd, said, planned, monkeypatch):
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # As for a caller.
+def test_what_is_no_tensors_by_name_is_refused_on_both_sides(odd, said, planned):
     mine = {"a": torch.ones(4, 3), "b": torch.ones(5)}
     plan = plan_sync([describe(mine)], describe(mine), bucket_bytes=64) if planned else None
     for engine in (odd, lambda: odd):

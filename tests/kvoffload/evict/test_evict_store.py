@@ -6,8 +6,9 @@ import pytest
 from primeblocks.errors import UsageError
 from primeblocks.kvoffload import PageKey, TieredStore
 from primeblocks.kvoffload.evict import RolloutAware, VersionAware
+from tests.kvoffload.memory_tier import SOON
 
-PAGE, SOON = 48, 5.0
+PAGE = 48
 
 
 def key_of(name, number, version=0):

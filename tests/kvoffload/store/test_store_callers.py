@@ -15,6 +15,8 @@ from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 from tests.kvoffload.store.calls import key_of, load, page_of, save
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 def in_child(body):
     """Return what `body` returns in a forked child, which leaves without any clean-up."""

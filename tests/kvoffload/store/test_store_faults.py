@@ -18,6 +18,8 @@ from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 from tests.kvoffload.store.calls import key_of, load, page_of, save
 
+pytestmark = pytest.mark.usefixtures("patient")
+
 
 @pytest.mark.parametrize("answer", [RuntimeError("a client of C++"), []])
 def test_a_tier_that_does_not_say_what_it_holds_costs_a_miss(host, memory, answer):

@@ -14,10 +14,10 @@ import pytest
 from primeblocks.errors import UsageError, how_it_ended
 from primeblocks.kvoffload import DiskTier, HostTier, TieredStore
 from tests.kvoffload.conftest import FRAME, PAGE, SIZES
-from tests.kvoffload.memory_tier import MemoryTier
+from tests.kvoffload.memory_tier import SOON, MemoryTier
 from tests.kvoffload.store.calls import key_of, page_of
 
-KEYS, SOON = 24, 30.0
+KEYS = 24
 HIT = 128  # added to the number of a page that was loaded
 
 

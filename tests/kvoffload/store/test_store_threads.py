@@ -95,6 +95,7 @@ class Caller:
             assert np.array_equal(into, before), "written after it was given up"
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     "evict", [lru, VersionAware(1), RolloutAware(1)], ids=["lru", "version aware", "rollout aware"]
 )

@@ -335,9 +335,7 @@ def test_routes_and_loads_within_a_step_are_refused(adapter):
         make_spec(adapter, pool_pages=4, routes=8, extra=within)
 
 
-def test_a_release_that_stores_pages_of_ended_requests_is_not_scheduled_ahead(
-    adapter, monkeypatch, untyped
-):
+def test_a_release_that_stores_pages_of_ended_requests_is_not_scheduled_ahead(adapter, monkeypatch):
     config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
     monkeypatch.setattr(adapter.spec.vllm, "__version__", "0.33.0")
     with pytest.raises(UnsupportedError, match="async_scheduling=False"):
