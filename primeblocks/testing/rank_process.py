@@ -104,7 +104,7 @@ def _join(seat: Seat) -> None:
         timeout=timedelta(seconds=seat.timeout_s),
     )
     # A rank that dies in its body would otherwise break the join of a peer that still connects.
-    store.set(f"joined {seat.rank}", b"")
+    store.set(f"joined {seat.rank}", "")
     store.wait([f"joined {rank}" for rank in range(seat.world_size)])
 
 
