@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,13 +37,10 @@ def pieces_in_order(
     if order == "balanced":
         return _balanced(paid, tokens, ranks, chunk_tokens)
     if order == "zigzag":
-        cuts = [tokens * i // (2 * ranks) for i in range(2 * ranks + 1)]
-        early = [(cuts[r], cuts[r + 1]) for r in range(ranks)]
-        late = [(cuts[2 * ranks - 1 - r], cuts[2 * ranks - r]) for r in range(ranks)]
-        return [[one, other] for one, other in zip(early, late, strict=True)]
+        parts = list(pairwise(tokens * i // (2 * ranks) for i in range(2 * ranks + 1)))
+        return [[parts[rank], parts[-1 - rank]] for rank in range(ranks)]
     if order == "contiguous":
-        cuts = [tokens * r // ranks for r in range(ranks + 1)]
-        return [[(cuts[r], cuts[r + 1])] for r in range(ranks)]
+        return [[part] for part in pairwise(tokens * i // ranks for i in range(ranks + 1))]
     raise PlanError(f"order must be one of {list(ORDERS)}; got {order!r}.")
 
 

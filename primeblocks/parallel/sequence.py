@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property, wraps
 from itertools import pairwise
 from numbers import Integral
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from .orders import costs_before, merge_pieces, pieces_in_order
 
 __all__ = ["Run", "SequencePlan", "check_plan", "kept_on_plan", "plan_sequence"]
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -280,7 +279,7 @@ class SequencePlan:
             )
 
 
-def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callable[..., R]:
+def kept_on_plan(function: Callable[Concatenate[SequencePlan, ...], R]) -> Callable[..., R]:
     """Cache a function's result on the plan, with the other arguments as the key. Pure.
 
     The result lives as long as the plan. Therefore the recomputation of a checkpointed layer finds
@@ -288,12 +287,12 @@ def kept_on_plan(function: Callable[Concatenate[SequencePlan, P], R]) -> Callabl
     """
 
     @wraps(function)
-    def call(sequence: SequencePlan, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(sequence: SequencePlan, *args: Any) -> R:
         kept: dict[Any, R] = sequence.__dict__.setdefault("_kept", {})
-        key = (function, args, tuple(kwargs.items()))
+        key = (function, args)
         if key not in kept:
             with torch.inference_mode(False):  # A training step may use the result later.
-                kept[key] = function(sequence, *args, **kwargs)
+                kept[key] = function(sequence, *args)
         return kept[key]
 
     return call

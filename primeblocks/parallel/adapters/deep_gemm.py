@@ -43,9 +43,7 @@ def quantize_vectors(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a machine without DeepGEMM, or a device for which DeepGEMM has no kernel.
-
-    Local.
+    """Refuse a machine without DeepGEMM, or a device for which DeepGEMM has no kernel. Local.
 
     Raises:
         UnsupportedError: `device` is not a CUDA device of compute capability 9 or 10.

@@ -208,11 +208,7 @@ def use_dispatcher(target: Any, make: Make = dispatcher_for) -> tuple[str, ...]:
         tested: tuple[type, ...] = (LocalTokenDispatcher, AllToAllTokenDispatcher, ForTorchtitan)
     else:
         found = [(name, config) for name, config, *_ in target.traverse(RoutedExperts.Config)]
-        tested = (
-            LocalTokenDispatcher.Config,
-            AllToAllTokenDispatcher.Config,
-            ForTorchtitan.Config,
-        )
+        tested = (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config, ForTorchtitan.Config)
     if not found:
         raise UnsupportedError(
             f"{type(target).__qualname__} does not contain RoutedExperts of torchtitan {_TESTED}. "

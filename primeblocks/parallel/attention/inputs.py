@@ -73,7 +73,9 @@ def checked(
         batch = q.shape[0] if q.ndim == 4 else None
         if sinks is not None and sinks.ndim == 1 and batch is not None:
             sinks = sinks.repeat(batch)
-        q, k, v = (_fold(autocast(x)) for x in (q, k, v))
+        q, k, v = (autocast(x) for x in (q, k, v))
+        if batch is not None:
+            q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in (q, k, v))
         _check_shapes(q, k, v, sinks)
         sequence.check_tokens(group, q=q, k=k, v=v)
         check_alike(q=q, k=k, v=v)
@@ -91,10 +93,8 @@ def checked(
             "batch": batch,
             "sinks": sinks is not None,
             **({} if sinks is None else facts_of("sinks", sinks)),
-            **facts_of("q", q),
-            **facts_of("k", k),
-            **facts_of("v", v),
         }
+        call.facts |= facts_of("q", q) | facts_of("k", k) | facts_of("v", v)
     return Inputs(q, k, v, sinks, spec, chosen, batch)
 
 
@@ -117,10 +117,6 @@ def _default(spec: AttentionSpec, q: Tensor, value_dim: int) -> AttentionKernel:
             flash.check(spec, q, value_dim)
             return flash
     return RectangleKernel()
-
-
-def _fold(x: Tensor) -> Tensor:
-    return x.transpose(0, 1).flatten(1, 2) if x.ndim == 4 else x
 
 
 def autocast(x: Tensor) -> Tensor:

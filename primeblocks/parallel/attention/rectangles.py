@@ -13,7 +13,7 @@ from torch import Tensor
 from ..sequence import SequencePlan, kept_on_plan
 from .kernel import Hop, accumulator_dtype, chains, rows_before, seen_ranges
 
-__all__ = ["FusedRectangle", "OnlineSoftmax", "RectangleKernel", "rectangles_of"]
+__all__ = ["FusedRectangle", "RectangleKernel", "rectangles_of"]
 
 # Rows of keys, as (start, stop).
 Ranges = tuple[tuple[int, int], ...]
@@ -31,10 +31,19 @@ class RectangleKernel:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, hop: Hop) -> tuple[Tensor, Tensor]:
         q, k, v = _side_by_side(q, k, v)
-        merge = OnlineSoftmax(q, v)
+        dtype = accumulator_dtype(q)
+        out = torch.zeros(*q.shape[:2], v.shape[2], dtype=dtype, device=q.device)
+        lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
         for rows, keys, fused in rectangles_of(hop, q.device):
-            merge.add(rows, *fused.forward(q[rows], _taken(k, keys), _taken(v, keys)))
-        return merge.out, merge.lse
+            more_out, more_lse = fused.forward(q[rows], _taken(k, keys), _taken(v, keys))
+            # Online softmax (arXiv:1805.02867): `out` is normalised over the keys so far.
+            total = torch.logaddexp(lse[rows], more_lse)
+            # `total` is -inf if a query has not seen a key yet.
+            safe = total.masked_fill(total == -torch.inf, 0.0)
+            out[rows] *= (lse[rows] - safe).exp().unsqueeze(-1)
+            out[rows] += more_out * (more_lse - safe).exp().unsqueeze(-1)
+            lse[rows] = total
+        return out, lse
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, hop: Hop
@@ -65,31 +74,6 @@ def _add(total: Tensor, ranges: Ranges, more: Tensor) -> None:
 def _side_by_side(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Make the numbers of a head contiguous. Fused kernels need this and do not check it."""
     return tuple(x if x.stride(2) == 1 else x.contiguous() for x in tensors)
-
-
-class OnlineSoftmax:
-    """The attention of some queries, to which keys are added in parts.
-
-    Sums are kept in float32, or in float64 for float64. `out` is normalised over the keys that were
-    added so far. `lse` is the logarithm of the sum of exponentials.
-
-    Source: arXiv:1805.02867 (online softmax).
-    """
-
-    def __init__(self, q: Tensor, v: Tensor) -> None:
-        dtype = accumulator_dtype(q)
-        self.out = torch.zeros(*q.shape[:2], v.shape[2], dtype=dtype, device=q.device)
-        self.lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
-
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Add the attention of `rows` to more keys."""
-        before = self.lse[rows]
-        total = torch.logaddexp(before, lse)
-        # `total` is -inf if a query has not seen a key yet.
-        safe = total.masked_fill(total == -torch.inf, 0.0)
-        self.out[rows] *= (before - safe).exp().unsqueeze(-1)
-        self.out[rows] += out * (lse - safe).exp().unsqueeze(-1)
-        self.lse[rows] = total
 
 
 def rectangles_of(hop: Hop, device: torch.device) -> Iterator[tuple[slice, Ranges, FusedRectangle]]:

@@ -16,13 +16,7 @@ from ...layout import local_part
 from ..attention.inputs import autocast
 from .dispatcher import TokenDispatcher
 
-__all__ = [
-    "GroupedExperts",
-    "GroupedMm",
-    "expert_linear",
-    "grouped_linear",
-    "grouped_swiglu",
-]
+__all__ = ["GroupedExperts", "GroupedMm", "expert_linear", "grouped_linear", "grouped_swiglu"]
 
 GroupedMm = Callable[[str, Tensor, Tensor, Tensor], Tensor]
 """A product of grouped rows: (name of the weight, tokens, weight, offsets on the same device)."""

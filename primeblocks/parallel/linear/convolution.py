@@ -1,9 +1,14 @@
-"""Causal convolution over documents whose tokens are on several ranks."""
+"""Causal convolution over documents whose tokens are on several ranks.
+
+The checks of operands at the end of the file are also those of recurrences.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,11 +16,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...errors import ShapeError
-from ...groups import agreed, all_to_all_rows, outside_graphs
-from ..sequence import Run, SequencePlan, kept_on_plan
-from .inputs import as_they_are, checked_facts, shapes
+from ...groups import agreed, all_to_all_rows, check_tensors, facts_of, outside_graphs
+from ..sequence import Run, SequencePlan, check_plan, kept_on_plan
 
-__all__ = ["Halo", "causal_conv1d", "find_halo"]
+__all__ = ["Halo", "as_they_are", "causal_conv1d", "checked_facts", "find_halo", "shapes"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def as_they_are(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function without autocast, which would narrow sums that are promised in float32."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+        with torch.autocast(next((x.device.type for x in given), "cpu"), enabled=False):
+            return function(*args, **kwargs)
+
+    return call
 
 
 @outside_graphs
@@ -67,29 +86,23 @@ def causal_conv1d(
                 f"bias must have one number per channel, [{x.shape[1]}]; got {shapes(bias)}."
             )
         sequence.check_tokens(group, x=x)
-    rank = group.rank()
-    table = _table(sequence, rank, weight.shape[1] - 1, x.device)
-    rows = table.halo.fetch(x, group=group)
-    padded = rows.index_select(0, table.padded).to(weight.dtype)
+    halo, places, kept = _tables(sequence, group.rank(), weight.shape[1] - 1, x.device)
+    padded = halo.fetch(x, group=group).index_select(0, places).to(weight.dtype)
     out = F.conv1d(padded.T.unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
-    return out[0].T.index_select(0, table.kept).to(x.dtype)
-
-
-@dataclass(frozen=True)
-class _Table:
-    halo: Halo
-    padded: Tensor
-    """Rows of the exchange's result: each run after its context"""
-    kept: Tensor
-    """Outputs of the convolution of `padded` that belong to own tokens"""
+    return out[0].T.index_select(0, kept).to(x.dtype)
 
 
 @kept_on_plan
-def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) -> _Table:
+def _tables(
+    sequence: SequencePlan, rank: int, reach: int, device: torch.device
+) -> tuple[Halo, Tensor, Tensor]:
+    """Return the exchange, the rows of its result to convolve (each run after its context), and
+    the outputs of the convolution that belong to own tokens.
+    """
     halo = find_halo(
         sequence, rank, lambda run: max(run.document, run.start - reach), device=device
     )
-    padded, kept, place = [], [], 0
+    padded, kept, place = [], [torch.zeros(0, dtype=torch.int64)], 0
     for run in sequence.runs(rank):
         tokens = run.stop - run.start
         inside = min(reach, run.start - run.document)
@@ -98,14 +111,11 @@ def _table(sequence: SequencePlan, rank: int, reach: int, device: torch.device) 
         padded += [zeros, context, torch.arange(run.offset, run.offset + tokens)]
         kept.append(torch.arange(place, place + tokens))
         place += reach + tokens
-    nothing = torch.zeros(0, dtype=torch.int64)
     if not padded:
         # One output to discard: the backward of the exchange needs every rank, and `weight` needs a
         # gradient of zero instead of None.
         padded.append(torch.zeros(reach + 1, dtype=torch.int64))
-    return _Table(
-        halo, torch.cat([nothing, *padded]).to(device), torch.cat([nothing, *kept]).to(device)
-    )
+    return halo, torch.cat(padded).to(device), torch.cat(kept).to(device)
 
 
 @dataclass(frozen=True)
@@ -189,3 +199,22 @@ def _wanted(
     before = [sequence.row_of_token[first(run) : run.start] for run in sequence.runs(rank)]
     rows = torch.cat([torch.zeros(0, dtype=torch.int64), *before]).unique()
     return rows[(rows < bounds[rank]) | (rows >= bounds[rank + 1])]
+
+
+def checked_facts(
+    sequence: SequencePlan, group: dist.ProcessGroup, **operands: Tensor
+) -> dict[str, object]:
+    """Check this rank's arguments, and return the facts that must be equal on all ranks. Local."""
+    check_plan(sequence, group)
+    check_tensors(**operands)
+    odd = {name: x.dtype for name, x in operands.items() if not x.is_floating_point()}
+    if odd:
+        raise ShapeError(f"all operands must be floating-point; got {odd}.")
+    found: dict[str, object] = {"plan": sequence.fingerprint, "operands": " ".join(operands)}
+    for name, x in operands.items():
+        found |= facts_of(name, x)
+    return found
+
+
+def shapes(*tensors: Tensor) -> str:
+    return ", ".join(str(tuple(x.shape)) for x in tensors)

@@ -53,13 +53,7 @@ def chunk_gated_delta_rule(
 
 
 def chunk_state_space(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    chunk_size: int = 64,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, chunk_size: int = 64
 ) -> tuple[Tensor, Tensor]:
     """`S = exp(dt A) S + (dt x) B^T; y = S C`, token by token: Mamba-2 without the skip `D x`.
 

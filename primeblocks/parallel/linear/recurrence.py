@@ -18,11 +18,13 @@ from torch import Tensor
 from ...errors import ShapeError
 from ...groups import agreed, outside_graphs
 from ..sequence import Run, SequencePlan, kept_on_plan
-from .inputs import as_they_are, checked_facts, shapes
+from .convolution import as_they_are, checked_facts, shapes
 from .kernels import chunk_gated_delta_rule, chunk_state_space
 from .scan import cut_runs, scan_states
 
 __all__ = ["RunBatches", "gated_delta_rule", "run_batches", "state_space"]
+
+_Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 
 @outside_graphs
@@ -196,12 +198,7 @@ class _Probe(NamedTuple):
 
 
 def _probe_delta(
-    kernel: Callable[..., tuple[Tensor, Tensor]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
+    kernel: _Kernel, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> _Probe:
     runs, _, heads, key_dim = k.shape
     if not runs:
@@ -219,12 +216,7 @@ def _probe_delta(
 
 
 def _probe_state_space(
-    kernel: Callable[..., tuple[Tensor, Tensor]],
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
+    kernel: _Kernel, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor
 ) -> _Probe:
     dtype = _wide(x)
     decay = (dt.to(dtype) * A.to(dtype)).cumsum(1).exp()

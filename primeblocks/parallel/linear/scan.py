@@ -48,7 +48,8 @@ def scan_states(
     chains, rank = _chains(sequence), group.rank()
     if not chains.receivers_by_step:
         return torch.zeros_like(updates)
-    heads = _shares(updates.shape[1], sequence.ranks)
+    total, ranks = updates.shape[1], sequence.ranks
+    heads = [total * (r + 1) // ranks - total * r // ranks for r in range(ranks)]
     summaries = _send_summaries(updates, transitions, chains, heads, group)
     states = _compose(*summaries, chains)
     arrived = _return_states(states, chains, heads, group)
@@ -192,10 +193,6 @@ def _return_states(
         group=group,
     )
     return arrived.view(sum(heads), own, *shape).transpose(0, 1)
-
-
-def _shares(heads: int, ranks: int) -> list[int]:
-    return [heads * (r + 1) // ranks - heads * r // ranks for r in range(ranks)]
 
 
 def _rows(rows: list[int]) -> Tensor:

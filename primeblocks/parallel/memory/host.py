@@ -110,11 +110,7 @@ class HostMemory:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        *,
-        chunk_bytes: int = 64 << 20,
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, chunk_bytes: int = 64 << 20
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(

@@ -125,10 +125,9 @@ def _of_latents(module: Any) -> Callable[..., Tensor] | None:
     given: dict[str, Any] = {}
     if isinstance(asked, partial) and not asked.args:
         asked, given = asked.func, asked.keywords
-    layer = getattr(module, "kv_b_proj", None)
-    hooks = layer is not None and has_hooks(layer)
+    layer: Any = getattr(module, "kv_b_proj", None)
     plain = type(layer) is nn.Linear and "forward" not in vars(layer) and layer.bias is None
-    if not plain or hooks or not given.keys() <= {"kernel", "check"}:
+    if not plain or has_hooks(layer) or not given.keys() <= {"kernel", "check"}:
         return None
     found = next((latent for own, latent in _LATENT if own is asked), None)
     return None if found is None else partial(found, **given)

@@ -10,6 +10,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ....errors import PlanError, UnsupportedError
-from ....groups import agreed
+from ....groups import Call, agreed
 from ....layout import Shard, layout_of, local_part
 from .checkpoint_files import open_checkpoint, with_numbers
 from .deferred import Deferred
@@ -37,6 +38,7 @@ _UNREADABLE = (
 )  # fmt: skip
 
 __all__ = [
+    "all_agreed",
     "backend_device",
     "class_before",
     "load_pretrained",
@@ -81,19 +83,18 @@ def load_pretrained(
     """
     refuse_adapters(model)
     reshard(model)
-    everyone, first = dist.group.WORLD, dist.get_rank() == 0
-    assert everyone is not None
-    device = backend_device(next(model.parameters()))
+    first = dist.get_rank() == 0
     wanted: dict[str, Deferred] = {}
     boxes: dict[str, Shard] = {}
     for turn in (True, False):  # Rank 0 goes first, to fetch, and to name mistakes.
-        with agreed("load_pretrained", group=everyone, device=device) as call:
+        with all_agreed("load_pretrained", model) as call:
             call.facts["turn"] = turn
             if turn == first:
-                wanted, boxes = _plan(model, path), _boxes(model)
-    with agreed("load_pretrained", group=everyone, device=device) as call:
+                wanted = _plan(model, path)
+                boxes = {name: layout_of(x).shard for name, x in model.state_dict().items()}
+    with all_agreed("load_pretrained", model) as call:
         call.facts["the checkpoint"] = f"{_stored_bytes(wanted)} bytes"
-    with agreed("load_pretrained, at its end", group=everyone, device=device):
+    with all_agreed("load_pretrained, at its end", model):
         try:
             _fill(model, path, wanted, boxes, progress)
         except (OSError, SafetensorError) as error:
@@ -180,10 +181,6 @@ def _warn_of_others(model: PreTrainedModel, names: set[str]) -> None:
                       stacklevel=4)  # fmt: skip
 
 
-def _boxes(model: PreTrainedModel) -> dict[str, Shard]:
-    return {name: layout_of(x).shard for name, x in model.state_dict().items()}
-
-
 def _fill(
     model: PreTrainedModel,
     path: str | Path,
@@ -249,6 +246,13 @@ def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+
+
+def all_agreed(name: str, model: nn.Module) -> AbstractContextManager[Call]:
+    """Call `agreed` over all ranks, on the device from which the backend sends."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    return agreed(name, group=everyone, device=backend_device(next(model.parameters())))
 
 
 def backend_device(tensor: Tensor) -> str:

@@ -23,14 +23,7 @@ from ....errors import PlanError, UnsupportedError
 from ....layout import Shard
 from .deferred import Deferred
 
-__all__ = [
-    "Numbers",
-    "Stored",
-    "header",
-    "in_file_order",
-    "open_checkpoint",
-    "with_numbers",
-]
+__all__ = ["Numbers", "Stored", "header", "in_file_order", "open_checkpoint", "with_numbers"]
 
 # safetensors stores tensors in this order of dtypes, the last ones first.
 _DTYPES = {

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,10 @@ from transformers.modeling_utils import split_torch_state_dict_into_shards
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ....errors import PlanError, shown
-from ....groups import Call, agreed
 from ....layout import Shard, layout_of, local_part
-from .checkpoint import backend_device, class_before, refuse_adapters, reshard
+from .checkpoint import all_agreed, backend_device, class_before, refuse_adapters, reshard
 from .checkpoint_files import header, in_file_order
-from .deferred import Deferred, TensorPiece
+from .deferred import Deferred
 
 __all__ = ["save_pretrained"]
 
@@ -63,12 +61,12 @@ def save_pretrained(
     """
     refuse_adapters(model)
     reshard(model)
-    with _as_before(model), _agreed(model) as call:
+    with _as_before(model), all_agreed("save_pretrained", model) as call:
         tensors: dict[str, Any] = revert_weight_conversion(model, _deferred(model))
         split = _split(tensors, max_shard_size)
         # Every rank plans the files, so the plans must be equal.
         call.facts["max_shard_size"] = max_shard_size
-    with _as_before(model), _agreed(model):  # All but the weights.
+    with _as_before(model), all_agreed("save_pretrained", model):  # All but the weights.
         _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
     boxes, problem, done = _boxes(model), None, count(1)
 
@@ -79,7 +77,7 @@ def save_pretrained(
     for file, names in split.filename_to_tensors.items():
         held = {name: tensors[name] for name in names}
         problem = _write(Path(path) / file, held, boxes, problem, tell)
-    with _agreed(model):
+    with all_agreed("save_pretrained", model):
         if problem is not None:
             raise problem
         _on_first(path, partial(_finish, model, Path(path), split))
@@ -118,27 +116,20 @@ def _finish(model: PreTrainedModel, path: Path, split: Any) -> None:
     (path / older).unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A tensor of the model, of which each rank has a part."""
+class _Held(NamedTuple):
+    """A tensor of the model, of which each rank has a part, with its whole shape and its dtype."""
 
     name: str
     tensor: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
+    shape: torch.Size
+    dtype: torch.dtype
 
 
 def _deferred(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by the model's names, with tied weights once."""
     left_out = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
-    state = model.state_dict()
-    return {name: Deferred.of(_Held(name, state[name])) for name in state if name not in left_out}
+    held = (_Held(name, x, x.shape, x.dtype) for name, x in model.state_dict().items())
+    return {each.name: Deferred.of(each) for each in held if each.name not in left_out}
 
 
 def _boxes(model: PreTrainedModel) -> list[dict[str, Shard]]:
@@ -205,7 +196,8 @@ def _send(tensor: Deferred) -> None:
         box = _sent_box(held)
         part = None if box is None else piece.filled_by(box)
         if box is not None and part is not None:
-            dist.send(_staged(held, part, box), 0)
+            cut = local_part(held).detach()[part.box.within(box).slices]
+            dist.send(cut.to(backend_device(held)).contiguous(), 0)
 
 
 def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
@@ -229,19 +221,6 @@ def _receive(tensor: Deferred, boxes: list[dict[str, Shard]]) -> Tensor:
             dist.recv(staged, rank)
             target.copy_(part.arrange(staged))
     return out
-
-
-def _staged(held: Tensor, part: TensorPiece, box: Shard) -> Tensor:
-    """Return this rank's part of the box, on the device from which the backend sends."""
-    cut = local_part(held).detach()[part.box.within(box).slices]
-    return cut.to(backend_device(held)).contiguous()
-
-
-def _agreed(model: PreTrainedModel) -> AbstractContextManager[Call]:
-    everyone = dist.group.WORLD
-    assert everyone is not None
-    device = backend_device(next(model.parameters()))
-    return agreed("save_pretrained", group=everyone, device=device)
 
 
 @contextmanager

@@ -131,15 +131,10 @@ def _same(x: Deferred, *_: Any, dtype: torch.dtype | None = None, **__: Any) -> 
     return Deferred(x.shape, x.dtype if dtype is None else dtype, x.pieces)
 
 
-def _box(x: Deferred, dim: int, start: int, stop: int) -> Shard:
+def _narrow(x: Deferred, dim: int, start: int, stop: int) -> Deferred:
     offsets, sizes = [0] * x.ndim, list(x.shape)
     offsets[dim], sizes[dim] = start, stop - start
-    return Shard(tuple(offsets), tuple(sizes))
-
-
-def _narrow(x: Deferred, dim: int, start: int, stop: int) -> Deferred:
-    box = _box(x, dim, start, stop)
-    return Deferred(box.sizes, x.dtype, list(x.within(box)))
+    return Deferred(sizes, x.dtype, list(x.within(Shard(tuple(offsets), tuple(sizes)))))
 
 
 def _slice(

@@ -235,7 +235,8 @@ def _choose(call: _Call, indexer: IndexerInputs, k: int) -> Tensor:
     latents, sequence, group = call.latents, call.sequence, call.group
     with agreed("an indexer", latents, group=group, check=call.engines.check) as agreement:
         check_plan(sequence, group)
-        tokens = sequence.counts[group.rank()]
+        rank = group.rank()
+        tokens = sequence.counts[rank]
         if latents.shape[0] != tokens:
             raise ShapeError(
                 f"the plan gives this rank {tokens} tokens, but the model was called with "
@@ -250,12 +251,7 @@ def _choose(call: _Call, indexer: IndexerInputs, k: int) -> Tensor:
         }
     call.whole, keys = gather_tokens(latents, indexer.k, sequence=sequence, group=group)
     return select(
-        indexer,
-        keys,
-        selector=TopK(k),
-        sequence=sequence,
-        rank=group.rank(),
-        scores=call.engines.scores,
+        indexer, keys, selector=TopK(k), sequence=sequence, rank=rank, scores=call.engines.scores
     )
 
 

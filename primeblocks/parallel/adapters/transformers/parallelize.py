@@ -23,12 +23,7 @@ from ...sequence import SequencePlan
 from .attention import Context, install_attention, install_recurrence, recurrent_layers
 from .checkpoint import materialize
 from .experts import experts_of, install_experts, routers_of
-from .indexed import (
-    IndexedAttention,
-    indexed_attentions,
-    install_indexed_attention,
-    scorers_of,
-)
+from .indexed import IndexedAttention, indexed_attentions, install_indexed_attention, scorers_of
 
 __all__ = ["FAMILIES", "local_inputs", "parallelize"]
 

@@ -187,21 +187,15 @@ class _Sparse(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         q, kv, sinks, indices, out, lse = ctx.saved_tensors
-        settings, grad = ctx.settings, grads[0].contiguous()
-        (whole,) = gather_tokens(kv, sequence=settings.entries, group=settings.group)
+        entries, group, rows, scale, kernel = ctx.settings
+        grad = grads[0].contiguous()
+        (whole,) = gather_tokens(kv, sequence=entries, group=group)
         with torch.autocast(q.device.type, enabled=False):
-            dq, dkv = settings.kernel.backward(
-                grad,
-                q,
-                _grouped(whole),
-                indices,
-                out,
-                lse,
-                rows=settings.rows,
-                scale=settings.scale,
+            dq, dkv = kernel.backward(
+                grad, q, _grouped(whole), indices, out, lse, rows=rows, scale=scale
             )
         del whole
-        dkv = scatter_gradients(dkv, sequence=settings.entries, group=settings.group)
+        dkv = scatter_gradients(dkv, sequence=entries, group=group)
         of_sinks = None if sinks is None else gradient_of_sinks(grad, out, lse, sinks)
         return dq, dkv.reshape(kv.shape).to(kv.dtype), of_sinks, None, None, None
 
@@ -239,16 +233,15 @@ def checked_facts(
         _check_indices(indices, q, groups)
     if not isinstance(scale, float | int | None):
         raise PlanError(f"scale must be a number; got {scale!r}.")
-    return {
+    facts = {
         "plan": sequence.fingerprint,
         "entries": entries.fingerprint,
         "rows": rows,
         "scale": scale,
         "sinks": sinks is not None,
         **({} if sinks is None else facts_of("sinks", sinks)),
-        **facts_of("q", q),
-        **facts_of("kv", kv),
     }
+    return facts | facts_of("q", q) | facts_of("kv", kv)
 
 
 def _checked_groups(q: Tensor, kv: Tensor, rows: Rows) -> int:

@@ -273,13 +273,9 @@ def _chunks(runs: list[Candidates], k: int, chunk_bytes: int) -> Iterator[tuple[
             else:
                 stop = start + max(1, chunk_bytes // (BYTES_OF_A_SCORE * run.most))
             stop = min(stop, run.queries)
-            rows = slice(run.offset + start, run.offset + stop)
-            yield (
-                rows,
-                run._replace(
-                    offset=run.offset + start, queries=stop - start, position=run.position + start
-                ),
-            )
+            offset, position = run.offset + start, run.position + start
+            part = run._replace(offset=offset, queries=stop - start, position=position)
+            yield slice(offset, run.offset + stop), part
             start = stop
 
 
