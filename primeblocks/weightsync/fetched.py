@@ -219,12 +219,7 @@ class Feed:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        reader: int,
-        fetched: Fetched,
-        convert: Wiring | None,
-        pool: Executor,
+        self, plan: Plan, reader: int, fetched: Fetched, convert: Wiring | None, pool: Executor
     ) -> None:
         assert fetched.held is not None
         self._plan, self._pool = plan, pool

@@ -241,11 +241,7 @@ class Publisher:
         return {"digests": [[shipment.digests[i], shipment.sizes[i]] for i in mine]}
 
     def _commit(
-        self,
-        version: int,
-        begun: dict[str, Any],
-        sent: list[dict[str, Any]],
-        deadline: float,
+        self, version: int, begun: dict[str, Any], sent: list[dict[str, Any]], deadline: float
     ) -> dict[str, Any]:
         if self._rank > 0:
             return {}

@@ -32,13 +32,7 @@ from typing import Literal, NoReturn, Self
 
 from torch import Tensor
 
-from ..errors import (
-    ClosedError,
-    CorruptionError,
-    EngineError,
-    TransferError,
-    check_version,
-)
+from ..errors import ClosedError, CorruptionError, EngineError, TransferError, check_version
 from .convert.conversion import Wiring, check_wiring
 from .fetched import Feed, Fetched, ReaderState, bring, check, check_plan, feeding, write
 from .held import CachingAllocator, Held, Lent

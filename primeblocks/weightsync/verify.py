@@ -294,12 +294,7 @@ def _by_name(parameters: Any, engine: NamedTensors, counted: Counted) -> Verifie
 
 
 def _compare(
-    plan: Plan,
-    rank: int,
-    parts: Parts,
-    seen: Sequence[Observed],
-    wrong: _Wrong,
-    counted: Counted,
+    plan: Plan, rank: int, parts: Parts, seen: Sequence[Observed], wrong: _Wrong, counted: Counted
 ) -> None:
     """Compare what this rank would send with what each reader has."""
     wrong["unexpected"] |= {name: f"reader {one.reader}" for one in seen for name in one.unexpected}

@@ -170,12 +170,7 @@ class Packed:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        buckets: Mapping[int, Tensor],
-        *,
-        stays: bool,
-        close: Callable[[], object],
+        self, plan: Plan, buckets: Mapping[int, Tensor], *, stays: bool, close: Callable[[], object]
     ) -> None:
         self.stays, self._plan = stays, plan
         self._views = {index: packed_views(plan, index, part) for index, part in buckets.items()}
