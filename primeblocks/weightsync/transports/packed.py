@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...errors import CorruptionError, DeadlineError, PlanError, TransferError
 from ...layout import Shard
-from ..held import Held, Lent, copied, packed_views
+from ..held import Held, Lent, copied, in_time, packed_views
 from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Copy, Plan
@@ -308,11 +308,8 @@ class _Incoming:
         mine = set(plan.of_reader(self._request.reader))
         ranks = sorted({plan.buckets[index].rank for index in mine})
         for done, rank in enumerate(ranks):
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"the reader found the buffers of {done} of {len(ranks)} ranks in time. Pass "
-                    "a longer timeout_s."
-                )
+            found = f"the reader found the buffers of {done} of {len(ranks)} ranks in time"
+            in_time(deadline, found)
             said = self._commits.look(_note(rank), run=marker.run, deadline=deadline)
             size, note = _noted(said, rank, marker.version)
             starts, size_bytes = starts_of_version(plan, marker, rank)
