@@ -29,7 +29,7 @@ from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_b
 from .marker import Digests, Marker
 from .plan import Plan
 from .progress import Counted
-from .transports.transport import Incoming
+from .transports.transport import Incoming, ReceiveRequest
 
 __all__ = ["Feed", "Fetched", "ReaderState", "bring", "check", "check_plan", "feeding", "write"]
 
@@ -95,13 +95,11 @@ def check_plan(plan: Plan, marker: Marker) -> None:
 
 
 def bring(
-    plan: Plan,
-    reader: int,
+    request: ReceiveRequest,
     found: Sequence[Incoming],
     base: Held | Lent | None,
     memory: CachingAllocator,
     *,
-    deadline: float,
     threads: int,
     counted: Counted,
 ) -> Fetched:
@@ -122,6 +120,7 @@ def bring(
         DeadlineError: the bytes were not checked in time.
         TransferError: the version was retired during the call.
     """
+    plan, reader, deadline = request.plan, request.reader, request.deadline
     for each in found:
         check_plan(plan, each.marker)
     marker, mine = found[-1].marker, plan.of_reader(reader)

@@ -351,7 +351,7 @@ def copied(plan: Plan, reader: int, held: Lent, *, stays: bool, deadline: float)
 
 
 def in_time(deadline: float, done: str) -> None:
-    """Raise DeadlineError if a time of time.monotonic() is over. `done` begins the message."""
+    """Raise DeadlineError after `deadline` (time.monotonic). `done` begins the message."""
     if time.monotonic() > deadline:
         raise DeadlineError(f"{done}. Pass a longer timeout_s.")
 

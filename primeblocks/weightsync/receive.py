@@ -291,16 +291,8 @@ class Subscriber:
     def _applied(
         self, found: Sequence[Incoming], base: Held | Lent | None, request: ReceiveRequest
     ) -> Fetched:
-        return bring(
-            self.plan,
-            self.reader,
-            found,
-            base,
-            self._memory,
-            deadline=request.deadline,
-            threads=self._threads,
-            counted=self._counted,
-        )
+        memory, threads, counted = self._memory, self._threads, self._counted
+        return bring(request, found, base, memory, threads=threads, counted=counted)
 
     def _load_or_go_back(self, new: Fetched) -> Fetched:
         served, self._state = self._served, ReaderState.TORN  # Until a load ends.

@@ -111,9 +111,8 @@ class PackedTransport:
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
         self._receive_until = request.deadline
-        ends = self.commits, self._carrier
         chain = await_versions(self.commits, request)
-        return [_Incoming(*ends, request, marker, keep=self._keep) for marker in chain]
+        return [_Incoming(self, request, marker) for marker in chain]
 
     def close(self) -> None:
         try:
@@ -231,18 +230,9 @@ class Borrowed:
 class _Incoming:
     """A committed version in buffers of trainer ranks."""
 
-    def __init__(
-        self,
-        commits: Commits,
-        carrier: Carrier,
-        request: ReceiveRequest,
-        marker: Marker,
-        *,
-        keep: bool,
-    ) -> None:
-        self.marker = marker
-        self._commits, self._carrier, self._request = commits, carrier, request
-        self._keep = keep
+    def __init__(self, end: PackedTransport, request: ReceiveRequest, marker: Marker) -> None:
+        self.marker, self._request = marker, request
+        self._commits, self._carrier, self._keep = end.commits, end._carrier, end._keep
         self._payloads: dict[int, memoryview] = {}
         self._lock = threading.Lock()  # A reader applies deltas in several threads.
 
