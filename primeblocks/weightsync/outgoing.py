@@ -25,6 +25,7 @@ from .digest import Digest, as_buffer, cast_and_digest, taken
 from .held import in_time, packed_views
 from .parts import Parts
 from .plan import Plan
+from .progress import Progress
 
 __all__ = ["Pace", "Sent", "SentBytes", "Shipment"]
 
@@ -143,7 +144,7 @@ class Shipment:
         history: SentBytes | None,
         pool: Executor | None,
         deadline: float,
-        progress: Callable[[int, int], object] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.plan, self.rank, self.version, self.base = plan, rank, version, base
         self.digests: dict[int, str] = {}

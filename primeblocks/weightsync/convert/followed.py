@@ -120,7 +120,8 @@ class Follower(TorchDispatchMode):
                 for source in sources:
                     self._read(source, lost="it is computed with")
         if any(_storage(target) not in self._origins for target in written):
-            return _as_returned(func, written)
+            count = len(func._schema.returns)
+            return None if count == 0 else written[0] if count == 1 else tuple(written)
         made = func(*tree_map(_to_meta, args), **_on_meta(kwargs))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and _storage(tensor) not in self._origins:
@@ -249,11 +250,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return written
-
-
-def _as_returned(func: Any, written: list[Tensor]) -> Any:
-    count = len(func._schema.returns)
-    return None if count == 0 else written[0] if count == 1 else tuple(written)
 
 
 def _to_meta(value: Any) -> Any:
