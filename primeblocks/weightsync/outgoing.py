@@ -136,8 +136,6 @@ class Shipment:
     def __init__(
         self,
         parts: Parts,
-        plan: Plan,
-        rank: int,
         version: int,
         *,
         base: int | None,
@@ -146,7 +144,7 @@ class Shipment:
         deadline: float,
         progress: Progress | None = None,
     ) -> None:
-        self.plan, self.rank, self.version, self.base = plan, rank, version, base
+        self.plan, self.rank, self.version, self.base = parts.plan, parts.rank, version, base
         self.digests: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
         self._parts, self._pool, self._deadline = parts, pool, deadline
@@ -154,7 +152,8 @@ class Shipment:
         self._history, self._payloads = history, dict[int, memoryview]()
         if base is not None and (history is None or history.version != base):
             raise TransferError(
-                f"rank {rank} does not have the bytes of version {base} any more. Publish again."
+                f"rank {self.rank} does not have the bytes of version {base} any more. Publish "
+                "again."
             )
         if history is not None:
             history.version = None  # From now on, it has bytes of both versions.

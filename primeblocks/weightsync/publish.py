@@ -215,8 +215,6 @@ class Publisher:
         with _pool(self._plan.written_bytes(self._rank)) as pool:
             self._shipment = shipment = Shipment(
                 self._parts,
-                self._plan,
-                self._rank,
                 version,
                 base=begun["base"],
                 history=self._history if begun["sends"] else None,
