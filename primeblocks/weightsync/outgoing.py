@@ -142,7 +142,7 @@ class Shipment:
         history: SentBytes | None,
         pool: Executor | None,
         deadline: float,
-        progress: Progress | None = None,
+        progress: Progress | None,
     ) -> None:
         self.plan, self.rank, self.version, self.base = parts.plan, parts.rank, version, base
         self.digests: dict[int, str] = {}

@@ -100,7 +100,7 @@ class Follower(TorchDispatchMode):
         followed = [tensor for tensor in given if _storage(tensor) in self._origins]
         written = _written(func, args, kwargs)
         self._note(written)
-        self._check_joined(func, args, given)
+        self._check_joined(func, given)
         if not followed:
             made = func(*args, **kwargs)
             self._note_filled(func, given, made)
@@ -142,7 +142,7 @@ class Follower(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and tensor.is_meta:
                     self._filled[_storage(tensor)] = tensor
 
-    def _check_joined(self, func: Any, args: Any, given: Sequence[Tensor]) -> None:
+    def _check_joined(self, func: Any, given: Sequence[Tensor]) -> None:
         if func not in (_aten.cat.default, _aten.stack.default):
             return
         followed = (_storage(one) in self._origins for one in given)
