@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -21,16 +20,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import CorruptionError, DeadlineError, PlanError
+from ..errors import CorruptionError, PlanError
 from ..layout import Shard
 from .convert.conversion import Wiring
 from .delta.deltas import apply_payloads
 from .digest import bucket_digest, cast_and_digest
-from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket, used
+from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket, in_time, used
 from .marker import Digests, Marker
 from .plan import Plan
 from .progress import Counted
-from .transports.transport import Incoming
+from .transports.transport import Incoming, ReceiveRequest
 
 __all__ = ["Feed", "Fetched", "ReaderState", "bring", "check", "check_plan", "feeding", "write"]
 
@@ -96,13 +95,11 @@ def check_plan(plan: Plan, marker: Marker) -> None:
 
 
 def bring(
-    plan: Plan,
-    reader: int,
+    request: ReceiveRequest,
     found: Sequence[Incoming],
     base: Held | Lent | None,
     memory: CachingAllocator,
     *,
-    deadline: float,
     threads: int,
     counted: Counted,
 ) -> Fetched:
@@ -123,6 +120,7 @@ def bring(
         DeadlineError: the bytes were not checked in time.
         TransferError: the version was retired during the call.
     """
+    plan, reader, deadline = request.plan, request.reader, request.deadline
     for each in found:
         check_plan(plan, each.marker)
     marker, mine = found[-1].marker, plan.of_reader(reader)
@@ -137,11 +135,8 @@ def bring(
     counted.begin(plan.read_bytes(reader))
 
     def bring_bucket(index: int) -> None:
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"the reader checked {len(checked)} of {len(mine)} buckets in time. Pass a longer "
-                "timeout_s."
-            )
+        done, every = len(checked), len(mine)
+        in_time(deadline, f"the reader checked {done} of {every} buckets in time")
         if isinstance(held, Boxes) and deltas:
             pieces = held.views(index)
             copy_bucket(plan, index, start, pieces)
@@ -155,11 +150,8 @@ def bring(
     try:
         with used(start):
             _for_each(plan, mine, start, bring_bucket, threads=threads, counted=counted)
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"the reader checked all {len(mine)} buckets, but after the deadline. Pass a "
-                    "longer timeout_s."
-                )
+            late = f"the reader checked all {len(mine)} buckets, but after the deadline"
+            in_time(deadline, late)
         is_kept = not deltas
     finally:
         if whole is not None and not is_kept:
@@ -219,12 +211,7 @@ class Feed:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        reader: int,
-        fetched: Fetched,
-        convert: Wiring | None,
-        pool: Executor,
+        self, plan: Plan, reader: int, fetched: Fetched, convert: Wiring | None, pool: Executor
     ) -> None:
         assert fetched.held is not None
         self._plan, self._pool = plan, pool

@@ -39,6 +39,7 @@ __all__ = [
     "chunks_of",
     "copied",
     "copy_bucket",
+    "in_time",
     "packed_views",
     "used",
 ]
@@ -343,17 +344,16 @@ def copied(plan: Plan, reader: int, held: Lent, *, stays: bool, deadline: float)
     boxes = Boxes(plan, reader, stays=stays, device=held.device)
     mine = plan.of_reader(reader)
     for done, index in enumerate(mine):
-        if time.monotonic() > deadline:
-            raise DeadlineError(
-                f"the reader copied {done} of {len(mine)} buckets in time. Pass a longer timeout_s."
-            )
+        in_time(deadline, f"the reader copied {done} of {len(mine)} buckets in time")
         copy_bucket(plan, index, held, boxes.views(index))
-    if time.monotonic() > deadline:
-        raise DeadlineError(
-            f"the reader copied all {len(mine)} buckets, but after the deadline. Pass a longer "
-            "timeout_s."
-        )
+    in_time(deadline, f"the reader copied all {len(mine)} buckets, but after the deadline")
     return boxes
+
+
+def in_time(deadline: float, done: str) -> None:
+    """Raise DeadlineError after `deadline` (time.monotonic). `done` begins the message."""
+    if time.monotonic() > deadline:
+        raise DeadlineError(f"{done}. Pass a longer timeout_s.")
 
 
 def copy_bucket(plan: Plan, index: int, held: Held | Lent, into: Sequence[Tensor]) -> None:

@@ -97,13 +97,12 @@ class InPlace:
 
 def _of_reader(plan: Plan, reader: int) -> Manifest:
     plan.check_reader(reader)
-    return Manifest(
-        tuple(
-            (name, TensorSpec(plan.target[name].dtype, Layout(plan.target[name].shape, box)))
-            for name, boxes in plan.wants[reader].items()
-            for box in boxes
-        )
-    )
+    rows = [
+        (name, TensorSpec(plan.target[name].dtype, Layout(plan.target[name].shape, box)))
+        for name, boxes in plan.wants[reader].items()
+        for box in boxes
+    ]
+    return Manifest(tuple(rows))
 
 
 def _share_memory(tensors: Iterable[Tensor]) -> bool:

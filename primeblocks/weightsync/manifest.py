@@ -95,26 +95,18 @@ class Manifest(Mapping[str, TensorSpec]):
 
     def whole(self, *, dtype: torch.dtype | None = None) -> Manifest:
         """Return the same tensors held in full, with floats in `dtype` if it is given."""
-        return Manifest(
-            tuple(
-                (name, TensorSpec(_cast(spec.dtype, dtype), Layout.whole(spec.shape)))
-                for name, spec in self.tensors
-            ),
-            self.recipe,
-        )
+        rows = [
+            (name, TensorSpec(_cast(spec.dtype, dtype), Layout.whole(spec.shape)))
+            for name, spec in self.tensors
+        ]
+        return Manifest(tuple(rows), self.recipe)
 
     def to_json(self) -> str:
         """Return a text that `from_json` turns into an equal manifest."""
-        rows = [
-            [
-                name,
-                str(spec.dtype).removeprefix("torch."),
-                spec.shape,
-                spec.layout.shard.offsets,
-                spec.layout.shard.sizes,
-            ]
-            for name, spec in self.tensors
-        ]
+        rows = []
+        for name, spec in self.tensors:
+            dtype, box = str(spec.dtype).removeprefix("torch."), spec.layout.shard
+            rows.append([name, dtype, spec.shape, box.offsets, box.sizes])
         return json.dumps([self.recipe, rows], separators=(",", ":"))
 
     @classmethod
@@ -211,12 +203,11 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.
     """
-    return Manifest(
-        tuple(
-            (name, TensorSpec(_cast(tensor.dtype, dtype), layout_of(tensor)))
-            for name, tensor in named_tensors(source).items()
-        )
-    )
+    rows = [
+        (name, TensorSpec(_cast(tensor.dtype, dtype), layout_of(tensor)))
+        for name, tensor in named_tensors(source).items()
+    ]
+    return Manifest(tuple(rows))
 
 
 def gather_manifests(

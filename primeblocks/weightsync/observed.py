@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import PlanError, TransferError
 from ..layout import Layout, Shard, local_part
 from .convert.conversion import Wiring
-from .convert.pieces import Piece
+from .convert.pieces import Piece, in_place
 from .digest import as_buffer
 from .manifest import NamedTensors, as_plan_error, box_of, named_tensors, unwrapped
 from .marker import Digests
@@ -161,15 +161,12 @@ def observe(
                 forms.append((Form(box, lost[name], "", ""),))
                 continue
             if convert is None:
-                pieces = [_in_place(name, plan.wants[reader][name][0])]
-                shapes = {name: pieces[0].target_box.sizes}
+                want = plan.wants[reader][name][0]  # The tensor here is only this box.
+                pieces = [replace(in_place(name, want), target_box=Layout.whole(want.sizes).shard)]
             else:
                 pieces = convert.by_source.get(name, [])
-                shapes = {piece.target: convert.targets[piece.target].shape for piece in pieces}
             parts = [part for piece in pieces if (part := piece.from_source(box)) is not None]
-            forms.append(
-                tuple(f for part in parts for f in _forms(part, held, shapes[part.target]))
-            )
+            forms.append(tuple(f for part in parts for f in _forms(part, held, whole[part.target])))
     return Observed(plan.fingerprint(), reader, tuple(forms), extra, absent)
 
 
@@ -271,12 +268,6 @@ def _look_into(held: NamedTensors, known: Container[str]) -> tuple[Look, tuple[s
         return UNSEEN if one.is_meta else [Seen(HELD, one)]
 
     return look, tuple(only_in(held, known))
-
-
-def _in_place(name: str, box: Shard) -> Piece:
-    """Return the piece from a box of a tensor to a tensor of the same name with only this box."""
-    inside = Shard((0,) * len(box.sizes), box.sizes)
-    return Piece(name, box, name, inside, tuple(range(len(box.sizes))))
 
 
 def _forms(part: Piece, look: Look, shape: tuple[int, ...]) -> Iterator[Form]:

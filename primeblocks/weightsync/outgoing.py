@@ -19,12 +19,13 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ..errors import DeadlineError, TransferError
+from ..errors import TransferError
 from .delta.deltas import CHUNK_BYTES, Chunk, apply_payloads, take_payload
 from .digest import Digest, as_buffer, cast_and_digest, taken
-from .held import packed_views
+from .held import in_time, packed_views
 from .parts import Parts
 from .plan import Plan
+from .progress import Progress
 
 __all__ = ["Pace", "Sent", "SentBytes", "Shipment"]
 
@@ -135,17 +136,15 @@ class Shipment:
     def __init__(
         self,
         parts: Parts,
-        plan: Plan,
-        rank: int,
         version: int,
         *,
         base: int | None,
         history: SentBytes | None,
         pool: Executor | None,
         deadline: float,
-        progress: Callable[[int, int], object] | None = None,
+        progress: Progress | None,
     ) -> None:
-        self.plan, self.rank, self.version, self.base = plan, rank, version, base
+        self.plan, self.rank, self.version, self.base = parts.plan, parts.rank, version, base
         self.digests: dict[int, str] = {}
         self.sizes: dict[int, int] = {}
         self._parts, self._pool, self._deadline = parts, pool, deadline
@@ -153,7 +152,8 @@ class Shipment:
         self._history, self._payloads = history, dict[int, memoryview]()
         if base is not None and (history is None or history.version != base):
             raise TransferError(
-                f"rank {rank} does not have the bytes of version {base} any more. Publish again."
+                f"rank {self.rank} does not have the bytes of version {base} any more. Publish "
+                "again."
             )
         if history is not None:
             history.version = None  # From now on, it has bytes of both versions.
@@ -231,7 +231,7 @@ class Shipment:
     ) -> Iterator[tuple[int, T]]:
         """Work on buckets, several at a time. Tensors are encoded in the caller's thread."""
 
-        def in_time(*args: object) -> T:
+        def work_in_time(*args: object) -> T:
             self._check_deadline()
             return work(*args)
 
@@ -242,7 +242,7 @@ class Shipment:
             if self._pool is None:
                 yield index, work(index, views, into)
                 continue
-            under_way.append((index, self._pool.submit(in_time, index, views, into)))
+            under_way.append((index, self._pool.submit(work_in_time, index, views, into)))
             if len(under_way) > _AHEAD:
                 first, future = under_way.popleft()
                 yield first, future.result()
@@ -250,9 +250,6 @@ class Shipment:
             yield first, future.result()
 
     def _check_deadline(self) -> None:
-        if time.monotonic() > self._deadline:
-            done, whole = len(self.digests), len(self.plan.of_rank(self.rank))
-            raise DeadlineError(
-                f"the rank read {done} of {whole} buckets before the deadline. Pass a longer "
-                "timeout_s."
-            )
+        done, whole = len(self.digests), len(self.plan.of_rank(self.rank))
+        read = f"the rank read {done} of {whole} buckets before the deadline"
+        in_time(self._deadline, read)

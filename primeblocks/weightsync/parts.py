@@ -74,7 +74,7 @@ class Parts:
         self._parameters: nn.Module | Mapping[str, Tensor] = (
             parameters if isinstance(parameters, nn.Module) else named_tensors(parameters)
         )
-        self._plan, self._rank = plan, rank
+        self.plan, self.rank = plan, rank
         self._source, self._convert, self._encode = source, convert, encode
         self._sources: dict[int, list[_Source]] = {}
         self._placed: dict[str, object] = {}
@@ -122,7 +122,7 @@ class Parts:
         have, want = tuple(local.shape), source.held.shard.sizes
         if have != want or not converts(local.dtype, source.dtype):
             raise PlanError(
-                f"{source.piece.source!r} is {local.dtype} {have} on rank {self._rank}, but was "
+                f"{source.piece.source!r} is {local.dtype} {have} on rank {self.rank}, but was "
                 f"planned as {source.dtype} {want}. Describe the tensors and plan again."
             )
         return local
@@ -130,12 +130,12 @@ class Parts:
     def _made(self, name: str) -> Mapping[str, Tensor]:
         if name not in self._tensors:
             raise PlanError(
-                f"rank {self._rank} must send {name!r}, but does not hold this tensor. Plan again."
+                f"rank {self.rank} must send {name!r}, but does not hold this tensor. Plan again."
             )
         local = local_part(self._tensors[name].detach())
         if local.is_meta:
             raise PlanError(
-                f"{name!r} is on the meta device on rank {self._rank} and has no bytes to send. "
+                f"{name!r} is on the meta device on rank {self.rank} and has no bytes to send. "
                 "Load its weights before you publish."
             )
         if self._encode is None:
@@ -164,9 +164,9 @@ class Parts:
         return {
             index: [
                 self._find(copy.name, copy.box, pieces, held, origins)
-                for copy in self._plan.buckets[index].copies
+                for copy in self.plan.buckets[index].copies
             ]
-            for index in self._plan.of_rank(self._rank)
+            for index in self.plan.of_rank(self.rank)
         }
 
     def _check_planned(self, names: Iterable[str], held: Manifest) -> None:
@@ -174,7 +174,7 @@ class Parts:
 
         The known names come from `source`, else from `convert`, else from the plan.
         """
-        plan, convert = self._plan, self._convert
+        plan, convert = self.plan, self._convert
         known: Container[str] = {*plan.target, *plan.unsent}
         if self._source is not None:
             known = held
@@ -183,7 +183,7 @@ class Parts:
         new = [name for name in names if name not in known]
         if new:
             raise PlanError(
-                f"the plan was made without {len(new)} tensors of rank {self._rank}, such as "
+                f"the plan was made without {len(new)} tensors of rank {self.rank}, such as "
                 f"{new[0]!r}: they are new, or were untied. Describe all tensors and plan again, "
                 "pass only the tensors of the plan, or pass the plan's convert= or encode=."
             )
@@ -196,7 +196,7 @@ class Parts:
                 here = spec.shape if live is None else tuple(live.shape)
                 planned = spec.shape if want is None else want.shape
                 raise PlanError(
-                    f"{name!r} is {here} on rank {self._rank}, but was planned as {planned}. "
+                    f"{name!r} is {here} on rank {self.rank}, but was planned as {planned}. "
                     "Describe the tensors and plan again."
                 )
 
@@ -222,11 +222,11 @@ class Parts:
                     layout = held[part.source].layout
                     as_it_lies = part.dims == tuple(range(len(layout.shape)))
                     is_all = as_it_lies and part.source_box == layout.shard
-                    dtype = self._plan.target[name].dtype
+                    dtype = self.plan.target[name].dtype
                     return _Source(origin, part, layout, is_all, dtype)
         found = [piece.target_box for piece in pieces.get(name, ())]
         raise PlanError(
-            f"rank {self._rank} must send {box} of {name!r}, but holds "
+            f"rank {self.rank} must send {box} of {name!r}, but holds "
             f"{found or 'no such tensor'}. Plan again, or pass the plan's convert= or encode=."
         )
 

@@ -74,10 +74,9 @@ class Plan:
     unsent: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        sent = sum(bucket.bytes for bucket in self.buckets)
         return (
             f"<Plan of {len(self.target)} tensors, {self.world_size} ranks, "
-            f"{len(self.wants)} readers, {len(self.buckets)} buckets of {sent} bytes>"
+            f"{len(self.wants)} readers, {len(self.buckets)} buckets of {self.bytes_total} bytes>"
         )
 
     @cached_property
@@ -205,17 +204,10 @@ class Plan:
                 }
                 for boxes in head["wants"]
             )
-            buckets = tuple(
-                Bucket(
-                    int(rank),
-                    tuple(readers),
-                    packed(
-                        target,
-                        ((names[at], _inside(target, names[at], box)) for at, *box in copies),
-                    ),
-                )
-                for rank, readers, copies in head["buckets"]
-            )
+            buckets = []
+            for rank, to, copies in head["buckets"]:
+                boxes = ((names[at], _inside(target, names[at], box)) for at, *box in copies)
+                buckets.append(Bucket(int(rank), tuple(to), packed(target, boxes)))
             ranks, readers = int(head["world_size"]), {*range(len(wants))}
             fits = all(
                 b.copies and 0 <= b.rank < ranks and {*b.readers} <= readers for b in buckets
@@ -227,7 +219,7 @@ class Plan:
                     "readers. Pass on what to_json() returned."
                 )
             unsent = tuple(map(str, head.get("unsent", ())))
-            return cls(target, ranks, wants, int(head["bucket_bytes"]), buckets, unsent)
+            return cls(target, ranks, wants, int(head["bucket_bytes"]), tuple(buckets), unsent)
 
     def fingerprint(self) -> str:
         """Return 32 hex digits that identify the plan.

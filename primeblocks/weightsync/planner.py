@@ -55,7 +55,9 @@ def plan_sync(
     held = [_held(source, convert) for source in sources]
     kinds = _kinds(sources if convert is None else [convert.targets])
     wants = tuple(_wants(reader) for reader in readers)
-    target = _target(readers, wants)
+    manifests = [reader if isinstance(reader, Manifest) else reader.sources for reader in readers]
+    pairs = zip(manifests, wants, strict=True)
+    target = union([Manifest(tuple((n, m[n]) for n in boxes), m.recipe) for m, boxes in pairs])
     _check(sources, kinds, target, wants)
     bare = Plan(target, len(sources), wants, bucket_bytes, ())
     chosen = _share_out(_cells(held, bare), bare)
@@ -94,12 +96,6 @@ def _wants(reader: _Target) -> Boxes:
         for name, spec in reader.sources.items()
         if name in boxes
     }
-
-
-def _target(readers: Sequence[_Target], wants: Sequence[Boxes]) -> Manifest:
-    manifests = [reader if isinstance(reader, Manifest) else reader.sources for reader in readers]
-    pairs = zip(manifests, wants, strict=True)
-    return union([Manifest(tuple((n, m[n]) for n in boxes), m.recipe) for m, boxes in pairs])
 
 
 def _kinds(manifests: Iterable[Manifest]) -> dict[str, dict[TensorSpec, int]]:

@@ -31,6 +31,7 @@ from .marker import Marker, Receipt
 from .outgoing import Pace, Sent, SentBytes, Shipment
 from .parts import Encode, Parts
 from .plan import Plan
+from .progress import Progress
 from .transports.transport import Transport
 
 __all__ = ["Publisher"]
@@ -98,11 +99,7 @@ class Publisher:
         self._closed = False
 
     def publish(
-        self,
-        version: int,
-        *,
-        timeout_s: float,
-        progress: Callable[[int, int], object] | None = None,
+        self, version: int, *, timeout_s: float, progress: Progress | None = None
     ) -> Receipt:
         """Send and commit one version. Collective over the trainer ranks.
 
@@ -136,9 +133,7 @@ class Publisher:
             if self._closed:  # Closed during this call.
                 self.close()
 
-    def _publish(
-        self, version: int, timeout_s: float, progress: Callable[[int, int], object] | None
-    ) -> Receipt:
+    def _publish(self, version: int, timeout_s: float, progress: Progress | None) -> Receipt:
         start = time.monotonic()
         deadline = start + timeout_s
         checked: int | None = None
@@ -215,17 +210,11 @@ class Publisher:
         return {"sends": True, "run": begun.run, "base": begun.base}
 
     def _send(
-        self,
-        version: int,
-        begun: dict[str, Any],
-        progress: Callable[[int, int], object] | None,
-        deadline: float,
+        self, version: int, begun: dict[str, Any], progress: Progress | None, deadline: float
     ) -> dict[str, Any]:
         with _pool(self._plan.written_bytes(self._rank)) as pool:
             self._shipment = shipment = Shipment(
                 self._parts,
-                self._plan,
-                self._rank,
                 version,
                 base=begun["base"],
                 history=self._history if begun["sends"] else None,
@@ -241,11 +230,7 @@ class Publisher:
         return {"digests": [[shipment.digests[i], shipment.sizes[i]] for i in mine]}
 
     def _commit(
-        self,
-        version: int,
-        begun: dict[str, Any],
-        sent: list[dict[str, Any]],
-        deadline: float,
+        self, version: int, begun: dict[str, Any], sent: list[dict[str, Any]], deadline: float
     ) -> dict[str, Any]:
         if self._rank > 0:
             return {}

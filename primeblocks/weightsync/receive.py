@@ -32,13 +32,7 @@ from typing import Literal, NoReturn, Self
 
 from torch import Tensor
 
-from ..errors import (
-    ClosedError,
-    CorruptionError,
-    EngineError,
-    TransferError,
-    check_version,
-)
+from ..errors import ClosedError, CorruptionError, EngineError, TransferError, check_version
 from .convert.conversion import Wiring, check_wiring
 from .fetched import Feed, Fetched, ReaderState, bring, check, check_plan, feeding, write
 from .held import CachingAllocator, Held, Lent
@@ -297,16 +291,8 @@ class Subscriber:
     def _applied(
         self, found: Sequence[Incoming], base: Held | Lent | None, request: ReceiveRequest
     ) -> Fetched:
-        return bring(
-            self.plan,
-            self.reader,
-            found,
-            base,
-            self._memory,
-            deadline=request.deadline,
-            threads=self._threads,
-            counted=self._counted,
-        )
+        memory, threads, counted = self._memory, self._threads, self._counted
+        return bring(request, found, base, memory, threads=threads, counted=counted)
 
     def _load_or_go_back(self, new: Fetched) -> Fetched:
         served, self._state = self._served, ReaderState.TORN  # Until a load ends.

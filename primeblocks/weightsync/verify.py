@@ -182,7 +182,7 @@ def verify_engine(
             wrong["missing"] |= dict.fromkeys(plan.wants[reader], f"reader {reader}, not observed")
     parts = Parts(plan, agreement.rank, mine, source=source, convert=convert, encode=encode)
     parts.refresh()
-    _compare(plan, agreement.rank, parts, seen, wrong, counted)
+    _compare(parts, seen, wrong, counted)
     for row in agreement.exchange(wrong, deadline=deadline):
         for kind, names in row.items():
             wrong[kind] = {**names, **wrong[kind]}
@@ -293,15 +293,9 @@ def _by_name(parameters: Any, engine: NamedTensors, counted: Counted) -> Verifie
     return Verified(len(both) - len(hidden), differing, missing, unexpected, hidden)
 
 
-def _compare(
-    plan: Plan,
-    rank: int,
-    parts: Parts,
-    seen: Sequence[Observed],
-    wrong: _Wrong,
-    counted: Counted,
-) -> None:
+def _compare(parts: Parts, seen: Sequence[Observed], wrong: _Wrong, counted: Counted) -> None:
     """Compare what this rank would send with what each reader has."""
+    plan, rank = parts.plan, parts.rank
     wrong["unexpected"] |= {name: f"reader {one.reader}" for one in seen for name in one.unexpected}
     wrong["missing"] |= {name: f"reader {one.reader}" for one in seen for name in one.absent}
     found: dict[tuple[int, int, int], list[Form]] = defaultdict(list)  # By reader, bucket, `Copy`.

@@ -100,7 +100,7 @@ CALLS_UNTIL = {
     "set": lambda board, until: board.post("k", "text", deadline=until),
     "compare_set": lambda board, until: board.post_first("k", "text", deadline=until),
     "check": lambda board, until: board.read("there", deadline=until),
-    "get": lambda board, until: board.look("there", deadline=until),
+    "get": lambda board, until: board.read("there", deadline=until, waits=False),
 }
 CALLS = {name: lambda board, call=call: call(board, soon()) for name, call in CALLS_UNTIL.items()}
 
@@ -157,8 +157,8 @@ def test_a_note_is_written_over_only_by_whom_has_read_it(store):
     board.post("k", "1", deadline=soon())
     assert board.replace("k", "1", "2", deadline=soon()) == "2"
     assert board.replace("k", "1", "3", deadline=soon()) == "2"
-    assert board.look("k", deadline=soon()) == "2"
-    assert board.look("none", deadline=0.0) is None
+    assert board.read("k", deadline=soon(), waits=False) == "2"
+    assert board.read("none", deadline=0.0, waits=False) is None
 
 
 @pytest.mark.parametrize("method", CALLS)

@@ -9,6 +9,7 @@ import torch
 from primeblocks.errors import CapacityError, CorruptionError, EngineError, PlanError, TransferError
 from primeblocks.testing.faults import FaultyTransport, ManualClock, flip_byte, truncate
 from primeblocks.weightsync import Publisher, Subscriber, describe, outgoing, plan_sync, publish
+from primeblocks.weightsync import held as held_module
 from primeblocks.weightsync.delta.deltas import apply_payloads
 from primeblocks.weightsync.held import packed_views
 from tests.deadlines import HANG_S as TIMEOUT_S
@@ -335,7 +336,7 @@ def test_a_publish_ends_at_the_first_bucket_after_its_deadline(base, setup, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(parts, "views", slow)
-        for module in (outgoing, publish):
+        for module in (held_module, outgoing, publish):
             patch.setattr(module, "time", SimpleNamespace(monotonic=clock.now))
         with pytest.raises(TransferError, match="read 3 of 4 buckets before the deadline"):
             setup.publish(2)

@@ -172,7 +172,7 @@ def records(rng, cases, where):
         store, commits = None, pair.commits
         if pair.kind.startswith("store"):
             store, key = commits._board, "commits"
-            text = store.look(key, deadline=time.monotonic() + TIMEOUT_S)
+            text = store.read(key, deadline=time.monotonic() + TIMEOUT_S)
         else:
             path = own(pair.where, "commits.json")
             text = path.read_text()

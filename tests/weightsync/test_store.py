@@ -23,7 +23,6 @@ from primeblocks.weightsync.transports import (
     PackedTransport,
     PullTransport,
     Transport,
-    packed,
     store_commits,
 )
 from primeblocks.weightsync.transports.board import Board
@@ -268,7 +267,7 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
         run="r", version=1, plan="", sizes=(16,) * len(plan.buckets), buckets=("",) * 3
     )
     clock, asked = ManualClock(), []
-    monkeypatch.setattr(packed, "time", SimpleNamespace(monotonic=clock.now))
+    monkeypatch.setattr(held_module, "time", SimpleNamespace(monotonic=clock.now))
 
     def look(name, *, run, deadline):
         asked.append(name)

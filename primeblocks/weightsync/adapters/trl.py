@@ -56,8 +56,7 @@ class TrlTransfer:
         self.version = 0
         self.receipts: list[Receipt] = []
         self._transport, self._attach, self._update, self._run = transport, attach, update, run
-        self._dtype, self._full_every = dtype, full_every
-        self._timeout_s = timeout_s
+        self._dtype, self._full_every, self._timeout_s = dtype, full_every, timeout_s
         self._held: dict[str, Tensor] = {}
         self._publisher: Publisher | None = None
         self._closed = False

@@ -100,7 +100,7 @@ class Follower(TorchDispatchMode):
         followed = [tensor for tensor in given if _storage(tensor) in self._origins]
         written = _written(func, args, kwargs)
         self._note(written)
-        self._check_joined(func, args, given)
+        self._check_joined(func, given)
         if not followed:
             made = func(*args, **kwargs)
             self._note_filled(func, given, made)
@@ -120,7 +120,8 @@ class Follower(TorchDispatchMode):
                 for source in sources:
                     self._read(source, lost="it is computed with")
         if any(_storage(target) not in self._origins for target in written):
-            return _as_returned(func, written)
+            count = len(func._schema.returns)
+            return None if count == 0 else written[0] if count == 1 else tuple(written)
         made = func(*tree_map(_to_meta, args), **_on_meta(kwargs))
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and _storage(tensor) not in self._origins:
@@ -141,7 +142,7 @@ class Follower(TorchDispatchMode):
                 if isinstance(tensor, Tensor) and tensor.is_meta:
                     self._filled[_storage(tensor)] = tensor
 
-    def _check_joined(self, func: Any, args: Any, given: Sequence[Tensor]) -> None:
+    def _check_joined(self, func: Any, given: Sequence[Tensor]) -> None:
         if func not in (_aten.cat.default, _aten.stack.default):
             return
         followed = (_storage(one) in self._origins for one in given)
@@ -249,11 +250,6 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return written
-
-
-def _as_returned(func: Any, written: list[Tensor]) -> Any:
-    count = len(func._schema.returns)
-    return None if count == 0 else written[0] if count == 1 else tuple(written)
 
 
 def _to_meta(value: Any) -> Any:

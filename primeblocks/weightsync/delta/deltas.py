@@ -35,14 +35,7 @@ from .entries import (
     write_entries,
 )
 
-__all__ = [
-    "CHUNK_BYTES",
-    "Chunk",
-    "apply_delta",
-    "apply_payloads",
-    "encode_delta",
-    "take_payload",
-]
+__all__ = ["CHUNK_BYTES", "Chunk", "apply_delta", "apply_payloads", "encode_delta", "take_payload"]
 
 # Elements of one tensor that are compared at a time, and are still in the cache when gathered.
 _CHUNK = 1 << 18
@@ -246,9 +239,7 @@ def _open(plan: Plan, index: int, payload: memoryview) -> list[Opened | np.ndarr
 
 
 def _write(
-    parts: Sequence[Opened | np.ndarray],
-    places: Sequence[tuple[int, Bits]],
-    digest: Digest,
+    parts: Sequence[Opened | np.ndarray], places: Sequence[tuple[int, Bits]], digest: Digest
 ) -> None:
     """Write the parts of a stretch to its pieces: `places` are (first element, piece)."""
     start, last = places[-1]

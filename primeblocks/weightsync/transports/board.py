@@ -49,29 +49,24 @@ class Board:
         """Write a note unless the key has one. Return the note that the key has now."""
         return self.replace(key, "", text, deadline=deadline)
 
-    def read_any(self, keys: Sequence[str], *, deadline: float) -> tuple[str, str] | None:
-        """Wait for the first of several notes. Return its key and text, or None at the deadline."""
+    def read_any(
+        self, keys: Sequence[str], *, deadline: float, waits: bool = True
+    ) -> tuple[str, str] | None:
+        """Wait for the first of several notes. Return its key and text, or None at the deadline.
+
+        Without `waits`, return None at once if none of the keys has a note.
+        """
 
         def look() -> tuple[str, str] | None:
             while True:
                 for key in keys:
                     if self._store.check([self._key(key)]):
                         return key, self._store.get(self._key(key)).decode(errors="replace")
-                if time.monotonic() >= deadline:
+                if not waits or time.monotonic() >= deadline:
                     return None
                 threading.Event().wait(_LOOK_S)
 
         return self.call(look, deadline=deadline)
-
-    def look(self, key: str, *, deadline: float) -> str | None:
-        """Return a note without waiting, or None if the key has none."""
-
-        def there() -> str | None:
-            if not self._store.check([self._key(key)]):
-                return None
-            return self._store.get(self._key(key)).decode(errors="replace")
-
-        return self.call(there, deadline=deadline)
 
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> str:
         """Replace a note if it still equals `old`. Return the note that the key has now."""
@@ -80,9 +75,9 @@ class Board:
         )
         return said.decode(errors="replace")
 
-    def read(self, key: str, *, deadline: float) -> str | None:
-        """Wait for a note, and return it, or None at the deadline."""
-        found = self.read_any([key], deadline=deadline)
+    def read(self, key: str, *, deadline: float, waits: bool = True) -> str | None:
+        """Wait for one note as `read_any` does, and return its text or None."""
+        found = self.read_any([key], deadline=deadline, waits=waits)
         return None if found is None else found[1]
 
     def call(self, work: Callable[[], T], *, deadline: float) -> T:

@@ -6,7 +6,6 @@ import json
 import struct
 from collections.abc import Sequence
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, Self
 
@@ -306,11 +305,10 @@ def _header(plan: Plan) -> bytes:
                 "uint8."
             )
         start = plan.offsets[name]
-        end = start + prod(spec.shape) * spec.dtype.itemsize
         rows[name] = {
             "dtype": _DTYPES[spec.dtype],
             "shape": list(spec.shape),
-            "data_offsets": [start, end],
+            "data_offsets": [start, start + spec.bytes],
         }
     text = json.dumps(rows, separators=(",", ":")).encode()
     padding = -(_LENGTH.size + len(text)) % _ALIGN_BYTES

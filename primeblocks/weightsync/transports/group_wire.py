@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import DeadlineError, TransferError
-from ..held import Boxes, Held, packed_views
+from ...errors import TransferError
+from ..held import Boxes, Held, in_time, packed_views
 from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Plan
@@ -273,8 +273,6 @@ def _wait(work: dist.Work | None, deadline: float) -> None:
     """Wait until an earlier message does not need its buffer any more."""
     if work is None:
         return
-    remaining_s = deadline - time.monotonic()
-    if remaining_s <= 0:
-        raise DeadlineError("a message came too late. Pass a longer timeout_s.")
+    in_time(deadline, "a message came too late")
     # Not 0, because then a work waits without a limit.
-    work.wait(timedelta(seconds=max(0.001, remaining_s)))
+    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...errors import CorruptionError, DeadlineError, PlanError, TransferError
 from ...layout import Shard
-from ..held import Held, Lent, copied, packed_views
+from ..held import Held, Lent, copied, in_time, packed_views
 from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Copy, Plan
@@ -111,9 +111,8 @@ class PackedTransport:
 
     def receive(self, request: ReceiveRequest) -> Sequence[Incoming]:
         self._receive_until = request.deadline
-        ends = self.commits, self._carrier
         chain = await_versions(self.commits, request)
-        return [_Incoming(*ends, request, marker, keep=self._keep) for marker in chain]
+        return [_Incoming(self, request, marker) for marker in chain]
 
     def close(self) -> None:
         try:
@@ -170,12 +169,7 @@ class Packed:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        buckets: Mapping[int, Tensor],
-        *,
-        stays: bool,
-        close: Callable[[], object],
+        self, plan: Plan, buckets: Mapping[int, Tensor], *, stays: bool, close: Callable[[], object]
     ) -> None:
         self.stays, self._plan = stays, plan
         self._views = {index: packed_views(plan, index, part) for index, part in buckets.items()}
@@ -236,18 +230,9 @@ class Borrowed:
 class _Incoming:
     """A committed version in buffers of trainer ranks."""
 
-    def __init__(
-        self,
-        commits: Commits,
-        carrier: Carrier,
-        request: ReceiveRequest,
-        marker: Marker,
-        *,
-        keep: bool,
-    ) -> None:
-        self.marker = marker
-        self._commits, self._carrier, self._request = commits, carrier, request
-        self._keep = keep
+    def __init__(self, end: PackedTransport, request: ReceiveRequest, marker: Marker) -> None:
+        self.marker, self._request = marker, request
+        self._commits, self._carrier, self._keep = end.commits, end._carrier, end._keep
         self._payloads: dict[int, memoryview] = {}
         self._lock = threading.Lock()  # A reader applies deltas in several threads.
 
@@ -313,11 +298,8 @@ class _Incoming:
         mine = set(plan.of_reader(self._request.reader))
         ranks = sorted({plan.buckets[index].rank for index in mine})
         for done, rank in enumerate(ranks):
-            if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"the reader found the buffers of {done} of {len(ranks)} ranks in time. Pass "
-                    "a longer timeout_s."
-                )
+            found = f"the reader found the buffers of {done} of {len(ranks)} ranks in time"
+            in_time(deadline, found)
             said = self._commits.look(_note(rank), run=marker.run, deadline=deadline)
             size, note = _noted(said, rank, marker.version)
             starts, size_bytes = starts_of_version(plan, marker, rank)

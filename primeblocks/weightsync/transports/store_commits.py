@@ -145,7 +145,7 @@ class StoreCommits:
             if record is None:
                 return None
             run = record.run
-        return self._board.look(f"{run}/{name}", deadline=deadline)
+        return self._board.read(f"{run}/{name}", deadline=deadline, waits=False)
 
     def hint(self) -> str:
         return f" All processes must use the same store, and the name {self._name!r} in it."
@@ -165,7 +165,7 @@ class StoreCommits:
     def _read(self, deadline: float) -> _Record | None:
         """Return the current note, or None before the first owner."""
         self._check()
-        text = self._board.look(_COMMITS, deadline=deadline)
+        text = self._board.read(_COMMITS, deadline=deadline, waits=False)
         return None if text is None else _parsed(text)
 
     def _await_readers(self, mine: _Record, version: int, over: float, deadline: float) -> None:

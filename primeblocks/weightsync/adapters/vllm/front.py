@@ -15,15 +15,7 @@ from typing import Any, Literal
 
 from ....errors import EngineError, PrimeblocksError, UnsupportedError, UsageError
 from ...convert.conversion import Reads
-from ...engines.remote import (
-    Steps,
-    Update,
-    ask,
-    attach_steps,
-    call,
-    drive,
-    drive_sync,
-)
+from ...engines.remote import Steps, Update, ask, attach_steps, call, drive, drive_sync
 from ...manifest import Manifest
 from ...marker import Receipt
 from ...observed import Observed

@@ -227,8 +227,7 @@ def _adapted(manager: Any) -> dict[str, tuple[int, int]]:
     sizes: dict[str, tuple[int, int]] = {}
     for name, wrapper in manager._adapter_manager.modules.items():
         layer: Any = getattr(wrapper, "base_layer", None)
-        linear = isinstance(layer, LinearBase)
-        if not linear:
+        if not isinstance(layer, LinearBase):
             continue
         parts = manager._adapter_manager.packed_modules.get(name)
         if parts is None:
