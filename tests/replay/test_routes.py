@@ -127,7 +127,7 @@ def test_slices_are_views():
     assert np.shares_memory(part.experts, routes.experts)
     for index, remedy in ((2, r"routes\[2:3\]"), (-1, r"routes\[-1:\]")):
         with pytest.raises(UsageError, match=rf"{index} is not a slice.*{remedy}"):
-            Routes.__getitem__.__wrapped__(routes, index)
+            routes[index]
 
 
 @given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5))
