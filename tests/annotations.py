@@ -1,5 +1,6 @@
 """The check of shapes at every call, in the modules whose annotations state shapes."""
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,4 +27,5 @@ def check_shapes():
         files = (ROOT / "primeblocks").rglob("*.py")
         shaped = [file for file in files if "from jaxtyping import" in file.read_text()]
         names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in shaped]
+        assert not {*names} & {*sys.modules}, "too late: these modules are imported"
         jaxtyping.install_import_hook(names, f"{__name__}.typecheck")

@@ -9,8 +9,7 @@ __all__ = ["CASES", "PARTS", "Case"]
 
 # What `--only` names, beside single cases: a block's tests and figures.
 PARTS = ("fp8", "parallel", "dsa", "replay", "kvoffload", "weightsync", "losses", "exact")
-# Without the packages that check annotations, which such a machine lacks; and with whatever its
-# other packages warn of: torchao does when it is compiled.
+# With whatever its packages warn of: torchao does when it is compiled.
 _PYTEST = (
     *("-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "timeout=0"),
     *("-o", "filterwarnings=default"),

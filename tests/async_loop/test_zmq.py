@@ -300,8 +300,8 @@ def test_receivers_that_are_killed_lose_no_acknowledged_group(tmp_path, full):
     generator = np.random.default_rng(0)
     kills = 100 if full else 3
     address, seen = f"ipc://{tmp_path}/socket", tmp_path / "seen"
-    many = 100 * kills  # Far more than the kills wait for.
-    senders = [PROCESSES.Process(target=_send, args=(address, 1000 * i, many)) for i in range(2)]
+    many = max(300, 25 * kills)  # Far more than the kills wait for.
+    senders = [PROCESSES.Process(target=_send, args=(address, many * i, many)) for i in range(2)]
     for each in senders:
         each.start()
     for _ in range(kills):
@@ -322,7 +322,7 @@ def test_receivers_that_are_killed_lose_no_acknowledged_group(tmp_path, full):
     trainer.kill()
     trainer.join(HANG_S)
     ordinals = [int(each) for each in seen.read_text().split()]
-    assert {*ordinals} == {1000 * i + j for i in range(2) for j in range(many)}
+    assert {*ordinals} == {many * i + j for i in range(2) for j in range(many)}
     # A sender sends again what it had not heard to be settled when the receiver died. Of that, what
     # the buffer had as it last heard (2), one in hand and the one put since may have been written.
     most = len(senders) * (2 + 1 + 1)

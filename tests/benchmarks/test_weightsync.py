@@ -64,7 +64,7 @@ def test_shared_memory_brings_every_byte_and_leaves_no_file():
     figures = shared_memory.figures(scale=TINY, runs=1, threads=(1,))
     plain = figures["weightsync.shared_memory.copy_bandwidth_fraction"]
     assert plain == figures["weightsync.shared_memory.1_threads.copy_bandwidth_fraction"]
-    assert plain[0] > 0
+    assert 0 < plain[0] < 100
     assert not list(Path("/dev/shm").glob(f"*weightsync-benchmark-{os.getpid()}*"))
 
 

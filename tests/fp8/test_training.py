@@ -22,8 +22,6 @@ from benchmarks.fp8_parts.training import (
 )
 from primeblocks.fp8 import Recipe, Tile
 
-# Checks of annotations take most of the time of products as small as these.
-
 SIZES = Sizes(layers=1, hidden=32, vocabulary=8, experts=4, rows=8, length=16)
 DEFAULT = Recipe(activations=Tile(1, 32), weights=Tile(32, 32))
 ALL = replace(DEFAULT, wgrad="float8")  # All three products in float8.

@@ -34,7 +34,7 @@ from tests.ports import free_port
 from tests.weightsync.vllm_site import SIZES, TIMEOUT_S, Served, Trainer
 
 MODEL_TOKENS = 2048
-LONG = 1800  # tokens of an answer that lasts until something has happened, on an idle machine too
+LONG = 1000  # tokens of an answer that lasts until something has happened, on an idle machine too
 ROUTER = shutil.which("vllm-router")
 needs_router = pytest.mark.skipif(ROUTER is None, reason="vllm-router is not installed")
 PROMPTS = np.random.default_rng(0).integers(4, 512, (6, 40)).tolist()

@@ -35,14 +35,9 @@ class RectangleKernel:
         out = torch.zeros(*q.shape[:2], v.shape[2], dtype=dtype, device=q.device)
         lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
         for rows, keys, fused in rectangles_of(hop, q.device):
-            more_out, more_lse = fused.forward(q[rows], _taken(k, keys), _taken(v, keys))
-            # Online softmax (arXiv:1805.02867): `out` is normalised over the keys so far.
-            total = torch.logaddexp(lse[rows], more_lse)
-            # `total` is -inf if a query has not seen a key yet.
-            safe = total.masked_fill(total == -torch.inf, 0.0)
-            out[rows] *= (lse[rows] - safe).exp().unsqueeze(-1)
-            out[rows] += more_out * (more_lse - safe).exp().unsqueeze(-1)
-            lse[rows] = total
+            _see_more_keys(
+                out[rows], lse[rows], *fused.forward(q[rows], _taken(k, keys), _taken(v, keys))
+            )
         return out, lse
 
     def backward(
@@ -58,6 +53,16 @@ class RectangleKernel:
             _add(dk, keys, more_k)
             _add(dv, keys, more_v)
         return dq, dk, dv
+
+
+def _see_more_keys(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
+    """Online softmax (arXiv:1805.02867): `out` is normalised over the keys so far."""
+    total = torch.logaddexp(lse, more_lse)
+    # `total` is -inf if a query has not seen a key yet.
+    safe = total.masked_fill(total == -torch.inf, 0.0)
+    out *= (lse - safe).exp().unsqueeze(-1)
+    out += more_out * (more_lse - safe).exp().unsqueeze(-1)
+    lse.copy_(total)
 
 
 def _taken(x: Tensor, ranges: Ranges) -> Tensor:

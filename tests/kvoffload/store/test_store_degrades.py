@@ -274,7 +274,7 @@ def test_a_full_file_system_keeps_its_pages_and_takes_more_when_there_is_room(
             ballast.unlink()
             for number in 2 * [*range(250)]:  # of the room, 0.9 is taken again within 10 s
                 save(store, number)
-                clock.advance(0.04)
+                clock.advance(0.02)
             assert store.statistics()["disk"].pages >= 45
             for number in range(250):
                 into = np.zeros(PAGE, np.uint8)
