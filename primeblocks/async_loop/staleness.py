@@ -30,8 +30,8 @@ class StalenessPolicy:
       exceeds the bound only after a rollback, if `generate` records versions that are too old, or
       if you call `take` without `in_flight`. Such a group is dropped.
     - "pace" only limits how many groups are started, and does not enforce the bound. With "pace",
-      no group is dropped, the trainer does not wait, and a slow group may exceed the bound. With
-      "pace", trained rollouts have the same length distribution as sampled rollouts.
+      no group is dropped, the trainer does not wait for old groups, and a slow group may exceed
+      the bound. Trained rollouts have the same length distribution as sampled rollouts.
     - "mask" removes tokens beyond the bound from the loss. The reward of a rollout with masked
       tokens still counts in the baseline of its group.
     - "drop" discards a group beyond the bound and generates its prompt again. With "drop", a

@@ -92,8 +92,8 @@ def audit(
     of causes reproduce the engine's bits, `audit` reports all combinations with the fewest causes.
     `audit` also counts the codes, scales or plain values that differ.
 
-    `audit` compares only weights, and does not check how the engine quantizes activations or the KV
-    cache. Codes that the engine makes after you read its tensors are not checked. Local. `audit`
+    `audit` compares only the tensors that you pass. It does not check how the engine quantizes
+    activations or the KV cache, or weights that the engine quantizes later. Local. `audit`
     compares one tensor at a time on the trainer's device, with some float32 copies.
 
     Args:

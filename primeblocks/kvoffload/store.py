@@ -42,8 +42,8 @@ class TieredStore:
 
     A page found in a lower tier is copied back to host memory. Calls return at once, and threads of
     the store copy and do I/O. A load sees every save that was called before it. The result of a
-    save is ready once host memory has the page. If all lower tiers refuse a page, as on a full
-    disk, the page is lost when it leaves host memory. `statistics()` counts refused writes.
+    save is ready once host memory has or declines the page. If all lower tiers refuse a page, as on
+    a full disk, the page is lost when it leaves host memory. `statistics()` counts refused writes.
 
     Args:
         tiers: the tiers, fastest first. The first must be a `HostTier`. The store closes all tiers.

@@ -74,8 +74,8 @@ class Observed:
     Attributes:
         plan: the fingerprint of the plan.
         reader: the number of this process's reader in the plan.
-        forms: a row for each `Copy` in this reader's buckets. A row has the parts of the `Copy`'s
-            box that this process has, and each part in all its forms.
+        forms: a row for each `Copy` in this reader's buckets. A row has a `Form` for each part of
+            the `Copy`'s box that this process stores, and for each form of this part.
         unexpected: parameters that this reader does not receive. With `convert`, parameters that
             are not in `convert.targets`.
         absent: wanted tensors with a dim of size 0 that are missing here, or have another shape.

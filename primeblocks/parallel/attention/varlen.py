@@ -50,11 +50,12 @@ class VarlenKernel:
             does not check devices, dtypes and widths.
 
     Raises:
-        UnsupportedError: in a call, a hop has no segments, documents fork (the plan has `parents`),
-            there is a softcap, or values and keys differ in width.
-        UnsupportedError: in a call, the device is not CUDA, or the dtype is neither bfloat16 nor
-            float16.
-        UnsupportedError: in a call, head_dim is above 256 or not a multiple of 8.
+        UnsupportedError: attention was called with a `softcap`, with a plan that has `parents`
+            (documents fork), or with values and keys of different widths. Or a hop has no segments.
+        UnsupportedError: attention was called with tensors that are not on a CUDA device, or whose
+            dtype is neither bfloat16 nor float16.
+        UnsupportedError: attention was called with a head_dim above 256, or one that is not a
+            multiple of 8.
 
     Source: arXiv:2307.08691.
     """

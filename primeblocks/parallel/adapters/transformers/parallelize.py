@@ -86,7 +86,8 @@ def parallelize(
             without a `SequencePlan` uses the model's own attention and masks. For families with an
             indexer (GLM-5, DeepSeek-V3.2, A.X-K2, HY-V4), pass
             `IndexedAttention(kernel=..., scores=...)`, or omit `attention`.
-        precision: see `fully_shard_moe`. Routers and the weights of indexers stay in float32.
+        precision: see `fully_shard_moe`. Routers, and the layer `weights_proj` of each indexer,
+            stay in float32.
         dispatcher: the dispatcher of the experts, which must use the ranks of `meshes.expert`. The
             default dispatcher is `AllToAllDispatcher`, or `LocalDispatcher` if one rank has all
             experts.
