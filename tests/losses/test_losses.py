@@ -236,6 +236,7 @@ def test_what_would_be_broadcast_is_refused(change, message):
 X = -torch.rand(2, 3)
 KEPT = X < 0
 UNCHECKED = inspect.unwrap(normalisation.divide)
+UNCHECKED_TOP_K = inspect.unwrap(distillation.top_k_loss)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +269,8 @@ UNCHECKED = inspect.unwrap(normalisation.divide)
             "Pass sequence_ids",
         ),
         (lambda: distillation.teacher_advantages(X, X, X, mask=KEPT), "2 teachers"),
+        (lambda: UNCHECKED_TOP_K(X, X, mask=KEPT[:, 0], rest="all"), "'reverse' and 'all'"),
+        (lambda: UNCHECKED_TOP_K(X, X, mask=KEPT[:, 0], direction="both"), "'both' and"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(call, message):
