@@ -197,8 +197,8 @@ def describe(source: NamedTensors, *, dtype: torch.dtype | None = None) -> Manif
     Args:
         source: a module, for its parameters and persistent buffers, or tensors by name. A DTensor
             is described by its global shape and this rank's box, also for FSDP2 over expert shards.
-        dtype: the dtype with which floating tensors are described. With None, each keeps its own
-            dtype.
+        dtype: the dtype with which tensors of the dtypes in `FLOATS` are described, one of
+            `FLOATS`. Tensors of other dtypes keep their dtype. With None, all tensors keep it.
 
     Raises:
         PlanError: as for `layout_of`, or a name occurs twice, or a value is not a dense tensor.
@@ -257,9 +257,10 @@ def unwrapped(name: str, owners: Mapping[str, nn.Module]) -> str:
 
 
 def _cast(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    if not isinstance(wanted, torch.dtype | None):
-        raise PlanError(f"dtype must be a torch.dtype, such as torch.bfloat16; got {wanted!r}.")
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
+    if wanted is not None and wanted not in FLOATS:
+        names = ", ".join(map(str, FLOATS))
+        raise PlanError(f"dtype must be one of {names}, or None; got {wanted!r}.")
+    return wanted if wanted is not None and dtype in FLOATS else dtype
 
 
 def _dtype(name: str) -> torch.dtype:

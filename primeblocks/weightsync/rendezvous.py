@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from ..errors import DeadlineError, UnsupportedError
+from ..errors import DeadlineError, RankError, UnsupportedError
 from .convert.conversion import Wiring, union
-from .manifest import NamedTensors, describe, gather_manifests
+from .manifest import Manifest, NamedTensors, describe, gather_manifests
 from .parts import Encode, Encoder
 from .plan import Plan
 from .planner import BUCKET_BYTES, plan_sync
@@ -50,17 +51,21 @@ def announce(
             torch.distributed is not initialized.
 
     Raises:
-        PlanError, UsageError: the errors of `describe`, `encode` and `plan_sync`. If `describe` or
-            `encode` fails on one rank, the other ranks wait for the group's timeout.
+        PlanError, UsageError: the errors of `describe` and `plan_sync`.
+        RankError: `describe` or `encode` failed on another rank, and raised its error there.
         UnsupportedError: the transport cannot store a plan.
         UsageError: a living process owns the name.
     """
     alone = group is None and not dist.is_initialized()
-    mine = describe(parameters, dtype=dtype if isinstance(encode, Encoder) else None)
-    if isinstance(encode, Encoder):  # Scales keep their dtype, so `dtype` applies before.
-        mine = encode.describe(mine)
-        dtype = None if convert is None else dtype
-    manifests = [mine] if alone else gather_manifests(mine, group=group)
+
+    def mine() -> Manifest:
+        if not isinstance(encode, Encoder):
+            return describe(parameters)
+        return encode.describe(describe(parameters, dtype=dtype))  # So scales keep their dtype.
+
+    manifests = [mine()] if alone else _gathered(mine, group)
+    if isinstance(encode, Encoder) and convert is None:
+        dtype = None
     whole = (union(manifests) if convert is None else convert.targets).whole(dtype=dtype)
     plan = plan_sync(manifests, whole, bucket_bytes=bucket_bytes, convert=convert)
     owner = alone or dist.get_rank(group) == 0
@@ -99,6 +104,22 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
             raise DeadlineError(f"find({name}) waited {timeout_s:g} s: {error}") from error
         raise
     return plan, transport
+
+
+def _gathered(mine: Callable[[], Manifest], group: dist.ProcessGroup | None) -> list[Manifest]:
+    manifest, error, refusal = Manifest(()), None, ""
+    try:
+        manifest = mine()
+    except Exception as raised:  # This rank raises it when the other ranks know of it.
+        error, refusal = raised, f"{type(raised).__name__}: {raised}"
+    refusals: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(refusals, refusal, group=group)
+    if error is not None:
+        raise error
+    for rank, refusal in enumerate(refusals):
+        if refusal:
+            raise RankError(f"rank {rank} cannot describe its parameters: {refusal}")
+    return gather_manifests(manifest, group=group)
 
 
 def _await_announced(commits: Commits, deadline: float) -> str:

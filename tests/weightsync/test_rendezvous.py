@@ -11,7 +11,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from primeblocks import fp8, weightsync
-from primeblocks.errors import DeadlineError, PlanError, UnsupportedError, UsageError
+from primeblocks.errors import (
+    DeadlineError,
+    PlanError,
+    RankError,
+    UnsupportedError,
+    UsageError,
+)
 from primeblocks.testing import ranks
 from primeblocks.testing.oracles import assert_same_bits
 from primeblocks.weightsync import SharedMemoryTransport, convert
@@ -106,14 +112,34 @@ def test_ranks_may_hold_other_tensors_each_and_the_last_version_is_found_later(t
     assert held["layer1"].tolist() == [1.0] * 3
 
 
+def _one_is_refused(where):
+    rank = dist.get_rank()
+    mine = {"a": torch.ones(2) if rank else torch.ones(2).to_sparse()}
+    with pytest.raises((PlanError, RankError)) as refused:
+        weightsync.announce(_end("file", where, rank == 0), mine)
+    return type(refused.value).__name__, str(refused.value)
+
+
+def test_ranks_hear_that_one_of_them_cannot_describe_its_parameters(tmp_path):
+    (own, why), *others = ranks.run(_one_is_refused, tmp_path, world_size=3)
+    assert own == "PlanError"
+    told = ("RankError", f"rank 0 cannot describe its parameters: PlanError: {why}")
+    assert others == [told] * 2
+
+
 def test_converted_names_are_announced(tmp_path):
     tensors = {"a": torch.ones(2)}
     wiring = convert.record_wiring(lambda each: {"b": each["a"]}, weightsync.describe(tensors))
     with _end("file", tmp_path, True) as transport:
         plan, _ = weightsync.announce(transport, tensors, convert=wiring)
     assert list(plan.target) == ["b"]
-    with pytest.raises(PlanError, match=r"does not receive 'a', .* drop convert= here"):
+    with pytest.raises(PlanError, match=r"does not receive 'a' .* drop convert= here"):
         weightsync.Subscriber(plan, dict, transport, convert=wiring)
+    other = convert.record_wiring(
+        lambda each: {"c": each["b"]}, weightsync.describe({"b": torch.ones(3)})
+    )
+    with pytest.raises(PlanError, match=r"does not receive 'b' with the shape \(3,\)"):
+        weightsync.Subscriber(plan, dict, transport, convert=other)
 
 
 @pytest.mark.parametrize("is_renamed", [False, True])
@@ -142,12 +168,23 @@ def test_float8_weights_are_announced(is_renamed, tmp_path):
     assert len(held) == len(wanted) + 1
 
 
-def test_a_dtype_is_not_its_name(tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("encode", [None, fp8.encode_weights(fp8.Recipe(), only="a", layouts=None)])
+def test_a_dtype_that_no_weight_is_sent_in_is_refused(dtype, encode, tmp_path):
     with (
         _end("file", tmp_path, True) as transport,
-        pytest.raises(PlanError, match="dtype must be a torch.dtype, .*; got 'bfloat16'"),
+        pytest.raises(PlanError, match=r"dtype must be one of .*torch.bfloat16.*; got "),
     ):
-        weightsync.announce(transport, {"a": torch.ones(1)}, dtype="bfloat16")
+        weightsync.announce(transport, {"a": torch.ones(1, 1)}, dtype=dtype, encode=encode)
+
+
+def test_codes_keep_their_dtype(tmp_path):
+    held = {"codes": torch.ones(2).to(torch.float8_e4m3fn), "scales": torch.ones(2)}
+    with _end("file", tmp_path, True) as transport:
+        plan, _ = weightsync.announce(transport, held, dtype=torch.bfloat16)
+        weightsync.Publisher(plan, held, transport).publish(1, timeout_s=TIMEOUT_S)
+    assert plan.target["codes"].dtype == torch.float8_e4m3fn
+    assert plan.target["scales"].dtype == torch.bfloat16
 
 
 def test_a_folder_without_a_plan_is_named(tmp_path):

@@ -253,11 +253,16 @@ def check_wiring(plan: Plan, reader: int, wiring: Wiring | None) -> None:
             f"reader {reader} wants several boxes of {len(cut)} tensors, such as {cut[0]!r}. "
             "Pass convert=, the wiring that plan_sync() got for this reader."
         )
-    if wiring is not None and (lost := [p for p in wiring.pieces if p.source not in wants]):
-        raise PlanError(
-            f"reader {reader} does not receive {lost[0].source!r}, which convert= reads. If this "
-            "wiring was the convert= of announce() or plan_sync(), drop convert= here."
-        )
+    if wiring is None:
+        return
+    for piece in wiring.pieces:
+        read = wiring.sources[piece.source]
+        if piece.source not in wants or plan.target[piece.source].shape != read.shape:
+            raise PlanError(
+                f"reader {reader} does not receive {piece.source!r} with the shape {read.shape}, "
+                "which convert= reads. If this wiring was the convert= of announce() or "
+                "plan_sync(), drop convert= here."
+            )
 
 
 def filling(checkpoint: Manifest, boxes: Boxes) -> Wiring:
