@@ -21,6 +21,7 @@ SETTINGS = {
     "dro": ("dro_loss", {"beta": 0.7}),
     "gspo": ("gspo_loss", {"clip_low": 0.04, "clip_high": 0.06}),
     "gmpo": ("gmpo_loss", {"clip_low": 0.3, "clip_high": 0.4}),
+    "gmpo clips all": ("gmpo_loss", {"clip_low": 0.0, "clip_high": 0.0}),
 }
 DIRECTIONS = ("reverse", "forward")
 KLS = {
