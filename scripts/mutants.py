@@ -42,7 +42,10 @@ def is_place(node: ast.AST) -> bool:
 
 
 def places(tree: ast.Module) -> list[Any]:
-    return [node for node in ast.walk(tree) if is_place(node)]
+    nodes = list(ast.walk(tree))
+    notes = [getattr(node, name, None) for node in nodes for name in ("annotation", "returns")]
+    noted = {id(node) for note in notes if note is not None for node in ast.walk(note)}
+    return [node for node in nodes if is_place(node) and id(node) not in noted]
 
 
 class Change(ast.NodeTransformer):
