@@ -1,6 +1,7 @@
 """Commits in a store: leases that end by the clock, owners that are deposed, stores that stall."""
 
 import json
+import math
 import time
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from primeblocks.errors import (
     DeadlineError,
     TransferError,
     UnsupportedError,
+    UsageError,
 )
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
@@ -107,6 +109,17 @@ def test_a_new_owner_takes_over_and_the_old_one_is_refused(store, commits):
     marker = made(second, 1)
     commits.close()
     assert second.markers(deadline=soon()) == (marker,)
+
+
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, math.nan, math.inf])
+def test_a_lease_without_a_length_is_refused_from_owner_and_note(store, commits, lease_s):
+    with pytest.raises(UsageError, match="lease_s must be above 0 and finite"):
+        StoreCommits(store, owner=True, lease_s=lease_s)
+    key = "commits"
+    note = json.loads(commits._board.read(key, deadline=soon()))
+    commits._board.post(key, json.dumps({**note, "lease_s": lease_s}), deadline=soon())
+    with pytest.raises(CorruptionError, match="lease_s is"):
+        commits.markers(deadline=soon())
 
 
 @pytest.mark.parametrize("call", ["commit", "begin", "close"])

@@ -104,8 +104,8 @@ def PullTransport(
         owner: true only on trainer rank 0.
         device: the device of this process's buffers.
         keep: as for `PackedTransport`.
-        lease_s: how long an engine may take to fetch one version. Only the value that the owner
-            passes is used.
+        lease_s: how long an engine may take to fetch one version, a finite number above 0. Only
+            the value that the owner passes is used.
         timeout_s: how long the construction waits for the store.
 
     Raises:

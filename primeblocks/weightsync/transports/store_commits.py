@@ -11,6 +11,7 @@ at most `lease_s`.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import CapacityError, DeadlineError, TransferError, UsageError
+from ...errors import CapacityError, DeadlineError, TransferError, UsageError, shown
 from ..marker import Marker, as_corruption
 from .board import Board, store_spec
 from .transport import Lease, check_call, retired
@@ -68,6 +69,8 @@ class StoreCommits:
         self._writing = threading.Lock()
         self.run = ""
         if owner:
+            if not 0 < lease_s < math.inf:
+                raise UsageError(f"lease_s must be above 0 and finite; got {shown(lease_s)}.")
             self.run = secrets.token_hex(8)
             text = _text(_Record(self.run, float(lease_s), ()))
             self._board.post(_COMMITS, text, deadline=time.monotonic() + timeout_s)
@@ -207,7 +210,9 @@ def _parsed(text: str) -> _Record:
     with as_corruption("the note of commits"):
         head = json.loads(text)
         markers = tuple(Marker.from_json(row) for row in head["markers"])
-        return _Record(str(head["run"]), float(head["lease_s"]), markers)
+        if not 0 < (lease_s := float(head["lease_s"])) < math.inf:
+            raise ValueError(f"lease_s is {lease_s}")
+        return _Record(str(head["run"]), lease_s, markers)
 
 
 def _text(record: _Record) -> str:

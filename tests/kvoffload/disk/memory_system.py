@@ -89,8 +89,9 @@ def mixed(random, old, new):
     size = random.choice([len(old), len(new), max(len(old), len(new))])
     data = bytearray()
     for at in range(0, size, SECTOR):
-        piece = (new if random.random() < chance else old)[at : at + SECTOR]
-        data += piece + bytes(min(SECTOR, size - at) - len(piece))
+        end = min(at + SECTOR, size)
+        piece = (new if random.random() < chance else old)[at:end]
+        data += piece + bytes(end - at - len(piece))
     return bytes(data)
 
 
