@@ -109,12 +109,14 @@ class Copiers:
                     rooms = self._host.pages([copy.page.frame for copy in copies])
                     out = isinstance(copies[0], CopyOut)
                     copy_pages(parts, rooms, out=out, fences=batch.fences)
+            if not held:
+                return False
             for copy in copies if batch.extras else ():
                 extra = batch.extras.get(copy.request.index, b"")
                 room = self._host.frame(copy.page.frame)[size : size + len(extra)]
                 room[:] = np.frombuffer(extra, dtype=np.uint8)
             batch.finish([self._loaded(copy) for copy in copies if isinstance(copy, CopyOut)])
-            return held
+            return True
         except Exception as error:  # handed to the waiting caller
             batch.pending.fail(error)
             return False

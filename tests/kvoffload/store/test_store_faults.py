@@ -5,6 +5,7 @@ import threading
 import numpy as np
 import pytest
 
+from primeblocks.errors import CancelledError
 from primeblocks.kvoffload import TieredStore, copier
 from primeblocks.kvoffload.moves import (
     Ask,
@@ -149,6 +150,37 @@ def test_giving_up_waits_for_a_copy_that_began(host, monkeypatch):
         threading.Timer(0.1, go.set).start()
         pending.cancel()
         assert not into.any(), "still being written"
+
+
+def test_a_batch_given_up_between_two_copies_has_no_result(host, monkeypatch):
+    entered, go, copy = threading.Event(), threading.Event(), copier.copy_pages
+
+    def slow(pages, rooms, **how):
+        entered.set()
+        go.wait(SOON)
+        copy(pages, rooms, **how)
+
+    monkeypatch.setattr(copier, "_TOGETHER_PAGES", 1)
+    with TieredStore([host(2)], copy_threads=1) as store:
+        save(store, 0)
+        save(store, 1)
+        monkeypatch.setattr(copier, "copy_pages", slow)
+        into = [np.zeros(PAGE, np.uint8) for _ in range(2)]
+        pending = store.load_batch([key_of(0), key_of(1)], into=into)
+        assert entered.wait(SOON)
+        with pending.buffers():  # As a copy of another thread that still runs.
+            giver = threading.Thread(target=pending.cancel)
+            giver.start()
+            held = True
+            while held:
+                with pending.buffers() as held:
+                    pass
+            go.set()
+            assert load(store, 0) == "host"  # Copies are made in order.
+            assert not pending.done()
+        giver.join(SOON)
+        with pytest.raises(CancelledError):
+            pending.wait(timeout_s=0)
 
 
 def test_what_was_given_up_is_not_even_read(host, memory, monkeypatch):
