@@ -166,7 +166,7 @@ def nbytes_of(values: Iterable[Any]) -> int:
     """Return the memory of values in bytes. A value of unknown size counts as 64 bytes."""
     return sum(
         len(x)
-        if isinstance(x, bytes)
+        if isinstance(x, bytes | bytearray | str)
         else nbytes_of(x)
         if isinstance(x, tuple | list)
         else nbytes_of(x.values())

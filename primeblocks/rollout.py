@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -95,7 +95,7 @@ class Rollout:
             if reward is not None and not math.isfinite(reward):
                 raise UsageError(f"{name} is {reward}, which is not finite")
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return pickled(self)
 
     @property
@@ -219,13 +219,17 @@ def versions_from_spans(spans: Iterable[tuple[int, int, int]], *, length: int) -
     return versions
 
 
-def pickled(item: Any) -> tuple[Callable[[], Any], tuple[()]]:
+def pickled(item: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the result of `__reduce__` for a trajectory. Unpickling repeats all checks."""
     kind: Callable[..., Any] = type(item)
     made_of = {one.name: getattr(item, one.name) for one in fields(item)}
     # pickle refuses read-only views of dictionaries.
     views = {name: dict(x) for name, x in made_of.items() if isinstance(x, MappingProxyType)}
-    return partial(kind, **made_of | views), ()
+    return _made, (kind, made_of | views)
+
+
+def _made(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
+    return kind(**values)
 
 
 def freeze_trajectory(item: Any, *, least: int) -> None:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from ..clock import Clock, MonotonicClock, within
-from ..errors import CapacityError, UsageError, check_counts
+from ..errors import CapacityError, DeadlineError, UsageError, check_counts
 from ..rollout import Group
 from .staleness import StalenessPolicy, staleness
 
@@ -89,9 +89,11 @@ class RolloutBuffer:
                 clock=self._clock,
                 what="the wait for room in the buffer",
             )
-        except BaseException:
+        except BaseException as error:
             if group in self._held:  # It may have got room while this wait ended.
                 self._remove(group)
+            elif isinstance(error, DeadlineError):  # Or `take` took it.
+                return
             raise
 
     async def take(

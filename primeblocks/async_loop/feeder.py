@@ -205,6 +205,8 @@ class Feeder:
                 answer = await self._ask(job, sample)
                 break
             except Exception as error:
+                if self.jobs.get(job.ordinal) is not job:  # Another sample gave up.
+                    return
                 job.attempts[sample] += 1
                 self.causes[type(error).__name__] += 1
                 self._log(job, error)

@@ -51,7 +51,8 @@ class AsyncLoop:
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
             each sample is one request. With `ledger`, the call also gets `draft=`, a `Draft`. `v`
-            is the version at the call. Record the version that the engine used for each token.
+            is the version at which the group started, also for a retry and for later samples.
+            Record the version that the engine used for each token.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
             runs in its own thread, and does not block the event loop.
         publish: `publish(v)`, plain or async, sends the weights of policy `v` to the engine during
@@ -177,7 +178,7 @@ class AsyncLoop:
                 self._restored.append(put)
             await asyncio.sleep(0)  # Now they are in the buffer, or wait for room in it.
         self._worker = WorkerThread("train")
-        self._feed()
+        self._go_on()
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -97,4 +97,4 @@ class Retries:
 
     def wait_s(self, attempt: int) -> float:
         """Return the seconds to wait after attempt number `attempt`, counted from 1. Pure."""
-        return self.backoff_s * 2.0 ** (attempt - 1)
+        return self.backoff_s * 2.0 ** min(attempt - 1, 99)  # 2.0**1024 is too large for a float.

@@ -45,8 +45,13 @@ class WorkerThread:
                 continue
             try:
                 future.set_result(call())
+            except StopIteration as error:  # asyncio's futures refuse it.
+                other = RuntimeError(f"train or publish raised {error!r}. Catch it there.")
+                other.__cause__ = error
+                future.set_exception(other)
             except BaseException as error:
                 future.set_exception(error)
+            del item, future, call  # Or they hold a batch until the next call.
 
 
 def is_async(function: Callable[..., Any]) -> bool:

@@ -205,7 +205,8 @@ def _estimate(x: Tensor, estimator: str, direction: str) -> Tensor:
     if estimator == "k1":
         return x if direction == "reverse" else -u * x
     if estimator == "k3":
-        return u - 1 + x if direction == "reverse" else 1 - u - u * x
+        less = torch.expm1((-x).clamp(max=MAX_LOG_RATIO)) + x  # u - 1 + x, without cancellation.
+        return less if direction == "reverse" else (1 - u) * x - less
     raise UsageError(f'estimator must be "k1", "k2", "k3" or "abs"; got {estimator!r}')
 
 

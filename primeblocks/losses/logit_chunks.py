@@ -222,6 +222,8 @@ def gradients(
     Args:
         of_scores: the gradients of log-probabilities and of entropies.
     """
+    if of_scores == (None, None):  # As for a chunk of masked tokens.
+        return
     for words, w in chunks.words():
         # Summed in full precision over tokens, and rounded once.
         rows = _wide(to.weight, words, chunks.wide)

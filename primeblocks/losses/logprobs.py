@@ -67,6 +67,7 @@ def token_scores(
             outside the vocabulary, such as -100, has the log-probability NaN.
         options: the keywords below.
         temperature: the divisor of the logits: a number, or a tensor `[tokens]` without gradient.
+            The values of a tensor are not checked.
         head_dtype: the dtype to which operands are cast, one chunk at a time. Use float32 for a
             bfloat16 model only if the engine also uses float32, because the dtype changes the
             mismatch with the engine.
@@ -227,7 +228,8 @@ class _ChunkedLoss(torch.autograd.Function):
             if value.requires_grad:
                 grads: Any = torch.autograd.grad(value, leaves, allow_unused=True)
                 share = to if to.hidden is None else to._replace(hidden=to.hidden[own])
-                gradients(chunks, ids[own], seen, grads, share)
+                with torch.autocast(hidden.device.type, enabled=False):  # As in a backward.
+                    gradients(chunks, ids[own], seen, grads, share)
         if to.hidden is not None:
             head.reduce(to.hidden)
         ctx.save_for_backward(*to)

@@ -158,6 +158,30 @@ def test_waits_end_at_their_deadline_and_lose_nothing(make_group):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("turns", range(6))
+def test_a_put_whose_deadline_passes_while_a_take_comes_fails_only_if_nobody_gets_the_group(turns):
+    async def run():
+        clock = ManualClock()
+        buffer = RolloutBuffer(
+            capacity=1, staleness=StalenessPolicy(0, "drop", "a test"), clock=clock
+        )
+        await buffer.put(make_group("a"), timeout_s=HANG_S)
+        putting = asyncio.create_task(buffer.put(make_group("b"), timeout_s=HANG_S))
+        await settle()
+        clock.advance(HANG_S)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        taken = await buffer.take(1, version=0, timeout_s=HANG_S)
+        taking = asyncio.create_task(buffer.take(1, version=0, timeout_s=HANG_S))
+        await settle()
+        taken += taking.result() if taking.done() else ()
+        taking.cancel()
+        (error,) = await asyncio.gather(putting, return_exceptions=True)
+        assert [group.prompt for group in taken] == ["a", "b"][: 1 + (error is None)]
+
+    asyncio.run(run())
+
+
 def test_a_wait_for_an_older_group_says_so(make_group):
     async def run():
         clock = ManualClock()

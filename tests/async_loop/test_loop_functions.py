@@ -258,6 +258,80 @@ def test_a_prompt_that_was_given_up_asks_for_no_more_samples():
     assert asked == [(0, 0), (1, 0), (1, 1), (1, 2)]
 
 
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_sample_that_fails_after_its_prompt_was_given_up_changes_nothing(attempts):
+    async def body(world, loop):
+        asked = []
+
+        async def generate(prompt, *, version, sample):
+            asked.append((prompt, sample))
+            if prompt == 0 and sample == 0:
+                await asyncio.sleep(0)
+                raise TypeError("a mistake")
+            if prompt == 0:
+                try:
+                    await asyncio.sleep(HANG_S)
+                finally:
+                    raise EngineError("the engine does not take the abort either")
+            return make_rollout(versions=(version, version))
+
+        world.generate = generate
+        (step,) = await collect(world, loop, count=1)
+        return asked, step.lost
+
+    _, (asked, lost) = run(
+        body, group_size=2, max_in_flight=2, batch_size=1, prompts=range(2), bound=0,
+        retries=Retries(attempts=attempts, backoff_s=0, give_up_after=9),
+    )  # fmt: skip
+    assert asked == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert list(lost) == [(0, "failed: TypeError('a mistake')")]
+
+
+def test_prompts_that_fail_at_once_end_the_first_step_and_leave_no_request():
+    """An iterable that could go on after its error."""
+
+    class Prompts:
+        count = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.count += 1
+            if self.count == 3:
+                raise OSError("a bad line")
+            return self.count
+
+    async def body(world, loop):
+        with pytest.raises(OSError, match="a bad line"):
+            await collect(world, loop)
+        asked = len(world.asked)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(world.asked) == asked
+        assert len(asyncio.all_tasks()) == 2  # This one, and that which waits for it.
+
+    run(body, prompts=Prompts())
+
+
+@pytest.mark.parametrize("name", ["train", "publish"])
+def test_the_end_of_an_iterator_in_a_blocking_call_is_told_at_once(name):
+    async def body(world, loop):
+        with pytest.raises(RuntimeError, match=r"raised StopIteration\(\).*Catch it") as caught:
+            await collect(world, loop)
+        assert isinstance(caught.value.__cause__, StopIteration)
+
+    def call(*_, **named):
+        return next(iter(()))
+
+    async def main():
+        world = World()
+        setattr(world, name, call)
+        await body(world, make_loop(world, step_timeout_s=HANG_S))
+
+    asyncio.run(asyncio.wait_for(main(), HANG_S / 2))
+
+
 def end_waiting(until, **options):
     """Advance the clock beyond the deadline once `until(loop)` is true, and return the error."""
 

@@ -54,6 +54,14 @@ def test_it_goes_to_another_process_by_pickle(make_rollout):
     assert content(pickle.loads(pickle.dumps(partial))) == content(partial)
 
 
+def test_a_deep_copy_shares_no_attachment_and_text_counts_its_letters():
+    rollout = make_rollout(attachments={"notes": ["a"], "text": "x" * 5000})
+    copied = copy.deepcopy(rollout)
+    copied.attachments["notes"].append("b")
+    assert rollout.attachments["notes"] == ["a"]
+    assert rollout.nbytes >= make_rollout().nbytes + 5000
+
+
 @pytest.mark.parametrize(
     "change",
     [{"versions": ()}, {"versions": (0, -1)}, {"reward": float("nan")}, {"prompt_length": 0}],

@@ -101,6 +101,20 @@ def test_equal_to_the_plain_ones_with_gradients(given):
         torch.testing.assert_close(chunked(leaves, ids, options, weights), total, **close)
 
 
+def test_chunks_whose_loss_does_not_depend_on_the_scores_have_no_gradient():
+    leaves, ids, options, weights = operands(OPTIONS[0])
+    first = CHUNKS["chunk_tokens"]
+
+    def loss(seen, own):
+        alone = own.start >= first  # As where a chunk has masked tokens alone.
+        return torch.zeros((), requires_grad=True) if alone else loss_of(seen, weights, own)
+
+    found = torch.autograd.grad(chunked_loss(*leaves, ids, loss=loss, **CHUNKS, **options), leaves)
+    seen = [x[:first] for x in plain(leaves, ids, options)]
+    expected = torch.autograd.grad(loss_of(seen, weights, slice(first)), leaves)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errs_no_more_than_the_plain_ones_in_low_precision(dtype):
     """Of bfloat16 operands in float32: there the plain computation has float32 operands too."""

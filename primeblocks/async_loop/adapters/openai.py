@@ -46,7 +46,7 @@ _TRANSFER = "kv_transfer_params"
 # Errors of JSON that is not in the expected form.
 _OTHER = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _NO_LOGPROB = -9999.0  # vLLM sends this for minus infinity, or for a missing value.
-_MOST_LOGPROB = 1e-3  # A log-softmax in float32 may round to a little above zero.
+_MOST_LOGPROB = 2**-10  # As for a Rollout: a log-softmax in float32 may round up.
 
 
 async def generate(
@@ -112,7 +112,7 @@ async def generate(
             f"the weights went from version {before} to {after} during {what}, and the server "
             "does not say at which token. Ask for fewer tokens, or pause requests during updates."
         )
-    choices = _choices_of(text, what, n)
+    choices = _choices_of(text, what, body.get("n", n))
     return tuple(_rollout(choice, tokens, before, what, prompt_id) for choice in choices)
 
 

@@ -170,6 +170,7 @@ def pack(
             "per_token and per_completion name an attachment twice: "
             f"{[*per_token, *per_completion]}"
         )
+    indices = [*indices]
     if outside := [i for i in indices if not 0 <= i < len(rollouts)]:
         raise UsageError(f"a batch of {len(rollouts)} rollouts does not have indices {outside}.")
     chosen = [rollouts[i] for i in indices]
@@ -276,7 +277,9 @@ def _attached(
                     f"a rollout of prompt {rollout.prompt_id!r} has no attachment {name!r}; it has "
                     f"{list(rollout.attachments)}."
                 )
-            part = _rows(rollout.attachments[name], count, name)
+            part = rollout.attachments[name]
+            if count == len(rollout.tokens):  # Not for `per_completion`, which has its own rows.
+                part = _rows(part, count, name)
             if not isinstance(part, np.ndarray | torch.Tensor) or not part.ndim:
                 raise ShapeError(f"{name!r} must be an array or a tensor; got {type(part)}.")
             if len(part) != count:

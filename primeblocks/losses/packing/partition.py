@@ -115,12 +115,11 @@ def within_capacity(
 
 def _differenced(weights: NDArray[np.float64], parts: int) -> list[list[int]]:
     # Per partial partition: the negative spread, a number against ties, descending sums, items.
+    # Empty parts are left out, because most partial partitions have few items.
     heap: list[tuple[float, int, NDArray[np.float64], list[list[int]]]] = []
     for i in np.argsort(-weights, kind="stable").tolist():
-        sums = np.zeros(parts)
-        sums[0] = weights[i]
-        spread = float(sums[0] - sums[-1])
-        heap.append((-spread, len(heap), sums, [[i], *([] for _ in range(parts - 1))]))
+        spread = float(weights[i]) if parts > 1 else 0.0
+        heap.append((-spread, len(heap), weights[[i]], [[i]]))
     if not heap:
         return [[] for _ in range(parts)]
     heapq.heapify(heap)
@@ -128,13 +127,20 @@ def _differenced(weights: NDArray[np.float64], parts: int) -> list[list[int]]:
     while len(heap) > 1:
         _, _, sums, items = heapq.heappop(heap)
         _, _, others, more = heapq.heappop(heap)
-        joined = sums + others[::-1]
+        alone = min(len(sums), parts - len(others))  # The largest get nothing.
+        shared, ascending = len(sums) - alone, others[::-1].copy()
+        ascending[:shared] += sums[alone:]
+        joined = np.concatenate([sums[:alone], ascending])
+        less = more[::-1]
+        both = [a + b for a, b in zip(items[alone:], less, strict=False)]
+        merged = [*items[:alone], *both, *less[shared:]]
         order = np.argsort(-joined, kind="stable")
-        merged = [items[at] + more[parts - 1 - at] for at in order.tolist()]
         joined = joined[order]
-        heapq.heappush(heap, (float(joined[-1] - joined[0]), tie, joined, merged))
+        least = float(joined[-1]) if len(joined) == parts else 0.0
+        heapq.heappush(heap, (least - float(joined[0]), tie, joined, [merged[at] for at in order]))
         tie += 1
-    return heap[0][3]
+    found = heap[0][3]
+    return found + [[] for _ in range(parts - len(found))]
 
 
 def _annealed(

@@ -129,6 +129,7 @@ def plan_packing(
         PlanError: a number is out of range, `balance` is unknown, a rollout is empty or above the
             budget, or costs are not finite numbers.
     """
+    lengths = [*lengths]
     whole = [*lengths, ranks, budget_tokens]
     if not all(isinstance(n, Integral) for n in whole) or ranks < 1:
         raise PlanError(
