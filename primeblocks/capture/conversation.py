@@ -117,15 +117,16 @@ class Conversation:
                 leave out images of earlier turns.
 
         Raises:
-            ShapeError: the prompt or the answer is empty, arrays differ in length, or rows are
-                missing.
+            ShapeError: the prompt or the answer is empty or not one-dimensional, arrays differ in
+                length, or rows are missing.
             UsageError: as for `Rollout`.
         """
         asked, answer = np.asarray(prompt), np.asarray(sampled)
-        if not asked.size or not answer.size:
+        if asked.ndim != 1 or answer.ndim != 1 or not asked.size or not answer.size:
             raise ShapeError(
-                f"a turn needs a prompt and an answer; got {asked.size} and {answer.size} tokens. "
-                "Leave out requests that were aborted before the first token."
+                "a turn needs a prompt [tokens] and an answer [sampled], which are not empty; got "
+                f"{list(asked.shape)} and {list(answer.shape)}. Leave out requests that were "
+                "aborted before the first token."
             )
         # A rollout makes all checks.
         new = Rollout(

@@ -2,7 +2,8 @@
 
 A journal takes turns of a session after `turns` was called for the session. It then keeps the
 session's last tokens in memory until `leave` or `forget`, and writes only the tokens and rows that
-a turn adds. If a write fails, the session has a gap: later turns are written with all their rows.
+a turn adds. If a write fails, or the attachments with rows differ between turns, the session has
+a gap: later turns are written with all their rows.
 """
 
 from __future__ import annotations
@@ -45,15 +46,17 @@ class CaptureJournal:
 
     A turn is on disk before the agent gets its answer, and survives SIGKILL. A turn takes disk
     space only for the tokens and rows that it adds to the previous turn. A FORK turn writes all its
-    rows. After a failed write, every later turn of the session writes all its rows too.
+    rows. After a failed write, every later turn of the session writes all its rows too. The same
+    applies after two turns with rows of differently named attachments.
 
     The errors and the durability are the same as for a `primeblocks.async_loop.Journal` with
     default arguments.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        # Of open sessions: the number of turns, and all tokens of the last turn.
-        self._last: dict[str, tuple[int, NDArray[np.int64]]] = {}
+        # Of open sessions: the number of turns, all tokens of the last turn, and the distinct sets
+        # of attachments with rows.
+        self._last: dict[str, tuple[int, NDArray[np.int64], set[frozenset[str]]]] = {}
         self._gapped: set[str] = set()  # Sessions of which a turn could not be written.
         self._database = Database(
             path,
@@ -98,31 +101,35 @@ class CaptureJournal:
                 f"call turns({session!r}) first, because the journal may have turns of this "
                 "session from another run"
             )
-        place, last = self._last[session]
+        place, last, named = self._last[session]
+        named = named | {_with_rows(attachments)}
         asked = np.asarray(prompt, np.int64)
         same = common_prefix(last, asked)
-        # A new branch, or a session that lacks a turn, does not have earlier rows in the journal.
-        goes_on = turn.continuity in {"clean", "realign"} and session not in self._gapped
+        # A new branch, or a session that lacks a turn or rows of a turn, does not have earlier rows
+        # in the journal.
+        has_gap = session in self._gapped or len(named) > 1
+        goes_on = turn.continuity in {"clean", "realign"} and not has_gap
         first = turn.matched - 1 if goes_on else 0
-        payload = codec.pack(
-            {
-                **values,
-                "same": same,
-                "prompt": asked[same:],
-                "sampled": np.asarray(sampled, np.int64),
-                "attachments": {
-                    name: _rows_from(value, first) for name, value in attachments.items()
-                },
-            },
-            name=_name(session, place),
-        )
         try:
+            payload = codec.pack(
+                {
+                    **values,
+                    "same": same,
+                    "prompt": asked[same:],
+                    "sampled": np.asarray(sampled, np.int64),
+                    "attachments": {
+                        name: _rows_from(value, first) for name, value in attachments.items()
+                    },
+                },
+                name=_name(session, place),
+            )
             with self._database.transaction() as db:
                 db.execute("INSERT INTO turns VALUES (?, ?, ?)", (session, place, payload))
         except BaseException:
             self._gapped.add(session)
             raise
-        self._last[session] = (place + 1, np.concatenate([asked, np.asarray(sampled, np.int64)]))
+        tokens = np.concatenate([asked, np.asarray(sampled, np.int64)])
+        self._last[session] = (place + 1, tokens, named)
 
     def sessions(self) -> list[str]:
         """Return the names of all sessions with turns in the journal."""
@@ -137,7 +144,8 @@ class CaptureJournal:
         """
         found = self._read(session)
         ends = [np.concatenate([turn.prompt, turn.sampled]) for turn in found[-1:]]
-        self._last[session] = (len(found), ends[0] if ends else np.zeros(0, np.int64))
+        named = {_with_rows(turn.values["attachments"]) for turn in found}
+        self._last[session] = (len(found), ends[0] if ends else np.zeros(0, np.int64), named)
         return found
 
     def _read(self, session: str) -> list[KeptTurn]:
@@ -183,7 +191,15 @@ def _name(session: str, place: int) -> str:
     return f"turn {place} of session {session}"
 
 
+def _with_rows(attachments: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(name for name, value in attachments.items() if _has_rows(value))
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Aligned) and value.by_token
+
+
 def _rows_from(value: Any, first: int) -> Any:
-    if not isinstance(value, Aligned) or not value.by_token or first <= value.start:
+    if not _has_rows(value) or first <= value.start:
         return value
     return Aligned.rows(value.value[first - value.start :], start=first)

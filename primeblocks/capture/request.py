@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -193,7 +192,7 @@ def _temperature(fields: Mapping[str, Any]) -> float | None:
     value = fields.get("temperature")
     if value is None:
         return None
-    if type(value) not in {int, float} or not (math.isfinite(value) and 0 <= value <= 2):
+    if type(value) not in {int, float} or not 0 <= value <= 2:
         raise UsageError("temperature must be a number in [0, 2]")
     return float(value)
 

@@ -199,8 +199,11 @@ class World:
         if self._workload.samples == 1:
             return [await self._sample(prompt, 0)]
         calls = [self._sample(prompt, i) for i in range(self._workload.samples)]
-        async with asyncio.TaskGroup() as group:  # one that fails ends the others
-            tasks = [group.create_task(call) for call in calls]
+        try:
+            async with asyncio.TaskGroup() as group:  # one that fails ends the others
+                tasks = [group.create_task(call) for call in calls]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def train(self, groups: Sequence[Group], *, version: int) -> None:

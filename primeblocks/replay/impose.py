@@ -63,9 +63,9 @@ def impose(
             have different numbers of tokens, or if a router's output would change shape or dtype.
         UsageError: `routes` is not `Routes`, the routers are under another `impose`, the ratio is
             outside (0, 1], or you pass `min_score_ratio` and `gates`. Raised when the context
-            closes if a router never ran, or if a model with reentrant checkpoints did not run
-            backward inside. Raised in backward if a layer was recomputed under other routes.
-            This is not detected if torch first compiled the code without its checkpoint.
+            closes if a router never ran, or if a model in train mode with reentrant checkpoints did
+            not run backward inside. Raised in backward if a layer was recomputed under other
+            routes. This is not detected if torch first compiled the code without its checkpoint.
 
     Source: arXiv:2510.11370, routing replay; miles #2722, gates; prime-rl #2703, score filter.
     """
@@ -169,7 +169,8 @@ def _plan(
     padding = _upload_mask(routes.padding, devices)
     weights: list[torch.Tensor] | list[None] = [None] * len(routers)
     if gates is not None:
-        weights = _upload(np.asarray(gates), devices, columns)
+        host = gates.detach().cpu() if isinstance(gates, torch.Tensor) else gates
+        weights = _upload(np.asarray(host), devices, columns)
     return [
         _ImposedLayer(router, ImposedRows(*rows), min_score_ratio)
         for router, rows in zip(

@@ -209,7 +209,7 @@ def exact_kl(
         _check_not_positive("trainer_logprobs", log_q, places)
         terms = log_p.exp() * (log_p - log_q)
         # A token with probability 0 in the rollout is never sampled: 0 * inf counts as 0.
-        total += torch.where(log_p == -torch.inf, 0.0, terms).sum()
+        total += torch.where((log_p == -torch.inf) & ~log_q.isnan(), 0.0, terms).sum()
     if not total.isfinite():
         raise UsageError(
             "the KL is not finite: a log-probability is NaN, or the trainer excludes a token that"

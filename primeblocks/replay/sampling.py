@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -134,6 +135,9 @@ class KeptTokens:
 
     def __getitem__(self, tokens: slice) -> KeptTokens:
         """`kept[a:b]`: a range of tokens. Ids are a view."""
+        if isinstance(tokens, Integral):
+            end = int(tokens) + 1 or ""
+            raise UsageError(f"{tokens} is not a slice. For one token: kept[{tokens}:{end}]")
         first, last, step = tokens.indices(self.tokens)
         if step != 1:
             raise ShapeError(f"kept tokens can only be sliced with step 1; got {step}")
@@ -208,7 +212,8 @@ def kept_logprobs(
 
     Raises:
         ShapeError: `logits`, `targets` and `kept` differ in tokens or vocabulary.
-        UsageError: the temperature is not positive, or a target is not among the kept ids.
+        UsageError: the temperature is not positive, or a target is not among the kept ids or not in
+            the vocabulary.
 
     Source: DeepSeek-V3.2, "Keep Sampling Mask".
     """
@@ -217,6 +222,13 @@ def kept_logprobs(
         raise ShapeError(
             f"logits {list(logits.shape)} need one target and one kept row per token, of the same "
             f"vocabulary; got targets {list(targets.shape)} and {kept}"
+        )
+    outside = ((targets < 0) | (targets >= vocab)).nonzero()
+    if len(outside):
+        first = int(outside[0])
+        raise UsageError(
+            f"the target of token {first} is {int(targets[first])}, outside 0..{vocab - 1}. Select "
+            "the sampled tokens of logits, targets and kept first."
         )
     dtype = torch.promote_types(logits.dtype, torch.float32)
     chosen = logits.gather(1, targets[:, None])[:, 0].to(dtype) / temperature

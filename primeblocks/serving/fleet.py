@@ -7,7 +7,7 @@ that were sent to each engine. `drain` and `add` forget the pages of an engine.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -195,7 +195,6 @@ class _Engine:
     generate: Callable[..., Any]
     max_in_flight: int
     bit: int
-    in_flight: int = 0
     is_open: bool = True
     pages: OrderedDict[Hashable, None] = field(default_factory=OrderedDict)
 
@@ -241,6 +240,7 @@ class Fleet:
         self._route, self._describe, self._cache_pages = route, describe, cache_pages
         self._max_in_flight, self._routed = max_in_flight, 0
         self._engines: dict[str, _Engine] = {}
+        self._in_flight: Counter[str] = Counter()  # by name, because requests outlive an `add`
         self._held: dict[Hashable, int] = {}  # by page, a bit for each engine that has it
         for name, generate in engines.items():
             self.add(name, generate)
@@ -256,7 +256,7 @@ class Fleet:
         name = self.choose(request)
         engine = self._engines[name]
         self._believe(engine, request.pages)
-        engine.in_flight += 1
+        self._in_flight[name] += 1
         try:
             return await engine.generate(*args, **kwargs)
         except EngineError as error:
@@ -265,7 +265,7 @@ class Fleet:
                 self.drain(name)
             raise
         finally:
-            engine.in_flight -= 1
+            self._in_flight[name] -= 1
 
     def choose(self, request: Request) -> str:
         """Choose an engine for a request, and return the name of the engine.
@@ -296,7 +296,9 @@ class Fleet:
         request = Request() if request is None else request
         matched = self._matched(request.pages)
         return [
-            EngineState(name, engine.in_flight, engine.max_in_flight, matched.get(engine.bit, 0))
+            EngineState(
+                name, self._in_flight[name], engine.max_in_flight, matched.get(engine.bit, 0)
+            )
             for name, engine in self._engines.items()
             if engine.is_open
         ]
@@ -318,7 +320,8 @@ class Fleet:
     def add(self, name: str, generate: Callable[..., Any]) -> None:
         """Add a new engine, or open a drained engine, with an empty list of cached pages.
 
-        Before this call, load the current weights into the engine.
+        Before this call, load the current weights into the engine. Requests that still run on a
+        drained engine stay in its `EngineState.in_flight`.
 
         Raises:
             UsageError: `max_in_flight` does not contain `name`, or `generate` is not a function.

@@ -9,8 +9,9 @@ import numpy as np
 import openai
 import pytest
 
-from primeblocks.capture import CaptureJournal
-from primeblocks.errors import CapacityError
+from primeblocks.attachments import Aligned
+from primeblocks.capture import CaptureJournal, Conversation
+from primeblocks.errors import CapacityError, UnsupportedError
 from tests.capture.capture_site import adds, converse, recording
 from tests.capture.chat_site import Engine, template
 
@@ -101,3 +102,34 @@ def test_a_turn_that_cannot_be_written_is_said_and_leaves_a_journal_that_can_be_
     for rollout in kept.rollouts():
         rows = rollout.attachments["routed_experts"]
         assert (rows.start, rows.stop) == (0, len(rollout.tokens) - 1)
+
+
+@pytest.mark.parametrize("reopens", [False, True])
+@pytest.mark.parametrize("turns", ["rr", "-rr", "r-r", "-r-r", "rr-r", "r!r"])
+def test_rows_on_disk_equal_rows_in_memory(tmp_path, turns, reopens):
+    """Each turn has rows (r), lacks rows (-), or has a value that cannot be written (!)."""
+    conversation, prompt = Conversation(), [1, 2]
+    with CaptureJournal(tmp_path / "turns") as journal:
+        journal.turns("s")
+        for kind in turns:
+            rows = {"routes": Aligned.rows(np.arange(len(prompt))[:, None])}
+            values = {
+                "logprobs": [-1.0],
+                "versions": np.array([0]),
+                "attachments": {"r": rows, "-": {}, "!": rows | {"value": object()}}[kind],
+            }
+            turn = conversation.append(prompt, [3], **values)
+            with pytest.raises(UnsupportedError) if kind == "!" else contextlib.nullcontext():
+                journal.append("s", turn, prompt, [3], **values)
+            if reopens:
+                journal.leave("s")
+                journal.turns("s")
+                conversation = journal.load("s")
+            prompt = [*prompt, 3, 4]
+        (kept,) = journal.load("s").rollouts()
+    (wanted,) = conversation.rollouts()
+    assert kept.tokens.tolist() == wanted.tokens.tolist()
+    for rollout in (kept, wanted):
+        routes = rollout.attachments["routes"]
+        assert (routes.start, routes.stop) == (0, len(wanted.tokens) - 1)
+        assert routes.value[:, 0].tolist() == list(range(routes.stop))

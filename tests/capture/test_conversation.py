@@ -142,7 +142,14 @@ def test_a_refused_turn_changes_nothing():
         conversation.append(
             [*tokens, 5, 6], [7], logprobs=[-1.0], versions=np.array([0]), attachments=routes
         )
-    for wrong in ({"versions": np.array([-1])}, {"logprobs": [float("nan")]}, {"sampled": []}):
+    for wrong in (
+        {"versions": np.array([-1])},
+        {"logprobs": [float("nan")]},
+        {"sampled": []},
+        {"sampled": [[2]]},
+        {"prompt": [[1]]},
+        {"prompt": 1},
+    ):
         asked = {
             "prompt": [1],
             "sampled": [2],

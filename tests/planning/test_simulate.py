@@ -12,7 +12,7 @@ from benchmarks.async_loop_parts.simulated import planned
 from primeblocks import planning
 from primeblocks.async_loop import StalenessPolicy
 from primeblocks.async_loop.scheduler import Retries
-from primeblocks.errors import DeadlineError, UsageError
+from primeblocks.errors import DeadlineError, EngineError, UsageError
 from primeblocks.planning.engine import SimulatedEngine
 from primeblocks.planning.virtual import VirtualClock, run_in_virtual_time
 
@@ -222,13 +222,15 @@ def test_tools_take_time_and_leave_the_engine_to_others():
     assert tools.step_s == pytest.approx(plain.step_s + 2 * 7.0, rel=1e-6)
 
 
-def test_failures_are_tried_again_and_counted():
+def test_failures_are_tried_again_and_counted(caplog):
     found = loop(failure_rate=0.2, steps=20, retries=Retries(attempts=2, backoff_s=0.1))
     tried = 20 * 32 / 0.8
     assert found.failed == pytest.approx(0.2 * tried, rel=0.35)
     lost = sum(step.lost for step in found.steps)
     assert lost == pytest.approx(0.04 * tried, rel=0.7)
     assert all(len(step.lags) == 32 for step in found.steps)  # batches are exact
+    assert loop(samples=3, failure_rate=0.2, steps=2).failed
+    assert {record.exc_info[0] for record in caplog.records} == {EngineError}
 
 
 def test_the_slower_engine_gets_fewer_requests():

@@ -43,8 +43,9 @@ def test_gates_and_plausible_experts_are_replayed(device, toy, inputs, foreign):
     model, inputs, routes = toy("sigmoid").float().to(device), inputs.float().to(device), foreign()
     with impose(model.routers, routes), record(model.routers, gates=True) as tape:
         wanted = model(inputs)
-    with impose(model.routers, routes, gates=tape.gates):
-        assert torch.equal(model(inputs), wanted)
+    for gates in (tape.gates, torch.tensor(tape.gates, device=device, requires_grad=True)):
+        with impose(model.routers, routes, gates=gates):
+            assert torch.equal(model(inputs), wanted)
     rates = []
     for place in (device, "cpu"):
         with impose(model.to(place).routers, routes, min_score_ratio=1.0) as imposed:

@@ -11,8 +11,8 @@ from primeblocks import replay
 from primeblocks.errors import PlanError, ShapeError, UsageError
 from primeblocks.replay import Routes, allow_compile, impose, record
 from primeblocks.replay.impose import _upload
-from primeblocks.replay.reference import sigmoid_router, softmax_router
 from primeblocks.replay.router import check_routers
+from tests.replay.reference import sigmoid_router, softmax_router
 
 KINDS = ["softmax", "renormalised", "chosen", "sigmoid"]
 CHECKPOINTS = [None, False, True]

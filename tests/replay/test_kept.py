@@ -82,6 +82,9 @@ def test_rows_are_put_in_order_and_views_are_read_only():
     with pytest.raises(ValueError, match="read-only"):
         kept.ids[0] = 2
     assert np.shares_memory(kept[1:].ids, kept.ids)
+    for index, remedy in ((2, r"kept\[2:3\]"), (-1, r"kept\[-1:\]")):
+        with pytest.raises(UsageError, match=rf"{index} is not a slice.*{remedy}"):
+            kept[index]
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,9 @@ def test_a_target_outside_its_set_is_refused():
     kept = KeptTokens.from_lists([[], [1, 2], [3]], vocab_size=11)
     with pytest.raises(UsageError, match="1 targets .* first at token 2"):
         kept_logprobs(draw_logits(tokens=3), torch.tensor([9, 2, 4]), kept)
+    for target in (-100, 11):
+        with pytest.raises(UsageError, match=rf"token 0 is {target}, outside 0\.\.10\. Select"):
+            kept_logprobs(draw_logits(tokens=3), torch.tensor([target, 2, 3]), kept)
 
 
 def test_shapes_and_settings_are_checked():

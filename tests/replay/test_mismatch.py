@@ -115,8 +115,10 @@ def test_exact_kl_leaves_out_what_the_engine_excludes():
         math.log(0.5 / 0.4)
     )
     assert exact_kl(trainer_logprobs=rollout, rollout_logprobs=rollout) == 0
-    with pytest.raises(UsageError, match="not finite"):
-        exact_kl(trainer_logprobs=rollout, rollout_logprobs=trainer)
+    excluded = torch.tensor([[half, half, math.nan]])
+    for ours, engines in ((rollout, trainer), (excluded, rollout), (rollout, excluded)):
+        with pytest.raises(UsageError, match="not finite"):
+            exact_kl(trainer_logprobs=ours, rollout_logprobs=engines)
     with pytest.raises(UsageError, match="excludes all positions"):
         exact_kl(
             trainer_logprobs=trainer,

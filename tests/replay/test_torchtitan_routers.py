@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from primeblocks.errors import MissingPackageError, UnsupportedError
 from primeblocks.replay import Routes, allow_compile, impose, record
-from primeblocks.replay.reference import sigmoid_router, softmax_router
 from primeblocks.testing import ranks
+from tests.replay.reference import sigmoid_router, softmax_router
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torchtitan's imports warn of its own dependencies.

@@ -8,8 +8,8 @@ from torch import nn
 from primeblocks.errors import MissingPackageError, UnsupportedError, UsageError
 from primeblocks.replay import Routes, compare, impose, record
 from primeblocks.replay.adapters import transformers as adapter
-from primeblocks.replay.reference import sigmoid_router, softmax_router
 from primeblocks.testing import tiny_models
+from tests.replay.reference import sigmoid_router, softmax_router
 
 SIGMOID = [
     *("afmoe", "axk2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe"),

@@ -168,6 +168,7 @@ async def test_an_engine_that_was_added_again_is_not_closed_by_a_call_of_before(
     old = asyncio.ensure_future(fleet("broken", version=1))
     await asyncio.sleep(0)
     fleet.add("a", engines["a"])
+    assert fleet.states()[0].in_flight == 1
     engines.events["a"].set()
     with pytest.raises(EngineError):
         await old
