@@ -51,8 +51,7 @@ class AsyncLoop:
         generate: `await generate(prompt, version=v)` returns the rollouts of one group. With
             `group_size`, `await generate(prompt, version=v, sample=i)` returns one rollout, and
             each sample is one request. With `ledger`, the call also gets `draft=`, a `Draft`. `v`
-            is the version at which the group started, also for a retry and for later samples.
-            Record the version that the engine used for each token.
+            is the version at the group's start. Record the engine's version for each token.
         train: `train(groups, version=v)` makes one optimizer step from policy `v`. A plain function
             runs in its own thread, and does not block the event loop.
         publish: `publish(v)`, plain or async, sends the weights of policy `v` to the engine during

@@ -1,0 +1,178 @@
+"""Errors of prompts, rollouts and steps: what ends, what is tried again, what is told."""
+
+import asyncio
+
+import pytest
+
+from primeblocks.async_loop.scheduler import Retries
+from primeblocks.errors import EngineError
+from tests.deadlines import HANG_S
+
+from .conftest import make_rollout
+from .test_loop import World, collect, make_loop, run
+
+
+def test_an_error_of_generate_keeps_its_traceback_and_is_logged_once_a_kind(caplog):
+    async def body(world, loop):
+        async def a_function_with_a_bug(prompt, *, version):
+            if prompt % 2:
+                raise EngineError("gone")
+            return prompt.rollouts
+
+        world.generate = a_function_with_a_bug
+        with pytest.raises((AttributeError, EngineError)) as caught:
+            await collect(world, loop)
+        return [frame.name for frame in caught.traceback]
+
+    _, names = run(body, retries=Retries(attempts=3, backoff_s=0.0, give_up_after=8))
+    assert "a_function_with_a_bug" in names
+    logged = [record for record in caplog.records if "generate failed" in record.message]
+    kinds = [record.exc_info[0] for record in logged]
+    assert sorted(kinds, key=str) == [AttributeError, EngineError]
+    for record in logged:
+        assert "a_function_with_a_bug" in caplog.handler.format(record)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "attempts"),
+    [
+        (TypeError("x"), 1), (NameError("x"), 1), (UnboundLocalError("x"), 1),
+        (AttributeError("x"), 1), (ImportError("x"), 1), (NotImplementedError("x"), 1),
+        (EngineError("x"), 3), (OSError("x"), 3),
+    ],
+)  # fmt: skip
+def test_mistakes_in_code_are_not_tried_again(mistake, attempts):
+    async def body(world, loop):
+        world.fail["generate"] = mistake
+        with pytest.raises(type(mistake)) as caught:
+            await collect(world, loop)
+        assert "0 of 5 steps were trained" in caught.value.__notes__[0]
+        return loop
+
+    world, loop = run(
+        body, prompts=range(2), retries=Retries(attempts=3, backoff_s=0.0, give_up_after=9)
+    )
+    assert sorted(prompt for prompt, _ in world.asked) == sorted([0, 1] * attempts)
+    assert [prompt for prompt, _ in loop.lost] == [0, 1]
+    assert all(type(mistake).__name__ in reason for _, reason in loop.lost)
+
+
+def test_fewer_steps_than_were_asked_for_have_a_reason():
+    """Prompts 0 to 3 make two steps, 4 fails, 5 is left."""
+
+    async def body(world, loop):
+        generate = world.generate
+
+        async def fails(prompt, *, version):
+            if prompt == 4:
+                raise EngineError("gone")
+            return await generate(prompt, version=version)
+
+        world.generate = fails
+        assert loop.ended is None
+        assert len(await collect(world, loop)) == 2
+        return loop
+
+    options = {"max_in_flight": 1, "retries": Retries(attempts=1, give_up_after=9)}
+    _, loop = run(body, prompts=range(6), bound=0, **options)
+    assert loop.ended == (
+        "2 of 5 steps were trained, because the prompts are used up: 4 were trained on, 1 failed, "
+        "0 were filtered, and 1 are left. A batch needs 2."
+    )
+    ((prompt, reason),) = loop.lost
+    assert (prompt, reason) == (4, "failed: EngineError('gone')")
+
+
+def test_a_prompt_that_was_given_up_asks_for_no_more_samples():
+    async def body(world, loop):
+        asked = []
+
+        async def generate(prompt, *, version, sample):
+            asked.append((prompt, sample))
+            if prompt == 0:
+                raise EngineError("gone")
+            return make_rollout(versions=(version, version))
+
+        world.generate = generate
+        await collect(world, loop, count=1)
+        return asked
+
+    _, asked = run(
+        body, group_size=3, max_in_flight=1, batch_size=1, prompts=range(2), bound=0,
+        retries=Retries(attempts=1, give_up_after=9),
+    )  # fmt: skip
+    assert asked == [(0, 0), (1, 0), (1, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_sample_that_fails_after_its_prompt_was_given_up_changes_nothing(attempts):
+    async def body(world, loop):
+        asked = []
+
+        async def generate(prompt, *, version, sample):
+            asked.append((prompt, sample))
+            if prompt == 0 and sample == 0:
+                await asyncio.sleep(0)
+                raise TypeError("a mistake")
+            if prompt == 0:
+                try:
+                    await asyncio.sleep(HANG_S)
+                finally:
+                    raise EngineError("the engine does not take the abort either")
+            return make_rollout(versions=(version, version))
+
+        world.generate = generate
+        (step,) = await collect(world, loop, count=1)
+        return asked, step.lost
+
+    _, (asked, lost) = run(
+        body, group_size=2, max_in_flight=2, batch_size=1, prompts=range(2), bound=0,
+        retries=Retries(attempts=attempts, backoff_s=0, give_up_after=9),
+    )  # fmt: skip
+    assert asked == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert list(lost) == [(0, "failed: TypeError('a mistake')")]
+
+
+def test_prompts_that_fail_at_once_end_the_first_step_and_leave_no_request():
+    """An iterable that could go on after its error."""
+
+    class Prompts:
+        count = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.count += 1
+            if self.count == 3:
+                raise OSError("a bad line")
+            return self.count
+
+    async def body(world, loop):
+        with pytest.raises(OSError, match="a bad line"):
+            await collect(world, loop)
+        asked = len(world.asked)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert len(world.asked) == asked
+        assert len(asyncio.all_tasks()) == 2  # This one, and that which waits for it.
+
+    run(body, prompts=Prompts())
+
+
+@pytest.mark.parametrize("name", ["train", "publish"])
+def test_the_end_of_an_iterator_in_a_blocking_call_is_told_at_once(name):
+    async def body(world, loop):
+        with pytest.raises(RuntimeError, match=r"raised StopIteration\(\).*Catch it") as caught:
+            await collect(world, loop)
+        assert isinstance(caught.value.__cause__, StopIteration)
+
+    def call(*_, **named):
+        return next(iter(()))
+
+    async def main():
+        world = World()
+        setattr(world, name, call)
+        await body(world, make_loop(world, step_timeout_s=HANG_S))
+
+    asyncio.run(asyncio.wait_for(main(), HANG_S / 2))
