@@ -9,7 +9,7 @@ import torch.distributed as dist
 from primeblocks import fp8, kvoffload, losses, parallel, replay, serving
 from primeblocks.errors import UsageError
 from primeblocks.fp8.adapters import transformers as fp8_of_transformers
-from primeblocks.fp8.reference import ReferenceGemm, exact_product
+from primeblocks.fp8.reference import ReferenceGemm
 from primeblocks.planning import capacity, traffic
 from primeblocks.replay.adapters.vllm import RouterShape
 from primeblocks.testing import ranks
@@ -70,7 +70,6 @@ FP8 = {
         {"w": WEIGHT}, {"w": WEIGHT}, RECIPE, only="w", excluded="w"
     ),
     "nothing quantized": lambda: fp8.measure_error(WEIGHT, WEIGHT),
-    "a product of tensors": lambda: exact_product(WEIGHT, WEIGHT),
 }
 LOGPROBS = -torch.ones(2, 3)
 ASYNC_LOOP = {

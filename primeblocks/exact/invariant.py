@@ -17,7 +17,6 @@ Backward passes are left to torch, because an engine has no backward pass to com
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -252,10 +251,13 @@ def _embedding_bag(
 
 def _total(kernels: Kernels, values: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
     """Return sums in the dtype of sums: float32, or float64 for float64."""
-    dims = sorted(dim % values.dim() for dim in dims)
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    dims = sorted(range(max(values.dim(), 1))[dim] for dim in dims)
+    if not values.dim():
+        return values.to(dtype)
     kept = [dim for dim in range(values.dim()) if dim not in dims]
     work = values.permute(*kept, *dims).flatten(len(kept))
-    found = kernels.total(work, dtype=torch.promote_types(values.dtype, torch.float32))
+    found = kernels.total(work, dtype=dtype)
     for dim in dims if keepdim else ():
         found = found.unsqueeze(dim)
     return found
@@ -284,9 +286,8 @@ def _mean(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     work = values if dtype is None else values.to(dtype)
-    dims = tuple(dims or range(work.dim()))
-    count = prod(work.shape[dim] for dim in dims)
-    return (_total(kernels, work, dims, keepdim) / count).to(work.dtype)
+    found = _total(kernels, work, tuple(dims or range(work.dim())), keepdim)
+    return (found / (work.numel() // max(found.numel(), 1))).to(work.dtype)
 
 
 def _along(function: Callable[..., Tensor], values: Tensor, dim: int, in_float32: bool) -> Tensor:
@@ -307,7 +308,8 @@ def _log_softmax(kernels: Kernels, values: Tensor, dim: int, half_to_float: bool
 def _logsumexp(kernels: Kernels, values: Tensor, dims: Any, keepdim: bool = False) -> Tensor:
     work = rows.wide(values)
     greatest = work.amax(tuple(dims), keepdim=True)
-    left = work - torch.where(greatest == -torch.inf, 0.0, greatest)
+    greatest = torch.where(greatest.isinf(), 0.0, greatest)
+    left = work - greatest
     sums = _total(kernels, rows.pointwise(torch.exp, left), dims, keepdim=True)
     found = greatest + rows.pointwise(torch.log, sums)
     return (found if keepdim else found.squeeze(tuple(dims))).to(values.dtype)
@@ -335,6 +337,8 @@ def _layer_norm(
     apart = rows.wide(values) - mean
     inverse = 1.0 / torch.sqrt(_mean(kernels, apart * apart, dims, True) + eps)
     found = apart * inverse if weight is None else apart * inverse * weight
+    if values.device.type == "cpu" and (weight is None or weight.dtype == values.dtype):
+        mean, inverse = mean.to(values.dtype), inverse.to(values.dtype)  # as torch's backward needs
     return (found if bias is None else found + bias).to(values.dtype), mean, inverse
 
 

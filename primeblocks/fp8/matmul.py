@@ -87,9 +87,9 @@ def grouped_matmul(
 ) -> Tensor:
     """Apply `matmul` to each expert's rows of `x` and the expert's weight. Local.
 
-    The weight of an expert without rows gets a gradient of zeros. Rows of the result after the last
-    offset are zeros. The values of `offsets` are checked only on a CPU, because on a GPU the host
-    does not read `offsets`.
+    The weight of an expert without rows gets a gradient of zeros. Rows of `x` after the last offset
+    may have any values. These rows of the result are zeros. The values of `offsets` are checked
+    only on a CPU, because on a GPU the host does not read `offsets`.
 
     Args:
         x: `[tokens, in]`, with tokens sorted by expert.
@@ -205,12 +205,14 @@ class _SwigluMatmul(torch.autograd.Function):
         if codes is None:
             codes = quantize_both_ways(weight, recipe)
         saved: tuple[Tensor, ...] = ()
-        if recipe.saved == recipe.wgrad == "float8" and ctx.needs_input_grad[2]:
-            own = None if scores is None else _without_tail(scores, offsets)
-            quantized, columns = recipe.quantize_swiglu_both(_without_tail(gate_up, offsets), own)
+        both = recipe.saved == recipe.wgrad == "float8" and ctx.needs_input_grad[2]
+        ends = offsets if both else _shared(offsets, recipe)
+        own = None if scores is None else _without_tail(scores, ends)
+        if both:
+            quantized, columns = recipe.quantize_swiglu_both(_without_tail(gate_up, ends), own)
             saved = columns.codes, columns.scales
         else:
-            quantized = recipe.quantize_swiglu(gate_up, scores)
+            quantized = recipe.quantize_swiglu(_without_tail(gate_up, ends), own)
         transposed = codes.backward
         ctx.save_for_backward(transposed.codes, transposed.scales, offsets, gate_up, scores, *saved)
         ctx.recipe, ctx.dtype = recipe, weight.dtype
@@ -254,7 +256,7 @@ def _input_gradient(
     if both and recipe.wgrad == "float8":
         rows, columns = recipe.quantize_both(_without_tail(dy, offsets), recipe.gradients)
     else:
-        rows = recipe.quantize(dy, recipe.gradients)
+        rows = recipe.quantize(_without_tail(dy, _shared(offsets, recipe)), recipe.gradients)
     return _multiply(rows, weight, offsets, recipe), columns
 
 
@@ -281,6 +283,11 @@ def _without_tail(x: Tensor, offsets: Tensor | None) -> Tensor:
     return torch.where(rows.unflatten(0, (-1, *[1] * (x.ndim - 1))), x, 0)
 
 
+def _shared(offsets: Tensor | None, recipe: Recipe) -> Tensor | None:
+    """Return `offsets` if rows after the last offset share tiles or checks with other rows."""
+    return offsets if recipe.activations.rows > 1 or recipe.nonfinite == "raise" else None
+
+
 def _multiply(a: Quantized, b: Quantized, offsets: Tensor | None, recipe: Recipe) -> Tensor:
     with torch.autocast(a.codes.device.type, enabled=False):  # Kernels run without autocast.
         return recipe.gemm(a, b) if offsets is None else recipe.gemm.grouped(a, b, offsets)
@@ -290,15 +297,13 @@ def _save(
     x: Tensor, offsets: Tensor | None, recipe: Recipe, *, wanted: bool
 ) -> tuple[tuple[Tensor, ...], Quantized]:
     """Return tensors of the input for backward, and the input quantized for forward."""
-    if not wanted:
-        return (), recipe.quantize(x, recipe.activations)
-    if recipe.saved == "input":
-        return (x,), recipe.quantize(x, recipe.activations)
-    if recipe.wgrad == "float8":  # Backward then needs only the columns.
+    if wanted and recipe.saved == recipe.wgrad == "float8":  # Backward needs only the columns.
         quantized, columns = recipe.quantize_both(_without_tail(x, offsets), recipe.activations)
         return (columns.codes, columns.scales), quantized
-    quantized = recipe.quantize(x, recipe.activations)
-    return (quantized.codes, quantized.scales), quantized
+    quantized = recipe.quantize(_without_tail(x, _shared(offsets, recipe)), recipe.activations)
+    if not wanted:
+        return (), quantized
+    return (x,) if recipe.saved == "input" else (quantized.codes, quantized.scales), quantized
 
 
 def _weight_gradient(

@@ -188,7 +188,7 @@ class WeightCache:
                 "WeightCache needs a model and its optimizers; got "
                 f"{[type(one).__name__ for one in (model, *optimizers)]}."
             )
-        self._kept: dict[tuple[nn.Module, str], _Entry] = {}
+        self._kept: dict[tuple[nn.Module, str, torch.Size], _Entry] = {}
         self._watched: dict[tuple[nn.Module, str], tuple[Any, Tensor]] = {}
         self.roundings = 0
         updated = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
@@ -209,14 +209,9 @@ class WeightCache:
             if (cache := this()) is not None:
                 cache.advance()
 
-        def loaded(module: nn.Module, _: object) -> None:
-            if (cache := this()) is not None:
-                cache.advance()
-                cache._follow(module)
-
         modules = {module for module, _ in self._watched}
         self._hooks = [register_optimizer_step_post_hook(changed)]
-        self._hooks += [module.register_load_state_dict_post_hook(loaded) for module in modules]
+        self._hooks += [module.register_load_state_dict_post_hook(_loaded) for module in modules]
         for hook in self._hooks:
             weakref.finalize(self, hook.remove)
         for product, _ in self._watched.values():
@@ -227,31 +222,32 @@ class WeightCache:
 
         Raises:
             UsageError: the weight is not converted, or the parameter was replaced after the cache
-                was made. Also raised if the layer multiplies by parts of the weight, and the
-                parts have different shapes.
+                was made. Also raised if the layer multiplies by parts of the weight.
         """
         if (module, name) not in self._watched:
             raise UsageError(f"{name} of a {type(module).__name__} is not a converted weight.")
         product, parameter = self._watched[module, name]
-        if local_part(parameter) is parameter is not getattr(module, name):
+        present = getattr(module, name)
+        if local_part(parameter) is parameter is not present:
             raise UsageError(
                 f"{name} of a {type(module).__name__} was replaced after the cache was made. Make "
                 "the cache after fully_shard, and again after you replace parameters."
             )
-        sign = _sign(parameter, product)
-        entry = self._kept.get((module, name))
+        if weight.numel() != local_part(present).numel():
+            raise UsageError(
+                f"{name} of a {type(module).__name__} is multiplied in parts, such as "
+                f"{list(weight.shape)}, but the cache keeps codes of whole weights. Multiply by "
+                "the whole weight, or do not use a cache with this model."
+            )
+        sign, key = _sign(parameter, product), (module, name, weight.shape)
+        entry = self._kept.get(key)
         if entry is None or entry.sign != sign:
             self.roundings += 1
             # A tensor made under inference_mode could not serve a later training step.
             with torch.inference_mode(False):
                 codes = quantize_both_ways(weight.detach(), product.recipe)
             entry = _Entry(sign, local_part(parameter).detach(), codes)
-            self._kept[module, name] = entry
-        if entry.codes.forward.shape != weight.shape:
-            raise UsageError(
-                f"{name} of a {type(module).__name__} is multiplied in parts of different shapes. "
-                "Do not use a cache with this model."
-            )
+            self._kept[key] = entry
         return entry.codes
 
     def advance(self) -> None:
@@ -283,6 +279,14 @@ class WeightCache:
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of a model has no cache, because the cache would not notice its changes.
         return type(None), ()
+
+
+def _loaded(module: nn.Module, _: object) -> None:
+    # Finds the cache through the module, so that a copy of the module does not refer to the cache.
+    cache = getattr(getattr(module, "grouped_mm", module), "cache", None)
+    if cache is not None:
+        cache.advance()
+        cache._follow(module)
 
 
 def _multiplies(module: nn.Module) -> bool:

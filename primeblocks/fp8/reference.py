@@ -1,4 +1,4 @@
-"""Block-scaled products in torch: a bit-exact reference, a simulation, and products in float64."""
+"""Block-scaled products in torch: a bit-exact reference, and a simulation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import ShapeError
 from .quantize import Quantized, Tile
 
-__all__ = ["ReferenceGemm", "SimulatedGemm", "exact_product", "runs"]
+__all__ = ["ReferenceGemm", "SimulatedGemm", "runs"]
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,6 @@ def runs(offsets: Tensor) -> list[slice]:
     """Return one slice of rows per expert. The host waits for the values of `offsets`. Local."""
     ends = offsets.tolist()
     return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
-def exact_product(a: Quantized, b: Quantized) -> Tensor:
-    """Dequantize and multiply two matrices in float64. Kernels approximate the result. Local."""
-    if not isinstance(a, Quantized) or not isinstance(b, Quantized):
-        raise ShapeError(
-            f"exact_product needs two quantized matrices; got a {type(a).__name__} and a "
-            f"{type(b).__name__}."
-        )
-    return a.dequantize(torch.float64) @ b.dequantize(torch.float64).t()
 
 
 def _check_inner(a: Quantized, b: Quantized) -> None:

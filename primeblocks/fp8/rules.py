@@ -31,7 +31,9 @@ class Rule:
             if not expression or not all(isinstance(name, str) for name in expression):
                 raise UsageError(f"{argument} must be names; got {expression!r:.60}.")
             self.given = tuple(expression)
-            self.argument, self.text = argument, "|".join(map(re.escape, expression))
+            self.argument = argument
+            # The empty name is the name of the root, which contains all layers.
+            self.text = "|".join(re.escape(name) or ".*" for name in expression)
             self._found = self._named = re.compile(rf"^(?:{self.text})(?=\.|$)")
             return
         if not isinstance(getattr(expression, "pattern", expression), str):
@@ -101,7 +103,7 @@ def choose(
     whole = {part for name in names for part in accumulate(name.split("."), "{}.{}".format)}
     for rule in [Rule("only", only)] + ([] if exclude is None else [Rule("exclude", exclude)]):
         named = {name for name in names if meets(rule, name)}
-        lost = [name for name in rule.given if name not in whole]
+        lost = [name for name in rule.given if name and name not in whole]
         if lost or not named:
             text = lost[0] if lost else rule.text
             hint = f"Their names look like {names[:3]}." if names else "Pass the whole model."

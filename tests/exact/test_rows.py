@@ -1,5 +1,6 @@
 """Operations one by one: the same bits in any batch, and right against float64."""
 
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -95,6 +96,31 @@ def test_sums_and_means_have_the_shape_of_torchs(dims, keepdim):
         assert torch.allclose(values.sum(), values.view(-1).sum())
         assert values.int().sum().dtype == torch.int64
         assert values[:0].sum(0).tolist() == torch.zeros(5, 6).tolist()
+        with pytest.raises(IndexError):
+            values.sum(3)
+        with pytest.raises(IndexError):
+            values[0, 0, 0].mean(1)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "logsumexp"])
+def test_a_number_is_its_own_sum_and_mean(name):
+    value = torch.tensor(2.5, requires_grad=True)
+    function = getattr(torch, name)
+    with batch_invariant():
+        found = [function(value, 0), function(value, -1, keepdim=True)]
+        found += [] if name == "logsumexp" else [function(value)]
+    assert [(each.shape, each.item()) for each in found] == [((), 2.5)] * len(found)
+    assert torch.autograd.grad(sum(found), value)[0] == len(found)
+
+
+def test_logsumexp_of_infinities_is_torchs():
+    infinite = torch.inf
+    values = torch.tensor(
+        [[infinite, 1], [-infinite, 2], [infinite, -infinite], [-infinite] * 2, [infinite] * 2]
+    )
+    with batch_invariant():
+        found = values.logsumexp(-1)
+    assert found.tolist() == [infinite, 2, infinite, -infinite, infinite]
 
 
 FUNCTIONS = {
@@ -217,6 +243,26 @@ def test_norms_by_row(norm, dtype):
         whole = run(values)
         assert torch.equal(run(values[6:7])[0], whole[6])
     assert off(whole, run(values.double())) <= 4 * torch.finfo(DTYPES[dtype]).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_weight", ["the same", torch.float32, None])
+def test_gradients_of_layer_norms_are_as_close_as_torchs(dtype, of_weight):
+    operands = [drawn(20, 96, seed=1, dtype=dtype)]
+    if of_weight is not None:
+        operands += [drawn(96, seed=2, dtype=dtype if of_weight == "the same" else of_weight)]
+
+    def gradient(invariant, *operands):
+        x, *weights = (each.clone().requires_grad_() for each in operands)
+        with batch_invariant() if invariant else nullcontext():
+            y = torch.nn.functional.layer_norm(x, (96,), *weights)
+        return torch.autograd.grad(y.double().square().sum(), [x, *weights])
+
+    exact = gradient(False, *(each.double() for each in operands))
+    found, naive = gradient(True, *operands), gradient(False, *operands)
+    for mine, torchs, right in zip(found, naive, exact, strict=True):
+        assert mine.dtype == torchs.dtype
+        assert off(mine, right) <= 2 * off(torchs, right) + torch.finfo().eps
 
 
 def test_groups_of_rows_and_rows_of_no_group():

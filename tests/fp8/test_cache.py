@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -146,15 +147,36 @@ def test_codes_of_an_evaluation_serve_the_training_that_follows():
     assert torch.equal(y, expected)
 
 
-def test_a_copy_of_a_model_has_no_cache():
+COPIES = {"copied": copy.deepcopy, "pickled": lambda net: pickle.loads(pickle.dumps(net))}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_a_model_has_no_cache(copied):
     net, x = layers(), torch.ones(4, 32)
     cache = WeightCache(net, torch.optim.SGD(net.parameters()))
-    twin = copy.deepcopy(net)
+    twin = copied(net)
     with torch.no_grad():
         expected = net(x)
         net[0].weight.mul_(3.0)
     assert torch.equal(twin(x), expected)
     assert cache.roundings == 2
+    twin.load_state_dict(net.state_dict())
+    assert torch.equal(twin(x), net(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_of_a_weight_are_refused(dtype):
+    net, x = layers(), torch.ones(4, 32)
+    layer = net[0]
+    with WeightCache(net, torch.optim.SGD(net.parameters())) as cache:
+        for part in layer.weight.to(dtype).chunk(2):
+            with pytest.raises(UsageError, match="multiplied in parts, such as \\[24, 32\\]"):
+                cache.codes(layer, "weight", part)
+        turned = cache.codes(layer, "weight", layer.weight.mT)
+        y = net(x)
+        assert cache.roundings == 3
+    assert turned.forward.shape == (32, 48)
+    assert torch.equal(y, net(x))
 
 
 def _model():

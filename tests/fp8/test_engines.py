@@ -18,8 +18,9 @@ from primeblocks.fp8 import (
     matmul,
     quantize,
 )
-from primeblocks.fp8.reference import ReferenceGemm, SimulatedGemm, exact_product
+from primeblocks.fp8.reference import ReferenceGemm, SimulatedGemm
 from tests.fp8.launches import Launches
+from tests.fp8.test_matmul import exact_product
 
 ROW, SQUARE = Tile(1, 128), Tile(128, 128)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

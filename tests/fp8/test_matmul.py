@@ -18,7 +18,7 @@ from primeblocks.fp8 import (
     matmul,
     quantize,
 )
-from primeblocks.fp8.reference import ReferenceGemm, SimulatedGemm, exact_product
+from primeblocks.fp8.reference import ReferenceGemm, SimulatedGemm
 
 SMALL = {"activations": Tile(1, 16), "weights": Tile(8, 16), "source": "float32"}
 RECIPE = Recipe(**SMALL, wgrad="float32")
@@ -26,6 +26,11 @@ RECIPE = Recipe(**SMALL, wgrad="float32")
 
 def matrix(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def exact_product(a, b):
+    """The product of two quantized matrices in float64, which kernels approximate."""
+    return a.dequantize(torch.float64) @ b.dequantize(torch.float64).mT
 
 
 def relative(actual, expected):

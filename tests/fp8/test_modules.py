@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from primeblocks.errors import UnsupportedError, UsageError
-from primeblocks.fp8 import Fp8Linear, Recipe, Tile, convert
+from primeblocks.fp8 import Fp8Linear, Recipe, Tile, convert, encode_weights
 from primeblocks.fp8.adapters import transformers
 from primeblocks.testing import ranks, tiny_models
 
@@ -62,8 +62,13 @@ def test_a_layer_under_two_names_is_one_layer():
     assert net[0] is net[1]
     assert isinstance(net[1], Fp8Linear)
     alone = torch.nn.Linear(32, 32)
-    assert convert(alone, RECIPE, only=".*") == ("",)
+    names = convert(alone, RECIPE, only=".*")
+    assert names == ("",)
     assert isinstance(alone, Fp8Linear)
+    assert sorted(encode_weights(RECIPE, only=names, layouts=None)("weight", alone.weight)) == [
+        "weight",
+        "weight_scale_inv",
+    ]
 
 
 def test_it_computes_with_the_rounded_weights():

@@ -30,6 +30,7 @@ NAMES = [
         (r"mlp\.gate\w*|lm_head", [*NAMES[3:5], "lm_head"]),
         (r"\w*gate$", [NAMES[3], NAMES[5]]),
         (".*", NAMES),
+        (("",), NAMES),
         ("(?i)SELF_ATTN", NAMES[1:3]),
         (re.compile("self_attn # all of it", re.VERBOSE), NAMES[1:3]),
         (r"mlp\.gate$|mlp\.gate_up_proj", NAMES[3:5]),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from primeblocks.errors import ShapeError, UnsupportedError
-from primeblocks.fp8 import Recipe, convert, grouped_matmul, matmul, swiglu_matmul
+from primeblocks.fp8 import Recipe, Tile, convert, grouped_matmul, matmul, swiglu_matmul
 from primeblocks.fp8.quantize import swiglu
 from primeblocks.fp8.reference import ReferenceGemm, SimulatedGemm
 from primeblocks.testing import ranks
@@ -107,7 +107,10 @@ def test_a_compiled_model_goes_around_it():
     assert ranks.run(_compiled, world_size=1) == [(True, True)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+WITH_OTHERS = [{"nonfinite": "raise"}, {"activations": Tile(4, 16)}]  # rows share checks or tiles
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *WITH_OTHERS])
 @pytest.mark.parametrize("junk", [1e6, torch.nan])
 def test_rows_past_the_last_offset_may_hold_anything(kind, junk):
     recipe = Recipe(**{**SMALL, **kind})

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from primeblocks import fp8
 from primeblocks.errors import ShapeError, UnsupportedError, UsageError
 from primeblocks.fp8 import Quantized, Tile, quantize
-from primeblocks.fp8.reference import exact_product
 from tests.fp8.on_triton import (
     DEVICE,
     GEMM,
@@ -29,6 +28,7 @@ from tests.fp8.on_triton import (
     on_device,
     triton,
 )
+from tests.fp8.test_matmul import exact_product
 
 pytestmark = MARKS
 
