@@ -170,6 +170,7 @@ def test_bounds_are_kept():
 
             await fails(413, messages=[{"role": "user", "content": "a" * 3_000_000}])
             await fails(400, max_tokens=21)
+            await fails(400, max_tokens=4, max_completion_tokens=5)
             await fails(400, n=2)
             await fails(400, temperature=10**400)
             await fails(400, stop=["word"])
