@@ -1,6 +1,6 @@
 """Collectives that behave the same on gloo and NCCL.
 
-On both backends, float8 tensors are sent as bytes, ranks may send different numbers of rows or no
+On both backends, tensors of every dtype can be sent, ranks may send different numbers of rows or no
 rows, and `all_to_all_rows` is differentiable. The timeout of the process group bounds every wait.
 """
 
@@ -349,6 +349,11 @@ class _AllToAllRows(torch.autograd.Function):
         return _AllToAllRows.apply(grads[0], *ctx.way_back), None, None, None
 
 
+# By the bytes of an element: a dtype that gloo can send. gloo refuses float8, int16 and uint32.
+_SENT_AS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
+
+
 def _bytes(x: Tensor) -> Tensor:
-    # gloo refuses float8 in collectives. An element is one byte, so counts stay true.
-    return x.view(torch.uint8) if x.dtype.is_floating_point and x.dtype.itemsize == 1 else x
+    """View `x` in a dtype of the same size that gloo can send. Sums of such views are wrong."""
+    known = x.is_floating_point() and x.dtype.itemsize > 1
+    return x if known else x.view(_SENT_AS.get(x.dtype.itemsize, x.dtype))

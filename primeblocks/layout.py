@@ -45,7 +45,13 @@ class Shard:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Shard) -> Shard | None:
-        """Return the box that two shards share, or None if the two shards do not overlap."""
+        """Return the box that two shards share, or None if the two shards do not overlap.
+
+        Raises:
+            PlanError: the shards have different numbers of dims.
+        """
+        if len(self.sizes) != len(other.sizes):
+            raise PlanError(f"{self} and {other} have different numbers of dims")
         starts = [max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True)]
         ends = [
             min(a + m, b + n)
@@ -62,8 +68,8 @@ class Shard:
         Raises:
             PlanError: this box is not inside `outer`.
         """
-        offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
-        inside = all(
+        offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=False))
+        inside = len(self.sizes) == len(outer.sizes) and all(
             o >= 0 and o + n <= size
             for o, n, size in zip(offsets, self.sizes, outer.sizes, strict=True)
         )

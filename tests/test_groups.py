@@ -5,10 +5,13 @@ import torch
 import torch.distributed as dist
 
 from primeblocks.errors import CapacityError, PlanError, RankError, ShapeError
-from primeblocks.groups import agreed, all_to_all_rows
+from primeblocks.groups import agreed, all_gather_rows, all_to_all_rows
 from primeblocks.testing import ranks
 
-DTYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8]
+DTYPES = [
+    *(torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.int16),
+    *(torch.uint8, torch.uint16, torch.uint32),
+]
 
 
 def _count(source, target):
@@ -29,7 +32,9 @@ def _exchange(dtype):
         "receive_counts": [_count(peer, rank) for peer in range(size)],
     }
     x = torch.cat([_rows(rank, peer) for peer in range(size)]).to(dtype)
-    return all_to_all_rows(x, **counts, group=dist.group.WORLD).double()
+    group = dist.group.WORLD
+    gathered = all_gather_rows(x[:1], rows=2, group=group).double()
+    return all_to_all_rows(x, **counts, group=group).double(), gathered
 
 
 def _exchanges():
@@ -52,8 +57,11 @@ def _on_three(body):
 
 def test_rows_arrive_by_sender():
     for rank, found in enumerate(_on_three(_exchanges)):
-        for got in found:
+        first = [torch.cat([_rows(peer, to) for to in range(3)])[:1] for peer in range(3)]
+        padded = torch.cat([torch.cat([x, torch.zeros(2 - len(x), 2)]) for x in first])
+        for got, gathered in found:
             assert torch.equal(got, torch.cat([_rows(peer, rank) for peer in range(3)]))
+            assert torch.equal(gathered, padded)
 
 
 def _gradient():

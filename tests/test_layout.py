@@ -62,6 +62,10 @@ def test_boxes_that_make_no_sense_are_refused():
         Shard((0,), (-1,))
     with pytest.raises(PlanError, match="is not inside"):
         Layout((4,), Shard((2,), (3,)))
+    with pytest.raises(PlanError, match="is not inside"):
+        Layout((4, 4), Shard((2,), (2,)))
+    with pytest.raises(PlanError, match="different numbers of dims"):
+        Shard((0,), (2,)).intersect(Shard((0, 0), (2, 2)))
 
 
 def test_a_plain_tensor_is_whole():

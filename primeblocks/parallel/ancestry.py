@@ -6,7 +6,7 @@ it. The token at place i sees the token at place j exactly if `j <= i < ends[j]`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
@@ -38,13 +38,14 @@ class Ancestry:
         starts = np.cumsum([0, *lengths], dtype=np.int64)
         if parents is None:
             return cls(None, starts)
-        if len(parents) != len(lengths) or not all(isinstance(each, Integral) for each in parents):
+        given = [*parents] if isinstance(parents, Iterable) else []
+        if len(given) != len(lengths) or not all(isinstance(each, Integral) for each in given):
             raise PlanError(
-                f"plan_sequence got {len(parents)} parents for {len(lengths)} documents. Give one "
+                f"plan_sequence got {len(given)} parents for {len(lengths)} documents. Give one "
                 "whole number for each document, -1 for a root."
             )
         path: list[int] = []  # The last document and the documents that it continues.
-        for document, parent in enumerate(parents):
+        for document, parent in enumerate(given):
             while path and path[-1] != parent:
                 path.pop()
             if parent != -1 and not path:
@@ -54,7 +55,7 @@ class Ancestry:
                     "document directly after it. Or pass TreePlan.parents."
                 )
             path.append(document)
-        known = tuple(int(each) for each in parents)
+        known = tuple(int(each) for each in given)
         return cls(known if max(known, default=-1) >= 0 else None, starts)
 
     @cached_property

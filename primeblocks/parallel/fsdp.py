@@ -194,7 +194,7 @@ def clip_grad_norm_(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for locals_ in by_copies.values():
         for x in locals_:
-            x.mul_(scale.to(x.device, x.dtype))
+            x.mul_(scale.to(x.device))
     return norm
 
 

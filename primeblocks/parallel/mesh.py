@@ -100,7 +100,7 @@ class MeshPlan:
         """Make the process groups. Collective over all ranks. Call this method once.
 
         Args:
-            device: "cpu" or "cuda".
+            device: "cpu" or "cuda", without a number.
 
         Raises:
             PlanError: torch.distributed is not initialised, the number of running ranks differs
@@ -194,6 +194,8 @@ def on_device(device: str) -> Tensor:
         PlanError: `device` does not exist or cannot be used.
     """
     try:
+        if torch.device(device).index is not None:
+            raise RuntimeError("each rank chooses its number")
         accelerator = torch.get_device_module(device)
         if accelerator.is_available() and not accelerator.is_initialized():
             own = os.environ.get("LOCAL_RANK") or dist.get_rank() % accelerator.device_count()

@@ -43,6 +43,26 @@ class Run(NamedTuple):
     offset: int
 
 
+def kept_on_plan(function: Callable[Concatenate[SequencePlan, ...], R]) -> Callable[..., R]:
+    """Cache a function's result on the plan, with the other arguments as the key. Pure.
+
+    The result lives as long as the plan. Therefore the recomputation of a checkpointed layer finds
+    the result. Selective checkpoints would refuse the operators that compute it.
+    """
+
+    @wraps(function)
+    def call(sequence: SequencePlan, *args: Any) -> R:
+        kept: dict[Any, R] = sequence.__dict__.setdefault("_kept", {})
+        key = (function, args)
+        if key not in kept:
+            # A training step may use the result later, on any device.
+            with torch.inference_mode(False), torch.device("cpu"):
+                kept[key] = function(sequence, *args)
+        return kept[key]
+
+    return call
+
+
 @dataclass(frozen=True)
 class SequencePlan:
     """Documents packed into one sequence, and the tokens of the sequence that each rank has.
@@ -120,14 +140,14 @@ class SequencePlan:
 
     def indices(self, rank: int) -> Tensor:
         """Return int64 `[local_tokens]`: each token's place in the whole sequence. Local."""
-        parts = [torch.arange(start, stop) for start, stop in self.pieces[rank]]
-        return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
+        parts = [torch.arange(start, stop, device="cpu") for start, stop in self.pieces[rank]]
+        return torch.cat([torch.zeros(0, dtype=torch.int64, device="cpu"), *parts])
 
     def document_starts(self, rank: int) -> Tensor:
         """Return int64 `[local_tokens]`: the place where each token's document begins. Local."""
         runs = self.runs(rank)
-        lengths = torch.tensor([run.stop - run.start for run in runs], dtype=torch.int64)
-        starts = torch.tensor([run.document for run in runs], dtype=torch.int64)
+        told = [(run.document, run.stop - run.start) for run in runs]
+        starts, lengths = torch.tensor(told, dtype=torch.int64, device="cpu").view(-1, 2).unbind(1)
         return starts.repeat_interleave(lengths)
 
     def positions(self, rank: int) -> Tensor:
@@ -143,7 +163,8 @@ class SequencePlan:
         """Return the next token of each token, and `ignore_index` at each document's end. Local.
 
         Pass the whole sequence, then split the result, because the next token of a rank's last
-        token may be on another rank.
+        token may be on another rank. Unsigned tokens become int64, because `ignore_index` may be
+        negative.
 
         Raises:
             ShapeError: `tokens` is not the whole sequence along `dim`.
@@ -157,8 +178,8 @@ class SequencePlan:
             )
         check_tensors(tokens=tokens)
         self._check(tokens, dim, self.tokens, "the whole sequence")
-        shifted = tokens.roll(-1, dim)
-        lengths = torch.tensor(self.document_lengths, dtype=torch.int64)
+        shifted = (tokens if tokens.dtype.is_signed else tokens.long()).roll(-1, dim)
+        lengths = torch.tensor(self.document_lengths, dtype=torch.int64, device="cpu")
         last = (lengths.cumsum(0) - 1)[lengths > 0]
         return shifted.index_fill(dim, last.to(tokens.device), ignore_index)
 
@@ -220,12 +241,14 @@ class SequencePlan:
         costs = (sum(self.costs),)
         return SequencePlan(self.document_lengths, "contiguous", (pieces,), costs, self.parents)
 
-    @cached_property
+    @property
+    @kept_on_plan
     def token_of_row(self) -> Tensor:
         """`[tokens]`: for the concatenated parts of all ranks, each row's place in the sequence."""
         return torch.cat([self.indices(rank) for rank in range(self.ranks)])
 
-    @cached_property
+    @property
+    @kept_on_plan
     def row_of_token(self) -> Tensor:
         """`[tokens]`: the inverse of `token_of_row`."""
         return self.token_of_row.argsort()
@@ -277,25 +300,6 @@ class SequencePlan:
                 f"{tuple(x.shape)}. The plan has {self.tokens} tokens, {list(self.counts)} per "
                 "rank."
             )
-
-
-def kept_on_plan(function: Callable[Concatenate[SequencePlan, ...], R]) -> Callable[..., R]:
-    """Cache a function's result on the plan, with the other arguments as the key. Pure.
-
-    The result lives as long as the plan. Therefore the recomputation of a checkpointed layer finds
-    the result. Selective checkpoints would refuse the operators that compute it.
-    """
-
-    @wraps(function)
-    def call(sequence: SequencePlan, *args: Any) -> R:
-        kept: dict[Any, R] = sequence.__dict__.setdefault("_kept", {})
-        key = (function, args)
-        if key not in kept:
-            with torch.inference_mode(False):  # A training step may use the result later.
-                kept[key] = function(sequence, *args)
-        return kept[key]
-
-    return call
 
 
 def check_plan(sequence: object, group: dist.ProcessGroup, *, trees: bool = False) -> None:
@@ -374,7 +378,7 @@ def plan_sequence(
         )
     tree = Ancestry.of(lengths, parents)
     paid = costs_before(tree.depths, cost)
-    pieces = pieces_in_order(order, paid, ranks, chunk_tokens)
+    pieces = pieces_in_order(order, paid, int(ranks), int(chunk_tokens))
     merged = tuple(merge_pieces(own) for own in pieces)
     costs = tuple(float(sum(paid[b] - paid[a] for a, b in own)) for own in merged)
     return SequencePlan(lengths, order, merged, costs, tree.parents)

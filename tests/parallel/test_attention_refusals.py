@@ -29,6 +29,9 @@ def test_what_no_rank_may_pass_is_refused(one_rank, name):
         with pytest.raises(error, match=said):
             ATTENTIONS[name](**{"q": q, "k": k, "v": v, **where} | wrong)
     for attention, operands in ((ATTENTIONS, (q, k, v)), (LATENT_ATTENTIONS, latent)):
+        for scale in (0.0, -1.0, float("nan"), 1j):
+            with pytest.raises(PlanError, match="scale must be a finite number over 0, or None"):
+                attention[name](*operands, **where, scale=scale)
         with pytest.raises(PlanError, match="must be an AttentionKernel"):
             attention[name](*operands, **where, kernel=RectangleKernel)
 

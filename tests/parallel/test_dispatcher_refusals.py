@@ -17,7 +17,7 @@ EXPERTS, HIDDEN = 12, 5
 BAD_INPUTS = {
     "ShapeError: .*the layer has experts 0 to 11": {"ids": torch.tensor([[0, 12]])},
     r"ShapeError: .*are between -1 and 0": {"ids": torch.tensor([[0, -1]])},
-    "ShapeError: .*must be integers; got torch.float32": {"ids": torch.zeros(1, 2)},
+    "ShapeError: .*must be integers, .*; got torch.float32": {"ids": torch.zeros(1, 2)},
     r"ShapeError: .*expert_ids \(2, 2\) differ": {
         "ids": torch.zeros(2, 2).long(),
         "x": torch.zeros(2, 5),
@@ -25,7 +25,8 @@ BAD_INPUTS = {
     r"ShapeError: .*got \(1, 1, 5\)": {"x": torch.zeros(1, 1, 5)},
     r"ShapeError: .*got \(\) and \(1, 2\)": {"x": torch.tensor(1.0)},
     r"ShapeError: .*got \(1, 5\) and \(\)": {"ids": torch.tensor(0)},
-    "ShapeError: .*must be integers; got torch.bool": {"ids": torch.zeros(1, 2).bool()},
+    "ShapeError: .*must be integers, .*; got torch.bool": {"ids": torch.zeros(1, 2).bool()},
+    "ShapeError: .*signed or uint8; got torch.uint16": {"ids": torch.zeros(1, 2).to(torch.uint16)},
     r"ShapeError: .*got \(3, 5\) and \(1, 2\)": {"x": torch.zeros(3, 5)},
     "ShapeError: 1 of 2 scores are NaN .*meta model are NaN until load_pretrained": {
         "scores": torch.tensor([[1.0, torch.nan]])

@@ -227,10 +227,11 @@ def _integers_and_strides():
     x, scores, ids = _batch(6, seed=dist.get_rank())
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     for dispatcher in _three(alignment=4):
-        for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8):
+        for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             for lie in (torch.Tensor.contiguous, lambda t: t.t().contiguous().t()):
                 leaves = [lie(leaf.clone()).requires_grad_() for leaf in (x, scores)]
-                out = _there_and_back(dispatcher, *leaves, lie(ids).to(dtype))
+                # A rank's 256 experts are more than 8 bits count.
+                out = _there_and_back(dispatcher, *leaves, lie(ids).to(dtype), num_experts=512)
                 out.backward(lie(grad))
                 sums = scores.sum(1, keepdim=True)
                 of_scores = (x * grad).sum(1, keepdim=True).expand(scores.shape)

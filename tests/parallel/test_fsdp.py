@@ -269,6 +269,10 @@ def _clip_mixed():
     parameters[2].grad.fill_(1e30)  # Its square is no float32.
     parameters[0].grad, parameters[1].grad = None, None
     assert float(clip_grad_norm_(parameters, 1.0, meshes=meshes)) == pytest.approx(1e30)
+    half = nn.Parameter(torch.zeros(10_000, dtype=torch.float16))
+    half.grad = torch.full_like(half, 50_000.0)
+    clip_grad_norm_([half], 1.0, meshes=meshes)  # By a factor that float16 holds in 2 bits.
+    assert float(half.grad.double().norm()) == pytest.approx(1, rel=2**-11 + 1e-6)
     return float(loose), kept, float(norm), float(clipped), float(bad)
 
 

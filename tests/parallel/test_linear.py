@@ -152,6 +152,14 @@ def test_bfloat16_is_as_precise_as_the_loops():
         assert_as_precise(ours, naive=naive, exact=exact)
 
 
+def test_a_bias_is_cast_to_the_dtype_of_the_weight(one_rank):
+    (x, weight, bias), _ = drawn("conv", 5)
+    where = {"sequence": plan_sequence([5], ranks=1), "group": one_rank}
+    x, weight, bias = x.bfloat16(), weight.float(), bias.bfloat16()
+    found = [CASES["conv"][2](x, weight, each, **where) for each in (bias, bias.float())]
+    assert torch.equal(*found)
+
+
 def _rounded():
     group, found = dist.group.WORLD, []
     for name, lengths, order in ROUNDED:

@@ -84,6 +84,8 @@ def test_ranks_of_one_and_of_two_copies():
 
 
 def _build_for_four():
+    with pytest.raises(PlanError, match="device='cpu:0' cannot be used here: each rank chooses"):
+        plan_mesh(world_size=2).build("cpu:0")
     with pytest.raises(PlanError, match="planned for 4 ranks, but 2 ranks are running") as caught:
         plan_mesh(world_size=4).build("cpu")
     return str(caught.value)

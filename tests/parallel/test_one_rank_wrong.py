@@ -257,7 +257,7 @@ _HEADS = {
     "causal: other": "PlanError: a window needs causal=True",
     "sinks: None": r"PlanError: sinks must be equal on all ranks; .* \[True, False\]",
     "sinks: less in dim 0": r"ShapeError: sinks must have one number per head, \[4\]; got \(3,\)",
-    "scale: text": "PlanError: scale must be a number",
+    "scale: text": "PlanError: scale must be a finite number over 0",
 }
 _LATENTS = {
     "one token fewer": "ShapeError: the plan gives this rank 5 tokens",
@@ -265,7 +265,7 @@ _LATENTS = {
     "q: less in dim 1": "ShapeError: q and up need equal numbers of heads",
     "up: torch.float64": "ShapeError: q, latents and up need one floating dtype",
     "causal: other": "PlanError: causal must be equal on all ranks",
-    "scale: text": "PlanError: scale must be a number",
+    "scale: text": "PlanError: scale must be a finite number over 0",
 }
 _SPARSE = {
     "q: no dims": r"ShapeError: q must be \[local_tokens",
@@ -274,7 +274,7 @@ _SPARSE = {
     "kv: less in dim 1": "ShapeError: .* needs q of 8 columns and kv of 8",
     "kv: torch.float64": "ShapeError: .* one floating dtype",
     "sinks: less in dim 0": r"ShapeError: sinks must have one number per head, \[4\]",
-    "scale: text": "PlanError: scale must be a number",
+    "scale: text": "PlanError: scale must be a finite number over 0",
 }
 # By call and mistake: what the rank that makes the mistake is told.
 TOLD = {

@@ -72,6 +72,7 @@ def test_labels_are_the_next_tokens_of_the_document(plan, seed):
         expected += [*document[1:], -100] if document else []
         start += length
     assert plan.labels(tokens)[0].tolist() == expected
+    assert plan.labels(tokens.to(torch.uint8))[0].tolist() == expected
     assert plan.labels(tokens[0], dim=0, ignore_index=-1).tolist() == [
         -1 if token == -100 else token for token in expected
     ]
@@ -131,9 +132,12 @@ def test_other_plans_have_other_fingerprints():
         plan_sequence([4, 8], ranks=3, order="contiguous"),
     ]
     assert len({plan.fingerprint for plan in others}) == len(others)
-    same = plan_sequence([4, 8], ranks=2, order="contiguous")
-    assert same == others[0]
-    assert same.fingerprint == others[0].fingerprint
+    numpys = {"ranks": np.int64(2), "chunk_tokens": np.int32(3)}
+    for order in ORDERS:
+        own = plan_sequence([4, 8], ranks=2, order=order, chunk_tokens=3)
+        same = plan_sequence([4, 8], order=order, **numpys)
+        assert same == own
+        assert same.fingerprint == own.fingerprint
     assert 0 <= same.fingerprint < 2**63
 
 
@@ -157,11 +161,12 @@ def test_a_long_plan_shows_itself_in_one_line():
         ({"ranks": 0}, "got ranks=0"),
         ({"document_lengths": [3, -1]}, r"lengths=\[3, -1\]"),
         ({"chunk_tokens": 0}, "chunk_tokens=0"),
+        ({"parents": 3}, "got 0 parents for 1 documents"),
         ({"cost": lambda p: np.full(p.shape, np.nan)}, "one finite number"),
         ({"cost": lambda p: -1.0 * p}, r"from -3.0 to 0.0\."),
         ({"cost": lambda p: p[:2]}, r"each of 4 positions; got shape \(2,\)"),
     ],
-    ids=["order", "ranks", "lengths", "block", "nan", "negative", "shape"],
+    ids=["order", "ranks", "lengths", "block", "parents", "nan", "negative", "shape"],
 )
 def test_bad_plans_are_refused(arguments, said):
     arguments = {"document_lengths": [4], "ranks": 2} | arguments
@@ -177,6 +182,10 @@ def _split_and_join(lengths, order):
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(3, plan.tokens, 2, generator=generator, dtype=torch.float64)
     leaf = whole.clone().requires_grad_()
+    # A plan that was used so, also on a GPU by default, serves a step as well.
+    with torch.inference_mode(), torch.device("meta"):
+        plan.join(plan.split(whole, group=group, dim=1), group=group, dim=1)
+        assert plan.positions(rank).device == plan.labels(whole, dim=1).device == whole.device
     local = plan.split(leaf, group=group, dim=1)
     assert torch.equal(local, whole[:, plan.indices(rank)])
     joined = plan.join(local, group=group, dim=1)

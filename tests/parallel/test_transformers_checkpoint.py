@@ -2,7 +2,7 @@
 
 import resource
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -262,6 +262,33 @@ def _sizes(path):
 def test_sizes_of_files_are_one_on_all_ranks(tmp_path):
     ranks.run(_sizes, tmp_path)
     assert len([*(tmp_path / "well").glob("*.safetensors")]) > 1
+
+
+def _unheard(path):
+    """Rank 0 alone cannot tell of a tensor."""
+    from primeblocks.parallel.adapters.transformers import load_pretrained, save_pretrained
+
+    model, _ = _start("qwen3_moe", {"expert": 2})
+    for value, error in enumerate((BrokenPipeError("closed"), ValueError("of 3"))):
+        for use in (save_pretrained, load_pretrained):
+            told = []
+
+            def progress(*at, told=told, error=error):
+                told.append(at)
+                if dist.get_rank() == 0 and len(told) == 3:
+                    raise error
+
+            _fill(model, value if use is save_pretrained else torch.nan)
+            with pytest.raises(type(error)) if dist.get_rank() == 0 else nullcontext() as caught:
+                use(model, path, progress=progress)
+            assert caught is None or caught.value is error
+            assert (len(told) == 3) == (dist.get_rank() == 0)
+            dist.barrier()
+        assert all((p.to_local() == value).all() for p in model.parameters())
+
+
+def test_an_error_of_progress_is_raised_after_the_last_tensor(tmp_path):
+    ranks.run(_unheard, tmp_path)
 
 
 def _cast(path):

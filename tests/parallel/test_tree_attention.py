@@ -113,7 +113,9 @@ def _dense(hop):
 )
 def test_hops_tiles_and_kernels_follow_the_tree(tree, world_size, order, window, tile):
     lengths, parents = tree
-    plan = plan_sequence(lengths, ranks=world_size, order=order, chunk_tokens=3, parents=parents)
+    plan = plan_sequence(
+        lengths, ranks=world_size, order=order, chunk_tokens=3, parents=iter(parents)
+    )
     spec = AttentionSpec(plan, causal=True, scale=0.3, window=window)
     q, k, v = _qkv(plan.tokens)
     for query_rank, key_rank in np.ndindex(world_size, world_size):

@@ -1,6 +1,7 @@
 """What Triton's kernels of sparse attention add to the common suite: launches, bits, refusals."""
 
 import contextlib
+import mmap
 
 import pytest
 import torch
@@ -96,6 +97,28 @@ def test_an_id_beyond_the_rows_shows():
     for x in (out[0, 3:], out[1:], dq[1:]):
         assert not x.isnan().any()
     assert dkv.isnan().any()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="maps memory of the host")
+def test_heads_may_be_far_apart():
+    """Offsets of heads beyond 2**31 numbers, in memory that is mapped only where it is used."""
+    far, (heads, dim) = 3 << 29, (3, 16)
+    assert (heads - 1) * far > 2**31
+    mapped = torch.frombuffer(mmap.mmap(-1, (heads * far) * 2), dtype=torch.bfloat16)
+    apart = mapped.as_strided((2, heads, dim), (dim, far, 1))
+    drawn, kernel = torch.Generator().manual_seed(0), adapter.TritonSparseKernel()
+    q, grad = (torch.randn(2, heads, n, generator=drawn).bfloat16() for n in (dim, 12))
+    kv = torch.randn(8, 1, dim, generator=drawn).bfloat16()
+    ids = torch.tensor([[[0, 1, 2, -1]], [[3, 4, 5, 7]]], dtype=torch.int32)
+    how = {"rows": dsa.Rows.latent(12, 4), "scale": 0.25}
+    found = []
+    for each in (q, apart.copy_(q)):
+        out, lse = kernel.forward(each, kv, ids, **how)
+        slopes = kernel.backward(grad, each, kv, ids, out, lse, **how)
+        scores = SCORES(each, kv[:, 0], each[..., 0].float())
+        found.append([out, lse, *slopes, scores])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_deterministic_algorithms_are_refused(monkeypatch):

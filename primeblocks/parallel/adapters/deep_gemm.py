@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import MissingPackageError, ShapeError, UnsupportedError
+from ...errors import MissingPackageError, UnsupportedError
+from ..attention.dsa.indexer import check_scored
 
 __all__ = ["DeepGemmIndexScores", "check_device", "quantize_vectors"]
 
@@ -111,16 +112,7 @@ def _capability(device: torch.device) -> int:
 
 
 def _check(q: Tensor, k: Tensor, weights: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, weights {tuple(weights.shape)}"
-    if not (
-        (q.ndim, k.ndim, weights.ndim) == (3, 2, 2)
-        and q.shape[:2] == weights.shape
-        and q.shape[2] == k.shape[1]
-    ):
-        raise ShapeError(
-            "q must be [queries, index_heads, index_dim], k [candidates, index_dim] and weights "
-            f"[queries, index_heads]; got {shapes}."
-        )
+    shapes = check_scored(q, k, weights)
     heads = _HEADS[_capability(q.device)]
     if q.shape[1] not in heads or q.shape[2] not in _COLUMNS:
         raise UnsupportedError(

@@ -18,7 +18,7 @@ from .kernel import AttentionKernel, AttentionSpec
 from .rectangles import RectangleKernel
 from .varlen import VarlenKernel
 
-__all__ = ["Inputs", "autocast", "check_kernel", "check_sinks", "checked"]
+__all__ = ["Inputs", "autocast", "check_factors", "check_kernel", "check_sinks", "checked"]
 
 
 class Inputs(NamedTuple):
@@ -79,7 +79,8 @@ def checked(
         _check_shapes(q, k, v, sinks)
         sequence.check_tokens(group, q=q, k=k, v=v)
         check_alike(q=q, k=k, v=v)
-        _check_rules(causal=causal, scale=scale, window=window, softcap=softcap)
+        check_factors(scale=scale, softcap=softcap)
+        _check_window(window, causal=causal)
         factor = q.shape[2] ** -0.5 if scale is None else float(scale)
         spec = AttentionSpec(sequence.whole if whole else sequence, causal, factor, window, softcap)
         check_kernel(kernel, spec, q, v.shape[2])
@@ -159,13 +160,14 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
         )
 
 
-def _check_rules(
-    *, causal: bool, scale: float | None, window: int | None, softcap: float | None
-) -> None:
-    if not isinstance(scale, Real | None):
-        raise PlanError(f"scale must be a number; got {scale!r}.")
-    if not isinstance(softcap, Real | None) or not 0 < (1 if softcap is None else softcap) < inf:
-        raise PlanError(f"softcap must be a finite number over 0, or None; got {softcap!r}.")
+def check_factors(**factors: float | None) -> None:
+    """Raise PlanError if a given factor of scores is not a finite number over 0. Local."""
+    for name, factor in factors.items():
+        if factor is not None and not (isinstance(factor, Real) and 0 < factor < inf):
+            raise PlanError(f"{name} must be a finite number over 0, or None; got {factor!r}.")
+
+
+def _check_window(window: int | None, *, causal: bool) -> None:
     if not isinstance(window, Integral | None) or (
         window is not None and (window < 1 or not causal)
     ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any
 
 import torch
@@ -10,12 +9,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...errors import PlanError, ShapeError
+from ...errors import ShapeError
 from ...groups import agreed, check_alike, check_tensors, facts_of, outside_graphs
 from ..sequence import SequencePlan, check_plan
 from .dsa.gather import gather_tokens, scatter_gradients
 from .hops import Hops, attend
-from .inputs import autocast, check_kernel
+from .inputs import autocast, check_factors, check_kernel
 from .kernel import AttentionKernel, AttentionSpec, Hop, accumulator_dtype
 from .rectangles import RectangleKernel
 from .ulysses import Heads
@@ -52,7 +51,8 @@ def latent_ring_attention(
         up: `[heads, nope_dim + value_dim, latent_dim]`: for each head, the projections of the
             latent to the head's part of the key and to the head's value.
         scale: the factor by which scores are multiplied. Default: `(nope_dim + rope_dim) ** -0.5`.
-        sequence, group, causal, kernel, check: as in `ring_attention`.
+        kernel: the kernel that computes each hop. Default: `RectangleKernel()`, on every device.
+        sequence, group, causal, check: as in `ring_attention`.
 
     Returns:
         `[local_tokens, heads, value_dim]`.
@@ -177,8 +177,7 @@ def _checked(
     with agreed(name, q, latents, up, group=group, check=check) as call:
         check_plan(sequence, group, trees=causal)
         check_tensors(q=q, latents=latents, up=up)
-        if not isinstance(scale, Real | None):
-            raise PlanError(f"scale must be a number; got {scale!r}.")
+        check_factors(scale=scale)
         q, latents, up = autocast(q), autocast(latents), autocast(up)
         _check_shapes(q, latents, up)
         sequence.check_tokens(group, q=q, latents=latents)

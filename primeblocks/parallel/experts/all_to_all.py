@@ -187,7 +187,7 @@ class OncePerRankDispatcher:
         with agreed(name, x, scores, expert_ids, group=group, check=self.check) as call:
             call.facts |= _checked_facts(x, scores, expert_ids, num_experts, ranks)
             share = num_experts // ranks
-            owner = torch.div(expert_ids, share, rounding_mode="floor").long()
+            owner = expert_ids.long() // share
             # Values are checked later. Until then an id may be anything.
             owner = owner.clamp(0, ranks - 1)
             wanted = torch.zeros(len(x), ranks, dtype=torch.bool, device=x.device)

@@ -15,6 +15,9 @@ from ...errors import ShapeError, UsageError, check_counts
 from ...groups import agreed, check_tensors, facts_of
 from .permute import map_choices, permute, unpermute
 
+# torch lacks arithmetic for wider unsigned ids.
+_IDS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 __all__ = [
     "Dispatched",
     "LocalDispatcher",
@@ -202,8 +205,8 @@ def check_slots(
             f"scores {tuple(scores.shape)} and expert_ids {tuple(expert_ids.shape)} differ. Pass "
             "one score per id."
         )
-    if expert_ids.is_floating_point() or expert_ids.dtype == torch.bool:
-        raise ShapeError(f"expert_ids must be integers; got {expert_ids.dtype}.")
+    if expert_ids.dtype not in _IDS:
+        raise ShapeError(f"expert_ids must be integers, signed or uint8; got {expert_ids.dtype}.")
     if not x.is_floating_point() or not scores.is_floating_point():
         raise ShapeError(f"x and scores must be floating point; got {x.dtype}, {scores.dtype}.")
     if values:

@@ -88,6 +88,7 @@ def causal_conv1d(
         sequence.check_tokens(group, x=x)
     halo, places, kept = _tables(sequence, group.rank(), weight.shape[1] - 1, x.device)
     padded = halo.fetch(x, group=group).index_select(0, places).to(weight.dtype)
+    bias = None if bias is None else bias.to(weight.dtype)
     out = F.conv1d(padded.T.unsqueeze(0), weight.unsqueeze(1), bias, groups=x.shape[1])
     return out[0].T.index_select(0, kept).to(x.dtype)
 

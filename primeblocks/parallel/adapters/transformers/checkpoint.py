@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ __all__ = [
     "load_pretrained",
     "materialize",
     "refuse_adapters",
+    "reporting",
     "reshard",
 ]
 
@@ -66,7 +68,8 @@ def load_pretrained(
     Args:
         model: the model that you passed to `parallelize`, possibly built on the meta device.
         progress: a function that is called after each tensor that this rank has read, with the
-            number of read tensors and the number of all tensors.
+            number of read tensors and the number of all tensors. If `progress` raises an error,
+            it is not called again, and the error is raised after the last tensor.
 
     Raises:
         UnsupportedError: the model has adapters, but a checkpoint of transformers does not contain
@@ -94,9 +97,9 @@ def load_pretrained(
                 boxes = {name: layout_of(x).shard for name, x in model.state_dict().items()}
     with all_agreed("load_pretrained", model) as call:
         call.facts["the checkpoint"] = f"{_stored_bytes(wanted)} bytes"
-    with all_agreed("load_pretrained, at its end", model):
+    with reporting(progress, len(boxes)) as tell, all_agreed("load_pretrained, at its end", model):
         try:
-            _fill(model, path, wanted, boxes, progress)
+            _fill(model, path, wanted, boxes, tell)
         except (OSError, SafetensorError) as error:
             raise PlanError(f"{path} could not be read to its end: {error}") from error
 
@@ -186,13 +189,13 @@ def _fill(
     path: str | Path,
     wanted: dict[str, Deferred],
     boxes: dict[str, Shard],
-    progress: Callable[[int, int], object] | None,
+    tell: Callable[[], None],
 ) -> None:
     """Read into each local part, box by box, and compare the two tensors of a tied weight."""
     state, names = model.state_dict(keep_vars=True), model.all_tied_weights_keys
     with torch.no_grad():
         sources_first = sorted(state, key=lambda name: name in names)
-        for done, name in enumerate(sources_first):
+        for name in sources_first:
             source = names.get(name, name)
             second = source != name and state[name] is state[source]
             known = second and wanted[name] is wanted[source]
@@ -207,8 +210,7 @@ def _fill(
                         "ties. Build the model with tie_word_embeddings=False in its "
                         "configuration."
                     )
-            if progress is not None:
-                progress(done + 1, len(state))
+            tell()
 
 
 def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None) -> None:
@@ -246,6 +248,29 @@ def materialize(model: PreTrainedModel, device: str, *, parts: str | None = None
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))
+
+
+@contextmanager
+def reporting(
+    progress: Callable[[int, int], object] | None, every: int
+) -> Iterator[Callable[[], None]]:
+    """Yield a function to call after each of `every` tensors, which calls `progress`.
+
+    The first error of `progress` is raised at the end of the block. Until then, other ranks wait
+    for this rank.
+    """
+    done, raised = count(1), list[Exception]()
+
+    def tell() -> None:
+        try:
+            if progress is not None and not raised:
+                progress(next(done), every)
+        except Exception as error:
+            raised.append(error)
+
+    yield tell
+    if raised:
+        raise raised[0]
 
 
 def all_agreed(name: str, model: nn.Module) -> AbstractContextManager[Call]:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ....errors import PlanError, shown
 from ....layout import Shard, layout_of, local_part
-from .checkpoint import all_agreed, backend_device, class_before, refuse_adapters, reshard
+from .checkpoint import (
+    all_agreed,
+    backend_device,
+    class_before,
+    refuse_adapters,
+    reporting,
+    reshard,
+)
 from .checkpoint_files import header, in_file_order
 from .deferred import Deferred
 
@@ -50,7 +56,8 @@ def save_pretrained(
         max_shard_size: the maximum size of a file, in bytes or as text such as "5GB", equal on all
             ranks. A larger checkpoint is split into several files with an index.
         progress: a function that is called after each written tensor, with the number of written
-            tensors and the number of all tensors.
+            tensors and the number of all tensors. If `progress` raises an error, it is not called
+            again, and the error is raised after the checkpoint is complete.
 
     Raises:
         UnsupportedError: the model has adapters, whose names other programs do not know.
@@ -68,19 +75,15 @@ def save_pretrained(
         call.facts["max_shard_size"] = max_shard_size
     with _as_before(model), all_agreed("save_pretrained", model):  # All but the weights.
         _on_first(path, partial(type(model).save_pretrained, model, path, state_dict={}))
-    boxes, problem, done = _boxes(model), None, count(1)
-
-    def tell() -> None:
-        if progress is not None:
-            progress(next(done), len(tensors))
-
-    for file, names in split.filename_to_tensors.items():
-        held = {name: tensors[name] for name in names}
-        problem = _write(Path(path) / file, held, boxes, problem, tell)
-    with all_agreed("save_pretrained", model):
-        if problem is not None:
-            raise problem
-        _on_first(path, partial(_finish, model, Path(path), split))
+    boxes, problem = _boxes(model), None
+    with reporting(progress, len(tensors)) as tell:
+        for file, names in split.filename_to_tensors.items():
+            held = {name: tensors[name] for name in names}
+            problem = _write(Path(path) / file, held, boxes, problem, tell)
+        with all_agreed("save_pretrained", model):
+            if problem is not None:
+                raise problem
+            _on_first(path, partial(_finish, model, Path(path), split))
 
 
 def _split(tensors: dict[str, Any], size: int | str) -> Any:

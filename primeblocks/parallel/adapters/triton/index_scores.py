@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....errors import ShapeError, UnsupportedError
+from ...attention.dsa.indexer import check_scored
 from .rows import check_device, multiply
 
 __all__ = ["TritonIndexScores", "launch_of_scores", "score_tiles"]
@@ -46,7 +47,7 @@ def score_tiles(
     candidate = program % across * TILE + tl.arange(0, TILE)
     top = program // across * QUERIES
     column = tl.arange(0, DIM)
-    head = tl.arange(0, HEADS)
+    head = tl.arange(0, HEADS).to(tl.int64)
     inside = (candidate < candidates)[:, None] & (column < dim)[None, :]
     keys = tl.load(k + candidate.to(tl.int64)[:, None] * k_row + column[None, :], inside, other=0.0)
     inside = (head < heads)[:, None] & (column < dim)[None, :]
@@ -117,16 +118,7 @@ def launch_of_scores(heads: int, dim: int, dtype: torch.dtype) -> dict[str, int]
 
 
 def _check(q: Tensor, k: Tensor, weights: Tensor) -> None:
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, weights {tuple(weights.shape)}"
-    if not (
-        (q.ndim, k.ndim, weights.ndim) == (3, 2, 2)
-        and q.shape[:2] == weights.shape
-        and q.shape[2] == k.shape[1]
-    ):
-        raise ShapeError(
-            "q must be [queries, index_heads, index_dim], k [candidates, index_dim] and weights "
-            f"[queries, index_heads]; got {shapes}."
-        )
+    shapes = check_scored(q, k, weights)
     if q.dtype != k.dtype or not weights.is_floating_point():
         raise ShapeError(
             f"q and k need one dtype, and weights must be floating-point; got {q.dtype}, "

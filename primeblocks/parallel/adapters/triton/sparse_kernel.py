@@ -29,7 +29,9 @@ class TritonSparseKernel:
     The host does not wait. The kernels support latent attention with keys of at most 576 columns.
     The first columns of a key are its value. If an id is beyond the last row, the output of the
     query is NaN. The sizes of tiles are chosen for Hopper. Other GPUs and float32 are supported,
-    but not tuned. Float32 does not use tensor cores.
+    but not tuned. Float32 does not use tensor cores. An operand whose columns are not adjacent in
+    memory is copied first. An operand is also copied if a token's first and last head (or group)
+    are 2**31 numbers or more apart.
 
     The programs of backward add gradients to the same rows in any order, so the rounding of the
     gradient of kv can differ between calls. Under `torch.use_deterministic_algorithms`, backward
@@ -190,8 +192,9 @@ def _span(indices: Tensor) -> int:
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """Make the numbers of each vector contiguous. Vectors may be at any distance."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """Make the numbers of each vector contiguous, and distances of heads fit the kernels' int32."""
+    fits = x.stride(-1) == 1 and (x.shape[1] - 1) * x.stride(1) < 2**31
+    return x if fits else x.contiguous()
 
 
 def _check(q: Tensor, kv: Tensor, indices: Tensor, rows: Rows) -> dict[str, int]:

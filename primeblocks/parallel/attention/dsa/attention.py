@@ -6,6 +6,7 @@ selected rows.
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ....errors import PlanError, ShapeError
+from ....errors import ShapeError
 from ....groups import agreed, check_alike, check_tensors, facts_of, outside_graphs
 from ...sequence import SequencePlan, check_plan
 from ..hops import gradient_of_sinks, with_sinks
-from ..inputs import autocast, check_sinks
+from ..inputs import autocast, check_factors, check_sinks
 from .gather import gather_tokens, scatter_gradients
 from .indexer import IndexerInputs, IndexScores, Selector, check_indexer, select
 from .kernel import ReferenceKernel, Rows, SparseKernel
@@ -90,7 +91,8 @@ def dsa_attention(
         call.facts |= checked_facts(q, kv, sinks, None, sequence, sequence, group, rows, scale)
         check_indexer(indexer, sequence.counts[group.rank()])
         call.facts |= {
-            "selector": selector,
+            # The text of another object may contain its address, which differs between ranks.
+            "selector": selector if is_dataclass(selector) else type(selector).__qualname__,
             "index_dim": indexer.k.shape[1],
             "index_dtype": indexer.k.dtype,
         }
@@ -146,7 +148,7 @@ def sparse_attention(
     q, kv = autocast(q), autocast(kv)
     if whole is None:
         (whole,) = gather_tokens(kv, sequence=plan, group=group)
-    factor = rows.key_dim**-0.5 if scale is None else scale
+    factor = rows.key_dim**-0.5 if scale is None else float(scale)
     engine = ReferenceKernel() if kernel is None else kernel
     settings = _Settings(plan, group, rows, factor, engine)
     return _Sparse.apply(q, kv, sinks, indices, whole, settings)
@@ -231,8 +233,7 @@ def checked_facts(
     check_sinks(sinks, q)
     if indices is not None:
         _check_indices(indices, q, groups)
-    if not isinstance(scale, float | int | None):
-        raise PlanError(f"scale must be a number; got {scale!r}.")
+    check_factors(scale=scale)
     facts = {
         "plan": sequence.fingerprint,
         "entries": entries.fingerprint,

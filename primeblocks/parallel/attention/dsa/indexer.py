@@ -28,6 +28,7 @@ __all__ = [
     "TopK",
     "best_candidates",
     "check_indexer",
+    "check_scored",
     "index_scores",
     "keep_indices",
     "select",
@@ -66,6 +67,21 @@ class IndexScores(Protocol):
             weights: `[queries, index_heads]`.
         """
         ...
+
+
+def check_scored(q: Tensor, k: Tensor, weights: Tensor) -> str:
+    """Raise ShapeError if operands of `IndexScores` do not fit, or return their shapes. Local."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, weights {tuple(weights.shape)}"
+    if not (
+        (q.ndim, k.ndim, weights.ndim) == (3, 2, 2)
+        and q.shape[:2] == weights.shape
+        and q.shape[2] == k.shape[1]
+    ):
+        raise ShapeError(
+            "q must be [queries, index_heads, index_dim], k [candidates, index_dim] and weights "
+            f"[queries, index_heads]; got {shapes}."
+        )
+    return shapes
 
 
 class Selector(Protocol):
