@@ -82,15 +82,17 @@ class MissingPackageError(PrimeblocksError, ImportError):
     """An optional package is not installed.
 
     Args:
-        package: the package that could not be imported.
+        package: the package that could not be imported. Without `extra` and `remedy`, `package` is
+            the whole message, as for other exceptions.
         extra: the extra of primeblocks that installs the package.
         remedy: instructions to install a package that is not in an extra.
     """
 
     def __init__(self, package: str, extra: str | None = None, *, remedy: str = "") -> None:
         # Before the first release, extras are installed from a clone.
-        remedy = remedy or f"Run in your clone of primeblocks: pip install '.[{extra}]'"
-        super().__init__(f"{package} is not installed. {remedy}")
+        if extra is not None:
+            remedy = remedy or f"Run in your clone of primeblocks: pip install '.[{extra}]'"
+        super().__init__(f"{package} is not installed. {remedy}" if remedy else package)
         self.package = package
         self.extra = extra
 

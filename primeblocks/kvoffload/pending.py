@@ -17,7 +17,7 @@ import asyncio
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
-from threading import Condition, Lock
+from threading import TIMEOUT_MAX, Condition, Lock
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -82,7 +82,7 @@ class Pending(Generic[T]):
         """Whether `wait` would return or raise at once. Waits at most `within_s` seconds."""
         if within_s and not self._is_over():
             with self._changed:
-                self._changed.wait_for(self._is_over, within_s)
+                self._changed.wait_for(self._is_over, min(within_s, TIMEOUT_MAX))
         return self._is_over()
 
     def wait(self, *, timeout_s: float) -> T:
@@ -93,7 +93,7 @@ class Pending(Generic[T]):
             CancelledError: the operation was cancelled.
         """
         with self._changed:
-            if not self._changed.wait_for(self._is_over, timeout_s):
+            if not self._changed.wait_for(self._is_over, min(timeout_s, TIMEOUT_MAX)):
                 self._give_up(
                     DeadlineError(
                         f"the page store took longer than {timeout_s} s. Pass a longer timeout_s."

@@ -77,20 +77,20 @@ class TieredStore:
         if write not in ("back", "through"):
             raise PlanError(f'write must be "back" or "through"; got {write!r}')
         self.page_bytes, self.attachment_bytes = host.page_bytes, host.attachment_bytes
-        self._host = host
+        self._host, self._pid, self._closed = host, os.getpid(), False
         facts_of(evict)  # Raises if `evict` is not a policy, before the store claims host memory.
+        levels = [Level(tier, evict, patience_s=patience_s, clock=clock) for tier in below]
         host.claim()
         self._answers: list[tuple[Batch[Any], int, Saved | Loaded]] = []
         self._catalogue = Catalogue(
             frames=host.capacity_pages,
-            levels=[Level(tier, evict, patience_s=patience_s, clock=clock) for tier in below],
+            levels=levels,
             evict=evict,
             max_pending=_MAX_PENDING,
             through=write == "through",
             answer=self._answer,
         )
         self._changed = Condition()
-        self._pid, self._closed = os.getpid(), False
         self._error: ClosedError | None = None  # the store broke
         self._pending: WeakSet[Pending[Any]] = WeakSet()
         copied, moved = partial(self._change, self._copied), partial(self._change, self._moved)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransferError, UnsupportedError, UsageError
+from .held import left_s
 
 __all__ = ["Messenger"]
 
@@ -59,7 +59,7 @@ class Messenger:
         if self.size == 1:
             return [message]
         text = json.dumps(message).encode()
-        sizes = self._gather(torch.tensor([len(text)]), deadline)
+        sizes = self._gather(torch.tensor([len(text)], device="cpu"), deadline)
         padded = bytearray(text.ljust(max(int(size) for size in sizes)))
         texts = self._gather(torch.frombuffer(padded, dtype=torch.uint8), deadline)
         return [json.loads(text.numpy().tobytes()) for text in texts]
@@ -67,7 +67,7 @@ class Messenger:
     def _gather(self, mine: Tensor, deadline: float) -> list[Tensor]:
         theirs = [torch.zeros_like(mine) for _ in range(self.size)]
         # Not 0, because `work.wait` takes 0 as a wait without end.
-        patience = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+        patience = timedelta(seconds=left_s(deadline, least_s=0.001))
         try:
             work = dist.all_gather(theirs, mine, group=self._group, async_op=True)
             assert work is not None

@@ -121,7 +121,7 @@ def _arrived(
 
 
 def _pinned(size_bytes: int) -> UInt8[Tensor, " bytes"]:
-    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _send(room: Tensor, cast: Tensor) -> Callable[[], object]:

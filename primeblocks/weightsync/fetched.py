@@ -272,7 +272,7 @@ class Feed:
             (box,) = self._wants[name]
             return self._box(name, box)
         spec, pieces = self._convert.targets[name], self._convert.by_target[name]
-        made = torch.zeros(spec.shape, dtype=spec.dtype)  # Padding is zero.
+        made = torch.zeros(spec.shape, dtype=spec.dtype, device="cpu")  # Padding is zero.
         for piece in pieces:
             source = self._box(piece.source, piece.source_box)
             made[piece.target_box.slices].copy_(piece.view(source, piece.source_box))

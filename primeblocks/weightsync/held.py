@@ -7,7 +7,6 @@ change, so they are copied, and the copies are checked.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
@@ -40,14 +39,14 @@ __all__ = [
     "copied",
     "copy_bucket",
     "in_time",
+    "left_s",
     "packed_views",
     "used",
 ]
 
 # A chunk is read, digested and copied while in the cache.
 _CHUNK_BYTES, _LONG_ROW_BYTES = 1 << 20, 1 << 16
-# `sys.getrefcount` of an array that only a list has: it counts the list and the argument.
-_UNUSED = 2
+_LONGEST_S = 1e6  # A socket's timeout is at most 2**31 ms.
 
 
 class Held(Protocol):
@@ -219,11 +218,11 @@ class BlobFile:
         self, at: int, count: int, stride: int, size: int, into: UInt8[Tensor, " bytes"] | None
     ) -> UInt8[Tensor, " bytes"]:
         if into is None:
-            into = torch.empty(count * size, dtype=torch.uint8)
+            into = torch.empty(count * size, dtype=torch.uint8, device="cpu")
         if count == 1:
             self._read(at, into)
             return into
-        both = torch.empty((count - 1) * stride + size, dtype=torch.uint8)
+        both = torch.empty((count - 1) * stride + size, dtype=torch.uint8, device="cpu")
         self._read(at, both)
         into.view(count, size).copy_(both.as_strided((count, size), (stride, 1)))
         return into
@@ -308,18 +307,23 @@ class CachingAllocator:
     """Reuses memory of freed tensors, because fresh pages cost as much as several copies."""
 
     def __init__(self) -> None:
-        self._arrays: dict[int, list[np.ndarray]] = {}
-        self._lock = threading.Lock()
+        self._free: dict[int, list[np.ndarray]] = {}
 
     def take(self, size_bytes: int) -> UInt8[Tensor, " bytes"]:
-        """Return memory that no other tensor uses, with undefined contents."""
-        with self._lock:
-            arrays = self._arrays.setdefault(size_bytes, [])
-            # Each tensor of an array, and each view of a tensor, has a reference to the array.
-            free = [i for i in range(len(arrays)) if sys.getrefcount(arrays[i]) == _UNUSED]
-            if not free:
-                arrays.append(np.empty(size_bytes, dtype=np.uint8))
-            return torch.from_numpy(arrays[free[0] if free else -1])
+        """Return memory that no other tensor uses, with undefined contents. Thread-safe."""
+        try:
+            array = self._free.setdefault(size_bytes, []).pop()
+        except IndexError:
+            array = np.empty(size_bytes, dtype=np.uint8)
+        # Each view of the tensor has a reference to this view, but not to the array.
+        view = array[:]
+        weakref.finalize(view, _give_back, weakref.ref(self), array).atexit = False
+        return torch.from_numpy(view)
+
+
+def _give_back(allocator: weakref.ref[CachingAllocator], array: np.ndarray) -> None:
+    if (owner := allocator()) is not None:
+        owner._free[array.nbytes].append(array)
 
 
 def chunks_of(
@@ -354,6 +358,11 @@ def in_time(deadline: float, done: str) -> None:
     """Raise DeadlineError after `deadline` (time.monotonic). `done` begins the message."""
     if time.monotonic() > deadline:
         raise DeadlineError(f"{done}. Pass a longer timeout_s.")
+
+
+def left_s(deadline: float, *, least_s: float = 0.0) -> float:
+    """Return the seconds until `deadline`, or 1e6 if more are left, as for a deadline of inf."""
+    return min(max(least_s, deadline - time.monotonic()), _LONGEST_S)
 
 
 def copy_bucket(plan: Plan, index: int, held: Held | Lent, into: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..layout import Layout, local_part
-from .manifest import Manifest, NamedTensors, TensorSpec, describe, named_tensors
+from .manifest import Manifest, NamedTensors, TensorSpec, converts, describe, named_tensors
 from .plan import Plan
 
 __all__ = ["InPlace", "load_into"]
@@ -121,8 +121,7 @@ def _share_memory(tensors: Iterable[Tensor]) -> bool:
 
 def _takes(held: torch.dtype, sent: torch.dtype) -> bool:
     """Return whether `held` can store every value of `sent`."""
-    floats = held.is_floating_point and sent.is_floating_point
-    return held == sent or (floats and torch.promote_types(held, sent) == held)
+    return held == sent or (converts(sent, held) and torch.promote_types(held, sent) == held)
 
 
 def _first(names: Iterable[str]) -> str:

@@ -220,9 +220,10 @@ def with_aliases(source: NamedTensors) -> dict[str, Tensor]:
     """Return tensors by name. A module's tied tensors appear under each of their names. Local."""
     tensors = named_tensors(source)
     if isinstance(source, nn.Module):
-        owners = dict(source.named_modules())
-        tied = source.named_parameters(remove_duplicate=False)
-        tensors |= {unwrapped(name, owners): one for name, one in tied}
+        owners, known = dict(source.named_modules()), set(map(id, tensors.values()))
+        for named in (source.named_parameters, source.named_buffers):
+            tied = ((unwrapped(n, owners), one) for n, one in named(remove_duplicate=False))
+            tensors |= {name: one for name, one in tied if id(one) in known}
     return tensors
 
 

@@ -116,7 +116,9 @@ class SentBytes:
     def kept(self, plan: Plan, index: int) -> UInt8[Tensor, " bytes"]:
         """Return the memory of a bucket."""
         if index not in self.buffers:
-            self.buffers[index] = torch.empty(plan.buckets[index].bytes, dtype=torch.uint8)
+            self.buffers[index] = torch.empty(
+                plan.buckets[index].bytes, dtype=torch.uint8, device="cpu"
+            )
         return self.buffers[index]
 
 

@@ -142,7 +142,6 @@ def verify_engine(
             engine processes or an `Observed`.
         TransferError: a rank failed or was late.
     """
-    deadline = time.monotonic() + timeout_s
     if callable(engine) and not isinstance(engine, nn.Module):
         engine = engine()
     counted = Counted(progress)
@@ -176,14 +175,14 @@ def verify_engine(
         more = dict.fromkeys(name for names in every for name in names if name not in led)
         wrong["missing"] |= dict.fromkeys(more, "no wiring of into= leads from it")
     agreement = Messenger(world_size=plan.world_size, group=group)
-    seen = _shared(agreement, plan, held, wirings, deadline)
+    seen = _shared(agreement, plan, held, wirings, timeout_s)
     if is_complete:
         for reader in set(range(len(plan.wants))) - {one.reader for one in seen}:
             wrong["missing"] |= dict.fromkeys(plan.wants[reader], f"reader {reader}, not observed")
     parts = Parts(plan, agreement.rank, mine, source=source, convert=convert, encode=encode)
     parts.refresh()
     _compare(parts, seen, wrong, counted)
-    for row in agreement.exchange(wrong, deadline=deadline):
+    for row in agreement.exchange(wrong, deadline=time.monotonic() + timeout_s):
         for kind, names in row.items():
             wrong[kind] = {**names, **wrong[kind]}
     compared = {name for one in seen for name in plan.wants[one.reader]}
@@ -248,7 +247,7 @@ def prove_round_trip(
 
 
 def _shared(
-    agreement: Messenger, plan: Plan, held: Sequence[Any], into: Sequence[Wiring], deadline: float
+    agreement: Messenger, plan: Plan, held: Sequence[Any], into: Sequence[Wiring], timeout_s: float
 ) -> list[Observed]:
     """Observe the engine processes of this rank, and return the observations of all ranks."""
     wirings = dict(enumerate(into))
@@ -258,7 +257,8 @@ def _shared(
         else observe(plan, one, reader=reader, convert=wirings.get(reader))
         for reader, one in enumerate(held)
     ]
-    told = agreement.exchange({"seen": [one.to_json() for one in seen]}, deadline=deadline)
+    message = {"seen": [one.to_json() for one in seen]}
+    told = agreement.exchange(message, deadline=time.monotonic() + timeout_s)
     seen = [Observed.from_json(raw) for row in told for raw in row["seen"]]
     if not seen:
         raise UsageError("verify_engine() got no engine. Pass engine= on rank 0.")

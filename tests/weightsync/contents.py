@@ -9,7 +9,6 @@ from primeblocks.layout import Layout
 from primeblocks.testing.faults import flip_byte
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.reference import gather_whole, slice_again
 from primeblocks.weightsync.transports import (
     FileTransport,
     GroupTransport,
@@ -20,6 +19,7 @@ from primeblocks.weightsync.transports import (
 )
 from primeblocks.weightsync.transports.directory import DirectoryTransport
 from tests.deadlines import HANG_S
+from tests.weightsync.reference import gather_whole, slice_again
 
 # Packed buffers: commits and the carrier.
 PACKED = ("directory-handles", "store-tcp")

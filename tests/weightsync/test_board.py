@@ -82,6 +82,8 @@ class Patience:
         fake = SimpleNamespace(Thread=thread, Event=threading.Event)
         monkeypatch.setattr(board_module, "threading", fake)
         monkeypatch.setattr(board_module, "time", SimpleNamespace(monotonic=self.clock.now))
+        left_s = lambda deadline: max(0.0, deadline - self.clock.now())  # noqa: E731
+        monkeypatch.setattr(board_module, "left_s", left_s)
 
 
 @pytest.fixture

@@ -2,6 +2,9 @@
 
 import itertools
 import random
+import sys
+import tracemalloc
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -316,6 +319,25 @@ def test_memory_is_used_again_once_nobody_has_it():
     del part
     assert allocator.take(32).data_ptr() != place
     assert allocator.take(64).data_ptr() == place
+
+
+def test_a_take_looks_at_no_other_tensor():
+    allocator = CachingAllocator()
+    alive, calls = [allocator.take(64) for _ in range(500)], Counter()
+    sys.setprofile(lambda frame, event, what: calls.update([event]))
+    alive.append(allocator.take(64))
+    sys.setprofile(None)
+    assert calls.total() < len(alive)
+
+
+def test_an_allocator_that_is_dropped_keeps_no_memory():
+    tracemalloc.start()
+    allocator = CachingAllocator()
+    kept = [allocator.take(1 << 20), allocator.take(1 << 20)].pop()
+    assert tracemalloc.get_traced_memory()[0] >= 2 << 20
+    del allocator
+    assert kept.nbytes <= tracemalloc.get_traced_memory()[0] < 2 << 20
+    tracemalloc.stop()
 
 
 def test_tensors_that_a_load_holds_until_its_end_are_not_written_to(tmp_path):

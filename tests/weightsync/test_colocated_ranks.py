@@ -1,11 +1,13 @@
 """Several ranks take turns together, or go back together."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch.distributed as dist
 
 from primeblocks.errors import CapacityError, TransferError
 from primeblocks.testing import ranks
-from tests.weightsync.colocated_site import TIMEOUT_S, TO_ENGINE, Site, assert_same_state
+from tests.weightsync.colocated_site import TIMEOUT_S, Site, assert_same_state
 
 
 def _rank_fails(path, fails, at, error):
@@ -13,13 +15,16 @@ def _rank_fails(path, fails, at, error):
     site = Site(path, drives=dist.get_rank() == 0)
     site.colocated.to_engine(1, timeout_s=TIMEOUT_S)
     turns = [lambda: site.colocated.to_trainer(timeout_s=TIMEOUT_S)]
-    if fails in TO_ENGINE:
+    if fails != "restore":
         turns.pop()()
         site.step()
         turns.append(lambda: site.colocated.to_engine(2, timeout_s=TIMEOUT_S))
     before = site.state()
     if dist.get_rank() == at:
-        site.faults[fails] = error
+        if fails.startswith("memory"):
+            site.memory = Mock(side_effect=[*[0] * int(fails[-1]), error, *[0] * 9])
+        else:
+            site.faults[fails] = error
     met = None
     try:
         turns[0]()
@@ -33,7 +38,9 @@ def _rank_fails(path, fails, at, error):
     return type(met).__name__, str(met), turn
 
 
-FAILS = (("release", 1), ("restore", 2))
+# The measurement of device memory before a turn, between its stages and at its end.
+MEMORY = tuple((f"memory {count}", 1) for count in (0, 2, 5))
+FAILS = (("release", 1), ("restore", 2), *MEMORY)
 
 
 def _ranks_fail(path):
@@ -48,7 +55,7 @@ def test_ranks_go_back_together(tmp_path):
         for (fails, at), (kind, text, turn) in zip(FAILS, both, strict=True):
             assert kind == ("CapacityError" if rank == at else "TransferError")
             assert rank == at or f"rank {at}: CapacityError: no room" in text
-            assert turn == ("engine" if fails in TO_ENGINE else "trainer")
+            assert turn == ("trainer" if fails == "restore" else "engine")
 
 
 def _rank_dies(path):

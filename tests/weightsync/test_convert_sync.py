@@ -11,9 +11,9 @@ from primeblocks.testing import ranks, tiny_models
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.adapters.transformers import to_checkpoint as checkpoint_of
 from primeblocks.weightsync.manifest import Manifest, TensorSpec, named_tensors
-from primeblocks.weightsync.reference import slice_again
 from tests.deadlines import HANG_S
 from tests.weightsync.contents import Engine, same_bytes, transport_of
+from tests.weightsync.reference import slice_again
 from tests.weightsync.toy_engine import ToyRank, moved, wirings
 
 pytest.importorskip("transformers")

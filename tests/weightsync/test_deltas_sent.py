@@ -10,9 +10,9 @@ from primeblocks.layout import Layout, Shard
 from primeblocks.testing import ranks
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.reference import slice_again
 from tests.deadlines import HANG_S
 from tests.weightsync.contents import KINDS, Engine, Side, random_tensor, same_bytes, transport_of
+from tests.weightsync.reference import slice_again
 from tests.weightsync.small_sync import PULL, RANKS
 from tests.weightsync.test_delta_steps import Steps
 

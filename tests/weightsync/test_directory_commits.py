@@ -235,6 +235,20 @@ def test_a_version_that_goes_while_it_is_opened_is_a_typed_error(make, monkeypat
             reader.open(marker, size_bytes=SIZE)
 
 
+def test_commits_that_go_while_they_are_read_are_read_once_more(make, monkeypatch):
+    owner, reader = make(owner=True), make(owner=False)
+    put(owner, 1, 7)
+    read = directory_commits.read_own
+
+    def gone(path, *args, **options):
+        text = read(path, *args, **options)
+        owner.close()
+        return text
+
+    monkeypatch.setattr(directory_commits, "read_own", gone)
+    assert [marker.version for marker in reader.markers()] == [1]
+
+
 def test_nothing_is_leaked(make):
     owner, reader = make(owner=True), make(owner=False)
     put(owner, 0, 0)

@@ -16,11 +16,11 @@ from primeblocks.errors import DeadlineError, TransferError, UsageError
 from primeblocks.testing import ranks
 from primeblocks.weightsync import describe, fetched, plan_sync
 from primeblocks.weightsync.manifest import gather_manifests
-from primeblocks.weightsync.reference import slice_again
 from primeblocks.weightsync.transports import GroupTransport
 from tests.deadlines import EXPIRES_S, HANG_S
 from tests.weightsync.contents import Side, joined, same_bytes
 from tests.weightsync.link_layouts import manifest
+from tests.weightsync.reference import slice_again
 from tests.weightsync.small_sync import RANKS, Small
 
 ranks.preload(__name__)  # With all that it imports.

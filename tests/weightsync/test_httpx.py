@@ -142,7 +142,18 @@ def test_no_server():
             server.exchange_blocking("GET", "/", deadline=time.monotonic() + HANG_S)
 
 
-@pytest.mark.parametrize("url", ["localhost:30000", "https://host", "http://", "http://host/v1"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:30000",
+        "https://host",
+        "http://",
+        "http://host/v1",
+        "http://host:abc",
+        "http://host:99999",
+        "http://[::1",
+    ],
+)
 def test_no_address(url):
     with pytest.raises(UnsupportedError, match="not the address of a server"):
         JsonServer(url)

@@ -85,6 +85,10 @@ A = {"a": torch.zeros(4, 2), "b": torch.zeros(3)}
         (A | {"b": torch.zeros(1)}, r"'b' is torch.float32 Layout\(shape=\(3,\).* the plan. Plan"),
         (A | {"b": torch.zeros(3, dtype=torch.float64)}, "'b' is torch.float32 .*torch.float64"),
         (A | {"b": torch.zeros(3, dtype=torch.int64)}, "'b' is torch.float32 .*torch.int64"),
+        (
+            A | {"b": torch.zeros(3, dtype=torch.float8_e4m3fn)},
+            "'b' is torch.float32 .*torch.float8_e4m3fn",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(sent, match):

@@ -9,10 +9,11 @@ from primeblocks.errors import CorruptionError, DeadlineError, PlanError, Transf
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync import Publisher, Subscriber, plan_sync
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.transports.carriers import Shared, starts_of
+from primeblocks.weightsync.transports.carriers import Shared, Span, WireCarrier, starts_of
 from primeblocks.weightsync.transports.packed import Packed, Pool
 from tests.weightsync.contents import Engine, same_bytes
 from tests.weightsync.packed_site import KINDS, TIMEOUT_S, Site, parameters
+from tests.weightsync.test_store import LocalWire, soon
 
 
 @pytest.fixture(params=KINDS)
@@ -205,6 +206,25 @@ def test_a_box_is_a_view_where_it_can_be():
     held.close()
     held.close()
     assert closed == [1]
+
+
+def test_only_fetches_of_full_versions_use_a_spare_buffer():
+    carrier = WireCarrier(LocalWire())
+    spans = [Span(carrier.make(500).note, 0, 500)]
+
+    def fetch(*, again):
+        return carrier.fetch(spans, again=again, deadline=soon())
+
+    def place(opened):
+        return opened.parts[0].data_ptr()
+
+    full = fetch(again=True)
+    full.close()
+    deltas = [fetch(again=False), fetch(again=False)]
+    assert len({place(full), *map(place, deltas)}) == 3
+    for delta in deltas:
+        delta.close()
+    assert place(fetch(again=True)) == place(full)
 
 
 def test_a_pool_uses_buffers_again():

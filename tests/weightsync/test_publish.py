@@ -16,9 +16,9 @@ from primeblocks.errors import ClosedError, TransferError, UnsupportedError, Usa
 from primeblocks.testing import oracles, ranks
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync.manifest import Manifest, gather_manifests
-from primeblocks.weightsync.reference import gather_whole, slice_again
 from primeblocks.weightsync.transports import FileTransport
 from tests.deadlines import HANG_S as TIMEOUT_S
+from tests.weightsync.reference import gather_whole, slice_again
 from tests.weightsync.test_manifest import _experts_under_fsdp
 
 BUCKET_BYTES = 128

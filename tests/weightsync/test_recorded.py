@@ -197,17 +197,19 @@ PADDED = {
 
 
 @pytest.mark.parametrize("kind", PADDED)
-def test_a_conversion_joins_zeros_alone(kind):
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_conversion_creates_zeros_alone(kind, joins):
     make, is_zero = PADDED[kind]
 
     def convert(tensors):
-        return {"w": torch.cat([tensors["w"], make(tensors["w"])])}
+        made = make(tensors["w"])
+        return {"w": torch.cat([tensors["w"], made])} if joins else tensors | {"more": made}
 
     held = describe({"w": torch.zeros(4, 3)})
     if is_zero:
         assert len(record_wiring(convert, held).pieces) == 1
     else:
-        with pytest.raises(PlanError, match="joins values other than 0"):
+        with pytest.raises(PlanError, match="creates values other than 0"):
             record_wiring(convert, held)
 
 

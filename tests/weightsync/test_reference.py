@@ -4,7 +4,7 @@ import torch
 from primeblocks.errors import PlanError
 from primeblocks.layout import Layout, Shard
 from primeblocks.weightsync.manifest import Manifest, TensorSpec
-from primeblocks.weightsync.reference import gather_whole, slice_again
+from tests.weightsync.reference import gather_whole, slice_again
 
 
 def half(start):

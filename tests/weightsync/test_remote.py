@@ -1,6 +1,7 @@
 """The steps of an update, and calls of an engine that is slow or dead; all engines are fakes."""
 
 import asyncio
+import pickle
 import threading
 import time
 
@@ -11,6 +12,7 @@ from primeblocks.errors import (
     CorruptionError,
     DeadlineError,
     EngineError,
+    MissingPackageError,
     PrimeblocksError,
     TransferError,
 )
@@ -28,6 +30,7 @@ class Blocking:
 
     def __init__(self, held, worker_faults=None):
         self.fake = FakeEngine(held, worker_faults=worker_faults)
+        self.requests, self.pages_of = 0, {str(held[0])}
 
     def __getattr__(self, name):
         return lambda *args: asyncio.run(getattr(self.fake, name)(*args))
@@ -35,8 +38,11 @@ class Blocking:
     def update(self, version):
         update_llm(self, Receipt(version, 0, 0.0, ""), timeout_s=HANG_S)
 
-    def reset_prefix_cache(self):
-        pass
+    def reset_prefix_cache(self, *, reset_connector):
+        assert reset_connector, "or pages of the old weights stay behind the engine"
+        if not self.requests:
+            self.pages_of = set()
+        return not self.requests
 
     @property
     def llm_engine(self):  # An `LLM` has the call there alone.
@@ -51,7 +57,17 @@ def test_all_workers_load_and_the_label_changes():
     engine = Blocking([1, 1])
     engine.update(2)
     assert engine.held == ([2, 2], "2", False)
-    assert engine.fake.features_of == set()
+    assert engine.fake.features_of == engine.pages_of == set()
+
+
+def test_pages_of_the_old_weights_that_cannot_be_cleared_are_an_error():
+    engine = Blocking([1, 1])
+    engine.requests = 1
+    with pytest.raises(EngineError, match="has version 2, but did not clear KV pages"):
+        engine.update(2)
+    engine.requests = 0
+    engine.update(2)
+    assert (engine.held, engine.pages_of) == (([2, 2], "2", False), set())
 
 
 def test_an_update_that_was_left_open_is_closed_first():
@@ -92,6 +108,14 @@ def test_attach_raises_what_a_worker_met(tmp_path):
     engine = Blocking([None], {(0, "init"): ("TransferError", "no such place")})
     with pytest.raises(TransferError, match="no such place"):
         drive_sync(engine, attach_steps(*told))
+
+
+def test_an_error_keeps_its_message_between_processes():
+    met = MissingPackageError("nixl", "nixl")
+    told = WorkerState(error="MissingPackageError", message=str(met)).typed()
+    copied = pickle.loads(pickle.dumps(met))
+    assert (str(told), type(told)) == (str(copied), type(copied)) == (str(met), type(met))
+    assert (copied.package, copied.extra) == ("nixl", "nixl")
 
 
 def test_an_unknown_error_of_a_worker_is_an_engine_error():

@@ -16,7 +16,8 @@ from primeblocks.errors import (
     UnsupportedError,
     UsageError,
 )
-from primeblocks.weightsync.transports import Read, TcpWire, tcp_wire
+from primeblocks.weightsync import held
+from primeblocks.weightsync.transports import Read, TcpWire
 from primeblocks.weightsync.transports.open import open_spec
 from tests.deadlines import HANG_S
 
@@ -150,7 +151,7 @@ def test_all_addresses_of_a_name_have_one_deadline(ends, monkeypatch):
 
     clock = SimpleNamespace(monotonic=lambda: now[0])
     found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (HOST, port)) for port in (1, 2)]
-    monkeypatch.setattr(tcp_wire, "time", clock)
+    monkeypatch.setattr(held, "time", clock)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     monkeypatch.setattr(socket, "socket", Silent)
     note = {"host": "engines", "port": 1, "token": "00" * 16}

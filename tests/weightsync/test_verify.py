@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from primeblocks.errors import PlanError, TransferError, UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import describe, plan_sync, verify_engine
+from primeblocks.testing.faults import ManualClock
+from primeblocks.weightsync import describe, plan_sync, verify, verify_engine
 from primeblocks.weightsync.engines import prove_round_trip
 from primeblocks.weightsync.manifest import gather_manifests
 from primeblocks.weightsync.observed import MULTIPLIED, Observed, Seen, digest_tensors, observe
@@ -160,7 +162,8 @@ class Tied(nn.Module):
     def __init__(self, *, tied=True):
         super().__init__()
         self.embed, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
-        self.norm = nn.LayerNorm(4)
+        self.norm = nn.BatchNorm1d(4)  # It has persistent buffers.
+        self.again = self.norm if tied else nn.BatchNorm1d(4)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -175,8 +178,25 @@ def test_ties_are_followed_on_both_sides():
     with torch.no_grad():
         apart.head.weight[5, 1] += 1  # What an update that knows one name leaves.
     assert list(verify_engine(trainer, apart).differing) == ["head.weight"]
+    assert verify_engine(apart, engine).missing == verify_engine(trainer, apart).unexpected == {}
     found = verify_engine(Tied(tied=False), engine)
     assert list(found.differing) == ["embed.weight", "head.weight"]
+
+
+def test_ranks_wait_for_each_other_however_long_a_pass_takes(monkeypatch):
+    clock, left = ManualClock(), []
+    monkeypatch.setattr(verify, "time", SimpleNamespace(monotonic=clock.now))
+
+    def exchange(self, message, *, deadline):
+        left.append(deadline - clock.now())
+        return [message]
+
+    monkeypatch.setattr(verify.Messenger, "exchange", exchange)
+    held = {"w": torch.ones(4)}
+    plan = plan_sync([describe(held)], describe(held))
+    late = lambda *_: clock.advance(100.0)  # noqa: E731
+    assert verify_engine(held, held, plan=plan, timeout_s=5.0, progress=late).is_proved
+    assert left == [5.0, 5.0]
 
 
 def test_missing_unexpected_and_reshaped_tensors_are_named():

@@ -294,9 +294,11 @@ class PageLedger:
     def end(self, rollout: Hashable) -> None:
         """End a rollout, which loads no more pages. Unknown rollouts are ignored."""
         for key in reversed(self._rollouts.end(rollout)):
-            self._users[key].discard(rollout)
-            # A page that is one rollout's now was part of its prompt.
-            self._shelve(key, front=True)
+            users = self._users[key]
+            users.discard(rollout)
+            if len(users) < 2:
+                # A page that is one rollout's now was part of its prompt.
+                self._shelve(key, front=True)
 
     def remove(self, key: PageKey) -> None:
         """Remove a page that left the tier. Unknown keys are ignored."""

@@ -32,8 +32,13 @@ class JsonServer:
     """
 
     def __init__(self, url: str, *, headers: Mapping[str, str] | None = None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or parts.path.strip("/"):
+        try:
+            parts = urlsplit(url)
+            is_right = parts.scheme == "http" and parts.hostname and not parts.path.strip("/")
+            _ = parts.port  # Raises for a port that is not a number.
+        except ValueError:
+            is_right = False
+        if not is_right:
             raise UnsupportedError(
                 f"{url!r} is not the address of a server. Pass http://host:port, such as "
                 "http://localhost:30000."

@@ -73,13 +73,15 @@ class TrlTransfer:
         A successful update resumes the engine, and a failed update raises an error.
         """
 
+    @torch.no_grad()
     def send_weights(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
         """Send all weights as the next version, and return when the engine has loaded it. Local.
 
         Raises:
             PrimeblocksError: the errors of `Publisher.publish`, `attach` and `update`. TRL ends the
-                training run with the error. If you call `send_weights` again, the new transfer has
-                the version number of the failed transfer.
+                training run with the error. You may call `send_weights` again. The new transfer
+                has the same version number if the publish failed, and the next version number if
+                the update failed.
             UsageError: TRL's weights have other names or shapes than in the first transfer.
             ClosedError: `destroy` was called.
         """
@@ -92,8 +94,8 @@ class TrlTransfer:
         else:
             self._refill(iterator)
         receipt = publisher.publish(self.version + 1, timeout_s=self._timeout_s)
+        self.version = receipt.version  # A failed update must not publish this number again.
         self._run(self._update(receipt), timeout_s=self._timeout_s)
-        self.version = receipt.version
         self.receipts.append(receipt)
 
     def destroy(self) -> None:
@@ -130,4 +132,4 @@ class TrlTransfer:
 
     def _empty(self, tensor: Tensor) -> Tensor:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-        return torch.empty(tensor.shape, dtype=dtype)
+        return torch.empty(tensor.shape, dtype=dtype, device="cpu")

@@ -207,20 +207,21 @@ def record_wiring(
 
     Raises:
         PlanError: the conversion computes with a tensor, casts it, repeats it or reads its values.
-            Also raised if the conversion creates values other than zeros and joins them to a
-            tensor. Also raised if the conversion separates the float8 codes of a tensor `NAME` from
-            the scales of their tiles, which are the tensor `NAME_scale_inv`. Also raised if
-            manifests differ in a tensor or in the recipe.
+            Also raised if the conversion creates values other than zeros and returns them or
+            joins them to a tensor. Also raised if the conversion separates the float8 codes of a
+            tensor `NAME` from the scales of their tiles, which are the tensor `NAME_scale_inv`.
+            Also raised if manifests differ in a tensor or in the recipe.
     """
     sources, follower = union(manifests), Follower()
     with torch.no_grad(), follower:
         made = dict(convert({name: follower.source(name, sources[name]) for name in sources}))
-    if follower.joined:
-        raise PlanError(
-            "the conversion joins values other than 0 to a tensor, but a plan does not send them. "
-            "Pad with zeros, or send the values as a tensor."
-        )
     pieces = [piece for name, one in made.items() for piece in merge(follower.pieces(name, one))]
+    if follower.constant:
+        raise PlanError(
+            "the conversion creates values other than 0, but a plan does not send them: "
+            f"{follower.constant[0]!r} has such values. Pad with zeros, or send the values as a "
+            "tensor."
+        )
     targets = Manifest(describe(made).tensors, sources.recipe)
     changed = {
         piece.source: f"in {piece.target!r} it is repeated, or has another dtype"

@@ -65,7 +65,8 @@ class Follower(TorchDispatchMode):
         placed: for each tensor of `into`, the pieces that were written, in order. A piece without
             a source stands for elements that got other values.
         lost: name -> why some elements that were read are changed, or are not in `placed`.
-        joined: operations that joined a source to values other than zeros.
+        constant: operations that joined a source to values other than zeros, and the names of
+            tensors that are made of such values.
     """
 
     def __init__(self, into: Mapping[str, Tensor] | None = None) -> None:
@@ -77,7 +78,7 @@ class Follower(TorchDispatchMode):
         self.targets: set[str] = set()
         self.placed: dict[str, list[Piece]] = defaultdict(list)
         self.lost: dict[str, str] = {}
-        self.joined: list[str] = []
+        self.constant: list[str] = []
         # By storage, tensors without memory whose values are not zeros.
         self._filled: dict[int, Tensor] = {}
 
@@ -87,7 +88,12 @@ class Follower(TorchDispatchMode):
         return made
 
     def pieces(self, name: str, tensor: Tensor) -> list[Piece]:
-        """Return the pieces of sources that make up a tensor. Sets `lost` if pieces are missing."""
+        """Return the pieces of sources that make up a tensor.
+
+        Sets `lost` if pieces are missing, and `constant` if the tensor has other values.
+        """
+        if self._is_filled(tensor):
+            self.constant.append(name)
         if _storage(tensor) not in self._origins:
             return []
         return [replace(piece, target=name) for piece in self._follow(tensor)]
@@ -146,9 +152,12 @@ class Follower(TorchDispatchMode):
         if func not in (_aten.cat.default, _aten.stack.default):
             return
         followed = (_storage(one) in self._origins for one in given)
-        filled = (_storage(t) in self._filled or (not t.is_meta and bool(t.any())) for t in given)
-        if any(followed) and any(filled):
-            self.joined.append(func._schema.name)
+        if any(followed) and any(map(self._is_filled, given)):
+            self.constant.append(func._schema.name)
+
+    def _is_filled(self, tensor: Tensor) -> bool:
+        held = not tensor.is_meta and bool(tensor.any())
+        return held or _storage(tensor) in self._filled
 
     def _one(self, tensor: Tensor) -> Any:
         """Return a stand-in for the value of one element."""

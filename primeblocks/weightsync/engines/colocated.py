@@ -150,7 +150,8 @@ class Colocated:
             EngineError: a stage failed, and the stages before it could not be undone. The turn is
                 "torn". Restart the engine.
             UsageError: it is not the trainer's turn.
-            Exception: any error of a stage on this rank. It is the trainer's turn again.
+            Exception: any error of a stage or of `memory` on this rank. It is the trainer's turn
+                again.
         """
         self._expect("trainer")
         receipts: list[Receipt] = []
@@ -218,28 +219,33 @@ class Colocated:
     def _take(
         self, steps: Sequence[_Step], back: Sequence[_Step], timeout_s: float
     ) -> tuple[int, tuple[Stage, ...]]:
-        start, before, self._in_step = time.monotonic(), self._memory(), True
+        start, self._in_step = time.monotonic(), True
         done: list[Stage] = []
+        used: list[int] = []
+
+        def measure(timeout_s: float) -> None:
+            used.append(self._memory())
+
         try:
-            for name, do in steps:
+            for name, do in (("before", _nothing), *steps):
                 begun = time.monotonic()
                 left_s = start + timeout_s / 2 - begun
                 late = _failing(
                     f"{name!r} was not begun: half of {timeout_s} s was over after "
-                    f"{[stage.name for stage in done]}. Pass a longer timeout_s."
+                    f"{[stage.name for stage in done[1:]]}. Pass a longer timeout_s."
                 )
-                others = self._together(
-                    do if left_s > 0 else late, left_s, start + 0.75 * timeout_s
-                )
-                if others:
-                    raise TransferError(f"{name!r} failed on {others}. All ranks went back.")
-                done.append(Stage(name, time.monotonic() - begun, self._memory()))
+                # The measurement is a step of its own, because ranks may share a device.
+                for step in (do if left_s > 0 else late, measure):
+                    others = self._together(step, left_s, start + 0.75 * timeout_s)
+                    if others:
+                        raise TransferError(f"{name!r} failed on {others}. All ranks went back.")
+                done.append(Stage(name, time.monotonic() - begun, used[-1]))
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._in_step = False  # Interrupted, so other ranks got no message.
             self._go_back(back, error, start + timeout_s)
             raise
-        return before, tuple(done)
+        return done[0].bytes, tuple(done[1:])
 
     def _go_back(self, steps: Sequence[_Step], error: BaseException, deadline: float) -> None:
         for _, do in steps:

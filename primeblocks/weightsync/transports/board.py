@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ...errors import DeadlineError, TransferError, UnsupportedError, check_version
+from ..held import left_s
 from ..marker import as_corruption
 
 __all__ = ["Board", "Go", "Transaction", "file_store", "store_spec", "tcp_store"]
@@ -84,7 +85,7 @@ class Board:
         """Run `work`, which may wait in the store, in a thread."""
         late = TransferError("the store does not answer in time. Check that its host is alive.")
         if self._hanging is not None:
-            self._hanging.join(max(0.0, deadline - time.monotonic()))
+            self._hanging.join(left_s(deadline))
             if self._hanging.is_alive():
                 raise late
             self._hanging = None
@@ -99,7 +100,7 @@ class Board:
 
         thread = threading.Thread(target=run, daemon=True)
         thread.start()
-        thread.join(max(0.0, deadline - time.monotonic()) + _GRACE_S)
+        thread.join(left_s(deadline) + _GRACE_S)
         if errors:
             text = str(errors[0]).splitlines()[0][:200]
             raise TransferError(f"the store does not answer: {text}") from errors[0]

@@ -133,7 +133,7 @@ class DirectoryCommits:
         if text is None:
             return ()
         if text != self._seen[0]:
-            with as_corruption(f"{self.directory}/{_COMMITS}"):
+            with as_corruption(_COMMITS):
                 self._seen = text, tuple(Marker.from_json(row) for row in json.loads(text))
         return self._seen[1]
 

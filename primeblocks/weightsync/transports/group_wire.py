@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import TransferError
-from ..held import Boxes, Held, in_time, packed_views
+from ..held import Boxes, Held, in_time, left_s, packed_views
 from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Plan
@@ -109,7 +108,7 @@ def join(
     torch.distributed does not know the group, so a process that has other groups may join. Do not
     use this store object in other calls meanwhile, because it does one call at a time.
     """
-    patience = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+    patience = timedelta(seconds=left_s(deadline, least_s=0.001))
     size = trainers + readers
     links: list[Link] = []
 
@@ -275,4 +274,4 @@ def _wait(work: dist.Work | None, deadline: float) -> None:
         return
     in_time(deadline, "a message came too late")
     # Not 0, because then a work waits without a limit.
-    work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    work.wait(timedelta(seconds=left_s(deadline, least_s=0.001)))

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ...errors import CapacityError, DeadlineError, TransferError, UsageError, shown
+from ..held import left_s
 from ..marker import Marker, as_corruption
 from .board import Board, store_spec
 from .transport import Lease, check_call, retired
@@ -103,7 +104,7 @@ class StoreCommits:
 
     @contextmanager
     def _write(self, deadline: float) -> Iterator[None]:
-        if not self._writing.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        if not self._writing.acquire(timeout=left_s(deadline)):
             raise DeadlineError(
                 f"the owner of {self._name!r} waited until its deadline for another thread that "
                 "writes its commits. Raise timeout_s, or publish from one thread."

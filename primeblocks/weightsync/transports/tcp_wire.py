@@ -7,7 +7,6 @@ import socket
 import socketserver
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -16,6 +15,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from ...errors import CorruptionError, DeadlineError, TransferError, UnsupportedError, UsageError
+from ..held import left_s
 from ..marker import as_corruption
 from .carriers import Read, noted
 
@@ -247,7 +247,6 @@ def _receive(link: socket.socket, size: int) -> bytes | None:
 
 
 def _left_s(deadline: float) -> float:
-    left_s = deadline - time.monotonic()
-    if left_s <= 0:
+    if (seconds := left_s(deadline)) <= 0:
         raise TimeoutError
-    return left_s
+    return seconds

@@ -157,7 +157,8 @@ class Plain:
         for page in map(self.find, reversed(self.chains.pop(name, {}))):
             held = {other for other in self.rollouts if self.own(other)}
             page.users.discard(name)
-            page.place = self.next_place(front=page.sort == "own")
+            if page.sort != "shared":
+                page.place = self.next_place(front=page.sort == "own")
             self.enter(held)
 
     def remove(self, key):

@@ -1,5 +1,7 @@
 """A store that is told of rollouts and versions, over two tiers."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
@@ -30,6 +32,14 @@ def test_a_name_or_class_is_no_policy_and_leaves_the_host_tier_free(host, evict)
     tier = host(2)
     with pytest.raises(UsageError, match=r"such as lru or VersionAware\(8\); got "):
         TieredStore([tier], evict=evict)
+    TieredStore([tier]).close()
+
+
+def test_a_store_that_cannot_be_made_leaves_the_host_tier_free(host, memory):
+    tier, below = host(2), memory(4)
+    below.keys = Mock(side_effect=OSError("no answer"))
+    with pytest.raises(OSError, match="no answer"):
+        TieredStore([tier, below])
     TieredStore([tier]).close()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import math
 import os
 import threading
 import weakref
@@ -11,6 +12,7 @@ import pytest
 
 from primeblocks.errors import CancelledError, ClosedError
 from primeblocks.kvoffload import TieredStore
+from primeblocks.kvoffload.pending import Pending
 from tests.kvoffload.conftest import PAGE
 from tests.kvoffload.memory_tier import SOON
 from tests.kvoffload.store.calls import key_of, load, page_of, save
@@ -53,6 +55,14 @@ def test_results_are_awaited_as_well_as_waited_for(host, memory):
         with pytest.raises(CancelledError):
             pending.wait(timeout_s=0)
         below.release.set()
+
+
+@pytest.mark.parametrize("wait", [Pending.wait, Pending.done])
+def test_a_wait_may_be_without_end(wait):
+    pending = Pending()
+    threading.Timer(0.1, pending.finish, [7]).start()
+    limit = "timeout_s" if wait is Pending.wait else "within_s"
+    assert wait(pending, **{limit: math.inf}) in (7, True)
 
 
 def test_the_store_lets_go_of_buffers_whose_results_are_there(host, memory):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import PlanError
-from .manifest import Manifest
+from primeblocks.errors import PlanError
+from primeblocks.weightsync.manifest import Manifest
 
 __all__ = ["gather_whole", "slice_again"]
 
