@@ -92,9 +92,10 @@ class ChatTemplate:
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         found = [_call(each) for each in _CALL.findall(text)] if calls else []
-        if not found or None in found:
+        rest = _CALL.sub("", text)
+        if not found or None in found or "tool_call>" in rest:  # The rest may be a call cut short.
             return text, []
-        return _CALL.sub("", text).strip(), [each for each in found if each is not None]
+        return rest.strip(), [each for each in found if each is not None]
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without special tokens that a tokenizer adds around a text."""
