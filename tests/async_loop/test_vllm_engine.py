@@ -1,9 +1,12 @@
 """A real vLLM engine: good answers, and a typed error within its time for every kind of end."""
 
 import asyncio
+import importlib
 import os
 import signal
+import threading
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 
 from primeblocks.async_loop import cache_salt
 from primeblocks.async_loop.ledger import Draft
+from primeblocks.clock import MonotonicClock
 from primeblocks.errors import EngineError, PrimeblocksError
 from primeblocks.testing import tiny_models
 from tests.deadlines import HANG_S, START_S
@@ -192,3 +196,96 @@ def test_a_label_that_is_no_version_is_refused(label):
     output = SimpleNamespace(token_ids=[3], logprobs=logprobs, weight_versions=[span])
     with pytest.raises(EngineError, match="a policy version must be an integer"):
         completion_of((1,), output, num_cached_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def module():
+    """A module of the adapter, which imports vLLM into this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Parts of vLLM's own imports are deprecated.
+        importlib.import_module("vllm.v1.engine.async_llm")
+    return lambda name: importlib.import_module(f"primeblocks.async_loop.adapters.vllm.{name}")
+
+
+class Process:
+    """A process that runs until it is killed."""
+
+    name, pid = "EngineCore", None
+
+    def __init__(self):
+        self.is_killed, (self.sentinel, self.end) = False, os.pipe()
+
+    def is_alive(self):
+        return not self.is_killed
+
+    def kill(self):
+        self.is_killed = True
+
+    def join(self, timeout):
+        pass
+
+
+@pytest.mark.parametrize("waits_for", ["handler", "shutdown"])
+def test_a_cancelled_close_kills_the_processes(module, waits_for):
+    async def run():
+        loop, reached, gate = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        async def handle():
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                if waits_for == "handler":
+                    reached.set()
+                    await asyncio.Event().wait()
+
+        def shutdown(timeout):
+            loop.call_soon_threadsafe(reached.set)
+            gate.wait(HANG_S)
+
+        handler, process = asyncio.create_task(handle()), Process()
+        await asyncio.sleep(0)
+        llm: Any = SimpleNamespace(output_handler=handler, shutdown=shutdown)
+        engine = module("engine").VllmEngine(llm, [process], MonotonicClock())
+        closing = asyncio.create_task(engine.close(timeout_s=HANG_S))
+        await reached.wait()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert process.is_killed
+        assert llm.shutdown is not shutdown
+        gate.set()
+        handler.cancel()
+        for end in (process.sentinel, process.end):
+            os.close(end)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("processes", [["EngineCore"], ["EngineCore_DP0", "EngineCore_DP1"], []])
+def test_a_started_engine_has_the_processes_that_vllm_names(module, monkeypatch, processes):
+    """Even if a process of another start appears first."""
+    launch = module("launch")
+    appeared, gate = [], threading.Event()
+    manager = SimpleNamespace(processes=processes) if processes else None
+    llm = SimpleNamespace(engine_core=SimpleNamespace(resources=SimpleNamespace()))
+    llm.engine_core.resources.engine_manager = manager
+
+    class Stranger:
+        @property
+        def name(self):
+            gate.set()
+            return "EngineCore"
+
+    def build(*args, **named):
+        appeared.append(Stranger())
+        assert gate.wait(HANG_S)
+        return llm
+
+    arguments = SimpleNamespace(create_engine_config=lambda usage: None)
+    arguments.enable_log_requests = arguments.disable_log_stats = False
+    monkeypatch.setattr(launch, "AsyncEngineArgs", lambda **named: arguments)
+    monkeypatch.setattr(launch, "AsyncLLM", SimpleNamespace(from_vllm_config=build))
+    monkeypatch.setattr(launch.multiprocessing, "active_children", lambda: appeared)
+    made = launch.Launch({"model": "x"}, MonotonicClock())
+    assert asyncio.run(made.run()) is llm
+    assert made.processes == processes

@@ -7,6 +7,7 @@ import pytest
 from primeblocks.errors import DeadlineError, UsageError
 from primeblocks.serving.adapters.vllm import FleetMember, VllmFleet
 from primeblocks.weightsync.adapters.vllm import update_all
+from primeblocks.weightsync.marker import Receipt
 from tests.serving.test_vllm_fleet import TIMEOUT_S, Engine, fleet_of, published, serving
 from tests.weightsync.fake_engine import in_a_loop
 
@@ -52,6 +53,20 @@ async def test_a_version_below_the_fleets_is_refused():
         await older
     await fleet.update(published(3), timeout_s=TIMEOUT_S)  # Once more is fine.
     assert await fleet.generate("x") == ("a", serving(3), "policy-3")
+
+
+@in_a_loop
+async def test_other_weights_under_the_same_version_share_no_pages():
+    _, fleet = fleet_of("a")
+    first, second = (Receipt(1, 0, 0.0, digest) for digest in ("first", "second"))
+    salts = []
+    for receipt in (first, second, second):
+        await fleet.update(receipt, timeout_s=TIMEOUT_S)
+        salts += [(await fleet.generate(i))[2] for i in range(2)]
+    assert salts[:2] == ["policy-1"] * 2
+    assert len({"policy-1", *salts[2:]}) == 5
+    await fleet.update(published(2), timeout_s=TIMEOUT_S)
+    assert (await fleet.generate("x"))[2] == "policy-2"
 
 
 @in_a_loop

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from primeblocks.errors import EngineError
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import (
     Publisher,
@@ -185,7 +186,8 @@ def _flown(engine, versions, update, look):
     for _ in range(versions):
         for _ in range(3):
             engine.step()
-        update()
+        with pytest.raises(EngineError, match="did not clear KV pages of earlier weights"):
+            update()
         yield look(), engine.has_unfinished_requests()
     engine.abort_request(names)
 

@@ -4,7 +4,8 @@ The module does not import vLLM. An engine is an `AsyncLLM`, or an object that m
 `AsyncLLM` over HTTP.
 
 A fleet is *unsettled* from the start of an update until an update succeeds. In an unsettled fleet,
-each request has its own cache salt, because pages may come from old or new weights. Updates, joins,
+each request has its own cache salt, because pages may come from old or new weights. If an update
+loads other weights under the fleet's version, the fleet stays unsettled. Updates, joins,
 pauses and resumes run one at a time. If an update succeeds on only some engines, the fleet drains
 the other engines. If an update fails on all engines, the cause may be the version, so all engines
 stay open.
@@ -98,6 +99,7 @@ class VllmFleet:
         self._update, self._through = update, through
         self._clock = MonotonicClock() if clock is None else clock
         self._published: Published | None = None
+        self._first: Published | None = None  # of this version: its weights own the version's salt
         self._change, self._is_settled = asyncio.Lock(), False
         self._unsettled = itertools.count()
 
@@ -227,7 +229,10 @@ class VllmFleet:
                     raise
                 failed |= dict.fromkeys(lost, error)
                 names = [name for name in names if name not in lost]
-        self._published, self._is_settled = published, True
+        if self._first is None or published.version > self._first.version:
+            self._first = published
+        self._published = published
+        self._is_settled = _digest(published) == _digest(self._first)
         for name, met in failed.items():
             self._fleet.drain(name)
             logging.getLogger(__name__).warning(
@@ -278,3 +283,7 @@ class VllmFleet:
             kind = DeadlineError if late else EngineError
             raise kind(f"{method} failed on {len(failed)} of {len(names)} engines. {said}")
         return answers
+
+
+def _digest(published: Published) -> Any:
+    return getattr(published, "digest", None)

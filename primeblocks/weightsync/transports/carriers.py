@@ -264,7 +264,9 @@ class WireCarrier:
 
     def fetch(self, spans: Sequence[Span], *, again: bool, deadline: float) -> OpenedSpans:
         starts, size_bytes = starts_of({i: span.bytes for i, span in enumerate(spans)})
-        buffer, self._spare = self._spare, None
+        buffer = None
+        if again:  # Fetches without `again` may run at the same time.
+            buffer, self._spare = self._spare, None
         if buffer is None or len(buffer) != max(1, size_bytes):
             self._give_back(buffer, again=False)
             buffer = self.make(size_bytes).buffer

@@ -46,12 +46,27 @@ def test_patience_is_counted_once_for_a_request(turns_of):
     assert turns.ask("c", "3") == "wait"
 
 
+def test_a_page_that_requests_share_needs_room_once(turns_of):
+    turns, group = turns_of(4, ManualClock()), ("a", "b", "c")
+    for _ in range(2):
+        assert all(turns.ask_ahead(name, page) for name in group for page in ("shared", name))
+        assert not turns.ask_ahead("d", "d")
+        assert all(turns.ask(name, page) == "come" for name in group for page in ("shared", name))
+        assert turns.ask("d", "d") == "wait"
+        for name in ("a", "d", "b"):
+            turns.leave(name)
+        assert [turns.ask_ahead("e", page) for page in "123"] == [True, True, False]
+        for name in ("c", "e"):
+            turns.leave(name)
+
+
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    shared=st.integers(0, 3),
     capacity=st.integers(1, 8),
     order=st.randoms(use_true_random=False),
 )
-def test_everybody_gets_through(turns_of, sizes, capacity, order):
+def test_everybody_gets_through(turns_of, sizes, shared, capacity, order):
     """A pool of requests that look up all their pages in each round, until they have them all."""
     turns = turns_of(capacity, ManualClock())
     waiting = {f"r{index}": size for index, size in enumerate(sizes)}
@@ -62,11 +77,14 @@ def test_everybody_gets_through(turns_of, sizes, capacity, order):
         names = list(waiting)
         order.shuffle(names)  # a scheduler may look in any order
         for name in names:
-            answers = [turns.ask(name, (name, page)) for page in range(waiting[name])]
+            pages = [(name if page >= shared else "", page) for page in range(waiting[name])]
+            answers = [turns.ask(name, page) for page in pages]
             assert answers.count("come") <= capacity
             if "wait" not in answers:
                 turns.leave(name)
                 del waiting[name]
+    assert not turns._users
+    assert not turns._all_users
 
 
 def test_waiting_is_worth_what_loading_saves(manager):

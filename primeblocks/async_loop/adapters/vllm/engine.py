@@ -267,7 +267,10 @@ class VllmEngine:
             raise UsageError(f"vLLM refused the request: {error}") from error
 
     async def close(self, *, timeout_s: float = 10.0) -> None:
-        """Stop the engine, and kill its processes that do not end within `timeout_s`."""
+        """Stop the engine, and kill its processes that do not end within `timeout_s`.
+
+        A cancelled call kills the processes at once.
+        """
         if self._closed:
             return
         self._closed = True
@@ -275,22 +278,24 @@ class VllmEngine:
             asyncio.get_running_loop().remove_reader(process.sentinel)
         self._end(ClosedError("the vLLM engine is closed. Start another engine."))
         handler = self.llm.output_handler
-        if handler is not None:
-            # Otherwise the handler takes the shutdown for a crash and logs a traceback.
-            handler.cancel()
-            await asyncio.wait({handler}, timeout=1.0)
         worker = WorkerThread("vllm-close")
-        with contextlib.suppress(DeadlineError):
-            await within(
-                worker.call(self.llm.shutdown, timeout=timeout_s / 2),
-                timeout_s=timeout_s,
-                clock=self._clock,
-                what="vLLM's shutdown",
-            )
-        worker.close()
-        # AsyncLLM shuts down again when garbage-collected, at worst while the interpreter ends.
-        self.llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
-        kill(self._processes)
+        try:
+            if handler is not None:
+                # Otherwise the handler takes the shutdown for a crash and logs a traceback.
+                handler.cancel()
+                await asyncio.wait({handler}, timeout=1.0)
+            with contextlib.suppress(DeadlineError):
+                await within(
+                    worker.call(self.llm.shutdown, timeout=timeout_s / 2),
+                    timeout_s=timeout_s,
+                    clock=self._clock,
+                    what="vLLM's shutdown",
+                )
+        finally:
+            worker.close()
+            # AsyncLLM shuts down again when garbage-collected, at worst while the interpreter ends.
+            self.llm.shutdown = lambda timeout=None: None  # type: ignore[method-assign]
+            kill(self._processes)
 
     async def _last_output(
         self, inputs: Any, params: SamplingParams, request_id: str, lora: LoRARequest | None

@@ -4,6 +4,7 @@ A launch runs vLLM's constructor in a thread, because the constructor blocks unt
 ready. The launch notes the child processes that appear meanwhile, and `abandon` kills these
 processes. The constructor then fails, or returns an engine, which is shut down. One engine is
 launched at a time, because a new child process could otherwise belong to any of several launches.
+After the constructor, vLLM's own list of processes replaces the noted processes.
 """
 
 import asyncio
@@ -55,7 +56,11 @@ class Launch:
         finally:
             _LAUNCHING.release()
             worker.close()
-        return await built
+        llm = await built
+        # Without a list if the engine's processes are Ray actors.
+        manager = llm.engine_core.resources.engine_manager
+        self.processes = [*getattr(manager, "processes", ())]
+        return llm
 
     def abandon(self) -> None:
         """Kill the started processes. The constructor fails, or its engine is shut down."""

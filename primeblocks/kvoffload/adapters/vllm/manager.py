@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal
@@ -73,7 +73,8 @@ class Turns:
     The first request may load all its pages into the pool. Later requests may do so if the pages of
     all fit together, and wait otherwise. A request goes on without its pages if it has waited
     longer than its patience, or needs more than the `capacity` pages of the pool. Pages that are
-    loaded ahead of their request use the remaining room, and give way to requests that ask.
+    loaded ahead of their request use the remaining room, and give way to requests that ask. A page
+    that several requests share counts once.
     """
 
     def __init__(
@@ -88,24 +89,26 @@ class Turns:
         self._clock = clock
         self._turns: dict[str, _Turn] = {}
         self._ahead: dict[str, set[Hashable]] = {}
-        self._pages = 0  # of all requests that asked
-        self._pages_ahead = 0
+        self._users = Counter[Hashable]()  # by page: the requests that asked
+        self._all_users = Counter[Hashable]()  # and the requests whose pages are loaded ahead
 
     def is_first(self, request: str) -> bool:
         return next(iter(self._turns), None) == request
 
     def hold(self, request: str, page: Hashable) -> None:
         turn = self._turn(request)
-        self._pages += page not in turn.pages
-        turn.pages.add(page)
+        if page not in turn.pages:
+            turn.pages.add(page)
+            self._users[page] += 1
+            self._all_users[page] += 1
 
     def ask(self, request: str, page: Hashable) -> Literal["come", "wait", "go on"]:
         """Return whether the request may load this page into the pool now."""
         turn = self._turn(request)
-        is_new = page not in turn.pages
-        if len(turn.pages) + is_new > self._capacity:
+        if len(turn.pages) + (page not in turn.pages) > self._capacity:
             return "go on"
-        if not self.is_first(request) and self._pages + is_new > self._capacity:
+        needed = len(self._users) + (page not in self._users)
+        if not self.is_first(request) and needed > self._capacity:
             return self.wait(request)
         self.hold(request, page)
         return "come"
@@ -114,10 +117,10 @@ class Turns:
         """Return whether there is room for a page that a queued request will ask for."""
         pages = self._ahead.setdefault(request, set())
         if page not in pages:
-            if self._pages + self._pages_ahead >= self._capacity:
+            if len(self._all_users) + (page not in self._all_users) > self._capacity:
                 return False
             pages.add(page)
-            self._pages_ahead += 1
+            self._all_users[page] += 1
         return True
 
     def has_asked(self, request: str) -> bool:
@@ -131,16 +134,25 @@ class Turns:
         return "wait" if now < turn.waits_until_s else "go on"
 
     def leave(self, request: str) -> None:
-        self._pages_ahead -= len(self._ahead.pop(request, ()))
+        _remove(self._all_users, self._ahead.pop(request, ()))
         turn = self._turns.pop(request, None)
         if turn is not None:
-            self._pages -= len(turn.pages)
+            _remove(self._users, turn.pages)
+            _remove(self._all_users, turn.pages)
 
     def _turn(self, request: str) -> _Turn:
         if request not in self._turns:
-            self._pages_ahead -= len(self._ahead.pop(request, ()))
+            _remove(self._all_users, self._ahead.pop(request, ()))
             self._turns[request] = _Turn()
         return self._turns[request]
+
+
+def _remove(users: Counter[Hashable], pages: Iterable[Hashable]) -> None:
+    """Remove one user of each of these pages."""
+    for page in pages:
+        users[page] -= 1
+        if not users[page]:
+            del users[page]
 
 
 @dataclass
@@ -185,6 +197,7 @@ class StoreManager(TieringOffloadingManager):
         capacity = self.primary_tier._num_chunks
         self._turns = Turns(capacity, patience_s=self._patience_s, clock=clock)
         self._queue: dict[str, _Queued] = {}  # head first
+        self._left = set[str]()  # the queue since the last step
         self._told: list[str] = []
         self._pages = 0  # prepared to be stored, of no step yet
         self._ours = [tier for tier in self.secondary_tiers if isinstance(tier, StoreTier)]
@@ -193,6 +206,12 @@ class StoreManager(TieringOffloadingManager):
     def expect(self, context: ReqContext, find: Callable[[], Sequence[OffloadKey]]) -> None:
         """Note that a request is last in the engine's queue. `find` returns the pages to load."""
         self._queue[context.req_id] = _Queued(context, cache(find))
+
+    def leave(self, request: str) -> None:
+        """Note that a request left the engine's queue."""
+        self._turns.leave(request)
+        self._queue.pop(request, None)
+        self._left.add(request)
 
     def set_overlap(self, *, steps: int) -> None:
         """Set how many steps the engine plans while one step runs."""
@@ -219,7 +238,7 @@ class StoreManager(TieringOffloadingManager):
         return LookupResult.RETRY if answer == "wait" else LookupResult.MISS
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
-        self._leave(req_context.req_id)
+        self.leave(req_context.req_id)
         chunks = super().prepare_load(keys, req_context)
         return NamedChunks(chunks, list(keys)) if self._names_chunks else chunks
 
@@ -240,11 +259,12 @@ class StoreManager(TieringOffloadingManager):
             self._speeds.compute.add(step.pages, now - self._steps[-1].began_s)
         self._steps.append(_Step(now, begins=bool(context.new_req_ids), pages=self._pages))
         self._pages = 0
-        for request in context.new_req_ids:
-            self._leave(request)
         for request in context.preempted_req_ids:
-            if (state := self._req_state.get(request)) is not None:
+            state = self._req_state.get(request)
+            # vLLM may schedule a preempted request again in the same step.
+            if state is not None and request not in self._left:
                 self._queue = {request: _Queued(state.req_context, tuple)} | self._queue
+        self._left.clear()
         self._bring_ahead()
         super().on_schedule_end(context)
         self._tell_queue()
@@ -252,7 +272,7 @@ class StoreManager(TieringOffloadingManager):
     def on_request_finished(
         self, req_context: ReqContext, *, exclude_tier_idx: int | None = None
     ) -> None:
-        self._leave(req_context.req_id)
+        self.leave(req_context.req_id)
         super().on_request_finished(req_context, exclude_tier_idx=exclude_tier_idx)
 
     def rest(self) -> None:
@@ -315,7 +335,3 @@ class StoreManager(TieringOffloadingManager):
             self._told = rollouts
             for tier in self._ours:
                 tier.queue(rollouts)
-
-    def _leave(self, request: str) -> None:
-        self._turns.leave(request)
-        self._queue.pop(request, None)

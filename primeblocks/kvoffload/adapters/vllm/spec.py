@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import round_up
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
@@ -50,7 +51,7 @@ ROUTES = "primeblocks_routes_bytes_per_token"
 
 
 class OffloadingConnector(offloading_connector.OffloadingConnector):
-    """vLLM's connector with one addition: it tells our manager the pages of queued requests.
+    """vLLM's connector with one addition: it tells our manager which requests are queued.
 
     It has the stock connector's name, because vLLM finds metrics and layouts by this name.
     """
@@ -73,6 +74,13 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
         super().on_new_request(request)
         state = self.scheduler._req_status[request.request_id]
         self._manager().expect(state.req_context, partial(self._keys, request))
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        # vLLM makes this call for each request that it schedules from its queue, new or resumed.
+        self._manager().leave(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
