@@ -163,7 +163,10 @@ def join_rows(attachments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nbytes_of(values: Iterable[Any]) -> int:
-    """Return the memory of values in bytes. A value of unknown size counts as 64 bytes."""
+    """Return the memory of values in bytes.
+
+    A letter of a text counts as one byte, and a value of unknown size as 64 bytes.
+    """
     return sum(
         len(x)
         if isinstance(x, bytes | bytearray | str)

@@ -1,7 +1,8 @@
 """Collectives that behave the same on gloo and NCCL.
 
-On both backends, tensors of every dtype can be sent, ranks may send different numbers of rows or no
-rows, and `all_to_all_rows` is differentiable. The timeout of the process group bounds every wait.
+On both backends, ranks may send tensors of every dtype of at most 8 bytes, and different numbers
+of rows or no rows. `all_to_all_rows` is differentiable. The timeout of the process group bounds
+every wait.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ def all_to_all_rows(
 ) -> Tensor:
     """Send consecutive rows to each rank, and return the received rows, ordered by sender.
 
-    `x` may have any dtype and zero rows. Differentiable: backward sends gradients to the ranks that
-    sent the rows. Collective, also in backward: either all ranks or no ranks run backward.
+    `x` may have any dtype of at most 8 bytes, and zero rows. Differentiable: backward sends
+    gradients to the ranks that sent the rows. Collective, also in backward: either all ranks or no
+    ranks run backward.
 
     Args:
         x: `[rows, ...]`. The trailing dims are equal on all ranks.
@@ -92,7 +94,7 @@ def all_to_all_rows(
 def all_gather_rows(x: Tensor, *, rows: int, group: dist.ProcessGroup) -> Tensor:
     """Gather the rows of all ranks in rank order, with zeros after each rank's rows. Collective.
 
-    `x` may have any dtype. Not differentiable.
+    `x` may have any dtype of at most 8 bytes. Not differentiable.
 
     Args:
         x: `[own_rows, ...]`, with at most `rows` rows. The trailing dims are equal on all ranks.
@@ -349,7 +351,7 @@ class _AllToAllRows(torch.autograd.Function):
         return _AllToAllRows.apply(grads[0], *ctx.way_back), None, None, None
 
 
-# By the bytes of an element: a dtype that gloo can send. gloo refuses float8, int16 and uint32.
+# Maps the size of an element to a dtype that gloo can send. gloo refuses float8, int16 and uint32.
 _SENT_AS = {1: torch.uint8, 2: torch.bfloat16, 4: torch.int32, 8: torch.int64}
 
 

@@ -284,6 +284,7 @@ def vllm_without_engines():
     from vllm.v1.engine.llm_engine import LLMEngine
 
     engine = mock.create_autospec(AsyncLLM, instance=True, errored=False, output_handler=None)
+    engine.engine_core = mock.Mock(**{"resources.engine_manager": None})
     engine.output_processor = mock.Mock(request_states={})
     offline = mock.create_autospec(vllm.LLM, instance=True)
     offline.llm_engine = mock.create_autospec(LLMEngine, instance=True)

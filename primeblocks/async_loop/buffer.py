@@ -92,7 +92,7 @@ class RolloutBuffer:
         except BaseException as error:
             if group in self._held:  # It may have got room while this wait ended.
                 self._remove(group)
-            elif isinstance(error, DeadlineError):  # Or `take` took it.
+            elif isinstance(error, DeadlineError):  # `take` removed the group meanwhile.
                 return
             raise
 

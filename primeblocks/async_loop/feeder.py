@@ -215,6 +215,8 @@ class Feeder:
                     self._give_up(job, error)
                     return
                 await self._clock.sleep(self._retries.wait_s(job.attempts[sample]))
+        if self.jobs.get(job.ordinal) is not job:
+            return
         rollouts = self._read(job, answer)
         if self._group_size is not None:
             job.samples[sample] = answer

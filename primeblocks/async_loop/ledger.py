@@ -70,7 +70,7 @@ class Partial:
     def __post_init__(self) -> None:
         freeze_trajectory(self, least=0)
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return pickled(self)
 
     @property

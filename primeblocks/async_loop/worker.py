@@ -41,17 +41,18 @@ class WorkerThread:
     def _serve(self) -> None:
         while (item := self._calls.get()) is not None:
             future, call = item
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(call())
-            except StopIteration as error:  # asyncio's futures refuse it.
-                other = RuntimeError(f"train or publish raised {error!r}. Catch it there.")
-                other.__cause__ = error
-                future.set_exception(other)
-            except BaseException as error:
-                future.set_exception(error)
-            del item, future, call  # Or they hold a batch until the next call.
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except StopIteration as error:  # A future of asyncio refuses StopIteration.
+                    text = f"a function in the thread {self._thread.name!r} raised {error!r}. "
+                    raised = RuntimeError(f"{text}Catch this error in the function.")
+                    raised.__cause__ = error
+                    future.set_exception(raised)
+                    del raised
+                except BaseException as error:
+                    future.set_exception(error)
+            del item, future, call  # Otherwise these names hold a batch until the next call.
 
 
 def is_async(function: Callable[..., Any]) -> bool:

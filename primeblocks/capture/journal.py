@@ -54,8 +54,8 @@ class CaptureJournal:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        # Of open sessions: the number of turns, all tokens of the last turn, and the distinct sets
-        # of attachments with rows.
+        # For each open session: the number of turns, all tokens of the last turn, and the distinct
+        # sets of attachments with rows.
         self._last: dict[str, tuple[int, NDArray[np.int64], set[frozenset[str]]]] = {}
         self._gapped: set[str] = set()  # Sessions of which a turn could not be written.
         self._database = Database(

@@ -254,7 +254,7 @@ def _total(kernels: Kernels, values: Tensor, dims: Any, keepdim: bool = False) -
     dtype = torch.promote_types(values.dtype, torch.float32)
     dims = sorted(range(max(values.dim(), 1))[dim] for dim in dims)
     if not values.dim():
-        return values.to(dtype)
+        return values.to(dtype, copy=True)
     kept = [dim for dim in range(values.dim()) if dim not in dims]
     work = values.permute(*kept, *dims).flatten(len(kept))
     found = kernels.total(work, dtype=dtype)

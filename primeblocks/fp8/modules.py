@@ -233,7 +233,7 @@ class WeightCache:
                 f"{name} of a {type(module).__name__} was replaced after the cache was made. Make "
                 "the cache after fully_shard, and again after you replace parameters."
             )
-        if weight.numel() != local_part(present).numel():
+        if local_part(weight).numel() != local_part(present).numel():
             raise UsageError(
                 f"{name} of a {type(module).__name__} is multiplied in parts, such as "
                 f"{list(weight.shape)}, but the cache keeps codes of whole weights. Multiply by "

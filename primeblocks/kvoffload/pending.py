@@ -8,7 +8,7 @@ A `Pending` is in one of three states:
 
 RUNNING becomes OVER when every page of the batch has its result. RUNNING becomes GIVEN_UP at a
 deadline, by `cancel`, or after an error of one page. GIVEN_UP becomes OVER when all running copies
-have ended. If these were the last copies of the batch, it may have its result after all.
+have ended. If these were the last copies of the batch, the result may come instead of the error.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def kl_loss(
     x = log_ratios(trainer_logprobs, reference_logprobs, mask)
     values = masked(_estimate(x, estimator, direction), mask)
     if gradient == "unbiased":
-        slope = x if direction == "reverse" else 1 - bounded_ratio(-x)
+        slope = x if direction == "reverse" else -_less_one(-x)
         # Adds 0 to the value. x - x is finite, but log p - log p may not be.
         values = values.detach() + slope.detach() * (x - x.detach())
     clipped = -x > MAX_LOG_RATIO
@@ -205,9 +205,14 @@ def _estimate(x: Tensor, estimator: str, direction: str) -> Tensor:
     if estimator == "k1":
         return x if direction == "reverse" else -u * x
     if estimator == "k3":
-        less = torch.expm1((-x).clamp(max=MAX_LOG_RATIO)) + x  # u - 1 + x, without cancellation.
-        return less if direction == "reverse" else (1 - u) * x - less
+        less = _less_one(-x)
+        return less + x if direction == "reverse" else -less - u * x
     raise UsageError(f'estimator must be "k1", "k2", "k3" or "abs"; got {estimator!r}')
+
+
+def _less_one(x: Tensor) -> Tensor:
+    """Return `bounded_ratio(x) - 1`, without cancellation near 0."""
+    return torch.expm1(x.clamp(max=MAX_LOG_RATIO))
 
 
 def _distribution(logprobs: Tensor, mask: Tensor, rest: str) -> Tensor:

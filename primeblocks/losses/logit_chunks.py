@@ -222,7 +222,7 @@ def gradients(
     Args:
         of_scores: the gradients of log-probabilities and of entropies.
     """
-    if of_scores == (None, None):  # As for a chunk of masked tokens.
+    if of_scores == (None, None):  # A chunk of masked tokens does not have gradients.
         return
     for words, w in chunks.words():
         # Summed in full precision over tokens, and rounded once.

@@ -228,7 +228,8 @@ class _ChunkedLoss(torch.autograd.Function):
             if value.requires_grad:
                 grads: Any = torch.autograd.grad(value, leaves, allow_unused=True)
                 share = to if to.hidden is None else to._replace(hidden=to.hidden[own])
-                with torch.autocast(hidden.device.type, enabled=False):  # As in a backward.
+                # A backward pass runs without autocast.
+                with torch.autocast(hidden.device.type, enabled=False):
                     gradients(chunks, ids[own], seen, grads, share)
         if to.hidden is not None:
             head.reduce(to.hidden)

@@ -194,7 +194,9 @@ def clip_grad_norm_(
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for locals_ in by_copies.values():
         for x in locals_:
-            x.mul_(scale.to(x.device))
+            wide = torch.promote_types(x.dtype, torch.float32)
+            # A GPU rounds a factor without dims to the dtype of x.
+            torch.mul(x, scale.to(x.device, wide).expand_as(x), out=x)
     return norm
 
 

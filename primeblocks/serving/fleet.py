@@ -321,7 +321,7 @@ class Fleet:
         """Add a new engine, or open a drained engine, with an empty list of cached pages.
 
         Before this call, load the current weights into the engine. Requests that still run on a
-        drained engine stay in its `EngineState.in_flight`.
+        drained engine stay in its `EngineState.in_flight`, so give `generate` a deadline.
 
         Raises:
             UsageError: `max_in_flight` does not contain `name`, or `generate` is not a function.

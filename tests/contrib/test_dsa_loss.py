@@ -232,7 +232,7 @@ def _refusals():
             {"indexer": _indexer(part | {"weights": part["q"][0]})},
         ),
         (ShapeError, "of torch.int32", {"indices": good["indices"].long()}),
-        (PlanError, "scale must be a number", {"scale": "1"}),
+        (PlanError, "scale must be a finite number over 0", {"scale": "1"}),
         (PlanError, "index_k requires_grad must be equal", {"indexer": _asks(part, group.rank())}),
     ]:
         with pytest.raises(error, match=said):

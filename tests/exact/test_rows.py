@@ -109,6 +109,8 @@ def test_a_number_is_its_own_sum_and_mean(name):
     with batch_invariant():
         found = [function(value, 0), function(value, -1, keepdim=True)]
         found += [] if name == "logsumexp" else [function(value)]
+    assert value.is_leaf
+    assert all(each is not value for each in found)
     assert [(each.shape, each.item()) for each in found] == [((), 2.5)] * len(found)
     assert torch.autograd.grad(sum(found), value)[0] == len(found)
 
@@ -235,7 +237,7 @@ def test_norms_by_row(norm, dtype):
     functional = torch.nn.functional
 
     def run(x):
-        if norm == "fused rms" and x.dtype == DTYPES[dtype]:  # What a GPU calls for an RMS norm.
+        if norm == "fused rms" and x.dtype == DTYPES[dtype]:  # A GPU calls this for an RMS norm.
             return torch.ops.aten._fused_rms_norm(x, [96], weight[0], 1e-6)[0]
         if norm != "layer":
             return functional.rms_norm(x, (96,), weight[0].to(x.dtype), 1e-6)

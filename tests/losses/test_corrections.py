@@ -383,10 +383,11 @@ def test_metrics_of_all_ranks_are_those_of_the_whole():
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 def test_k3_has_its_digits_where_the_policies_are_close(direction):
     generator = torch.Generator().manual_seed(0)
-    q = -torch.rand(4096, generator=generator)
-    p = q + 1e-3 * torch.rand(4096, generator=generator).square()
-    mask, settings = torch.ones(4096, dtype=torch.bool), {"estimator": "k3", "direction": direction}
-    found = kl_loss(p, q, mask=mask, **settings).sum.item()
-    exact = kl_loss(p.double(), q.double(), mask=mask, **settings).sum.item()
-    # A token errs by a few roundings of its log-ratio. Those of 1 would be a thousand times larger.
-    assert abs(found - exact) <= 8 * torch.finfo(torch.float32).eps * (p - q).abs().sum()
+    q = -torch.rand(99, generator=generator)
+    p = q + 1e-3 * torch.rand(99, generator=generator).square()
+    settings = {"mask": torch.tensor([True]), "estimator": "k3", "direction": direction}
+    for own, other in zip(p.split(1), q.split(1), strict=True):
+        found = kl_loss(own, other, **settings).sum.item()
+        exact = kl_loss(own.double(), other.double(), **settings).sum.item()
+        # A few roundings of the log-ratio. Those of 1 would be a thousand times larger.
+        assert abs(found - exact) <= 4 * torch.finfo(torch.float32).eps * (own - other).abs().item()

@@ -115,6 +115,18 @@ def test_chunks_whose_loss_does_not_depend_on_the_scores_have_no_gradient():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_autocast_does_not_round_the_gradients_of_chunks():
+    leaves, ids, options, weights = operands(OPTIONS[0], dtype=torch.float32)
+
+    def gradients(autocast):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            total = chunked(leaves, ids, options, weights, head_dtype=torch.float32)
+        return torch.autograd.grad(total, leaves)
+
+    found, expected = gradients(True), gradients(False)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errs_no_more_than_the_plain_ones_in_low_precision(dtype):
     """Of bfloat16 operands in float32: there the plain computation has float32 operands too."""

@@ -34,7 +34,7 @@ def test_a_plan_holds_each_rollout_once_within_the_budget(lengths, ranks, balanc
     options = {"ranks": ranks, "budget_tokens": BUDGET, "balance": balance, "cost": cost}
     options["annealing_steps"] = 1000
     plan = plan_packing(lengths, **options)
-    assert plan == plan_packing(np.array(lengths, dtype=int).tolist(), **options)
+    assert plan == plan_packing(iter(lengths), **options)
     parts = list(itertools.chain(*plan.micro_batches))
     assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in part) <= BUDGET for part in parts)
@@ -111,7 +111,11 @@ def test_unpack_is_the_inverse_and_rows_stay_aligned(batch, multiple_of, ranks):
     plan = plan_packing(lengths, ranks=ranks, budget_tokens=20, annealing_steps=0)
     for indices in itertools.chain(*plan.micro_batches):
         packed = pack(
-            batch, indices, per_token=["routes"], per_completion=["scores"], multiple_of=multiple_of
+            batch,
+            iter(indices),
+            per_token=["routes"],
+            per_completion=["scores"],
+            multiple_of=multiple_of,
         )
         assert len(packed.tokens) % multiple_of == 0 < len(packed.tokens)
         assert packed.cu_seqlens.dtype == np.int32

@@ -230,7 +230,7 @@ def _integers_and_strides():
         for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
             for lie in (torch.Tensor.contiguous, lambda t: t.t().contiguous().t()):
                 leaves = [lie(leaf.clone()).requires_grad_() for leaf in (x, scores)]
-                # A rank's 256 experts are more than 8 bits count.
+                # 8 bits cannot hold the number of a rank's experts, 256.
                 out = _there_and_back(dispatcher, *leaves, lie(ids).to(dtype), num_experts=512)
                 out.backward(lie(grad))
                 sums = scores.sum(1, keepdim=True)

@@ -182,7 +182,7 @@ def _split_and_join(lengths, order):
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(3, plan.tokens, 2, generator=generator, dtype=torch.float64)
     leaf = whole.clone().requires_grad_()
-    # A plan that was used so, also on a GPU by default, serves a step as well.
+    # A plan that was first used for inference serves a training step, whatever the default device.
     with torch.inference_mode(), torch.device("meta"):
         plan.join(plan.split(whole, group=group, dim=1), group=group, dim=1)
         assert plan.positions(rank).device == plan.labels(whole, dim=1).device == whole.device

@@ -102,9 +102,11 @@ def test_an_id_beyond_the_rows_shows():
 @pytest.mark.skipif(not INTERPRETED, reason="maps memory of the host")
 def test_heads_may_be_far_apart():
     """Offsets of heads beyond 2**31 numbers, in memory that is mapped only where it is used."""
-    far, (heads, dim) = 3 << 29, (3, 16)
+    far, (heads, dim) = (1 << 30) + 8, (3, 16)
     assert (heads - 1) * far > 2**31
-    mapped = torch.frombuffer(mmap.mmap(-1, (heads * far) * 2), dtype=torch.bfloat16)
+    size_bytes, lazily = ((heads - 1) * far + 2 * dim) * 2, getattr(mmap, "MAP_NORESERVE", 0x4000)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily
+    mapped = torch.frombuffer(mmap.mmap(-1, size_bytes, flags=flags), dtype=torch.bfloat16)
     apart = mapped.as_strided((2, heads, dim), (dim, far, 1))
     drawn, kernel = torch.Generator().manual_seed(0), adapter.TritonSparseKernel()
     q, grad = (torch.randn(2, heads, n, generator=drawn).bfloat16() for n in (dim, 12))

@@ -216,4 +216,4 @@ def test_our_methods_take_what_either_vllm_passes(version):
                 taken.bind(0, *names, **more)
                 taken.bind(0, **dict.fromkeys(names, 0), **more)
                 checked += 1
-    assert checked == 30
+    assert checked == 31

@@ -325,19 +325,23 @@ def test_a_take_looks_at_no_other_tensor():
     allocator = CachingAllocator()
     alive, calls = [allocator.take(64) for _ in range(500)], Counter()
     sys.setprofile(lambda frame, event, what: calls.update([event]))
-    alive.append(allocator.take(64))
-    sys.setprofile(None)
+    try:
+        alive.append(allocator.take(64))
+    finally:
+        sys.setprofile(None)
     assert calls.total() < len(alive)
 
 
 def test_an_allocator_that_is_dropped_keeps_no_memory():
     tracemalloc.start()
-    allocator = CachingAllocator()
-    kept = [allocator.take(1 << 20), allocator.take(1 << 20)].pop()
-    assert tracemalloc.get_traced_memory()[0] >= 2 << 20
-    del allocator
-    assert kept.nbytes <= tracemalloc.get_traced_memory()[0] < 2 << 20
-    tracemalloc.stop()
+    try:
+        before, allocator = tracemalloc.get_traced_memory()[0], CachingAllocator()
+        kept = [allocator.take(1 << 20), allocator.take(1 << 20)].pop()
+        assert tracemalloc.get_traced_memory()[0] - before >= 2 << 20
+        del allocator
+        assert kept.nbytes <= tracemalloc.get_traced_memory()[0] - before < 2 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_tensors_that_a_load_holds_until_its_end_are_not_written_to(tmp_path):

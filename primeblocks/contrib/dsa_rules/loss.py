@@ -83,7 +83,7 @@ def indexer_loss(
     attended, keys = gather_tokens(kv, indexer.k, sequence=sequence, group=group)
     target = _Target(
         q, attended.view(sequence.tokens, 1, kv.shape[-1]), sinks, rows,
-        rows.key_dim**-0.5 if scale is None else scale,
+        rows.key_dim**-0.5 if scale is None else float(scale),
     )  # fmt: skip
     return _Loss.apply(
         *indexer, keys, target, _Settings(sequence, group, indices[:, 0], chunk_bytes)

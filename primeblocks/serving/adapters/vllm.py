@@ -5,10 +5,10 @@ The module does not import vLLM. An engine is an `AsyncLLM`, or an object that m
 
 A fleet is *unsettled* from the start of an update until an update succeeds. In an unsettled fleet,
 each request has its own cache salt, because pages may come from old or new weights. If an update
-loads other weights under the fleet's version, the fleet stays unsettled. Updates, joins,
-pauses and resumes run one at a time. If an update succeeds on only some engines, the fleet drains
-the other engines. If an update fails on all engines, the cause may be the version, so all engines
-stay open.
+loads another publish of the fleet's version, as its `digest` shows, the fleet stays unsettled.
+Updates, joins, pauses and resumes run one at a time. If an update succeeds on only some engines,
+the fleet drains the other engines. If an update fails on all engines, the cause may be the version,
+so all engines stay open.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ __all__ = ["FleetMember", "FleetUpdate", "Published", "VllmFleet"]
 
 
 class Published(Protocol):
-    """A published version that engines can load, such as a receipt of `weightsync`."""
+    """A published version that engines can load, such as a receipt of `weightsync`.
+
+    A fleet also reads the attribute `digest`, if there is one. Without `digest`, the fleet does not
+    notice that two publishes of one version have different weights.
+    """
 
     @property
     def version(self) -> int: ...
@@ -99,7 +103,7 @@ class VllmFleet:
         self._update, self._through = update, through
         self._clock = MonotonicClock() if clock is None else clock
         self._published: Published | None = None
-        self._first: Published | None = None  # of this version: its weights own the version's salt
+        self._first: Published | None = None  # first publish of the version, owner of its salt
         self._change, self._is_settled = asyncio.Lock(), False
         self._unsettled = itertools.count()
 

@@ -235,10 +235,14 @@ class Colocated:
                     f"{[stage.name for stage in done[1:]]}. Pass a longer timeout_s."
                 )
                 # The measurement is a step of its own, because ranks may share a device.
-                for step in (do if left_s > 0 else late, measure):
+                named = (
+                    (repr(name), do if left_s > 0 else late),
+                    (f"memory after {name!r}", measure),
+                )
+                for what, step in named:
                     others = self._together(step, left_s, start + 0.75 * timeout_s)
                     if others:
-                        raise TransferError(f"{name!r} failed on {others}. All ranks went back.")
+                        raise TransferError(f"{what} failed on {others}. All ranks went back.")
                 done.append(Stage(name, time.monotonic() - begun, used[-1]))
         except BaseException as error:
             if not isinstance(error, Exception):

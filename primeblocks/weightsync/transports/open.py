@@ -110,6 +110,7 @@ def PullTransport(
 
     Raises:
         TransferError: the store does not answer.
+        UsageError: `lease_s` is not a finite number above 0.
     """
     commits = StoreCommits(store, name=name, owner=owner, lease_s=lease_s, timeout_s=timeout_s)
     return PackedTransport(commits, WireCarrier(wire, device=device), keep=keep)

@@ -57,7 +57,7 @@ class Launch:
             _LAUNCHING.release()
             worker.close()
         llm = await built
-        # Without a list if the engine's processes are Ray actors.
+        # A manager of Ray actors does not have `processes`.
         manager = llm.engine_core.resources.engine_manager
         self.processes = [*getattr(manager, "processes", ())]
         return llm

@@ -197,7 +197,7 @@ class StoreManager(TieringOffloadingManager):
         capacity = self.primary_tier._num_chunks
         self._turns = Turns(capacity, patience_s=self._patience_s, clock=clock)
         self._queue: dict[str, _Queued] = {}  # head first
-        self._left = set[str]()  # the queue since the last step
+        self._left = set[str]()  # requests that left the queue since the last step
         self._told: list[str] = []
         self._pages = 0  # prepared to be stored, of no step yet
         self._ours = [tier for tier in self.secondary_tiers if isinstance(tier, StoreTier)]

@@ -66,7 +66,8 @@ def dsa_attention(
             applied.
         indexer: this rank's queries, keys and weights of the indexer.
         rows: the columns of kv that are the key, and the columns that are the value.
-        selector: the rule that selects rows, such as `TopK(2048)`.
+        selector: the rule that selects rows, such as `TopK(2048)`. Ranks compare the settings of a
+            selector only if the selector is a dataclass.
         scale: the factor by which attention scores are multiplied. Default: `key_dim ** -0.5`. For
             latent attention, pass the model's scale, computed from the key dim before absorption.
         sinks: `[heads]`, for each head the score of an additional key with a value of zero.

@@ -236,14 +236,14 @@ def attach_llm(llm: Any, plan: Plan, transport: Transport, *, first_reader: int 
 def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     """Load a published version into an offline `LLM`, between two calls of `generate`.
 
-    Clears the engine's prefix cache, the pages of its KV connector, and its image features.
-    `timeout_s` limits how long each worker waits and checks. `timeout_s` does not limit the call
-    itself, which waits until the engine answers.
+    Clears the engine's prefix cache, its image features, and the pages of a KV connector that has
+    `reset_cache`, such as the connector of `kvoffload`. `timeout_s` limits how long each worker
+    waits and checks. `timeout_s` does not limit the call itself, which waits until the engine
+    answers.
 
     Raises:
         EngineError: the load failed, and the workers could not load an earlier version again. Also
-            raised if the engine has the new weights but did not clear its KV pages, because
-            requests still run.
+            raised if the engine has the new weights but did not clear its KV pages.
         PrimeblocksError: as for `update`.
     """
     start = time.monotonic()
@@ -263,7 +263,8 @@ def update_llm(llm: Any, receipt: Receipt, *, timeout_s: float) -> UpdateReport:
     if not llm.reset_prefix_cache(reset_connector=True):
         raise EngineError(
             f"the engine has version {receipt.version}, but did not clear KV pages of earlier "
-            "weights, because requests still run. End all requests, and call update_llm() again."
+            "weights, because requests or the engine's last step still hold pages. End all "
+            "requests, call generate() once, and call update_llm() again."
         )
     seconds = time.monotonic() - start
     return UpdateReport(receipt.version, seconds, seconds)
