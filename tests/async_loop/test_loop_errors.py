@@ -164,7 +164,7 @@ def test_prompts_that_fail_at_once_end_the_first_step_and_leave_no_request():
 @pytest.mark.parametrize("name", ["train", "publish"])
 def test_the_end_of_an_iterator_in_a_blocking_call_is_told_at_once(name):
     async def body(world, loop):
-        with pytest.raises(RuntimeError, match=r"raised StopIteration\(\).*Catch it") as caught:
+        with pytest.raises(RuntimeError, match=r"raised StopIteration\(\).*Catch this") as caught:
             await collect(world, loop)
         assert isinstance(caught.value.__cause__, StopIteration)
 
