@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from primeblocks.contrib.dsa_rules import indexer_loss
@@ -11,7 +11,7 @@ from primeblocks.errors import PlanError, ShapeError, UnsupportedError
 from primeblocks.parallel import plan_sequence, reference
 from primeblocks.parallel.attention import dsa
 from primeblocks.testing import ranks, strategies
-from primeblocks.testing.oracles import StepCounter, assert_close_float64
+from primeblocks.testing.oracles import StepCounter
 from tests.parallel.test_dsa import ORDERS, PACKING, _inputs
 
 HEADS, LATENT, ROPE = 3, 5, 3
@@ -78,7 +78,10 @@ def _assert_equal_one_rank(found, lengths, order, k, with_sinks, options):
     scale = max(1.0, *(x.abs().max().item() for x in losses))
     for rank, (loss, ours) in enumerate(found):
         assert abs(loss - losses[rank]) <= 1e-12 * scale
-        assert_close_float64(ours, [x[plan.indices(rank)] for x in grads], tolerance=1e-11)
+        for part, grad in zip(ours, grads, strict=True):
+            # A rank's part may consist of rounding errors of the whole gradient.
+            atol = 1e-11 * max(1.0, grad.norm().item())
+            torch.testing.assert_close(part, grad[plan.indices(rank)], rtol=0, atol=atol)
 
 
 def _split_all(cases):
@@ -110,6 +113,7 @@ def test_equal_to_one_rank(world_size):
     k=st.integers(1, 9),
     integers=st.booleans(),
 )
+@example(4, [[0], [3, 10]], "balanced", 2, True)  # Gradients that are rounding errors alone.
 def test_any_packing_equals_one_rank(world_size, packings, order, k, integers):
     cases = [(lengths, order, k, True, {"integers": integers}, 500) for lengths in packings]
     _assert_all_equal_one_rank(cases, world_size)
