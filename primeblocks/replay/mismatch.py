@@ -326,9 +326,10 @@ def compare(a: Routes, b: Routes, *, mask: np.ndarray | None = None) -> Agreemen
         raise ShapeError(f"{a} and {b} are not recordings of the same tokens and layers")
     known = ~(a.missing | b.missing | a.padding | b.padding)
     if mask is not None:
+        mask = np.asarray(mask, dtype=np.bool_)
         if mask.shape != known.shape:
             raise ShapeError(f"mask has shape {list(mask.shape)}, expected [{a.tokens}]")
-        known &= mask.astype(np.bool_)
+        known &= mask
     if not known.any():
         raise ShapeError(f"{a} and {b} do not share a known token that the mask keeps")
     tokens = int(known.sum())

@@ -212,7 +212,7 @@ def test_agreement_is_of_sets_and_leaves_missing_tokens_out():
 def test_masked_tokens_are_not_compared():
     a = make([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [0, 1]]])
     b = make([[[0, 1], [2, 3]], [[4, 6], [6, 5]], [[2, 1], [0, 1]]])
-    found = compare(a, b, mask=np.array([True, True, False]))
+    found = compare(a, b, mask=torch.tensor([True, True, False]))
     assert found.by_layer == {2: 0.5, 5: 0.5}
     assert found.first_difference == {2: 0.5, 5: 0.0}
     assert found.tokens == 2
