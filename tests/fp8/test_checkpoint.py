@@ -14,6 +14,7 @@ from primeblocks.fp8 import Quantized, Recipe, Tile, audit, encode_weights
 from primeblocks.fp8.checkpoint import config, pack_weight, unpack_weights
 from primeblocks.layout import Layout, Shard, layout_of
 from primeblocks.testing import ranks
+from primeblocks.weightsync import describe
 
 ranks.preload(__name__)  # With all that it imports.
 
@@ -246,15 +247,14 @@ def test_an_engine_that_quantizes_simulated_numbers_gets_the_codes(tile, shape):
 def test_only_matrices_that_are_named_are_encoded(form):
     encode = encode_weights(RECIPE, only=r"[ab]\.proj", exclude="b", layouts=None, form=form)
     x, whole = matrix(16, 32), torch.ones(16, 32, dtype=torch.int64)
-    assert encode("a.proj.weight", x)["a.proj.weight"] is not x
-    for name, tensor in {
-        "a.norm": x,
-        "b.proj.weight": x,
-        "a.proj.bias": x[0],
-        "a.proj.count": whole,
-    }.items():
+    left = {"a.norm": x, "b.proj.weight": x, "a.proj.bias": x, "a.proj.count": whole}
+    sent = encode("a.proj.weight", x) | left
+    assert sent["a.proj.weight"] is not x
+    for name, tensor in left.items():
         assert list(encode(name, tensor)) == [name]
         assert encode(name, tensor)[name] is tensor
+    held = encode.describe(describe({"a.proj.weight": x} | left))
+    assert dict(held.items()) == dict(describe(sent).items())
     with pytest.raises(UsageError, match="is found inside 'a.projector'"):
         encode("a.projector", x)
     with pytest.raises(UsageError, match="holds float8 codes already"):
