@@ -1,6 +1,10 @@
 """What a model of transformers may be called with once it is parallel: plans, masks, labels."""
 
+import gc
+import weakref
 from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +13,7 @@ import torch.distributed as dist
 from primeblocks.errors import PlanError, UnsupportedError
 from primeblocks.parallel import global_token_count, plan_sequence
 from primeblocks.parallel.experts import AllToAllDispatcher
-from primeblocks.testing import ranks
+from primeblocks.testing import ranks, tiny_models
 from tests.parallel.bodies import each, meshes_of
 from tests.parallel.test_transformers_families import (
     ATTENTIONS,
@@ -192,6 +196,51 @@ def test_one_rank_alone_has_every_loss():
     ranks.run(_alone, world_size=1)
 
 
+def _scores_that_live():
+    from primeblocks.parallel.adapters.transformers import indexed, local_inputs, parallelize
+
+    model, meshes, made = _model("glm_moe_dsa"), meshes_of(), weakref.WeakSet()
+    parallelize(model, meshes)
+    sequence = plan_sequence([12], ranks=1)
+    inputs = local_inputs(
+        torch.arange(12) % 30, sequence=sequence, group=meshes.context.get_group()
+    )
+    start = indexed._Scores.__init__
+
+    def noted(self, *arguments):
+        start(self, *arguments)
+        made.add(self)
+
+    with mock.patch.object(indexed._Scores, "__init__", noted):
+        gc.disable()
+        try:
+            model(**inputs).logits.sum().backward()
+            return len(made)
+        finally:
+            gc.enable()
+
+
+def test_an_indexer_leaves_no_latents_to_the_garbage_collector():
+    assert ranks.run(_scores_that_live, world_size=1) == [0]
+
+
+def _wide_buffers():
+    from primeblocks.parallel.adapters.transformers import parallelize
+
+    for family in ("deepseek_v3", "nemotron_h"):
+        config = tiny_models.build(family).config
+        with torch.device("meta"):
+            model = tiny_models._model_class(family).from_config(config, dtype=torch.bfloat16)
+        parallelize(model, meshes_of())
+        assert next(model.parameters()).dtype == torch.bfloat16
+        biases = [x for name, x in model.named_buffers() if "e_score_correction_bias" in name]
+        assert {bias.dtype for bias in biases} == {torch.float32}
+
+
+def test_biases_that_choose_experts_stay_in_float32():
+    ranks.run(_wide_buffers, world_size=1)
+
+
 def _recurrence_kernels():
     from primeblocks.parallel.adapters.transformers import local_inputs, parallelize
     from primeblocks.parallel.linear.kernels import chunk_gated_delta_rule, chunk_state_space
@@ -202,6 +251,11 @@ def _recurrence_kernels():
         with pytest.raises(UnsupportedError, match="no recurrent layers that could use"):
             parallelize(model, meshes, recurrence_kernel=chunk_state_space)
         assert type(model).__name__[:4] != "FSDP"
+    for kind in ("dynamic", "longrope"):
+        model = _model("llama")
+        model.config.rope_parameters = {"rope_type": kind}
+        with pytest.raises(UnsupportedError, match=f"rope_type '{kind}' takes its frequencies"):
+            parallelize(model, SimpleNamespace(plan=SimpleNamespace(context=2)))
     for family, kernel in [
         ("nemotron_h", chunk_state_space),
         ("qwen3_next", chunk_gated_delta_rule),

@@ -209,7 +209,8 @@ class _Scores:
         done = len(found._operands) if isinstance(found, _Scores) else len(_STEPS)
         if function not in _STEPS[done : done + 1]:
             raise _unknown(f"calls {getattr(function, '__name__', function)}")
-        found._operands.append(args[0])
+        # ReLU's operand is `found` itself: a cycle would keep the latents of all ranks.
+        found._operands.append(None if args[0] is found else args[0])
         return found
 
     @property

@@ -113,6 +113,7 @@ def parallelize(
         )
     indexed, recurrent = bool(indexed_attentions(model)), bool(recurrent_layers(model))
     _check_attention(kind, indexed, attention)
+    _check_rope(model, plan.context)
     if recurrence_kernel is not None and not recurrent:
         raise UnsupportedError(
             f"{kind} has no recurrent layers that could use recurrence_kernel=. Leave out "
@@ -132,6 +133,7 @@ def parallelize(
     )
     offloaded = isinstance(offload_policy, CPUOffloadPolicy)
     materialize(model, meshes.loss.device_type, parts="cpu" if offloaded else None)
+    _widen_buffers(model)
     if dispatcher is None and plan.expert == 1:
         dispatcher = LocalDispatcher()
     elif dispatcher is None:
@@ -204,6 +206,25 @@ def _check_attention(kind: str, indexed: bool, attention: object) -> None:
         f"{kind} has no indexer that could use IndexedAttention. Pass attention=ring_attention or "
         "ulysses_attention, or leave attention= out."
     )
+
+
+def _check_rope(model: PreTrainedModel, context: int) -> None:
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = {each.get("rope_type") for each in (rope, *rope.values()) if isinstance(each, dict)}
+    if context > 1 and (found := kinds & {"dynamic", "longrope"}):
+        raise UnsupportedError(
+            f"rope_type {found.pop()!r} takes its frequencies from the largest position of a "
+            "rank's tokens, so ranks would rotate differently. Use context=1, or another rope_type."
+        )
+
+
+def _widen_buffers(model: PreTrainedModel) -> None:
+    """Convert buffers that the family keeps in float32, which `from_config` may leave narrower."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name in kept:
+                setattr(module, name, buffer.float())
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
