@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ..errors import DeadlineError, RankError, UnsupportedError
+from ..errors import DeadlineError, RankError, UnsupportedError, UsageError
 from .convert.conversion import Wiring, union
 from .manifest import Manifest, NamedTensors, describe, gather_manifests
 from .parts import Encode, Encoder
@@ -54,7 +54,7 @@ def announce(
         PlanError, UsageError: the errors of `describe` and `plan_sync`.
         RankError: `describe` or `encode` failed on another rank, and raised its error there.
         UnsupportedError: the transport cannot store a plan.
-        UsageError: a living process owns the name.
+        UsageError: a living process owns the name, or ranks passed different names.
     """
     alone = group is None and not dist.is_initialized()
 
@@ -63,7 +63,7 @@ def announce(
             return describe(parameters)
         return encode.describe(describe(parameters, dtype=dtype))  # So scales keep their dtype.
 
-    manifests = [mine()] if alone else _gathered(mine, group)
+    manifests = [mine()] if alone else _gathered(mine, where, group)
     if isinstance(encode, Encoder) and convert is None:
         dtype = None
     whole = (union(manifests) if convert is None else convert.targets).whole(dtype=dtype)
@@ -106,19 +106,24 @@ def find(where: str | Transport, *, timeout_s: float) -> tuple[Plan, Transport]:
     return plan, transport
 
 
-def _gathered(mine: Callable[[], Manifest], group: dist.ProcessGroup | None) -> list[Manifest]:
+def _gathered(
+    mine: Callable[[], Manifest], where: str | Transport, group: dist.ProcessGroup | None
+) -> list[Manifest]:
     manifest, error, refusal = Manifest(()), None, ""
     try:
         manifest = mine()
     except Exception as raised:  # This rank raises it when the other ranks know of it.
         error, refusal = raised, f"{type(raised).__name__}: {raised}"
-    refusals: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(refusals, refusal, group=group)
+    told: list[tuple[str, str]] = [("", "")] * dist.get_world_size(group)
+    name = where if isinstance(where, str) else ""
+    dist.all_gather_object(told, (refusal, name), group=group)
     if error is not None:
         raise error
-    for rank, refusal in enumerate(refusals):
+    for rank, (refusal, _) in enumerate(told):
         if refusal:
             raise RankError(f"rank {rank} cannot describe its parameters: {refusal}")
+    if len(names := {name for _, name in told}) > 1:
+        raise UsageError(f"ranks announce different names: {sorted(names)}. Pass one name.")
     return gather_manifests(manifest, group=group)
 
 

@@ -134,6 +134,11 @@ def test_ranks_with_different_names_are_recorded_together():
     [
         (lambda t: {"b": t["a"] * 2}, "'a': it is computed with"),
         (lambda t: {"b": t["a"].double()}, "'a': in 'b' it is repeated, or has another dtype"),
+        (lambda t: {"b": t["a"].bfloat16().float()}, "'a': it is computed with"),
+        (
+            lambda t: {"b": t["a"].view(torch.float64).clone().view(torch.float32)},
+            "'a': its elements are not read in boxes",
+        ),
         (lambda t: {"b": t["a"].expand(3, 2, 2)}, "'a': in 'b' it is repeated"),
         (lambda t: {"b": t["a"][torch.tensor([1, 0])]}, "'a': its elements are mixed"),
         (

@@ -166,6 +166,13 @@ def converted(transform, monkeypatch):
     return model
 
 
+def test_a_model_with_adapters_is_refused():
+    model = tiny_models.build("llama")
+    model.register_parameter("lora_A", torch.nn.Parameter(torch.zeros(2)))
+    with pytest.raises(UnsupportedError, match=r"has adapters \(lora_A\)"):
+        to_checkpoint(model)
+
+
 @pytest.mark.parametrize(
     ("transform", "error", "match"),
     [

@@ -115,6 +115,30 @@ async def test_the_calls_of_an_update():
 
 
 @in_hurried_time
+async def test_an_engine_that_loads_pages_is_asked_again_to_clear_its_cache():
+    fleet = Fleet([[1], [1]])
+    engine, receipt = fleet.engines[1], Receipt(2, 0, 0.0, "")
+    pause, refusals = engine.pause_generation, 3
+
+    async def once_loaded(**how):
+        nonlocal refusals
+        await pause(**how)
+        refusals -= 1
+        if refusals >= 0:
+            raise RuntimeError("Failed to reset KV cache")
+
+    engine.pause_generation = once_loaded
+    await update_all(fleet.engines, receipt, in_flight="recompute", timeout_s=TIMEOUT_S)
+    assert (refusals, fleet.weights, fleet.mixed) == (-1, [[2], [2]], [])
+    refusals = 1 << 30
+    receipt = Receipt(3, 0, 0.0, "")
+    with pytest.raises(EngineError, match="Failed to reset KV cache") as met:
+        await update_all(fleet.engines, receipt, in_flight="recompute", timeout_s=TIMEOUT_S)
+    assert met.value.engines == (1,)
+    assert (fleet.weights, engine.paused) == ([[2], [2]], False)
+
+
+@in_hurried_time
 async def test_an_engine_whose_pages_are_read_pauses_before_its_readers():
     fleet = Fleet([[1], [1], [1]])
     decode, prefill, other = fleet.engines

@@ -127,6 +127,15 @@ def test_ranks_hear_that_one_of_them_cannot_describe_its_parameters(tmp_path):
     assert others == [told] * 2
 
 
+def _names_differ():
+    with pytest.raises(UsageError, match=r"different names: \['a-0', 'a-1'\]"):
+        weightsync.announce(f"a-{dist.get_rank()}", {"w": torch.ones(2)})
+
+
+def test_ranks_pass_one_name():
+    ranks.run(_names_differ, world_size=2)
+
+
 def test_converted_names_are_announced(tmp_path):
     tensors = {"a": torch.ones(2)}
     wiring = convert.record_wiring(lambda each: {"b": each["a"]}, weightsync.describe(tensors))

@@ -33,11 +33,17 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
             is `describe(model)`.
 
     Raises:
-        UnsupportedError: the conversion to a checkpoint drops elements.
+        UnsupportedError: the model has adapters, or the conversion to a checkpoint drops elements.
         PlanError: the conversion computes with the values of a tensor instead of only moving them,
             or ranks describe a tensor differently. Also raised if the conversion separates float8
             codes from the scales of their tiles, or fails.
     """
+    for name, _ in model.named_parameters():
+        if "lora_" in name or ".base_layer." in name:
+            raise UnsupportedError(
+                f"the model has adapters ({name}), which no checkpoint contains. Send adapters "
+                "with adapter_parameters, or publish merged weights."
+            )
     whole = _unsharded(model)
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

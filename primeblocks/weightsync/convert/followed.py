@@ -132,7 +132,10 @@ class Follower(TorchDispatchMode):
         for tensor in tree_leaves(made):
             if isinstance(tensor, Tensor) and _storage(tensor) not in self._origins:
                 parts = _parts(func, args, tensor, followed)
-                self._origins[_storage(tensor)] = _Origin(tensor, "", parts, func in _MOVES)
+                # Into a parameter a cast is part of the copy. Between two tensors it may round.
+                is_cast = not self._into and any(one.dtype != tensor.dtype for one in followed)
+                is_moved = func in _MOVES and not is_cast
+                self._origins[_storage(tensor)] = _Origin(tensor, "", parts, is_moved)
         if _is_of_shape(func):
             self._note_filled(func, (), made)
         return made
@@ -211,7 +214,8 @@ class Follower(TorchDispatchMode):
         """
         origin = self._origins[_storage(tensor)]
         within = pieces_in(tensor, origin.base)
-        if within is None:
+        is_cut = bool(origin.parts) and tensor.element_size() < origin.base.element_size()
+        if within is None or is_cut:
             self._read(origin.base, inexact="its elements are not read in boxes")
             return []
         found = [replace(piece, source=origin.name) for piece in within] if origin.name else []

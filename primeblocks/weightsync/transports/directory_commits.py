@@ -228,7 +228,7 @@ class DirectoryCommits:
             part.unlink(missing_ok=True)
 
     def _write_commits(self, markers: Sequence[Marker]) -> None:
-        _write_markers(self.directory, markers, durable=self._durable)
+        self.write(_COMMITS, [_text(markers)])
         self.committed[:] = markers
         if self._durable:
             fsync(self.directory)
@@ -274,5 +274,8 @@ def _names_that_stay(
 
 
 def _write_markers(directory: Path, markers: Sequence[Marker], *, durable: bool) -> None:
-    text = json.dumps([marker.to_json() for marker in markers])
-    write_over(directory / _COMMITS, [text.encode()], durable=durable)
+    write_over(directory / _COMMITS, [_text(markers)], durable=durable)
+
+
+def _text(markers: Sequence[Marker]) -> bytes:
+    return json.dumps([marker.to_json() for marker in markers]).encode()

@@ -361,7 +361,8 @@ def _unusable(directory: Path, error: OSError) -> UsageError:
 
 def _second(directory: Path) -> UsageError:
     return UsageError(
-        f"{directory} has a living owner. Choose another name, and pass owner=True only on rank 0."
+        f"{directory} has a living owner. Close its transport or choose another name. Pass "
+        "owner=True only on rank 0."
     )
 
 

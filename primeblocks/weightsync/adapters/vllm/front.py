@@ -38,6 +38,7 @@ __all__ = [
     "update_llm",
 ]
 
+_RETRY_S = 0.02
 InFlight = Literal["continue", "recompute", "abort"]
 _PAUSE: dict[str, dict[str, Any]] = {
     "continue": {"mode": "keep", "clear_cache": False},
@@ -190,7 +191,17 @@ async def update_all(
     fleet = [_Member(index, _until(one, resume_by)) for index, one in enumerate(engines)]
 
     async def pause_one(member: _Member) -> None:
-        await call(member.engine, member.engine.pause_generation(**pause), "pause", work_by)
+        while True:
+            try:
+                await call(member.engine, member.engine.pause_generation(**pause), "pause", work_by)
+                return
+            except EngineError:
+                # An engine that loads pages from a KV connector cannot clear its cache yet.
+                is_final = in_flight != "recompute" or member.was_paused or member.engine.errored
+                if is_final or time.monotonic() > work_by - _RETRY_S:
+                    raise
+            await call(member.engine, member.engine.resume_generation(), "resume", work_by)
+            await asyncio.sleep(_RETRY_S)
 
     async def pause_all() -> bool:
         first = [member for member in fleet if member.index in prefill]
