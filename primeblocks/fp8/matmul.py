@@ -325,8 +325,10 @@ def _weight_gradient(
             return recipe.gemm(a, b) if offsets is None else recipe.gemm.k_grouped(a, b, offsets)
         x = saved[0] if kept is None else kept.dequantize()
         dtype = torch.float32 if recipe.wgrad == "float32" else torch.bfloat16
-        dy, x = dy.to(dtype), x.to(dtype)
-        if offsets is not None and dy.is_cuda and dtype is torch.bfloat16:
+        dy, x = dy.to(dtype).contiguous(), x.to(dtype).contiguous()
+        # The kernel needs dense rows of a multiple of 16 bytes.
+        fits = dtype is torch.bfloat16 and dy.shape[1] % 8 == 0 == x.shape[1] % 8
+        if offsets is not None and dy.is_cuda and fits:
             return F.grouped_mm(dy.mT, x, offs=offsets)
         if not dy.is_cuda:
             dy, x = dy.float(), x.float()  # The operands keep their values. Sums are float32.

@@ -282,4 +282,5 @@ def refuse_nonfinite(x: Tensor, quantized: Quantized) -> None:
     """Raise UsageError if values are not finite. The host waits."""
     if not quantized.scales.isfinite().all():
         bad = int((~x.float().isfinite()).sum())
-        raise UsageError(f"{bad} of {x.numel()} values are not finite, and float8 has no infinity.")
+        said = f"{bad} of {x.numel()} values are" if bad else "values of a SwiGLU are"
+        raise UsageError(f"{said} not finite, and float8 has no infinity.")

@@ -81,6 +81,17 @@ def test_grouped_products_with_an_expert_that_nobody_chose(device):
     assert not found[2][1].any()
 
 
+@pytest.mark.parametrize(("inner", "outer"), [(128, 64), (128, 100), (36, 64)])
+def test_grouped_products_of_any_strides_and_sizes(device, inner, outer):
+    offsets = torch.tensor([40, 96], dtype=torch.int32, device=device)
+    leaves = draw(96, inner + 3, seed=8)[:, :inner], draw(2, outer, inner, seed=9)
+    x, experts = (leaf.bfloat16().to(device).requires_grad_() for leaf in leaves)
+    grouped_matmul(x, experts, offsets, recipe=RECIPE).sum().backward()  # An expanded gradient.
+    right = torch.stack([x.detach().double()[rows].sum(0) for rows in (slice(40), slice(40, 96))])
+    right = right[:, None].expand(2, outer, inner).cpu()
+    assert norm_error(experts.grad.double().cpu(), right) < ERROR
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_a_product_after_a_swiglu_and_its_gradients(device, grouped):
     gate_up, scores = draw(256, 512, seed=5), draw(256, seed=6).sigmoid()

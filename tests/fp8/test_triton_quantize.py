@@ -140,6 +140,21 @@ def test_bytes_are_those_of_the_operands(monkeypatch):
     assert moved == {"load": 2 * x.numel() + 2 * 150, "store": x.numel() + 4 * (150 + 128 * 2)}
 
 
+@pytest.mark.parametrize("rows", [1, 32, 64, 128])
+def test_tiles_of_any_height_hold_a_swiglu(rows):
+    gate_up = matrix(70, 256)
+    found = on_cpu(QUANTIZER.swiglu(gate_up.to(DEVICE), None, Tile(rows, 64)))
+    right = quantize(swiglu(gate_up, None), Tile(rows, 64)).dequantize(torch.float64)
+    apart = (found.dequantize(torch.float64) - right).abs()
+    assert (apart <= right.abs() / 8 + found.scales.double().amax() / 256).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # The interpreter.
+def test_an_overflow_in_a_swiglu_is_named():
+    with pytest.raises(UsageError, match="values of a SwiGLU are not finite"):
+        QUANTIZER.swiglu(torch.full((4, 256), 300.0, device=DEVICE).half(), None, ROW)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="takes 10 GB and a device")
 def test_places_beyond_two_to_the_31():
     x = torch.randn(1, 128, device=DEVICE).bfloat16().expand(1 << 24, 128).clone()

@@ -361,7 +361,7 @@ def _launch(
             out,
             a.scales,
             b.scales,
-            out if offsets is None else offsets,
+            out if offsets is None else offsets.contiguous(),
             groups,
             *a.shape,
             out.shape[-1],

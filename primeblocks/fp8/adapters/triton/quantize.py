@@ -313,7 +313,7 @@ def _quantize(
     flat = x.flatten(0, -3) if x.ndim > 3 else x
     # With a transpose, blocks need whole tiles in both directions. Otherwise the height gives 64
     # values to each thread, because 8 loads are then pending.
-    height = _SIDE if both or tile.rows > 64 else 32 if gated else 64
+    height = _SIDE if both or tile.rows > 64 else max(tile.rows, 32 if gated else 64)
     blocks = math.prod(batch) * triton.cdiv(rows, height) * triton.cdiv(columns, _SIDE)
     if blocks:
         with torch.cuda.device_of(x):
