@@ -119,12 +119,12 @@ class Rollout:
         """A mask of the completion tokens that a policy sampled."""
         return self.versions != UNSAMPLED
 
-    @property
+    @cached_property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token of the rollout."""
         return int(self.versions[self.sampled].min())
 
-    @property
+    @cached_property
     def newest_version(self) -> int:
         """The newest policy version that sampled a token of the rollout."""
         return int(self.versions.max())
@@ -288,7 +288,7 @@ def freeze_trajectory(item: Any, *, least: int) -> None:
 def _frozen(values: ArrayLike, dtype: type, *, name: str) -> NDArray:
     if _is_constant(values) and (values.dtype, values.ndim) == (dtype, 1):
         return values
-    array = np.array(values)
+    array = np.array(np.asarray(values))  # torch's __array__ has no `copy`.
     if array.ndim != 1:
         raise ShapeError(f"{name} must be one-dimensional; got shape {array.shape}")
     if array.size and dtype is np.int64 and not np.issubdtype(array.dtype, np.integer):

@@ -182,17 +182,16 @@ class AsyncLoop:
 
     async def __aexit__(self, *_: object) -> None:
         assert self._feeder is not None
+        assert self._worker is not None
         await self._feeder.close(self._timeout_s)
-        rest: set[asyncio.Future[Any]] = {*self._restored}
-        if self._publishing is not None:
-            rest.add(self._publishing)
+        rest = [each for each in (*self._restored, self._publishing) if each is not None]
         for future in rest:
             future.cancel()
         if rest:
             await asyncio.wait(rest, timeout=self._timeout_s)
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        await self._worker.ended(self._timeout_s)  # A `train` that runs changes weights.
+        self._worker.close()
+        self._worker = None
 
     async def steps(self, count: int) -> AsyncIterator[Step]:
         """Make `count` training steps, and yield a `Step` after each step.
@@ -235,6 +234,8 @@ class AsyncLoop:
             on_drop=self._drop,
             unless=self._starved,
         )
+        if self._failed is not None and self._failed.done():  # Although a batch was ready.
+            raise self._failed.result()
         taken, version = self._clock.now(), self.version
         self._is_stepping = True
         if self._ledger is not None:
@@ -377,8 +378,7 @@ class AsyncLoop:
             finished=feeder.finished,
             behind=self.version - self.published,
         )
-        requests = limit - feeder.requests
-        feeder.start(groups=groups, requests=requests, version=self.published)
+        feeder.start(groups=groups, requests=limit - feeder.requests, version=self.published)
         self._pace(feeder.requests < limit and not feeder.exhausted)
         if feeder.exhausted and feeder.left < self._batch_size:
             _end(self._starved, _Exhausted())

@@ -71,7 +71,8 @@ class Retries:
     """Limits on the attempts per rollout, and on the groups that fail in a row.
 
     A mistake in code ends the attempts of a rollout immediately. TypeError, NameError,
-    AttributeError, ImportError, SyntaxError and NotImplementedError count as mistakes in code.
+    AttributeError, ImportError, SyntaxError and NotImplementedError count as mistakes in code,
+    except inside an ExceptionGroup.
 
     Args:
         attempts: the number of attempts per rollout, or per group if `generate` returns whole

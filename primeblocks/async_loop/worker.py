@@ -25,14 +25,22 @@ class WorkerThread:
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
+        self._last: Future | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Await `function(*args, **kwargs)`. A started call continues even if it is cancelled."""
         future: Future[T] = Future()
+        self._last = future
         self._calls.put((future, lambda: function(*args, **kwargs)))
         return await asyncio.wrap_future(future)
+
+    async def ended(self, timeout_s: float) -> None:
+        """Wait until the calls made so far have ended, at most for `timeout_s`."""
+        if self._last is not None and not self._last.done():
+            last = asyncio.gather(asyncio.wrap_future(self._last), return_exceptions=True)
+            await asyncio.wait({last}, timeout=timeout_s)
 
     def close(self) -> None:
         """End the thread after the calls made so far, without waiting for them."""

@@ -1,11 +1,14 @@
 """Errors of prompts, rollouts and steps: what ends, what is tried again, what is told."""
 
 import asyncio
+import threading
+import time
 
 import pytest
 
+from primeblocks.async_loop import AsyncLoop, RolloutBuffer, StalenessPolicy
 from primeblocks.async_loop.scheduler import Retries
-from primeblocks.errors import EngineError
+from primeblocks.errors import EngineError, UsageError
 from tests.deadlines import HANG_S
 
 from .conftest import make_rollout
@@ -177,3 +180,49 @@ def test_the_end_of_an_iterator_in_a_blocking_call_is_told_at_once(name):
         await body(world, make_loop(world, step_timeout_s=HANG_S))
 
     asyncio.run(asyncio.wait_for(main(), HANG_S / 2))
+
+
+@pytest.mark.parametrize("fails_in", ["generate", "publish"])
+def test_no_train_runs_or_starts_once_a_loop_has_failed(fails_in):
+    """`generate` fails while `train` runs; a publish fails between two steps."""
+    begun, ended, release = [], [], threading.Event()
+
+    async def generate(prompt, *, version):
+        if fails_in == "generate" and prompt:
+            while not begun:
+                await asyncio.sleep(0.001)
+            asyncio.get_running_loop().call_later(0.05, release.set)
+            return "no group"
+        return [make_rollout(versions=[version])]
+
+    def train(groups, *, version):
+        begun.append(version)
+        if fails_in == "generate":
+            assert release.wait(HANG_S)
+            time.sleep(0.05)
+        ended.append(version)
+
+    def publish(version):
+        async def send():
+            raise EngineError("gone")
+
+        return send()
+
+    policy = StalenessPolicy(3, correction="none: a test")
+
+    async def body():
+        loop = AsyncLoop(
+            prompts=range(9), generate=generate, train=train, publish=publish, batch_size=1,
+            max_in_flight=2, buffer=RolloutBuffer(capacity=8, staleness=policy),
+        )  # fmt: skip
+
+        async def train_all():
+            async with loop:
+                async for _ in loop.steps(5):
+                    await asyncio.sleep(0.05)  # The next batch is ready, and the publish failed.
+
+        with pytest.raises((UsageError, EngineError)):
+            await train_all()
+        assert begun == ended == [0]
+
+    asyncio.run(asyncio.wait_for(body(), HANG_S))

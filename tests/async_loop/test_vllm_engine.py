@@ -63,6 +63,7 @@ async def _healthy(engine: Any) -> dict:
         "rollout": [rollout.prompt_length, len(rollout.completion), rollout.prompt_id],
         "rewarded": [rewarded.reward, dict(rewarded.attachments)],
         "too_long": await _outcome(engine.generate(PROMPT * 40, max_tokens=4, timeout_s=HANG_S)),
+        "none": await _outcome(engine.generate(PROMPT, max_tokens=0, timeout_s=HANG_S)),
         "slow": await _outcome(engine.generate(PROMPT, max_tokens=200, timeout_s=0.02)),
         "after": await _outcome(engine.generate(PROMPT, max_tokens=4, timeout_s=HANG_S)),
     }
@@ -87,6 +88,11 @@ async def _in_parts(engine: Any) -> dict:
     ended = await generate_in_parts(
         engine, PROMPT, **asked | {"draft": over}, **same | {"max_tokens": 10}
     )
+    # A part ends where the model's length ends: 256 tokens.
+    full = await generate_in_parts(
+        engine, (PROMPT * 40)[:246], draft=Draft(8, {}, lambda *what: None), sample=0,
+        part_tokens=5, **same,
+    )  # fmt: skip
     other = {"draft": again, "sample": 2, "part_tokens": 5, **same}
     await engine.call(engine.llm.update_weight_version("0"), timeout_s=HANG_S)
     return {
@@ -100,6 +106,7 @@ async def _in_parts(engine: Any) -> dict:
         "versions": resumed.versions.tolist(),
         "kept_logprobs": resumed.logprobs[:5] == parts.logprobs[:5],
         "ended": [len(ended.token_ids), ended.finish_reason],
+        "full": [len(full.token_ids), full.finish_reason],
         "other_prompt": await _outcome(generate_in_parts(engine, PROMPT[1:], **other)),
     }
 
@@ -157,13 +164,13 @@ def test_a_completion_in_parts_is_the_whole_and_goes_on_after_a_crash(facts):
     assert parts["prompt"] == [True, True]
     assert parts["versions"] == [0] * 5 + [3] * 7
     assert parts["kept_logprobs"]
-    assert parts["ended"] == [10, "length"]
+    assert parts["ended"] == parts["full"] == [10, "length"]
     assert parts["other_prompt"]["error"] == "UsageError"
 
 
 def test_a_bad_or_late_request_leaves_the_engine_well(facts):
     healthy = facts["healthy"]
-    assert healthy["too_long"]["error"] == "UsageError"
+    assert healthy["too_long"]["error"] == healthy["none"]["error"] == "UsageError"
     assert healthy["slow"]["error"] == "DeadlineError"
     assert healthy["slow"]["seconds"] < HANG_S
     assert healthy["after"]["error"] is None

@@ -125,3 +125,29 @@ def test_lists_of_many_groups_are_read_on_both_sides():
                 assert "above max_group_bytes=1,000" in json.loads(answer)["refused"]["3"]
 
     run(body())
+
+
+@pytest.mark.skipif(not zmq.has("curve"), reason="libzmq was built without CURVE")
+def test_only_senders_with_a_key_deliver_to_a_receiver_with_curve():
+    (public, secret), (own_public, own_secret) = zmq.curve_keypair(), zmq.curve_keypair()
+
+    def serves(socket):
+        socket.curve_server, socket.curve_secretkey = True, secret
+
+    def connects(socket):
+        socket.curve_serverkey = public
+        socket.curve_publickey, socket.curve_secretkey = own_public, own_secret
+
+    async def body():
+        buffer = buffer_of()
+        async with RolloutReceiver(buffer, ANY, configure=serves) as receiver:
+            async with RolloutSender(receiver.address) as plain:
+                with pytest.raises(DeadlineError, match="put of group 0"):
+                    await plain.put(make_group(0), timeout_s=1)
+            async with RolloutSender(receiver.address, configure=connects) as sender:
+                await sender.put(make_group(1), timeout_s=HANG_S)
+                (group,) = await buffer.take(1, version=2, timeout_s=HANG_S)
+                assert group.ordinal == 1
+                receiver.settle(group)
+
+    run(body())

@@ -212,25 +212,25 @@ class VllmEngine:
             ClosedError: the engine was closed before or during the request.
         """
         version = _check_adapter(lora_request, adapter_version)
-        params = SamplingParams(
-            n=n,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            stop_token_ids=list(stop_token_ids),
-            seed=seed,
-            extra_args=None if extra_args is None else dict(extra_args),
-            logprobs=0,  # the sampled token's only
-            routed_experts_prompt_start=routed_experts_prompt_start,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        settings = {
+            "n": n,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "stop_token_ids": list(stop_token_ids),
+            "seed": seed,
+            "extra_args": None if extra_args is None else dict(extra_args),
+            "logprobs": 0,  # the sampled token's only
+            "routed_experts_prompt_start": routed_experts_prompt_start,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
         tokens = tuple(int(token) for token in prompt)
         inputs: dict[str, Any] = {"prompt_token_ids": list(tokens)}
         inputs |= _image_inputs(images, salt=cache_salt)
         if cache_salt is not None:
             inputs["cache_salt"] = cache_salt
         name = f"primeblocks-{next(self._ids)}"
-        asked = self._last_output(inputs, params, name, lora_request)
+        asked = self._last_output(inputs, settings, name, lora_request)
         output = await self.call(asked, timeout_s=timeout_s)
         outputs = sorted(output.outputs, key=lambda one: one.index)
         cached = output.num_cached_tokens or 0
@@ -298,8 +298,9 @@ class VllmEngine:
             kill(self._processes)
 
     async def _last_output(
-        self, inputs: Any, params: SamplingParams, request_id: str, lora: LoRARequest | None
+        self, inputs: Any, settings: dict[str, Any], request_id: str, lora: LoRARequest | None
     ) -> Any:
+        params = SamplingParams(**settings)  # Here, because `call` converts vLLM's errors.
         generated = self.llm.generate(inputs, params, request_id, lora_request=lora)
         async with contextlib.aclosing(generated) as outputs:
             answers = [output async for output in outputs]

@@ -33,7 +33,7 @@ async def generate_in_parts(
 
     If `draft` contains a trajectory of this sample, the call continues the trajectory. The call
     sends one request per part, with the trajectory so far as the prompt. After a crash, every saved
-    token still has its log-probability, version and routes.
+    token still has its log-probability, version and routes. The result has no `draft_tokens`.
 
     Args:
         sample: the position of the completion in its group.
@@ -52,6 +52,9 @@ async def generate_in_parts(
         raise UsageError(
             f"part_tokens and max_tokens must be positive; got {part_tokens} and {max_tokens}"
         )
+    # vLLM ends a completion at this length, and refuses a prompt that has it.
+    room = engine.llm.model_config.max_model_len - len(prompt)
+    max_tokens = max(1, min(max_tokens, room))
     so_far = draft.partials.get(sample)
     if so_far is not None and so_far.tokens[: so_far.prompt_length].tolist() != list(prompt):
         raise UsageError(
