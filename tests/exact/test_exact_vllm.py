@@ -89,6 +89,21 @@ def _pairs(model, engine, prompts, lengths, temperature, is_exact=True):
     ]
 
 
+def _prompts(model, engine, prompts):
+    """The log-probabilities of each prompt, by the trainer and by the engine."""
+    from vllm import SamplingParams
+
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    answers = engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=False)
+    return [
+        (
+            _trained(model, prompt[:1], prompt[1:], 1.0),
+            torch.tensor([each[t].logprob for t, each in zip(prompt[1:], said[1:], strict=True)]),
+        )
+        for prompt, said in zip(prompts, (a.prompt_logprobs for a in answers), strict=True)
+    ]
+
+
 def _compare(folder, dtype, temperature, size, then=None):
     """Compare tokens, with one version of the weights a round. Also return what `then` finds.
 
@@ -114,6 +129,9 @@ def _compare(folder, dtype, temperature, size, then=None):
         prompts, lengths = _requests(count, size.tokens, step % 2 == 0, draw)
         expected += sum(lengths)
         pairs += _pairs(model, engine, prompts, lengths, temperature, bool(then))
+    if then:
+        pairs += _prompts(model, engine, [list(range(5, n)) for n in (7, 90)])
+        expected += 1 + 84
     ours, theirs = map(torch.cat, zip(*pairs, strict=True))
     counted = {each.name: getattr(each, "value", None) for each in engine.get_metrics()}
     found = {

@@ -179,6 +179,16 @@ def test_what_was_loaded_without_rows_is_missing(connector):
     assert run(connector, "a", [1, 2], 7, [9]) == [GONE] * 4 + [5, GONE, 7, 9]
 
 
+def test_what_another_connector_loaded_has_no_rows_of_the_block_before():
+    connector = made(alone=False)
+    connector.carry()
+    run(connector, "x", [1, 2], 0, [1, 2, 3, 4, 5, 6, 7, 8])
+    begin(connector, [("y", [5], 0)], loading=[[1]])
+    handed(compute(connector, ("y", 0, [3])))
+    assert run(connector, "a", [1, 3], 4, [9]) == [GONE] * 4 + [9]
+    connector.close()
+
+
 def test_another_may_use_a_loaded_page_before_the_one_that_asked_for_it(connector):
     connector.offer({1: b"\1\2\3\4"})
     assert run(connector, "b", [1, 2], 4, [9]) == [1, 2, 3, 4, 9]

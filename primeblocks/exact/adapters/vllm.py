@@ -126,13 +126,19 @@ class PagedAttentionLayer(Attention):
             return super().forward(*args, **kwargs)
 
 
-_plain_forward = Sampler.forward
+_plain_forward, _plain_logprobs = Sampler.forward, Sampler.compute_logprobs
 
 
 def _sample(sampler: Sampler, *args: Any, **kwargs: Any) -> Any:
     """Run vLLM's sampler inside of `batch_invariant()`, because it computes log-probabilities."""
     with batch_invariant():
         return _plain_forward(sampler, *args, **kwargs)
+
+
+def _logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """Compute log-probabilities inside of `batch_invariant()`, also those of prompts."""
+    with batch_invariant():
+        return _plain_logprobs(logits)
 
 
 def _refusal(config: Any) -> str | None:
@@ -170,6 +176,7 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
         self.lm_head.requires_grad_(False)
         # This changes every sampler of this process, because vLLM has no hook for it.
         setattr(Sampler, "forward", _sample)  # noqa: B010
+        setattr(Sampler, "compute_logprobs", staticmethod(_logprobs))  # noqa: B010
         if self._get_tie_word_embeddings():
             self.lm_head.weight = self.model.get_input_embeddings().weight
 

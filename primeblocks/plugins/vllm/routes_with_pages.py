@@ -266,7 +266,7 @@ class RowsBesidePages(_Connector):
         for source, target in notes.copied:
             for i in range(each):
                 self._table.copy(source * each + i, target * each + i)
-        self._table.empty(notes.emptied)
+        self._table.empty(notes.emptied + notes.overwritten)  # A tier may bring no rows.
         for place, found in notes.loaded.items():
             self._table.put(place, found)
         if not self._by_hash:
