@@ -12,6 +12,7 @@ differ in shape or have a wrong dtype.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import UsageError
-from ..groups import check_group
+from ..groups import agreed
 from .tokens import bounded_ratio, check_clips, check_tokens, log_ratios, masked, sequence_sums
 
 __all__ = [
@@ -142,22 +143,21 @@ def off_policy_metrics(
         group: the ranks that have parts of the batch. Each rank gets the result of the whole batch.
 
     Raises:
-        PlanError: this rank is not in `group`.
+        PlanError, RankError: this rank is not in `group`, or another rank refused its arguments.
 
     Source: Kish, 1965 (sample size); Schulman, 2020 (joschu.net/blog/kl-approx).
     """
-    x = _log_ratios(trainer_logprobs, rollout_logprobs, mask).double()
+    with nullcontext() if group is None else agreed("metrics", trainer_logprobs, group=group):
+        x = _log_ratios(trainer_logprobs, rollout_logprobs, mask).double()
     ratio = masked(bounded_ratio(x), mask)
     parts = mask.double(), ratio, ratio.square(), -x, x.square() / 2, masked(ratio - 1 - x, mask)
     sums = torch.stack([part.sum() for part in parts])
     if group is not None:
-        check_group(group)
         dist.all_reduce(sums, group=group)
     tokens, first, second, *estimates = sums.tolist()
-    if not tokens:
-        return {"ess": 1.0, "k1": 0.0, "k2": 0.0, "k3": 0.0}
-    named = zip(("k1", "k2", "k3"), estimates, strict=True)
-    return {"ess": _ess(first, second) / tokens} | {name: each / tokens for name, each in named}
+    k1, k2, k3 = (each / max(tokens, 1.0) for each in estimates)
+    ess = _ess(first, second) / tokens if tokens else 1.0
+    return {"ess": ess, "k1": k1, "k2": k2, "k3": k3}
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from primeblocks.errors import ShapeError, UsageError
+from primeblocks.errors import RankError, ShapeError, UsageError
 from primeblocks.losses import advantages, corrections, kl_loss
 from primeblocks.testing import ranks
 
@@ -373,7 +373,14 @@ def _metrics_of_a_part():
     return corrections.off_policy_metrics(p, q, mask=mask, group=dist.group.WORLD)
 
 
+def _one_rank_is_wrong():
+    p, mask = -torch.rand(4 + dist.get_rank()), torch.ones(4, dtype=torch.bool)
+    with pytest.raises((ShapeError, RankError)):
+        corrections.off_policy_metrics(p, p[:4], mask=mask, group=dist.group.WORLD)
+
+
 def test_metrics_of_all_ranks_are_those_of_the_whole():
+    ranks.run(_one_rank_is_wrong)
     p, q, _, _, mask, _ = padded(draw())
     whole = corrections.off_policy_metrics(p, q, mask=mask)
     for found in ranks.run(_metrics_of_a_part):

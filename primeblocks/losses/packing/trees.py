@@ -73,31 +73,27 @@ class TreePlan:
         separate = sum(n * (n + 1) // 2 for n in (*self.lengths, self.padding))
         return separate, int((self.positions + 1).sum())
 
-    def flops(
-        self, *, active_parameters: float = 3.3e9, layers: int = 48, attention_width: int = 4096
-    ) -> tuple[float, float]:
-        """FLOPs of training on separate rollouts and on trees, counted as in `sequence_flops`."""
-        each, pair = 6.0 * active_parameters, 12.0 * layers * attention_width
+    def flops(self) -> tuple[float, float]:
+        """FLOPs on separate rollouts and on trees, as `sequence_flops` counts them by default."""
+        each, pair = 6.0 * 3.3e9, 12.0 * 48 * 4096
         positions = len(self.rows), len(self.places)
         separate, shared = (
             each * n + pair * seen for n, seen in zip(positions, self.pairs, strict=True)
         )
         return separate, shared
 
-    def table(self, *, bytes_a_position: int = 48 * 2048 * 2, **sizes: Any) -> str:
+    def table(self) -> str:
         """Return a table that compares positions, pairs, FLOPs and bytes of rollouts and trees.
 
-        Args:
-            bytes_a_position: bytes of activations per position that the backward needs. Default:
-                one hidden state per layer of Qwen3-30B-A3B in bfloat16.
-            sizes: keywords of `flops`.
+        The bytes are activations for the backward: one hidden state per layer of Qwen3-30B-A3B, in
+        bfloat16.
         """
         positions = len(self.rows), len(self.places)
         found = {
             "positions": positions,
             "pairs": self.pairs,
-            "FLOPs": self.flops(**sizes),
-            "bytes": tuple(n * bytes_a_position for n in positions),
+            "FLOPs": self.flops(),
+            "bytes": tuple(n * 48 * 2048 * 2 for n in positions),
         }
         lines = [f"{'':<10}{'separate':>12}{'shared':>12}{'ratio':>8}"]
         for name, (before, after) in found.items():
