@@ -354,7 +354,7 @@ class Frames:
         self.fence(self.free)
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def full(error: OSError) -> bool:

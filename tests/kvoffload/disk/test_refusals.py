@@ -25,6 +25,7 @@ from tests.kvoffload.disk.small import (
 KINDS = [
     (errno.ENOSPC, CapacityError),
     (errno.EDQUOT, CapacityError),
+    (errno.EFBIG, CapacityError),
     (errno.EROFS, OSError),
     (errno.EIO, OSError),
 ]
@@ -116,7 +117,9 @@ def test_of_a_run_that_cannot_be_read_the_good_pages_are(tmp_path):
 @pytest.mark.parametrize(("number", "kind"), KINDS)
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_a_refused_index_keeps_what_was_there(tmp_path, number, kind, checkpoints):
-    kind = OSError if number == errno.EDQUOT else kind  # SQLite tells it from no other
+    kind = (
+        OSError if number in (errno.EDQUOT, errno.EFBIG) else kind
+    )  # SQLite tells it from no other
     tier, script = filled(tmp_path)
     before = state(tier)
     script.faults = {"commit": Fault(0, number)}
