@@ -1,7 +1,7 @@
 """Load a transformers checkpoint into the shards of many ranks, train, and save the model.
 
-No rank stores the whole model. If you run the script a second time, with another number of ranks,
-the second run continues the first run.
+No rank stores the whole model. If you run the script a second time, with another even number of
+ranks, the second run continues the first run.
 
     torchrun --nproc-per-node 4 examples/pretrained_to_shards.py
     torchrun --nproc-per-node 2 examples/pretrained_to_shards.py
@@ -27,7 +27,8 @@ from primeblocks.parallel.adapters.transformers import (
 )
 
 FOLDER = Path(tempfile.gettempdir()) / "pretrained_to_shards"
-CHECKPOINT = FOLDER / "pretrained"  # A folder, or "Qwen/Qwen3-30B-A3B". Made if missing.
+MADE = FOLDER / "pretrained"
+CHECKPOINT = MADE  # Or another folder, or "Qwen/Qwen3-30B-A3B".
 STEPS, ROWS, TOKENS, RATE = 2, 8, 32, 1e-2  # Steps per run, rows per batch of all ranks.
 CONFIG = Qwen3MoeConfig(
     vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
@@ -65,8 +66,8 @@ def shown_in(bar: tqdm) -> Callable[[int, int], None]:
 def main() -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if rank == 0 and not CHECKPOINT.exists():
-        AutoModelForCausalLM.from_config(CONFIG).save_pretrained(CHECKPOINT)
+    if rank == 0 and CHECKPOINT == MADE and not MADE.exists():
+        AutoModelForCausalLM.from_config(CONFIG).save_pretrained(MADE)
     dist.barrier()
 
     with torch.device("meta"):  # Only names and shapes.
@@ -75,7 +76,8 @@ def main() -> None:
     parallelize(model, meshes)  # Allocates memory for this rank's parts.
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
 
-    saved = sorted(FOLDER.glob("step-*"), key=lambda path: int(path.name[5:]))
+    whole = [path.parent for path in FOLDER.glob("step-*/.metadata")]
+    saved = sorted(whole, key=lambda path: int(path.name[5:]))
     start = int(saved[-1].name[5:]) if saved else 0
     if saved:  # Any number of ranks may have saved the weights and moments.
         weights, moments = get_state_dict(model, optimizer)

@@ -113,11 +113,8 @@ def fp8():
 
 @contextmanager
 def kvoffload():
-    with vllm_without_engines() as (_, offline):
-        model = tiny_models.save("qwen3_moe", "model", **SIZES)
-        names = {"model": str(model), "page_bytes": 1 << 20, "ids": [5, 6]}
-        yield names
-        assert offline.generate.call_count == 1
+    names = {}
+    yield names
     assert len(names["lead"]) == 1
 
 
@@ -365,7 +362,7 @@ PAGES = {
     "docs/async_loop_processes.md": processes,
     "docs/async_loop_resume.md": resume,
     "docs/capture.md": conversations,
-    **dict.fromkeys(("docs/exact.md", "docs/weightsync_proof.md"), lambda: nullcontext({})),
+    "docs/exact.md": lambda: nullcontext({}),
     "docs/dsa.md": sparse_attention,
     "docs/fp8.md": fp8,
     "docs/kvoffload.md": kvoffload,

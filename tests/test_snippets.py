@@ -22,7 +22,6 @@ ROOT = Path(__file__).parent.parent
 SHARED = ("docs/dsa.md", "docs/parallel.md", "docs/recipes/batches.md", "docs/recipes/long.md")
 VLLM = (
     "docs/async_loop.md",
-    "docs/kvoffload.md",
     "docs/kvoffload_vllm.md",
     "docs/recipes/kv_cache.md",
     "docs/weightsync.md",

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from primeblocks import losses, weightsync
 
 STEPS, LR, ROLLOUTS, TIMEOUT_S = 5, 0.5, 8, 60.0
-NAME = f"hf-trainer-{os.getpid()}"
+NAME = f"hf-trainer-{os.environ.get('MASTER_PORT', os.getpid())}"  # one name on all ranks
 
 
 # glue

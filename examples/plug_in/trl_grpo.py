@@ -20,7 +20,7 @@ from primeblocks import losses, weightsync
 from primeblocks.testing import tiny_models
 
 STEPS, PROMPTS, GROUP, LR, TIMEOUT_S = 5, 4, 4, 3e-3, 60.0
-NAME = f"trl-grpo-{os.getpid()}"
+NAME = f"trl-grpo-{os.environ.get('MASTER_PORT', os.getpid())}"  # one name on all ranks
 
 
 # glue

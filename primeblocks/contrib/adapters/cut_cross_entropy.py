@@ -79,15 +79,16 @@ def token_logprobs(
     if not len(ids):  # No grid of programs has no side.
         return (hidden @ weight[:1].mT)[:, 0].float()
     here = (ids >= 0) & (ids < len(weight))
-    losses = linear_cross_entropy(
-        hidden,
-        weight.contiguous(),
-        # The package reads rows by unchecked ids, and gives -100 a loss of 0.
-        ids.long().clamp(0, len(weight) - 1),
-        reduction="none",
-        filter_eps=filter_eps,
-        impl="cce" if hidden.device.type == "cuda" else "torch_compile",
-    )
+    with torch.cuda.device_of(hidden):  # The package starts its kernels on the current device.
+        losses = linear_cross_entropy(
+            hidden,
+            weight.contiguous(),
+            # The package reads rows by unchecked ids, and gives -100 a loss of 0.
+            ids.long().clamp(0, len(weight) - 1),
+            reduction="none",
+            filter_eps=filter_eps,
+            impl="cce" if hidden.device.type == "cuda" else "torch_compile",
+        )
     return torch.where(here, -losses, torch.nan)
 
 
