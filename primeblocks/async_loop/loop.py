@@ -42,8 +42,8 @@ class AsyncLoop:
 
     An error of `train` or `publish` ends the loop. If `generate` raises an error, the loop tries
     again, as `retries` allows, and logs the first error of each type with its traceback. The end of
-    `async with` cancels requests and a running publish. You can open a loop once. After an error,
-    make a new loop.
+    `async with` cancels requests and a running publish, and waits for a running `train`. You can
+    open a loop once. After an error, make a new loop.
 
     Args:
         prompts: any iterable. Each prompt is used once, and again only if its group was dropped.
@@ -189,9 +189,8 @@ class AsyncLoop:
             future.cancel()
         if rest:
             await asyncio.wait(rest, timeout=self._timeout_s)
-        await self._worker.ended(self._timeout_s)  # A `train` that runs changes weights.
-        self._worker.close()
-        self._worker = None
+        worker, self._worker = self._worker, None
+        await worker.join(self._timeout_s)  # A `train` that runs changes weights.
 
     async def steps(self, count: int) -> AsyncIterator[Step]:
         """Make `count` training steps, and yield a `Step` after each step.
@@ -234,10 +233,10 @@ class AsyncLoop:
             on_drop=self._drop,
             unless=self._starved,
         )
+        self._is_stepping = True
         if self._failed is not None and self._failed.done():  # Although a batch was ready.
             raise self._failed.result()
         taken, version = self._clock.now(), self.version
-        self._is_stepping = True
         if self._ledger is not None:
             self._ledger.taken([group.ordinal for group in groups], version)
         metrics = await self._run(self._train, groups, what="a step", version=version)

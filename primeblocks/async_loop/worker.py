@@ -36,8 +36,9 @@ class WorkerThread:
         self._calls.put((future, lambda: function(*args, **kwargs)))
         return await asyncio.wrap_future(future)
 
-    async def ended(self, timeout_s: float) -> None:
-        """Wait until the calls made so far have ended, at most for `timeout_s`."""
+    async def join(self, timeout_s: float) -> None:
+        """End the thread. Wait until the calls made so far have ended, at most for `timeout_s`."""
+        self.close()
         if self._last is not None and not self._last.done():
             last = asyncio.gather(asyncio.wrap_future(self._last), return_exceptions=True)
             await asyncio.wait({last}, timeout=timeout_s)

@@ -325,11 +325,11 @@ def _weight_gradient(
             return recipe.gemm(a, b) if offsets is None else recipe.gemm.k_grouped(a, b, offsets)
         x = saved[0] if kept is None else kept.dequantize()
         dtype = torch.float32 if recipe.wgrad == "float32" else torch.bfloat16
-        dy, x = dy.to(dtype).contiguous(), x.to(dtype).contiguous()
-        # The kernel needs dense rows of a multiple of 16 bytes.
+        dy, x = dy.to(dtype), x.to(dtype)
+        # The kernel needs dense rows of a multiple of 16 bytes. Without it, the host waits.
         fits = dtype is torch.bfloat16 and dy.shape[1] % 8 == 0 == x.shape[1] % 8
         if offsets is not None and dy.is_cuda and fits:
-            return F.grouped_mm(dy.mT, x, offs=offsets)
+            return F.grouped_mm(dy.contiguous().mT, x.contiguous(), offs=offsets)
         if not dy.is_cuda:
             dy, x = dy.float(), x.float()  # The operands keep their values. Sums are float32.
         if offsets is None:
@@ -349,7 +349,7 @@ def _checked_offsets(offsets: Tensor, experts: int, tokens: int) -> Tensor:
         rising = all(start <= end for start, end in zip([0, *ends], ends, strict=False))
         if not rising or ends[-1] > tokens:
             raise ShapeError(f"offsets must rise from 0 to at most {tokens} tokens; got {ends}.")
-    return offsets.int()
+    return offsets.int().contiguous()
 
 
 def _check_operands(x: Tensor, weight: Tensor) -> None:

@@ -122,7 +122,7 @@ def _gathered(
     for rank, (refusal, _) in enumerate(told):
         if refusal:
             raise RankError(f"rank {rank} cannot describe its parameters: {refusal}")
-    if len(names := {name for _, name in told}) > 1:
+    if len(names := {name for _, name in told if name}) > 1:
         raise UsageError(f"ranks announce different names: {sorted(names)}. Pass one name.")
     return gather_manifests(manifest, group=group)
 

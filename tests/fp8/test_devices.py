@@ -83,7 +83,7 @@ def test_grouped_products_with_an_expert_that_nobody_chose(device):
 
 @pytest.mark.parametrize(("inner", "outer"), [(128, 64), (128, 100), (36, 64)])
 def test_grouped_products_of_any_strides_and_sizes(device, inner, outer):
-    offsets = torch.tensor([40, 96], dtype=torch.int32, device=device)
+    offsets = torch.tensor([[40, 1], [96, 2]], dtype=torch.int32, device=device)[:, 0]
     leaves = draw(96, inner + 3, seed=8)[:, :inner], draw(2, outer, inner, seed=9)
     x, experts = (leaf.bfloat16().to(device).requires_grad_() for leaf in leaves)
     grouped_matmul(x, experts, offsets, recipe=RECIPE).sum().backward()  # An expanded gradient.

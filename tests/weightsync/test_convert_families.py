@@ -168,7 +168,9 @@ def converted(transform, monkeypatch):
 
 def test_a_model_with_adapters_is_refused():
     model = tiny_models.build("llama")
+    merged = describe(model)
     model.register_parameter("lora_A", torch.nn.Parameter(torch.zeros(2)))
+    assert to_checkpoint(model, merged).targets
     with pytest.raises(UnsupportedError, match=r"has adapters \(lora_A\)"):
         to_checkpoint(model)
 

@@ -6,6 +6,7 @@ This adapter records how transformers turns the tensors of a module into checkpo
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
             or ranks describe a tensor differently. Also raised if the conversion separates float8
             codes from the scales of their tiles, or fails.
     """
-    for name, _ in model.named_parameters():
+    held = manifests or (describe(model),)
+    for name in chain.from_iterable(held):
         if "lora_" in name or ".base_layer." in name:
             raise UnsupportedError(
                 f"the model has adapters ({name}), which no checkpoint contains. Send adapters "
@@ -56,7 +58,7 @@ def to_checkpoint(model: PreTrainedModel, *manifests: Manifest) -> Wiring:
                 'module, or encode float8 weights with encode_weights(form="simulated").'
             ) from error
 
-    wiring = record_wiring(convert, *(manifests or [describe(model)]))
+    wiring = record_wiring(convert, *held)
     moved = sum(piece.source_box.numel for piece in wiring.pieces)
     every = sum(spec.layout.shard.numel for spec in wiring.sources.values())
     if moved != every:

@@ -214,7 +214,8 @@ class Follower(TorchDispatchMode):
         """
         origin = self._origins[_storage(tensor)]
         within = pieces_in(tensor, origin.base)
-        is_cut = bool(origin.parts) and tensor.element_size() < origin.base.element_size()
+        narrower = tensor.element_size() < origin.base.element_size()
+        is_cut = not self._into and bool(origin.parts) and narrower
         if within is None or is_cut:
             self._read(origin.base, inexact="its elements are not read in boxes")
             return []

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -223,7 +224,7 @@ def _widen_buffers(model: PreTrainedModel) -> None:
     kept = model._keep_in_fp32_modules_strict or ()
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
-            if name in kept:
+            if name in kept and buffer.dtype in (torch.float16, torch.bfloat16):
                 setattr(module, name, buffer.float())
 
 

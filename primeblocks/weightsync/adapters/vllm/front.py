@@ -38,7 +38,7 @@ __all__ = [
     "update_llm",
 ]
 
-_RETRY_S = 0.02
+_RETRY_S, _LOADS_PAGES = 0.02, "Failed to reset KV cache"
 InFlight = Literal["continue", "recompute", "abort"]
 _PAUSE: dict[str, dict[str, Any]] = {
     "continue": {"mode": "keep", "clear_cache": False},
@@ -167,7 +167,8 @@ async def update_all(
         engines: attached engines, each an `AsyncLLM` or a `VllmServer`.
         receipt: the receipt that `publish` returned.
         in_flight: with "continue", running requests keep the KV cache of the old weights. With
-            "recompute", running requests compute their KV cache again with the new weights. With
+            "recompute", running requests compute their KV cache again with the new weights, and the
+            pause waits until an engine loads no pages from a KV connector. With
             "abort", running requests end with finish reason "abort". With "continue", the prefix
             cache also keeps pages of the old weights, so use another `cache_salt` for each version.
         prefill: the positions in `engines` of prefill engines, whose KV pages other engines read.
@@ -191,17 +192,19 @@ async def update_all(
     fleet = [_Member(index, _until(one, resume_by)) for index, one in enumerate(engines)]
 
     async def pause_one(member: _Member) -> None:
+        wait_s = _RETRY_S
         while True:
             try:
                 await call(member.engine, member.engine.pause_generation(**pause), "pause", work_by)
                 return
-            except EngineError:
+            except EngineError as error:
                 # An engine that loads pages from a KV connector cannot clear its cache yet.
-                is_final = in_flight != "recompute" or member.was_paused or member.engine.errored
-                if is_final or time.monotonic() > work_by - _RETRY_S:
+                is_final = member.was_paused or time.monotonic() > work_by - wait_s
+                if is_final or _LOADS_PAGES not in str(error):
                     raise
             await call(member.engine, member.engine.resume_generation(), "resume", work_by)
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(wait_s)
+            wait_s *= 2
 
     async def pause_all() -> bool:
         first = [member for member in fleet if member.index in prefill]
