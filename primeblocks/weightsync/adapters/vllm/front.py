@@ -167,10 +167,10 @@ async def update_all(
         engines: attached engines, each an `AsyncLLM` or a `VllmServer`.
         receipt: the receipt that `publish` returned.
         in_flight: with "continue", running requests keep the KV cache of the old weights. With
-            "recompute", running requests compute their KV cache again with the new weights, and the
-            pause waits until an engine loads no pages from a KV connector. With
-            "abort", running requests end with finish reason "abort". With "continue", the prefix
-            cache also keeps pages of the old weights, so use another `cache_salt` for each version.
+            "recompute", running requests compute their KV cache again with the new weights. This
+            pause begins once an engine loads no pages from a KV connector. With "abort", running
+            requests end with finish reason "abort". With "continue", the prefix cache also keeps
+            pages of the old weights, so use another `cache_salt` for each version.
         prefill: the positions in `engines` of prefill engines, whose KV pages other engines read.
             Prefill engines pause first. The pause of a prefill engine waits until other engines
             have read its pages, at most for `kv_lease_duration` (30 s).
