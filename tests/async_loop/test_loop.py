@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -338,3 +339,10 @@ def test_bad_use_is_refused():
             batch_size=9,
             max_in_flight=1,
         )
+
+
+def test_time_in_which_the_bound_keeps_requests_back_is_counted(monkeypatch):
+    monkeypatch.setattr(World, "train", lambda self, groups, *, version: time.sleep(0.05))
+    _, steps = run(collect, bound=0, on_stale="pace")
+    assert steps
+    assert all(step.engine_idle_s >= 0.05 for step in steps)
