@@ -93,6 +93,14 @@ async def _in_parts(engine: Any) -> dict:
         engine, (PROMPT * 40)[:246], draft=Draft(8, {}, lambda *what: None), sample=0,
         part_tokens=5, **same,
     )  # fmt: skip
+    several = {"temperature": 1.0, "max_tokens": 5, "seed": 7, "timeout_s": HANG_S}
+    samples = [
+        await generate_in_parts(
+            engine, PROMPT, draft=Draft(9, {}, lambda *what: None), sample=sample, part_tokens=5,
+            **several,
+        )
+        for sample in range(3)
+    ]  # fmt: skip
     other = {"draft": again, "sample": 2, "part_tokens": 5, **same}
     await engine.call(engine.llm.update_weight_version("0"), timeout_s=HANG_S)
     return {
@@ -107,6 +115,7 @@ async def _in_parts(engine: Any) -> dict:
         "kept_logprobs": resumed.logprobs[:5] == parts.logprobs[:5],
         "ended": [len(ended.token_ids), ended.finish_reason],
         "full": [len(full.token_ids), full.finish_reason],
+        "different": len({answer.token_ids for answer in samples}),
         "other_prompt": await _outcome(generate_in_parts(engine, PROMPT[1:], **other)),
     }
 
@@ -165,6 +174,7 @@ def test_a_completion_in_parts_is_the_whole_and_goes_on_after_a_crash(facts):
     assert parts["versions"] == [0] * 5 + [3] * 7
     assert parts["kept_logprobs"]
     assert parts["ended"] == parts["full"] == [10, "length"]
+    assert parts["different"] == 3
     assert parts["other_prompt"]["error"] == "UsageError"
 
 

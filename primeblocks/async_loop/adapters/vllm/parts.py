@@ -36,7 +36,7 @@ async def generate_in_parts(
     token still has its log-probability, version and routes. The result has no `draft_tokens`.
 
     Args:
-        sample: the position of the completion in its group.
+        sample: the position of the completion in its group. With one `seed`, samples differ.
         part_tokens: the number of tokens per part. A crash loses at most the tokens of one part.
             Each save writes the whole trajectory.
         timeout_s: the deadline of each part, in seconds.
@@ -73,7 +73,8 @@ async def generate_in_parts(
             tokens,
             max_tokens=asked,
             timeout_s=timeout_s,
-            seed=None if seed is None else seed + done,  # Parts draw other random numbers.
+            # Samples draw other random numbers, as in `generate`, and so do parts.
+            seed=None if seed is None else seed + sample + (done << 20),
             routed_experts_prompt_start=0 if routes is None else len(routes),
             **options,
         )
