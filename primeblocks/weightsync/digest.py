@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -127,7 +128,8 @@ def _pinned(size_bytes: int) -> UInt8[Tensor, " bytes"]:
 def _send(room: Tensor, cast: Tensor) -> Callable[[], object]:
     room.copy_(cast, non_blocking=True)
     event = torch.cuda.Event()
-    event.record()
+    # Of the copy's device, which is not the current device in a new thread.
+    event.record(torch.cuda.current_stream(cast.device))
     return event.synchronize
 
 
@@ -147,6 +149,14 @@ def _are_plain(source: Tensor, dtype: torch.dtype, target: Tensor | None) -> boo
     return source.dtype == dtype and all(
         side.device.type == "cpu" and side.is_contiguous() for side in sides
     )
+
+
+def pool_of(threads: int) -> ThreadPoolExecutor:
+    """Open threads with the caller's CUDA device and stream. A new thread has device 0."""
+    if not torch.cuda.is_initialized():
+        return ThreadPoolExecutor(threads)
+    stream = torch.cuda.current_stream()
+    return ThreadPoolExecutor(threads, initializer=torch.cuda.set_stream, initargs=(stream,))
 
 
 def as_buffer(tensor: Tensor) -> memoryview:

@@ -12,7 +12,7 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from enum import Enum
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from ..errors import CorruptionError, PlanError
 from ..layout import Shard
 from .convert.conversion import Wiring
 from .delta.deltas import apply_payloads
-from .digest import bucket_digest, cast_and_digest
+from .digest import bucket_digest, cast_and_digest, pool_of
 from .held import Boxes, CachingAllocator, Held, Lent, Sealed, chunks_of, copy_bucket, in_time, used
 from .marker import Digests, Marker
 from .plan import Plan
@@ -303,7 +303,7 @@ def feeding(
     # Two threads for copies. More would take memory bandwidth from the load, and more memory.
     most = cores if before else 2 if lent else 1
     assert fetched.held is not None
-    with used(fetched.held), ThreadPoolExecutor(min(most, threads)) as pool:
+    with used(fetched.held), pool_of(min(most, threads)) as pool:
         feed = Feed(plan, reader, fetched, convert, pool)
         try:
             if before:
@@ -337,7 +337,7 @@ def _for_each(
             work(index)
             counted.add(plan.buckets[index].bytes)
         return
-    with ThreadPoolExecutor(threads) as pool:
+    with pool_of(threads) as pool:
         futures = [pool.submit(work, index) for index in indices]
         try:
             for index in indices:

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ import torch
 from ..errors import ClosedError, TransferError, UsageError, check_counts, check_version, shown
 from .agree import Messenger
 from .convert.conversion import Wiring
+from .digest import pool_of
 from .lease import alone
 from .manifest import Manifest, NamedTensors
 from .marker import Marker, Receipt
@@ -279,7 +280,7 @@ class Publisher:
 def _pool(size_bytes: int) -> AbstractContextManager[Executor | None]:
     """Open threads that read buckets, if there are enough bytes for more than one thread."""
     threads = min(_THREADS, len(os.sched_getaffinity(0)), size_bytes // _WORTH_A_THREAD_BYTES)
-    return ThreadPoolExecutor(threads) if threads > 1 else nullcontext()
+    return pool_of(threads) if threads > 1 else nullcontext()
 
 
 def _expect_equal(replies: list[dict[str, Any]]) -> None:

@@ -321,11 +321,12 @@ class Subscriber:
         text = f"loading version {failed.marker.version} failed: {type(error).__name__}: {error}"
         text = text.rstrip(".")
         kept = self._kept
-        if served is None or (kept is None and served not in self._transport.markers()):
-            raise EngineError(
-                f"{text}. There is no version to go back to. Restart the engine."
-            ) from error
+        none = EngineError(f"{text}. There is no version to go back to. Restart the engine.")
+        if served is None:
+            raise none from error
         try:
+            if kept is None and served not in self._transport.markers():
+                raise none
             # If the failed load used up the caller's time, a wait is better than a torn model.
             if kept is None:
                 old = self._fetch(served.version, time.monotonic() + _BACK_S, served=None)
@@ -334,6 +335,8 @@ class Subscriber:
                 check(self.plan, self.reader, old)
             digests = self._feed(old)
         except Exception as second:
+            if second is none:
+                raise none from error
             raise EngineError(
                 f"{text}. Going back to version {served.version} failed too: "
                 f"{type(second).__name__}: {second}. Restart the engine."

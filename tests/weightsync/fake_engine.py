@@ -84,7 +84,8 @@ class FakeEngine:
     async def pause_generation(self, *, mode, clear_cache):
         return await self._call(f"pause {mode} {clear_cache}", lambda: self._set(paused=True))
 
-    async def resume_generation(self):
+    async def wake_up(self, tags):
+        assert tags == ["scheduling"]  # No memory, and only if all memory is awake.
         return await self._call("resume", lambda: self._set(paused=False))
 
     async def init_weight_transfer_engine(self, request):

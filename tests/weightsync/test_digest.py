@@ -1,5 +1,7 @@
 """Copies and digests of tensors that lie in memory in every way."""
 
+from threading import local
+
 import torch
 
 from primeblocks.testing import oracles
@@ -49,3 +51,44 @@ def test_parts_of_a_device_cross_once_one_ahead_in_two_buffers(monkeypatch):
     arrived = [plain.clone() for plain, _ in crossing(parts, allocate, send)]
     oracles.assert_same_bits(torch.cat(arrived), source)
     assert (crossed, most, len(rooms)) == (source.nbytes, 2, 2)
+
+
+class _Gpus:
+    """Torch's functions for CUDA devices and streams: a new thread has device 0."""
+
+    def __init__(self, monkeypatch):
+        self.here, self.recorded = local(), []
+        gpus = self
+
+        class Event:
+            def record(self, stream=None):
+                gpus.recorded.append(stream or gpus.stream())
+
+            def synchronize(self):
+                raise AssertionError
+
+        for name, function in {
+            "Event": Event,
+            "is_initialized": lambda: True,
+            "current_stream": self.stream,
+            "set_stream": lambda stream: setattr(self.here, "stream", stream),
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def stream(self, device=None):
+        own = getattr(self.here, "stream", ("cuda:0", "default"))
+        return own if device in (None, own[0]) else (str(device), "default")
+
+
+def test_the_end_of_a_copy_is_recorded_on_the_device_of_the_copy(monkeypatch):
+    gpus = _Gpus(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_, **how: None)
+    digests._send(torch.empty(2), torch.empty(2, device="meta"))
+    assert gpus.recorded == [("meta", "default")]
+
+
+def test_new_threads_have_the_callers_device_and_stream(monkeypatch):
+    gpus = _Gpus(monkeypatch)
+    gpus.here.stream = "cuda:3", "side"
+    with digests.pool_of(2) as pool:
+        assert pool.submit(gpus.stream).result() == ("cuda:3", "side")

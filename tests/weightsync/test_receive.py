@@ -131,6 +131,27 @@ def test_a_failed_way_back_is_an_engine_error(setup):
         setup.receive()
 
 
+def test_a_way_back_that_cannot_be_looked_up_is_an_engine_error(setup, monkeypatch):
+    setup.publish(1)
+    setup.receive()
+    setup.publish(2)
+    setup.engine.fail_at[2] = 1
+
+    def markers():
+        raise TransferError("the store does not answer")
+
+    monkeypatch.setattr(type(setup.subscriber), "_kept", None)
+    whole = setup.engine.load
+
+    def load(tensors):
+        monkeypatch.setattr(setup.subscriber._transport, "markers", markers)
+        whole(tensors)
+
+    monkeypatch.setattr(setup.subscriber, "_load", load)
+    with pytest.raises(EngineError, match="out of memory.*Going back to version 1 failed too"):
+        setup.receive()
+
+
 def test_a_load_that_leaves_tensors_is_undone(setup):
     setup.publish(1)
     setup.receive()

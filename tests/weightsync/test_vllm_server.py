@@ -49,7 +49,7 @@ class FakeServer:
         return {
             "/is_paused": engine.is_paused,
             "/pause": lambda: engine.pause_generation(mode=mode, clear_cache=clear),
-            "/resume": engine.resume_generation,
+            "/wake_up": lambda: engine.wake_up(query["tags"]),
             "/init_weight_transfer_engine": lambda: engine.init_weight_transfer_engine(
                 body["init_info"]
             ),

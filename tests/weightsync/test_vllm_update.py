@@ -12,7 +12,13 @@ from safetensors.torch import save_file
 
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
-from primeblocks.weightsync import Publisher, SharedMemoryTransport, describe, plan_sync
+from primeblocks.weightsync import (
+    Publisher,
+    SharedMemoryTransport,
+    describe,
+    plan_sync,
+    verify_engine,
+)
 from primeblocks.weightsync.adapters import vllm as adapter
 from primeblocks.weightsync.adapters.transformers import to_checkpoint
 from primeblocks.weightsync.adapters.vllm.loads import record_load
@@ -278,6 +284,50 @@ def _int8(folder):
     plan = plan_sync([describe(held)], describe(held))
     with SharedMemoryTransport("int8", owner=True, root=str(folder)) as transport:
         return said, lacking, error_of(adapter.attach_llm, llm, plan, transport)
+
+
+def test_a_tied_head_follows_its_embedding(tmp_path):
+    """Its tensor is not in the checkpoint, and on a CPU vLLM packs it besides."""
+    said, differing, other = call(_tied, tmp_path)
+    assert said[0] == said[2] != said[1]
+    assert differing == [[], []]
+    assert other == [("PlanError", True), []]
+
+
+def _tied(folder):
+    import vllm
+
+    sizes = {"num_layers": 2, "hidden": 64}
+    model = tiny_models.build("qwen3", **sizes)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(folder / "model")
+    llm = vllm.LLM(str(folder / "model"), dtype="bfloat16", **ENGINE, **adapter.engine_args())
+    source = describe(model)
+    plan = plan_sync([source], source.whole())
+    less = Manifest(tuple(row for row in source.whole().items() if "1.mlp.down" not in row[0]))
+    said, differing = [greedy(llm)], []
+
+    def update(version):
+        receipt = publisher.publish(version, timeout_s=TIMEOUT_S)
+        adapter.update_llm(llm, receipt, timeout_s=TIMEOUT_S)
+        found = verify_engine(model, adapter.observe_llm(llm), plan=plan)
+        return [*found.differing, *found.missing]
+
+    with (
+        SharedMemoryTransport("tied", owner=True, root=str(folder)) as transport,
+        Publisher(plan, model, transport) as publisher,
+    ):
+        adapter.attach_llm(llm, plan, transport)
+        for version, step in enumerate((1, -1)):
+            weight = model.get_input_embeddings().weight.detach()
+            weight.copy_(weight.roll(step, 0))
+            differing.append(update(version))
+            said.append(greedy(llm))
+        # A plan that is refused leaves nothing behind for the next one.
+        kind, _ = error_of(adapter.attach_llm, llm, plan_sync([source], less), transport)
+        adapter.attach_llm(llm, plan, transport)
+        return said, differing, [(kind, True), update(2)]
 
 
 def test_refusals_have_types(offline):

@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 _RETRY_S, _LOADS_PAGES = 0.02, "Failed to reset KV cache"
+_RESUME = ["scheduling"]  # With this tag, `wake_up` resumes only an engine that is all awake.
 InFlight = Literal["continue", "recompute", "abort"]
 _PAUSE: dict[str, dict[str, Any]] = {
     "continue": {"mode": "keep", "clear_cache": False},
@@ -202,7 +203,7 @@ async def update_all(
                 is_final = member.was_paused or time.monotonic() > work_by - wait_s
                 if is_final or _LOADS_PAGES not in str(error):
                     raise
-            await call(member.engine, member.engine.resume_generation(), "resume", work_by)
+            await call(member.engine, member.engine.wake_up(_RESUME), "resume", work_by)
             await asyncio.sleep(wait_s)
             wait_s *= 2
 
@@ -321,7 +322,7 @@ class _Member:
     async def resume(self, deadline: float) -> None:
         # A call of a dead engine would hide its first error behind a second one.
         if not self.stays_paused and not self.engine.errored:
-            await call(self.engine, self.engine.resume_generation(), "resume", deadline)
+            await call(self.engine, self.engine.wake_up(_RESUME), "resume", deadline)
 
 
 def _check(in_flight: str, prefill: Collection[int], engines: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, overload
 
@@ -161,7 +161,7 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
             for name in set(layer._parameters) - called(layer)
             if loaded is not None and _loader_name(f"{prefix}.{name}") in loaded
         ]
-        lacking = unfilled(model, loaded, config)
+        lacking = unfilled(model, loaded, config, {})
         for name, written in reads.written.items():
             size = get_tensor_load_numel(into[name])  # Without the padding that vLLM declares.
             if written < size:
@@ -169,8 +169,48 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
     return Recorded(reads, direct, lacking)
 
 
-def unfilled(model: Any, loaded: Collection[str] | None, config: Any) -> list[str]:
-    """Return the parameters that a load left out. `loaded` is what `load_weights` returned."""
+def tied(model: Any) -> dict[str, str]:
+    """Return the names of parameters of which another layer is the owner, with the owner's."""
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    pairs = ((name, first.setdefault(id(one), name)) for name, one in every)
+    return {name: owner for name, owner in pairs if name != owner}
+
+
+def begin_reload(model: Any) -> dict[str, str]:
+    """Begin vLLM's reload, in which a tied parameter would become its own. Return `tied`."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    names = tied(model)
+    layerwise.initialize_layerwise_reload(model)
+    for name, owner in names.items():
+        (path, _, own), (first, _, its) = name.rpartition("."), owner.rpartition(".")
+        held = model.get_submodule(first)._parameters
+        model.get_submodule(path)._parameters[own] = held[its]
+    return names
+
+
+def refresh_copies(model: Any) -> None:
+    """Update what vLLM packed for a CPU besides weights, and what its reload leaves as it was."""
+    for layer in model.modules():
+        packed = getattr(getattr(layer, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if packed is not None and "conv_weights" in layer._buffers:
+            layer.conv_weights.copy_(packed)
+    for name in tied(model):
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
+def unfilled(
+    model: Any, loaded: Collection[str] | None, config: Any, owners: Mapping[str, str]
+) -> list[str]:
+    """Return the parameters that a load left out.
+
+    Args:
+        loaded: what `load_weights` returned.
+        owners: what `begin_reload` returned.
+    """
     if loaded is None:  # This loader does not return names.
         return []
     # Shared experts may have two names, and are loaded under one of them.
@@ -180,6 +220,9 @@ def unfilled(model: Any, loaded: Collection[str] | None, config: Any) -> list[st
     every += [row for row in buffers if row[0].endswith("e_score_correction_bias")]
     expected = [(_loader_name(name), one) for name, one in every]
     have = {one for name, one in expected if name in loaded}
+    for name, owner in owners.items():  # Of a layer that was loaded, the parameter is another.
+        if _loader_name(owner) in loaded:
+            have |= {one for other, one in every if other == name}
     left = sorted(name for name, one in expected if one not in have)
     if config.model_config.quantization is None:
         return left
@@ -218,7 +261,7 @@ def _unprocessed(model: Any) -> Iterator[Callable[[Any], set[str]]]:
     packed = [
         (layer, n) for layer in model.modules() for n, p in layer._parameters.items() if p is None
     ]
-    layerwise.initialize_layerwise_reload(model)
+    begin_reload(model)
     # vLLM's function would allocate memory for a complete layer, and load the layer.
     layerwise._layerwise_process = lambda layer, info: None
     try:

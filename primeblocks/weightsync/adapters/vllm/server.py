@@ -106,8 +106,8 @@ class _Calls:
         query = {"mode": mode, "clear_cache": str(clear_cache).lower()}
         await self._post(f"/pause?{urlencode(query)}")
 
-    async def resume_generation(self) -> None:
-        await self._post("/resume")
+    async def wake_up(self, tags: list[str]) -> None:
+        await self._post(f"/wake_up?{urlencode({'tags': tags}, doseq=True)}")
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         await self._post("/init_weight_transfer_engine", init_info=request.init_info)

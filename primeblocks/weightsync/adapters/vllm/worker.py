@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from ....errors import (
 )
 from ....layout import Layout
 from ...convert.conversion import Reads, Wiring, filling
+from ...digest import pool_of
 from ...engines.remote import WorkerState
 from ...manifest import Manifest
 from ...observed import Observed
@@ -40,7 +41,7 @@ from ...plan import Plan
 from ...receive import Subscriber
 from ..wires import open_transport
 from .kernels import observe_worker
-from .loads import WithDrafts, record_load, unfilled, with_drafts
+from .loads import WithDrafts, begin_reload, record_load, refresh_copies, unfilled, with_drafts
 from .lora_worker import Adapters
 
 try:
@@ -99,13 +100,19 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the transport. A second call replaces the transport. Changes no weights."""
         self.shutdown()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="primeblocks-verify")
+        self._thread = pool_of(1)
 
         def subscribe() -> None:
             _refuse_spoiled_kernels(self.model)
+            if self.parallel_config.enable_eplb:
+                raise UnsupportedError(
+                    "vLLM's loader puts experts where they were before enable_eplb moved them. "
+                    "Start the engine without enable_eplb."
+                )
             plan = Plan.from_json(init_info.plan)
             key = plan.fingerprint(), init_info.first_reader
             if self._known != key:
+                self._known = None  # The recordings are replaced even if the plan is refused.
                 self._role = self._role_in(plan, init_info.first_reader)
                 self._known = key
             reader, wiring = self._role
@@ -222,12 +229,13 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 info = layerwise.get_layerwise_info(layer.kv_b_proj)
                 weight = torch.empty_like(info.restore_metadata[0]["weight"], device="cpu")
                 layer.kv_b_proj.weight = nn.Parameter(weight, requires_grad=False)
-        reload.initialize_layerwise_reload(model)
+        owners = begin_reload(model)
         direct = [model.get_submodule(prefix) for prefix in self._direct]
         for layer in direct:
             layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
         try:
-            if missing := unfilled(model, model.load_weights(tensors), self.vllm_config):
+            loaded = model.load_weights(tensors)
+            if missing := unfilled(model, loaded, self.vllm_config, owners):
                 raise TransferError(
                     f"{len(missing)} parameters would keep their old values, such as {missing[0]}. "
                     "Add their names to the target manifest."
@@ -240,6 +248,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
         finally:
             reload.finalize_layerwise_reload(model, self.model_config)
+            refresh_copies(model)
 
 
 class WorkerExtension:
