@@ -285,6 +285,8 @@ class Trainer:
 
 def on_all_ranks(trainer: Trainer, method: str, *args):
     """Call a method of the trainer on rank 0, and on all ranks that run `follow`."""
+    if trainer.device.type == "cuda":  # `asyncio.to_thread` calls this in new threads.
+        torch.cuda.set_device(trainer.device)
     dist.broadcast_object_list([(method, args)], src=0)
     return getattr(trainer, method)(*args)
 

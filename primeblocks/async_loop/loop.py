@@ -183,13 +183,14 @@ class AsyncLoop:
     async def __aexit__(self, *_: object) -> None:
         assert self._feeder is not None
         assert self._worker is not None
-        await self._feeder.close(self._timeout_s)
+        worker, self._worker = self._worker, None
+        worker.close()  # Before the waits, which may be cancelled.
         rest = [each for each in (*self._restored, self._publishing) if each is not None]
         for future in rest:
             future.cancel()
+        await self._feeder.close(self._timeout_s)
         if rest:
             await asyncio.wait(rest, timeout=self._timeout_s)
-        worker, self._worker = self._worker, None
         await worker.join(self._timeout_s)  # A `train` that runs changes weights.
 
     async def steps(self, count: int) -> AsyncIterator[Step]:

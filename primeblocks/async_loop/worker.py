@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,10 +21,13 @@ class WorkerThread:
     """A thread that runs blocking calls one after the other.
 
     It is one thread, because the current CUDA device, its streams and OpenMP's teams belong to a
-    thread. It is a daemon: a call that hangs does not keep the process alive.
+    thread. Its device is that of the thread that makes it. It is a daemon: a call that hangs does
+    not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
+        cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
+        self._device = cuda.current_device() if cuda and cuda.is_initialized() else None
         self._calls: SimpleQueue[tuple[Future, Callable[[], Any]] | None] = SimpleQueue()
         self._last: Future | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
@@ -48,6 +52,8 @@ class WorkerThread:
         self._calls.put(None)
 
     def _serve(self) -> None:
+        if self._device is not None:
+            sys.modules["torch"].cuda.set_device(self._device)
         while (item := self._calls.get()) is not None:
             future, call = item
             if future.set_running_or_notify_cancel():

@@ -7,6 +7,7 @@ import re
 import threading
 
 import pytest
+import torch
 
 from primeblocks.async_loop import AsyncLoop, Group, Journal, RolloutBuffer, StalenessPolicy
 from primeblocks.errors import DeadlineError, UsageError
@@ -251,3 +252,43 @@ def test_a_journal_is_resumed_with_its_prompts_and_says_what_is_trained_again(tm
     assert [record.getMessage() for record in caplog.records] == [
         "The journal goes back to policy 0: 1 groups of later steps are trained again."
     ]
+
+
+def test_train_runs_in_a_thread_with_the_loops_cuda_device(monkeypatch):
+    here = threading.local()
+    here.device = 3
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(here, "device", 0))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(here, "device", device))
+    world, seen = World(), []
+    world.train = lambda groups, *, version: seen.append(here.device)
+    asyncio.run(collect(world, make_loop(world), 2))
+    assert seen == [3, 3]
+
+
+def test_prompts_that_are_no_iterable_are_refused():
+    with pytest.raises(UsageError, match="prompts= must be an iterable; got 5"):
+        asyncio.run(collect(World(), make_loop(World(), prompts=5), 1))
+
+
+def test_an_end_that_is_cancelled_ends_the_thread():
+    async def generate(prompt, *, version):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()  # It does not let the loop's end go on.
+
+    async def main():
+        world = World()
+        world.generate = generate
+        loop = make_loop(world)
+        stepping = asyncio.ensure_future(collect(world, loop, 1))
+        await asyncio.sleep(0.01)
+        thread = loop._worker._thread
+        for _ in range(2):
+            stepping.cancel()
+            await asyncio.sleep(0.05)
+        await asyncio.to_thread(thread.join, HANG_S)
+        return thread.is_alive()
+
+    assert not asyncio.run(asyncio.wait_for(main(), HANG_S))

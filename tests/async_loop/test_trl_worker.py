@@ -288,3 +288,16 @@ def test_a_death_in_the_middle_ends_training_with_its_error(
             )  # fmt: skip
         engine.subscriber.close()
     assert 2 <= len(engine.versions) <= 5
+
+
+def test_a_call_of_a_thread_that_is_closed_meanwhile_says_so(adapter):
+    thread = adapter.EventThread()
+
+    async def waits():
+        closing.start()
+        await asyncio.Event().wait()
+
+    closing = threading.Thread(target=thread.close)
+    with pytest.raises(ClosedError, match="closed during the call"):
+        thread.call(waits(), timeout_s=TIMEOUT_S)
+    closing.join()

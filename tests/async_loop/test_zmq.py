@@ -348,3 +348,23 @@ def test_a_killed_sender_loses_only_what_was_not_accepted():
             assert len(buffer) == 0
 
     run(body())
+
+
+def test_a_group_that_found_the_queue_full_follows_the_next_answer(monkeypatch):
+    """It does not wait for the next retry."""
+
+    async def body():
+        receiver, full = RolloutReceiver(buffer_of(), ANY), [True]
+        async with receiver, RolloutSender(receiver.address, retry_s=0.02) as sender:
+            await sender.put(make_group(0), timeout_s=HANG_S)
+            send, sender._retry_s = sender._wire.send, 10 * HANG_S
+            monkeypatch.setattr(
+                sender._wire,
+                "send",
+                lambda frames: not (frames[0] == b"group" and full and full.pop()) and send(frames),
+            )
+            puts = (sender.put(make_group(number), timeout_s=HANG_S) for number in (1, 2))
+            await asyncio.gather(*puts)
+            assert not full
+
+    run(body())

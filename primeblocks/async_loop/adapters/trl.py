@@ -14,7 +14,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -85,6 +85,8 @@ class EventThread:
         future = self.spawn(work)
         try:
             return future.result(timeout_s)
+        except CancelledError as error:
+            raise ClosedError("this EventThread was closed during the call.") from error
         except TimeoutError as error:
             if future.done() and not future.cancelled():
                 return future.result()  # This may be a deadline of the coroutine itself.

@@ -186,6 +186,8 @@ class RolloutSender:
                 self._answered.set_result(said["max_group_bytes"])
             for ordinal, kept in list(self._kept.items()):
                 self._learn(ordinal, kept, said)
+            if any(kept.sent is None for kept in self._kept.values()):
+                self._wake.set()  # The receiver has read, so the full queue has room.
 
     def _learn(self, ordinal: int, kept: _Kept, said: dict[str, Any]) -> None:
         state, reason = said["states"].get(str(ordinal)), said["refused"].get(str(ordinal))
