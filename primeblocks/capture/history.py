@@ -101,7 +101,7 @@ class History:
         messages, renderer = request.messages, self._renderer
         try:
             marks = _digests(request.tools, messages)
-            for count in range(len(messages) - 1, 0, -1):
+            for count in range(len(messages), 0, -1):
                 held = self._chats.get(marks[count])
                 if held is None:
                     continue
@@ -132,12 +132,16 @@ class History:
     def _text_prompt(self, prompt: str | tuple[int, ...]) -> Prompt:
         if not isinstance(prompt, str):
             return Prompt(list(prompt))
-        fitting = [x for x in self._texts if len(x) < len(prompt) and prompt.startswith(x)]
+        fitting = [x for x in self._texts if prompt.startswith(x)]
         if not fitting:
             return Prompt(self._renderer.encode(prompt))
         longest = max(fitting, key=len)
-        held = self._texts[longest]
-        return Prompt(held.whole() + self._renderer.encode(prompt[len(longest) :]), held)
+        held, rest = self._texts[longest], prompt[len(longest) :]
+        ids = self._renderer.encode(rest)
+        if self._renderer.parse(ids, calls=False)[0] == f" {rest}":
+            # This tokenizer puts a space before each text, which the agent did not write.
+            return Prompt(self._renderer.encode(prompt))
+        return Prompt(held.whole() + ids, held)
 
 
 class _Held:

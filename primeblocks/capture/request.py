@@ -273,6 +273,7 @@ def _call(value: Any, where: str) -> dict[str, Any]:
     name, text = _need(function, "name", str), _need(function, "arguments", str)
     try:
         arguments = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError):
         arguments = None
     # Templates write an object themselves. Anything else stays text.

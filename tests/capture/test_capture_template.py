@@ -1,16 +1,22 @@
 """Prompts that go on with sampled ids, through a real byte-level BPE."""
 
+import asyncio
+import copy
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from primeblocks.capture import Recorder
 from primeblocks.capture.adapters.transformers import ChatTemplate
-from primeblocks.capture.request import read_messages
+from primeblocks.capture.request import read_messages, read_request
 from primeblocks.errors import UnsupportedError, UsageError
-from tests.capture.chat_site import ADD, END, spelled, template, tokenizer
+from tests.capture.chat_site import ADD, END, TEMPLATE, spelled, template, tokenizer
 
 WORDS = st.text(st.sampled_from("ab cdé\n.12日🤔'\" <>/{}\t"), max_size=30)
 CALLS = st.lists(st.dictionaries(WORDS, st.integers(-9, 99), max_size=2), max_size=2)
@@ -67,6 +73,8 @@ def test_calls_are_read_and_all_else_is_text():
         '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "add", "arguments": "a"}</tool_call>',
         '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+        r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call>',
         '<tool_call>{"name": "add"',
     ):
         assert parse(wrong) == (wrong, [])
@@ -83,6 +91,21 @@ def test_a_template_that_alters_an_answer_has_no_addition():
     assert strips.go_on(thought, added, [], last_id=end) is None
     plain = [thought[0], {"role": "assistant", "content": "c"}]
     assert strips.go_on(plain, added, [], last_id=end) is not None
+    told = TEMPLATE.replace("and not loop.last", "")  # As DeepSeek's: of every answer.
+    always = ChatTemplate(tokenizer(), chat_template=told, strip=True)
+    assert always.go_on(thought, added, [], last_id=end) is None
+    assert always.go_on(plain, added, [], last_id=end) is not None
+
+
+def test_truncation_and_padding_of_other_calls_do_not_reach_prompts():
+    trainers = copy.deepcopy(tokenizer())
+    trainers.pad_token = END
+    ours = ChatTemplate(trainers)
+    messages = [{"role": "user", "content": "a b c d e f g h"}]
+    whole = ours.render(messages, [])
+    for options in ({"truncation": True, "max_length": 4}, {"max_length": 99}):
+        trainers(["a", "a b c d e f"], padding="max_length", **options)
+        assert ours.render(messages, []) == ChatTemplate(trainers).render(messages, []) == whole
 
 
 def test_what_a_template_cannot_say_is_refused():
@@ -93,3 +116,64 @@ def test_what_a_template_cannot_say_is_refused():
     with pytest.raises(UnsupportedError, match="does not begin with an added token"):
         ChatTemplate(bare, chat_template=told)
     assert [*template().stop_token_ids[:1]] == template().encode(END)
+
+
+async def _asked(renderer, answers, requests):
+    """Ask one after the other, each with the last answer, and return the prompts and turns."""
+    prompts = []
+
+    async def engine(prompt, **_):
+        prompts.append(list(prompt))
+        ids, finish = answers.pop(0)
+        return SimpleNamespace(
+            token_ids=ids,
+            logprobs=[-1.0] * len(ids),
+            versions=np.zeros(len(ids), np.int64),
+            finish_reason=finish,
+            routed_experts=None,
+        )
+
+    async with Recorder(engine, renderer).session() as session:
+        answer = None
+        for request in requests:
+            said = {"model": "m", **request(answer)}
+            body = json.dumps(said).encode()
+            answer = await session.ask(read_request(body, is_chat="messages" in said))
+        return prompts, dict(session.conversation.counts)
+
+
+def test_an_answer_that_is_sent_back_alone_keeps_its_ids():
+    """As an agent does to let an answer go on that was cut, or to ask once more."""
+    cut = ([*b"the quick"], "length")  # Bytes: ids that the tokenizer would not have made.
+    asks = [{"role": "user", "content": "go"}]
+    for requests in (
+        [lambda _: {"prompt": "Once "}, lambda answer: {"prompt": "Once " + answer.content}],
+        [lambda _: {"messages": asks}, lambda answer: {"messages": [*asks, answer.message()]}],
+    ):
+        prompts, counts = asyncio.run(_asked(template(), [cut, cut], requests))
+        assert prompts[1][: len(prompts[0]) + 9] == prompts[0] + cut[0]
+        assert counts == {"start": 1, "clean": 1}
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_a_tokenizer_that_begins_texts_with_a_space_reads_what_the_agent_wrote(scheme):
+    """As those of Llama 2, Mistral and Phi-3."""
+    letters = "abcdefghijklmnopqrstuvwxyz▁[]/"
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    made.add_tokens([AddedToken(each, special=True, normalized=False) for each in ("<s>", "</s>")])
+    told = (
+        "{% for m in messages %}{% if m.role == 'user' %}[i] {{ m.content }} [/i]"
+        "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template=told
+    )
+    renderer = ChatTemplate(own)
+    cats = own.convert_tokens_to_ids(["▁", "c", "a", "t", "s"])
+    assert renderer.parse(cats, calls=False)[0] == " cats"
+    answers = [(own.convert_tokens_to_ids(["c", "d"]), "length")] * 2
+    requests = [lambda _: {"prompt": "ab"}, lambda answer: {"prompt": f"ab{answer.content}ef"}]
+    prompts, _ = asyncio.run(_asked(renderer, answers, requests))
+    assert own.decode(prompts[1]) == "abcdef"

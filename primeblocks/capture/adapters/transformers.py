@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,11 @@ class ChatTemplate:
         **options: Any,
     ) -> None:
         self._tokenizer, self._options = tokenizer, options
-        self._fast = getattr(tokenizer, "backend_tokenizer", None)
+        # A copy, because calls of `tokenizer` leave truncation and padding in the original.
+        self._fast = copy.deepcopy(getattr(tokenizer, "backend_tokenizer", None))
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _PROBE}]
         self._end = self._text(said, (), answers=False).rpartition(_PROBE)[2]
         ids = self.encode(self._end)
@@ -82,15 +87,17 @@ class ChatTemplate:
             return None
         if not answered.endswith(self._end):
             return None
+        written = "".join(answered[len(asked) :].split())
+        if "".join(before[-1]["content"].split()) not in written:
+            return None  # The template always leaves out a part of an answer: its reasoning.
         # Keep the end of the turn in front, so that the text is tokenised as in the whole prompt.
         ids = self.encode(self._end + whole[len(answered) :])
         return ids[1:] if last_id == self._end_id else ids
 
     def parse(self, ids: Sequence[int], *, calls: bool) -> tuple[str, list[tuple[str, str]]]:
         """Return the text and the tool calls of an answer. See `Renderer.parse`."""
-        text = self._tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        # Some tokenizers would leave out the space at the beginning of a text.
+        text = self._decode([self._end_id, *ids])[len(self._decode([self._end_id])) :]
         found = [_call(each) for each in _CALL.findall(text)] if calls else []
         rest = _CALL.sub("", text)
         if not found or None in found or "tool_call>" in rest:  # The rest may be a call cut short.
@@ -102,6 +109,11 @@ class ChatTemplate:
         if self._fast is None:
             return list(self._tokenizer(text, add_special_tokens=False).input_ids)
         return self._fast.encode(text, add_special_tokens=False).ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def _text(self, messages: Messages, tools: Messages, *, answers: bool) -> str:
         try:
@@ -120,6 +132,7 @@ def _call(text: str) -> tuple[str, str] | None:
     """Return a call's name and its arguments as JSON, or None if the text is not a call."""
     try:
         value = json.loads(text, parse_constant=_refuse)
+        _text_of(value).encode()
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -127,7 +140,11 @@ def _call(text: str) -> tuple[str, str] | None:
     arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         return None
-    return value["name"], json.dumps(arguments, ensure_ascii=False)
+    return value["name"], _text_of(arguments)
+
+
+def _text_of(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _refuse(word: str) -> None:
