@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import groupby
 from queue import Empty, SimpleQueue
-from threading import Thread
+from threading import Thread, get_ident
 
 import numpy as np
 import torch
@@ -143,7 +144,7 @@ def copy_pages(
     """
     parts: list[Tensor] = []
     spaces: list[Tensor] = []
-    streams = {device: torch.cuda.Stream(device) for device in fences}
+    streams = {device: _stream_of(get_ident(), device) for device in fences}
     try:
         for device, fence in fences.items():
             streams[device].wait_event(fence)
@@ -155,7 +156,8 @@ def copy_pages(
                 if isinstance(part, np.ndarray):
                     np.copyto(space.numpy(), part)
                 elif part.is_cuda:
-                    with torch.cuda.stream(streams[part.device]):
+                    # Else the exit from the stream would make a context on this thread's device.
+                    with torch.cuda.device(part.device), torch.cuda.stream(streams[part.device]):
                         target, source = (part, space) if out else (space, part)
                         target.copy_(source, non_blocking=True)
                 elif size <= _SERIAL_BYTES:
@@ -173,3 +175,9 @@ def copy_pages(
     finally:
         for stream in streams.values():
             stream.synchronize()
+
+
+@cache
+def _stream_of(thread: int, device: torch.device) -> torch.cuda.Stream:
+    """Return a thread's own stream. If each batch took one, some would be the caller's streams."""
+    return torch.cuda.Stream(device)

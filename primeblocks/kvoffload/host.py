@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
@@ -111,6 +112,8 @@ def _reserve(size: int) -> np.ndarray:
 def _cuda(call: str, *arguments: Any) -> None:
     code = getattr(torch.cuda.cudart(), call)(*arguments)
     if int(code) != 0:
+        with suppress(RuntimeError):  # CUDA repeats the error at the next launch, whatever it is.
+            torch.ones(1, device="cuda")
         raise CapacityError(
             f"{call} refused to pin the host tier: error {int(code)}. Lower capacity_bytes, or use "
             "pinned=False."

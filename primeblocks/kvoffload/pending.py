@@ -276,12 +276,13 @@ def _refer(
         if not isinstance(key, PageKey):
             raise UsageError(f"a key must be a PageKey; got {key!r}")
     batch.parts = [page_parts(page, page_bytes=page_bytes, writable=writable) for page in pages]
-    batch.fences = {
-        part.device: torch.cuda.current_stream(part.device).record_event()
+    devices = {
+        part.device
         for parts in batch.parts
         for part in (parts if isinstance(parts, list) else (parts,))
         if isinstance(part, Tensor) and part.is_cuda
     }
+    batch.fences = {each: torch.cuda.current_stream(each).record_event() for each in devices}
 
 
 def page_parts(page: Any, *, page_bytes: int, writable: bool) -> Parts:

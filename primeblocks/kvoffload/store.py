@@ -173,10 +173,10 @@ class TieredStore:
         """Return for each page whether a load may find it in any tier. May use the network."""
         batch = Batch[bool](len(keys))
         known = [key in self for key in keys]
-        shared = bool(self._workers) and self._catalogue.levels[-1].shared
-        asked = [index for index, here in enumerate(known) if shared and not here]
-        wanted = [keys[index] for index in asked]
-        question = Holds(wanted, lambda held: batch.finish(zip(asked, held, strict=True)))
+        with self._changed:
+            shared = any(e.shared and not e.breaker.silent() for e in self._catalogue.levels[-1:])
+        asked = {index: keys[index] for index, here in enumerate(known) if shared and not here}
+        question = Holds([*asked.values()], lambda has: batch.finish(zip(asked, has, strict=True)))
         give = partial(self._workers[-1].give, question) if asked else lambda: None
         self._ask(give, pending=batch.pending)
         batch.finish((index, here) for index, here in enumerate(known) if here or not shared)

@@ -95,3 +95,17 @@ def test_nothing_behind_a_damaged_page_counts(host, memory):
         below.damage(keys[1])
         into = np.zeros((4, PAGE), np.uint8)
         assert len(load_prefix(store, keys[:4], into=list(into), timeout_s=SOON)) == 1
+
+
+def test_a_silent_shared_tier_is_not_asked(host, memory):
+    keys, common = keys_of(range(10)), {}
+    below = memory(8, common=common)
+    asked = []
+    below.holds = lambda wanted: asked.append(wanted) or [False] * len(wanted)
+    with TieredStore([host(4), below]) as store:
+        for number in range(3):
+            store.save(keys[number], page_of(number)).wait(timeout_s=SOON)
+        store._catalogue.levels[0].breaker.silent = lambda: True
+        into = np.zeros((5, PAGE), np.uint8)
+        assert len(load_prefix(store, keys, into=list(into), timeout_s=SOON)) == 3
+        assert not asked

@@ -40,7 +40,14 @@ __all__ = [
 ]
 
 ARCHITECTURE = {"architectures": ["PrimeblocksExactForCausalLM"]}
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down|w1|w2|w3)(_proj)?\.weight")
+_PARTS = {"w1": "gate", "w2": "down", "w3": "up"}
+# Settings that change logits, and the values at which they do not.
+_LOGITS = {
+    "final_logit_softcapping": (None, 0),
+    **dict.fromkeys(("logit_scale", "logits_scaling"), (None, 0, 1)),
+    **dict.fromkeys(("lm_head_multiplier", "output_multiplier"), (None, 1)),
+}
 
 
 class PagedAttentionImpl(CPUAttentionBackendImpl):
@@ -144,6 +151,7 @@ def _logprobs(logits: torch.Tensor) -> torch.Tensor:
 def _refusal(config: Any) -> str | None:
     parallel, model = config.parallel_config, config.model_config
     text = model.hf_config.get_text_config()
+    ropes = getattr(text, "rope_parameters", None) or {}  # Of all layers, or by their kind.
     reasons = {
         "it is not on a CPU; use vLLM's CPU build": not current_platform.is_cpu(),
         f"its {parallel.world_size} ranks add in another order; use one": parallel.world_size > 1,
@@ -156,8 +164,13 @@ def _refusal(config: Any) -> str | None:
         ),
         "it drafts tokens; leave out speculative_config": config.speculative_config is not None,
         "its attention is latent; use a model with keys and values": model.use_mla,
-        "its logits are scaled or capped; use another model": bool(
-            getattr(text, "final_logit_softcapping", None) or getattr(text, "logit_scale", None)
+        "its logits are scaled or capped; use another model": any(
+            getattr(text, name, None) not in neutral for name, neutral in _LOGITS.items()
+        ),
+        "its rotary embedding depends on the longest row of a batch; use another model": any(
+            each.get("rope_type") in {"dynamic", "longrope"}
+            for each in (ropes, *ropes.values())
+            if isinstance(each, dict)
         ),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), None)
@@ -212,10 +225,10 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
             **dict(self.named_buffers(remove_duplicate=False)),
         }
         loaded = set()
-        for name, tensor in weights:
+        for name, tensor in self.hf_to_vllm_mapper.apply(weights):
             target, expert, part = name, None, ""
             if found := _EXPERT.fullmatch(name):
-                part = found[3]
+                part = _PARTS.get(found[3], found[3])
                 target = f"{found[1]}.{'down' if part == 'down' else 'gate_up'}_proj"
                 expert = int(found[2])
             place = held[target].data if target in held else tensor[:0]

@@ -111,6 +111,19 @@ def test_rows_of_an_earlier_computation_do_not_stay_in_the_pool(adapter, worker)
     assert worker.tail.read(worker.pool[3], hash_of(1)) is None
 
 
+def test_a_rank_without_the_capture_leaves_the_rows_of_the_rank_with_it(adapter, worker):
+    """Ranks of an engine share the pool, and each copies its own part of a page."""
+    other = adapter.routes.RoutesWorker(
+        _fake_copies(), pool=worker.pool, tail=worker.tail, engine_id="of another process"
+    )
+    worker.capture.known = {20: routes_of(1)}
+    worker.it.submit_store(0, blocks(20), chunks(adapter, [3], [1]))
+    worker.capture.arrive(0)
+    assert finished(worker) == [0]
+    other.submit_store(0, blocks(20), chunks(adapter, [3], [1]))
+    assert worker.tail.read(worker.pool[3], hash_of(1)) == routes_of(1)
+
+
 def test_what_was_loaded_is_offered_by_block_known_or_not(adapter, worker):
     worker.tail.write(worker.pool[3], hash_of(1), routes_of(1))
     worker.tail.write(worker.pool[4], hash_of(9), routes_of(9))  # of the chunk's last page

@@ -149,6 +149,26 @@ def test_a_job_is_given_up_at_its_deadline(stuck):
     assert [*tier.get_finished_jobs()] == []
 
 
+def test_a_page_that_did_not_come_is_computed_by_its_request(pool, monkeypatch):
+    first, other = pool.request(), pool.request()
+    other.req_id = "other"
+    pool.tier.on_new_request(other)
+    assert pool.store([1, 2], first) == [True, True]
+    one, two = keys_of([1, 2])
+
+    def fails(*_, **__):
+        pending = Pending()
+        pending.finish([Loaded(None), Loaded("host", {})])
+        return pending
+
+    monkeypatch.setattr(pool.tier._store, "load_batch", fails)
+    assert pool.job(pool.tier.submit_load, [one, two], range(2), first) == [False, True]
+    assert [pool.holds(number, first) for number in (1, 2)] == [False, True]
+    assert pool.holds(1, other), "another request may have more luck"
+    pool.tier.on_request_finished(first)
+    assert pool.holds(1, pool.request())
+
+
 def test_jobs_report_each_page_and_their_time_though_they_are_asked_late(stuck):
     tier, (save, load), clock = stuck
     save.finish([Saved(stored=False, reason="full"), Saved(stored=True)])

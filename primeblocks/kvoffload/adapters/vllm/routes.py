@@ -147,11 +147,12 @@ class RoutesWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
         assert isinstance(dst_spec, NamedChunks)
-        for chunk in dst_spec.chunk_ids:
-            # The row may have held an earlier computation of the same page.
-            self._tail.restore(self._pool[chunk], None)
         pages, later = [], None
+        # The ranks share the rows. Only the rank that captures routes clears and writes them.
         if (connector := self._connector()) is not None:
+            for chunk in dst_spec.chunk_ids:
+                # The row may have held an earlier computation of the same page.
+                self._tail.restore(self._pool[chunk], None)
             pages = dst_spec.pages(src_spec, group=connector.group)
             later = connector.rows_of([page.block for page in pages])
         self._stores[job_id] = _Store(pages, later)

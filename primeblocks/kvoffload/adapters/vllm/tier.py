@@ -195,10 +195,13 @@ class StoreTier(SecondaryTierManager):
         self._reported: Counter[tuple[str, str]] = Counter()
         self._version = 0
         self._active: Counter[str] = Counter()  # requests of rollouts
+        # By request: pages whose load failed, so that the request does not ask for them again.
+        self._lost: dict[str, set[OffloadKey]] = {}
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         request = read_request(req_context.kv_transfer_params)
         req_context.set_state(request)
+        self._lost[req_context.req_id] = set()
         if request.version is not None and request.version > self._version:
             self._advance(request.version)
         if request.rollout is not None:
@@ -210,6 +213,7 @@ class StoreTier(SecondaryTierManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         request = read_state(req_context)
+        self._lost.pop(req_context.req_id, None)
         if request.rollout is not None:
             self._active[request.rollout] -= 1
             self._active = +self._active
@@ -221,7 +225,8 @@ class StoreTier(SecondaryTierManager):
         self._store.queue(rollouts)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        found = self._page_key(key, read_state(req_context)) in self._store
+        lost = key in self._lost.get(req_context.req_id, ())
+        found = not lost and self._page_key(key, read_state(req_context)) in self._store
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -333,6 +338,11 @@ class StoreTier(SecondaryTierManager):
                 found = outcome.attachments if isinstance(outcome, Loaded) else {}
                 self._tail.restore(self._rows[chunk], found.get(_ROUTES))
         succeeded = [each.stored if isinstance(each, Saved) else bool(each) for each in outcomes]
+        if (
+            transfer.is_promotion
+            and (lost := self._lost.get(transfer.req_context.req_id)) is not None
+        ):
+            lost.update(compress(transfer.keys, (not came for came in succeeded)))
         return JobResult(
             job_id=transfer.job_id,
             success=all(succeeded),
