@@ -237,8 +237,14 @@ def agreed(
             raise
         problem = error
     if check:
-        found = next((x.device for x in operands if isinstance(x, Tensor)), "cpu")
-        call.told = _agree(name, call, problem, group, found if device is None else device)
+        call.told = _agree(name, call, problem, group, device or _device_of(operands, group))
+
+
+def _device_of(operands: Sequence[Any], group: dist.ProcessGroup) -> torch.device | str:
+    """Return the device of the first tensor that the group's backend takes."""
+    kinds = [each.type for each in group._device_types]
+    found = (x.device for x in operands if isinstance(x, Tensor) and x.device.type in kinds)
+    return next(found, "cpu" if "cpu" in kinds else kinds[0])
 
 
 def _agree(

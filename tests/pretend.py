@@ -95,6 +95,7 @@ def _run(operator, args, kwargs):
 
 
 def _flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
+    assert q.shape[3] <= 256  # As torch's kernel asks.
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, dropout_p, is_causal, scale=scale
     )

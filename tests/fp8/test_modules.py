@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, JambaConfig
 
 from primeblocks.errors import UnsupportedError, UsageError
 from primeblocks.fp8 import Fp8Linear, Recipe, Tile, convert, encode_weights
@@ -231,3 +232,14 @@ def test_names_are_those_without_wrappers():
     inner = torch.nn.Sequential(torch.nn.Linear(32, 32))
     net = torch.nn.Sequential(checkpoint_wrapper(inner))
     assert convert(net, RECIPE, only=r"0\.0") == ("0.0",)
+
+
+def test_a_layer_whose_weight_its_host_reads_is_refused():
+    config = JambaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_experts=2,
+        num_attention_heads=2, num_key_value_heads=2, mamba_d_state=4, use_mamba_kernels=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedError, match=r"mamba\.dt_proj is not called.*Exclude dt_proj"):
+        transformers.convert(model, RECIPE, only="mamba")
+    assert transformers.convert(model, RECIPE, only="mamba", exclude="dt_proj")

@@ -94,7 +94,8 @@ class DeepGemm:
         rows, columns = a.shape[0], b.shape[0]
         if b.tile == SQUARE:
             out = a.scales.new_empty(rows, columns, dtype=torch.bfloat16)
-            _library().fp8_gemm_nt(*_pairs(a, b), out, recipe=(1, SIDE, SIDE))
+            with torch.cuda.device_of(out):
+                _library().fp8_gemm_nt(*_pairs(a, b), out, recipe=(1, SIDE, SIDE))
             return out
         if rows < _ROWS:
             raise UnsupportedError(
@@ -103,7 +104,8 @@ class DeepGemm:
             )
         # The library's kernel of 1 x 128 by 1 x 128 always adds to its output.
         out = a.scales.new_zeros(rows, columns)
-        _library().fp8_gemm_nt(*_pairs(a, b), out, c=out, recipe=(1, 1, SIDE))
+        with torch.cuda.device_of(out):
+            _library().fp8_gemm_nt(*_pairs(a, b), out, c=out, recipe=(1, 1, SIDE))
         return out
 
     def grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:
@@ -135,9 +137,10 @@ class DeepGemm:
         out = a.scales.new_zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
         if out.numel():
             layout = _layout(offsets, a.shape[0])
-            _library().m_grouped_fp8_gemm_nt_contiguous(
-                *_pairs(a, b), out, layout, recipe=(1, SIDE, SIDE)
-            )
+            with torch.cuda.device_of(out):
+                _library().m_grouped_fp8_gemm_nt_contiguous(
+                    *_pairs(a, b), out, layout, recipe=(1, SIDE, SIDE)
+                )
         return out
 
     def k_grouped(self, a: Quantized, b: Quantized, offsets: Tensor) -> Tensor:

@@ -44,16 +44,24 @@ def convert(
             stored transposed and tiles are not square. The model stays unchanged.
     """
     experts: dict[str, Any] = {n: m for n, m in modules_of(model) if hasattr(m, "_apply_gate")}
+    rule, without = Rule("only", only), exclude and Rule("exclude", exclude)
+
+    def chosen(names: set[str]) -> set[str]:
+        return {n for n in names if rule.names(n) and not (without and without.names(n))}
+
     transposed = {name for name, module in experts.items() if module.is_transposed}
-    if transposed and recipe.weights.rows != recipe.weights.columns:
-        rule, without = Rule("only", only), exclude and Rule("exclude", exclude)
-        named = {name for name in transposed if rule.names(name)}
-        if met := {name for name in named if not (without and without.names(name))}:
-            raise UnsupportedError(
-                f"{len(met)} modules of experts, such as {min(met)}, store weights as [experts, "
-                f"in, out]. Tiles of {recipe.weights} would run along another dim in training "
-                "than in the tensors that are sent. Use square tiles, or exclude the experts."
-            )
+    square = recipe.weights.rows == recipe.weights.columns
+    if not square and (met := chosen(transposed)):
+        raise UnsupportedError(
+            f"{len(met)} modules of experts, such as {min(met)}, store weights as [experts, in, "
+            f"out]. Tiles of {recipe.weights} would run along another dim in training than in the "
+            "tensors that are sent. Use square tiles, or exclude the experts."
+        )
+    mamba = (name for name, module in model.named_modules() if hasattr(module, "A_log"))
+    if met := chosen({f"{name}.dt_proj" for name in mamba}):
+        raise UnsupportedError(
+            f"{min(met)} is not called: its layer reads the weight itself. Exclude dt_proj."
+        )
     stock = [module for module in experts.values() if not hasattr(module, "grouped_mm")]
     if any(module._is_expert_parallel for module in stock):
         raise UnsupportedError(

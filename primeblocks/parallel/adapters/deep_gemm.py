@@ -88,14 +88,15 @@ class DeepGemmIndexScores:
         keys, of_keys = quantize_vectors(k)
         starts = torch.zeros(rows, dtype=torch.int32, device=q.device)
         # Score every key, because the selector masks keys that are in the future.
-        scores = getattr(library, _SYMBOL)(
-            queries.contiguous(),
-            (keys.contiguous(), of_keys.contiguous()),
-            (weights.float() * scales).contiguous(),
-            starts,
-            torch.full_like(starts, candidates),
-            clean_logits=False,
-        )
+        with torch.cuda.device_of(q):  # The library launches on the current device.
+            scores = getattr(library, _SYMBOL)(
+                queries.contiguous(),
+                (keys.contiguous(), of_keys.contiguous()),
+                (weights.float() * scales).contiguous(),
+                starts,
+                torch.full_like(starts, candidates),
+                clean_logits=False,
+            )
         return torch.from_dlpack(scores)  # sgl-deep-gemm returns a tensor of its own kind.
 
 

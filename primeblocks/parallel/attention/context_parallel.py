@@ -36,7 +36,8 @@ class ContextParallel(TorchFunctionMode):
     Checkpointed layers run again in backward, and need the block in this second run. Call
     `checkpoint(..., use_reentrant=False, context_fn=ContextParallel.checkpoint_contexts)`. Without
     `context_fn`, torch raises CheckpointError, because the second run saves other tensors than the
-    first run.
+    first run. Compile layers inside of `checkpoint`: in a compiled `checkpoint`, torch ignores the
+    block.
 
     Args:
         sequence: the plan of the sequence, equal on all ranks.

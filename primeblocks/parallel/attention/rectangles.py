@@ -172,7 +172,7 @@ class FusedRectangle:
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q_, k_, v_, 0.0, self.causal, attn_mask=self._bias(q), scale=self.scale
             )
-        elif self._fits_flash(q):
+        elif self._fits_flash(q_):
             groups = q.shape[1] // k.shape[1]
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
                 q_, *_repeated(k_, v_, groups), 0.0, self.causal, False, scale=self.scale
@@ -201,7 +201,7 @@ class FusedRectangle:
                 grad_, q_, k_, v_, out_, lse_, 0.0, self.causal,
                 attn_mask=self._bias(q), scale=self.scale,
             )  # fmt: skip
-        elif self._fits_flash(q):
+        elif self._fits_flash(q_):
             found = self._flash_backward(grad_, q_, k_, v_, out_, lse_)
         else:
             with torch.autocast(q.device.type, enabled=False):
@@ -219,7 +219,8 @@ class FusedRectangle:
         return zero.masked_fill(~self.mask, -torch.inf)
 
     def _fits_flash(self, q: Tensor) -> bool:
-        plain = self.mask is None and self.softcap is None
+        """Whether torch's flash attention takes padded queries."""
+        plain = self.mask is None and self.softcap is None and q.is_cuda and q.shape[3] <= 256
         return plain and q.dtype in (torch.bfloat16, torch.float16)
 
     def _flash_backward(

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...groups import all_to_all_rows, outside_graphs
-from ..sequence import SequencePlan
+from ..sequence import SequencePlan, kept_on_plan
 from .hops import Hops, attend
 from .inputs import checked
 from .kernel import AttentionKernel
@@ -90,13 +90,14 @@ class Heads:
             group=self.group,
         )
         # Rows arrive rank after rank. Put them into the order of the sequence.
-        order = self.sequence.row_of_token.to(x.device)
+        order, _ = _orders(self.sequence, x.device)
         return arrived.view(self.sequence.tokens, mine, dim).index_select(0, order)
 
     def scatter(self, x: Tensor, parts: list[range]) -> Tensor:
         """Turn `[tokens, own heads, dim]` into `[local_tokens, heads, dim]`."""
         mine, dim = x.shape[1:]
-        rows = x.index_select(0, self.sequence.token_of_row.to(x.device))
+        _, order = _orders(self.sequence, x.device)
+        rows = x.index_select(0, order)
         arrived = all_to_all_rows(
             rows.reshape(-1, dim),
             send_counts=[count * mine for count in self.counts],
@@ -108,6 +109,12 @@ class Heads:
             [rows.view(self.own, len(part), dim) for rows, part in zip(each, parts, strict=True)],
             dim=1,
         )
+
+
+@kept_on_plan
+def _orders(sequence: SequencePlan, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return `row_of_token` and `token_of_row`. A copy in each layer would let the host wait."""
+    return sequence.row_of_token.to(device), sequence.token_of_row.to(device)
 
 
 def _key_heads(queries: range, per_key: int) -> range:

@@ -91,7 +91,7 @@ def permute(x: Tensor, row_map: RowMap) -> Tensor:
 def unpermute(rows: Tensor, row_map: RowMap, weights: Tensor | None = None) -> Tensor:
     """Sum each token's rows, weighted: `[rows, hidden]` to `[tokens, hidden]`. Local.
 
-    Low precision is summed in float32, in a fixed order. With rows of 2 bytes, float32 weights keep
+    Low precision is summed in float32, in a fixed order. With bfloat16 rows, float32 weights keep
     at least 16 significant bits. The backward is `permute`.
 
     Args:

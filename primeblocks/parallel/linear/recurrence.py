@@ -94,7 +94,7 @@ def gated_delta_rule(
                 "grouped heads first, and leave out the batch."
             )
         sequence.check_tokens(group, v=v)
-    batches = run_batches(sequence, group.rank())
+    batches = run_batches(sequence, group.rank(), q.device)
     outs, probes = [], []
     for index, (q_, k_, v_, g_, beta_) in enumerate(batches.split((q, k, v, g, beta))):
         if index < batches.whole:
@@ -172,7 +172,7 @@ def state_space(
                 f"got {shapes(x, dt, A, B, C, *optional.values())}. Leave out the batch."
             )
         sequence.check_tokens(group, x=x)
-    batches = run_batches(sequence, group.rank())
+    batches = run_batches(sequence, group.rank(), x.device)
     outs, probes = [], []
     for index, (x_, dt_, B_, C_) in enumerate(batches.split((x, dt, B, C))):
         if index < batches.whole:
@@ -242,7 +242,7 @@ def _carry(
     """Return the outputs of the probed runs from their true first states."""
     if not batches.carried:
         return [probe.out for probe in probes]
-    places = batches.cut_places.to(probes[0].update.device)
+    places = batches.cut_places
     # One dtype on all ranks, also on ranks without a run, whatever the kernel returned.
     update = torch.cat([probe.update for probe in probes]).to(dtype).index_select(0, places)
     fade = torch.cat([probe.transition for probe in probes]).to(dtype).index_select(0, places)
@@ -282,7 +282,7 @@ class RunBatches:
     def split(self, operands: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return the operands of each batch as `[runs, tokens, ...]`."""
         sizes = [runs * tokens for runs, tokens in self.shapes]
-        parts = [x.index_select(0, self.order.to(x.device)).split(sizes) for x in operands]
+        parts = [x.index_select(0, self.order).split(sizes) for x in operands]
         return [
             tuple(part.unflatten(0, shape) for part in own)
             for shape, *own in zip(self.shapes, *parts, strict=True)
@@ -291,11 +291,11 @@ class RunBatches:
     def join(self, outs: Sequence[Tensor]) -> Tensor:
         """The inverse of `split`, for one result of each batch."""
         rows = torch.cat([out.flatten(0, 1) for out in outs])
-        return rows.index_select(0, self.inverse.to(rows.device))
+        return rows.index_select(0, self.inverse)
 
 
 @kept_on_plan
-def run_batches(sequence: SequencePlan, rank: int) -> RunBatches:
+def run_batches(sequence: SequencePlan, rank: int, device: torch.device) -> RunBatches:
     cut = cut_runs(sequence, rank)
     parts = _by_length(cut)
     known = set(cut)
@@ -310,7 +310,8 @@ def run_batches(sequence: SequencePlan, rank: int) -> RunBatches:
     order = torch.cat([torch.zeros(0, dtype=torch.int64), *spans])
     batched = {run: place for place, run in enumerate(run for runs in parts for run in runs)}
     places = torch.tensor([batched[run] for run in cut], dtype=torch.int64)
-    return RunBatches(carried, len(whole), tuple(shapes), order, order.argsort(), places)
+    tables = (each.to(device) for each in (order, order.argsort(), places))
+    return RunBatches(carried, len(whole), tuple(shapes), *tables)
 
 
 def _by_length(runs: Sequence[Run]) -> list[list[Run]]:

@@ -17,7 +17,7 @@ __all__ = ["cut_runs", "scan_states"]
 def cut_runs(sequence: SequencePlan, rank: int) -> tuple[Run, ...]:
     """Return the runs of `rank` that are only a part of a document, in order."""
     runs = sequence.runs(rank)
-    return tuple(runs[index] for index in _chains(sequence).links[rank])
+    return tuple(runs[index] for index in _chains(sequence, torch.device("cpu")).links[rank])
 
 
 def scan_states(
@@ -45,7 +45,7 @@ def scan_states(
 
     Source: Blelloch 1990 (scans of affine maps); arXiv:2405.21060, section 8 (SSD over devices).
     """
-    chains, rank = _chains(sequence), group.rank()
+    chains, rank = _chains(sequence, updates.device), group.rank()
     if not chains.receivers_by_step:
         return torch.zeros_like(updates)
     total, ranks = updates.shape[1], sequence.ranks
@@ -53,7 +53,7 @@ def scan_states(
     summaries = _send_summaries(updates, transitions, chains, heads, group)
     states = _compose(*summaries, chains)
     arrived = _return_states(states, chains, heads, group)
-    receivers = chains.receivers[rank].to(updates.device)
+    receivers = chains.receivers[rank]
     return torch.zeros_like(updates).index_copy(0, receivers, arrived)
 
 
@@ -83,7 +83,7 @@ class _Chains:
 
 
 @kept_on_plan
-def _chains(sequence: SequencePlan) -> _Chains:
+def _chains(sequence: SequencePlan, device: torch.device) -> _Chains:
     ranks = range(sequence.ranks)
     documents: dict[int, list[tuple[int, int, int]]] = {}
     for rank in ranks:
@@ -107,15 +107,15 @@ def _chains(sequence: SequencePlan) -> _Chains:
     state_row = {to: row for row, (_, to) in enumerate(pair for step in steps for pair in step)}
     return _Chains(
         links=tuple(tuple(index for _, index in own) for own in links),
-        senders=tuple(_places(links[r], senders[r]) for r in ranks),
-        middles=tuple(_places(links[r], middles[r]) for r in ranks),
-        receivers=tuple(_places(links[r], receivers[r]) for r in ranks),
+        senders=tuple(_places(links[r], senders[r], device) for r in ranks),
+        middles=tuple(_places(links[r], middles[r], device) for r in ranks),
+        receivers=tuple(_places(links[r], receivers[r], device) for r in ranks),
         receivers_by_step=tuple(len(step) for step in steps),
-        updates=tuple(_rows([update_row[start] for start, _ in step]) for step in steps),
+        updates=tuple(_rows([update_row[start] for start, _ in step], device) for step in steps),
         transitions=tuple(
-            _rows([transition_row[start] for start, _ in step]) for step in steps[1:]
+            _rows([transition_row[start] for start, _ in step], device) for step in steps[1:]
         ),
-        returned=tuple(_rows([state_row[link] for link in receivers[r]]) for r in ranks),
+        returned=tuple(_rows([state_row[link] for link in receivers[r]], device) for r in ranks),
     )
 
 
@@ -127,11 +127,11 @@ def _send_summaries(
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Return updates of all senders and transitions of all middles, `[own_heads, rows, ...]`."""
-    rank, device = group.rank(), updates.device
+    rank = group.rank()
     flat = torch.cat(
         [
-            updates.index_select(0, chains.senders[rank].to(device)).transpose(0, 1).flatten(1),
-            transitions.index_select(0, chains.middles[rank].to(device)).transpose(0, 1).flatten(1),
+            updates.index_select(0, chains.senders[rank]).transpose(0, 1).flatten(1),
+            transitions.index_select(0, chains.middles[rank]).transpose(0, 1).flatten(1),
         ],
         dim=1,
     ).to(updates.dtype)
@@ -161,13 +161,13 @@ def _send_summaries(
 
 def _compose(updates: Tensor, transitions: Tensor, chains: _Chains) -> Tensor:
     """Return the states that receivers start from, by step, `[own_heads, rows, ...]`."""
-    state = updates.index_select(1, chains.updates[0].to(updates.device))
+    state = updates.index_select(1, chains.updates[0])
     states = [state]
     for going_on, update_rows, transition_rows in zip(
         chains.receivers_by_step[1:], chains.updates[1:], chains.transitions, strict=True
     ):
-        update = updates.index_select(1, update_rows.to(updates.device))
-        transition = transitions.index_select(1, transition_rows.to(updates.device))
+        update = updates.index_select(1, update_rows)
+        transition = transitions.index_select(1, transition_rows)
         state = _apply(transition, state[:, :going_on]) + update
         states.append(state)
     return torch.cat(states, dim=1)
@@ -185,7 +185,7 @@ def _return_states(
     """Return the states of own receivers, `[receivers, heads, ...]`."""
     rank, shape = group.rank(), states.shape[2:]
     own = len(chains.returned[rank])
-    sent = [states.index_select(1, rows.to(states.device)).flatten() for rows in chains.returned]
+    sent = [states.index_select(1, rows).flatten() for rows in chains.returned]
     arrived = all_to_all_rows(
         torch.cat(sent),
         send_counts=[part.numel() for part in sent],
@@ -195,10 +195,12 @@ def _return_states(
     return arrived.view(sum(heads), own, *shape).transpose(0, 1)
 
 
-def _rows(rows: list[int]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64)
+def _rows(rows: list[int], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
-def _places(links: list[tuple[int, int]], chosen: list[tuple[int, int]]) -> Tensor:
+def _places(
+    links: list[tuple[int, int]], chosen: list[tuple[int, int]], device: torch.device
+) -> Tensor:
     wanted = set(chosen)
-    return _rows([place for place, link in enumerate(links) if link in wanted])
+    return _rows([place for place, link in enumerate(links) if link in wanted], device)

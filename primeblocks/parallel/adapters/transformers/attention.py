@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.activations import ACT2FN
 
 from ....errors import PlanError, ShapeError, UnsupportedError
 from ...attention import (
@@ -157,7 +158,6 @@ def _forward(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
@@ -165,6 +165,8 @@ def _forward(
 ) -> tuple[Tensor, None]:
     """Run attention as transformers calls it, on `[batch, heads, tokens, head_dim]`."""
     sequence = sequence_of(module, arguments, query.shape[0])
+    # Qwen2-MoE has the window in the layer, and passes it only in the mask.
+    window = arguments.get("sliding_window", getattr(module, "sliding_window", None))
     if dropout:
         raise PlanError(
             f"attention over split sequences does not support dropout; got {dropout}. Use 0."
@@ -173,13 +175,13 @@ def _forward(
     where = {"sequence": sequence, "group": context.group, "scale": scaling}
     over_latents = _of_latents(module) if "expand_kv" in vars(module) else None
     if over_latents is not None:
-        if any(rule is not None for rule in (sliding_window, s_aux, softcap)):
+        if any(rule is not None for rule in (window, s_aux, softcap)):
             raise UnsupportedError("attention over latents has no windows, sinks or soft-caps.")
         up = module.kv_b_proj.weight.unflatten(0, (query.shape[1], -1))
         return over_latents(query[0].transpose(0, 1), key[0, 0], up, **where)[None], None
     out = context.attention(
         *(x[0].transpose(0, 1) for x in (query, key, value)),
-        window=sliding_window,
+        window=window,
         sinks=s_aux,
         **({} if softcap is None else {"softcap": softcap}),
         **where,
@@ -238,7 +240,8 @@ def _qwen3_next(m: Any, hidden: Tensor, chosen: dict[str, Any], **where: Any) ->
 def _delta_net(
     m: Any, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, chosen: dict[str, Any], **where: Any
 ) -> Tensor:
-    mixed = F.silu(causal_conv1d(mixed, m.conv1d.weight.squeeze(1), m.conv1d.bias, **where))
+    convolved = causal_conv1d(mixed, m.conv1d.weight.squeeze(1), m.conv1d.bias, **where)
+    mixed = ACT2FN[m.activation](convolved)
     q, k, v = mixed.split([m.key_dim, m.key_dim, m.value_dim], dim=-1)
     q, k = (_unit(x.unflatten(-1, (-1, m.head_k_dim))) for x in (q, k))
     q, k = (x.repeat_interleave(m.num_v_heads // m.num_k_heads, dim=1) for x in (q, k))

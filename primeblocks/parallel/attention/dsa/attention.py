@@ -266,7 +266,7 @@ def _check_indices(indices: Tensor, q: Tensor, groups: int) -> None:
     if indices.dtype != torch.int32 or indices.ndim != 3 or indices.shape[:2] != (len(q), groups):
         raise ShapeError(
             f"indices must be [{len(q)}, {groups}, k] of torch.int32; got {tuple(indices.shape)} "
-            f"of {indices.dtype}."
+            f"of {indices.dtype}. A selector returns a list for each group of kv; TopK returns one."
         )
     if not indices.shape[2] or indices.device != q.device:
         raise ShapeError(

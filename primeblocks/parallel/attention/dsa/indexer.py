@@ -106,7 +106,8 @@ class TopK:
     """For each query, select the `k` tokens with the highest scores.
 
     Only tokens of the query's document up to the query itself are candidates. If tokens have equal
-    scores, the earlier token is selected. `TopK` is the selection of DeepSeek-V3.2 and GLM-5.
+    scores, the earlier token is selected. `TopK` is the selection of DeepSeek-V3.2 and GLM-5. It
+    returns one list per query, so `kv` must have one group.
 
     Attributes:
         k: the maximum number of tokens that a query selects.
