@@ -196,7 +196,7 @@ def sequence_outlier_mask(
         "error": lambda: bounded_ratio(x.abs()),
         "k1": lambda: -x,
         "k2": lambda: 0.5 * x.square(),
-        "k3": lambda: bounded_ratio(x) - 1 - x,
+        "k3": lambda: bounded_ratio(x.double()) - 1 - x,
     }
     if statistic not in by_name:
         raise UsageError(f"statistic must be one of {', '.join(by_name)}; got {statistic!r}")

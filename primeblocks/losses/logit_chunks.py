@@ -8,10 +8,11 @@ gradients. `LogitChunks` computes a chunk twice, or keeps it from the first pass
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,9 @@ __all__ = [
     "gradients",
     "normalise",
 ]
+
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,18 @@ class Normalised(NamedTuple):
     log_mass: Tensor
 
 
+def _without_autocast(function: Callable[..., R]) -> Callable[..., R]:
+    """Let forward and backward round logits alike, whatever autocast each runs in."""
+
+    @wraps(function)
+    def call(chunks: LogitChunks, *args: Any) -> R:
+        with torch.autocast(chunks.hidden.device.type, enabled=False):
+            return function(chunks, *args)
+
+    return call
+
+
+@_without_autocast
 def normalise(chunks: LogitChunks, ids: Tensor) -> Normalised:
     """Return scores of all tokens. Collective with a group: two reductions of values per token."""
     head = chunks.head
@@ -210,6 +226,7 @@ class HeadGradients(NamedTuple):
     weight: Tensor | None
 
 
+@_without_autocast
 def gradients(
     chunks: LogitChunks,
     ids: Tensor,

@@ -104,7 +104,8 @@ def chunked_loss(
 ) -> Float[Tensor, ""]:
     """Sum a loss over chunks of tokens, and compute its gradients in the forward.
 
-    The loss must be a sum over tokens. Logits are computed once, and only the logits of one chunk
+    The loss must be a sum over tokens. In float16, divide the result and not the loss, because a
+    GradScaler scales only the result. Logits are computed once, and only the logits of one chunk
     are stored. The function needs three matrix products, one fewer than `token_scores`. Gradients
     flow only to `hidden` and `weight`. Between forward and backward, the gradient of `weight` is
     stored in full precision. Everything else works as in `token_scores`.
@@ -228,9 +229,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if value.requires_grad:
                 grads: Any = torch.autograd.grad(value, leaves, allow_unused=True)
                 share = to if to.hidden is None else to._replace(hidden=to.hidden[own])
-                # A backward pass runs without autocast.
-                with torch.autocast(hidden.device.type, enabled=False):
-                    gradients(chunks, ids[own], seen, grads, share)
+                gradients(chunks, ids[own], seen, grads, share)
         if to.hidden is not None:
             head.reduce(to.hidden)
         ctx.save_for_backward(*to)

@@ -29,7 +29,7 @@ def mtp_labels(
     Args:
         labels: the labels of the policy. `labels[t]` is token t + 1, or -100 if token t + 1 is
             padding, begins a sequence or does not count in the loss. For a `Pack`, pass
-            `pack.at_predictors(pack.targets, fill=-100)`.
+            `pack.at_predictors(np.where(pack.loss_mask, pack.targets, -100), fill=-100)`.
         depth: the depth of the head. The first head has depth 1, as in DeepSeek-V3.
         sequence_ids: an integer per token. By default, if there are several rows, each row is one
             sequence. A single row needs `sequence_ids`. A label from another sequence becomes -100.

@@ -21,13 +21,20 @@ _DS_MLA = "fp8_ds_mla"
 _MOST_LAYERS = 1 << 16  # Each is looked at.
 # Keys of layers that change caches in ways not read here. None means that they change nothing.
 _UNREAD = (
+    "attention_chunk_size",
+    "attn_layer_indices",
+    "attn_layer_period",
+    "block_types",
     "compress_ratios",
+    "cross_attention_layers",
     "global_head_dim",
     "hybrid_override_pattern",
     "index_kpool",
     "is_heterogeneous",
     "layers_block_type",
+    "mamba_d_ssm",
     "num_kv_shared_layers",
+    "use_cla",
 )
 # These keys too, unless the other key is present.
 _SPELLED = {
@@ -36,6 +43,8 @@ _SPELLED = {
     "linear_attn_config": "layer_types",
     "sliding_window_pattern": "layer_types",
     "max_window_layers": "layer_types",
+    "multi_query": "num_key_value_heads",
+    "num_kv_heads": "num_key_value_heads",
     "v_head_dim": "kv_lora_rank",
 }
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -285,6 +294,10 @@ def _refuse_unknown(config: Any) -> None:
     unread = [name for name in _UNREAD if _get(config, name)]
     if isinstance(config, Mapping) and config.get("per_layer_config"):  # An object always has it.
         unread.append("per_layer_config")
+    # An object of a family in which layers alternate has layer_types.
+    windowed = _get(config, "sliding_window") and _get(config, "use_sliding_window") is not False
+    if isinstance(config, Mapping) and windowed and not config.get("layer_types"):
+        unread.append("sliding_window")
     for name, spelled in _SPELLED.items():
         idle = name == "max_window_layers" and not _get(config, "use_sliding_window")
         if _get(config, name) and not _get(config, spelled) and not idle:

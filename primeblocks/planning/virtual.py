@@ -78,17 +78,27 @@ def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
     """
     results: list[T] = []
     errors: list[BaseException] = []
+    begun: list[tuple[asyncio.AbstractEventLoop, asyncio.Task]] = []
+
+    async def noted() -> T:
+        begun.append((asyncio.get_running_loop(), asyncio.current_task()))  # type: ignore[arg-type]
+        return await main
 
     def work() -> None:
         try:
             with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-                results.append(runner.run(main))
+                results.append(runner.run(noted()))
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=work, name="virtual time", daemon=True)
-    thread.start()
-    thread.join()
+    try:
+        thread.start()
+        thread.join()
+    except BaseException:  # Ctrl-C: the thread would go on alone.
+        for loop, task in begun:
+            loop.call_soon_threadsafe(task.cancel)
+        raise
     if errors:
         raise errors[0]
     return results[0]

@@ -88,7 +88,9 @@ def lognormal(*, mean: float, sigma: float, maximum: float | None = None) -> Dis
     centre, most = np.log(mean) - sigma**2 / 2, np.inf if maximum is None else maximum
 
     def quantile(u: NDArray[np.float64]) -> NDArray[np.float64]:
-        values = np.exp(centre + sigma * torch.special.ndtri(torch.as_tensor(u)).numpy())
+        values = np.exp(
+            centre + sigma * torch.special.ndtri(torch.as_tensor(u, device="cpu")).numpy()
+        )
         return np.minimum(values, most)
 
     return Distribution(f"lognormal sigma {sigma:g}", quantile)

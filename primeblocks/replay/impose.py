@@ -54,8 +54,8 @@ def impose(
         min_score_ratio: in (0, 1]. A replayed expert is kept only if its trainer score is at least
             `min_score_ratio` times the lowest score of the trainer's own choices. The slots of the
             other experts get the trainer's best choices that are not yet in the row. Padding rows
-            keep their experts. If `min_score_ratio` is 1, all rows except padding get the trainer's
-            own choices, except for ties.
+            keep their experts. If `min_score_ratio` is 1, all other rows get the trainer's own
+            choices, except for ties, and except in routers with a correction bias or groups.
 
     Raises:
         PlanError: `routes` come from a different model.

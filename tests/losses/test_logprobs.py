@@ -127,6 +127,20 @@ def test_autocast_does_not_round_the_gradients_of_chunks():
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_to_another_dtype_changes_nothing(dtype):
+    leaves, ids, options, weights = operands(OPTIONS[0], dtype=torch.bfloat16)
+
+    def run(autocast):
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            seen = token_scores(*leaves, ids, **options)
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+            return [*seen, *torch.autograd.grad(loss_of(seen, weights), leaves)]
+
+    for one, other in zip(run(True), run(False), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_errs_no_more_than_the_plain_ones_in_low_precision(dtype):
     """Of bfloat16 operands in float32: there the plain computation has float32 operands too."""

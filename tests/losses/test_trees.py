@@ -18,8 +18,10 @@ from primeblocks.losses.packing import (
     plan_trees,
     sequence_flops,
 )
+from primeblocks.replay import Routes
 
 LAYERS, TOP_K = 2, 2
+ROUTES = Routes.from_array(np.ones((2, LAYERS, 1), np.uint8), num_experts=4, layer_ids=(0, 1))
 
 
 def rollout(tokens, *, prompt_length=1, routes=None, images=None, **more):
@@ -194,6 +196,13 @@ def test_a_last_token_without_routes_goes_with_one_that_has_them():
         assert plan.places[3] == lengths[0] + 3  # Of the second, which has a row there.
 
 
+def test_a_missing_row_gives_way_to_a_known_one():
+    known = np.full((5, LAYERS, TOP_K), 3)
+    gone = np.full((5, LAYERS, TOP_K), -1)
+    batch = [rollout(np.arange(5), routes=each) for each in (gone, known)]
+    assert plan_trees(batch, routes="first").places.tolist() == [5, 6, 7, 8, 9]
+
+
 def test_one_slot_of_one_layer_parts_rollouts_or_not_by_the_rule():
     routes = [np.zeros((6, LAYERS, TOP_K), np.uint8) for _ in range(2)]
     routes[1][2, 1, 1] = 3
@@ -300,6 +309,11 @@ def test_refusals_say_what_to_do():
             r"has bytes.*tensor\(\)",
             UsageError,
             lambda: plan_trees([rollout([1, 2], routes=b"packed")]),
+        ),
+        (
+            r"has Routes.*tensor\(\)",
+            UsageError,
+            lambda: plan_trees([rollout([1, 2], routes=ROUTES)]),
         ),
         (
             r"each of 3 tokens.*\[1, 1\]",

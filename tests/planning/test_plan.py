@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from primeblocks import planning
 from primeblocks.errors import PlanError, UsageError
@@ -208,3 +209,8 @@ def test_the_table_has_both_sides_and_every_way_to_run():
     text = planning.plan_split(*tables(), gpus=64, batch_size=64, memory_bytes=GB).table()
     for words in ("trainer", "engine", "asynchronous", "all GPUs in turn", "bound", "gain"):
         assert words in text
+
+
+def test_a_default_device_does_not_reach_distributions():
+    with torch.device("meta"):
+        assert planning.lognormal(mean=7, sigma=1.2).mean == pytest.approx(7, rel=1e-3)

@@ -1,8 +1,10 @@
 """The simulator: virtual time, engines of numbers, and what the loop does in them."""
 
+import _thread
 import asyncio
 import functools
 import math
+import threading
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from primeblocks.async_loop.scheduler import Retries
 from primeblocks.errors import DeadlineError, EngineError, UsageError
 from primeblocks.planning.engine import SimulatedEngine
 from primeblocks.planning.virtual import VirtualClock, run_in_virtual_time
+from tests.deadlines import HANG_S
 
 
 def test_time_jumps_to_the_next_timer_and_the_order_is_kept():
@@ -51,6 +54,21 @@ def test_an_error_comes_out_as_it_is():
 
     with pytest.raises(KeyError, match="lost"):
         run_in_virtual_time(main())
+
+
+def test_ctrl_c_ends_the_thread():
+    async def main():
+        _thread.interrupt_main()
+        while True:
+            await asyncio.sleep(1)
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run_in_virtual_time(main())
+    for each in threading.enumerate():
+        if each.name == "virtual time":
+            each.join(HANG_S)
+    assert threading.active_count() == before
 
 
 def serve(body, model):

@@ -149,9 +149,9 @@ def pack(
         indices: the indices of the rollouts to pack, such as a micro-batch of a plan. If
             `indices` is empty, the pack contains only padding, so a rank without rollouts can still
             take part in collectives.
-        per_token: names of attachments with a row per token, such as routes. The attachments are
-            arrays, tensors or `Aligned.rows`. If `Aligned.rows` lack the row of the last token, the
-            last token gets zeros.
+        per_token: names of attachments with a row per token. The attachments are arrays, tensors or
+            `Aligned.rows`. If `Aligned.rows` lack the row of the last token, the last token gets
+            zeros. For routes, where 0 is an expert, join `Routes` with `Routes.with_missing`.
         per_completion: names of attachments with a row per completion token. Attachments that are
             in neither `per_token` nor `per_completion` become part of `others`.
         multiple_of: the pack is padded to a multiple of `multiple_of` tokens, and to at least

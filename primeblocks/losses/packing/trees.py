@@ -298,11 +298,12 @@ def _planned(trie: _Trie, chosen: list[NDArray | None], padding: int, *, compare
     places[rows] = np.arange(len(rows))
     # The last write counts: by the first rollout that has the row's routes, or else the row.
     for known in (False, True):
-        for i in reversed(range(len(lengths))):
-            found = chosen[i]
-            count = lengths[i] if not known else 0 if found is None else min(len(found), lengths[i])
-            own = slice(starts[i], starts[i] + count)
-            places[rows[own]] = np.arange(own.start, own.stop)
+        for i, found in reversed([*enumerate(chosen)]):
+            own = np.arange(starts[i], starts[i + 1])
+            if known:  # A missing row is -1.
+                has = [] if found is None else (found >= 0).all(axis=tuple(range(1, found.ndim)))
+                own = own[: len(has)][has]
+            places[rows[own]] = own
     parents = [index.get(id(node.parent), -1) for node in nodes]
     if padding:
         sizes, parents = [*sizes, padding], [*parents, -1]
@@ -373,13 +374,14 @@ def _same_kind(
     """Return one row per token for each rollout, as arrays of one dtype and shape."""
     found: list[NDArray | None] = []
     for i, value in enumerate(values):
-        if isinstance(value, bytes | memoryview | bytearray):
-            raise UsageError(
-                f"plan_trees compares {name!r} row by row, but rollout {i} has bytes. Pass "
-                "imposed=[Routes.unpack(each).tensor()[0] for each in ...]."
-            )
         start = value.start if isinstance(value, Aligned) else 0
         given = value.value if isinstance(value, Aligned) else value
+        if not (given is None or isinstance(given, list | tuple) or hasattr(given, "dtype")):
+            raise UsageError(
+                f"plan_trees compares {name!r} row by row, but rollout {i} has "
+                f"{type(given).__name__}. Pass imposed=[routes.tensor()[0] for each rollout], with "
+                "routes=Routes.unpack(value) for bytes."
+            )
         rows = None if given is None else np.asarray(given)
         tokens = len(rollouts[i].tokens)
         if rows is not None and (not rows.ndim or start or not tokens - 1 <= len(rows) <= tokens):

@@ -1,6 +1,7 @@
 """Bytes a token of published models, by the arithmetic that their configurations state."""
 
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,6 +172,22 @@ def test_kimi_linear_is_what_transformers_keeps():
         (GPT_OSS_120B | {"sliding_window": None}, "fp8", PlanError, "sliding_window"),
         (LLAMA_3_70B | {"linear_attn_config": {"a": 1}}, "fp8", UnsupportedError, "linear_attn"),
         (LLAMA_3_70B | {"sliding_window_pattern": 6}, "fp8", UnsupportedError, "as transformers"),
+        # Of config.json: Gemma 2 and 3, Falcon, Llama 4, Jamba, Bamba, RecurrentGemma, Falcon-H1.
+        *(
+            (LLAMA_3_70B | told, "fp8", UnsupportedError, "as transformers")
+            for told in (
+                {"sliding_window": 4096},
+                {"attention_chunk_size": 8192},
+                {"attn_layer_period": 8},
+                {"attn_layer_indices": [9, 18]},
+                {"block_types": ["recurrent", "attention"]},
+                {"mamba_d_ssm": 1024},
+                {"cross_attention_layers": [3]},
+                {"use_cla": True},
+            )
+        ),
+        ({"multi_query": True, "num_hidden_layers": 2}, "fp8", UnsupportedError, "multi_query"),
+        ({"num_kv_heads": 8, "num_hidden_layers": 2}, "fp8", UnsupportedError, "num_kv_heads"),
         (LLAMA_3_70B | {"v_head_dim": 64}, "fp8", UnsupportedError, "v_head_dim"),
         (
             LLAMA_3_70B | {"per_layer_config": {"5": {}}},
@@ -203,7 +220,7 @@ def test_what_is_not_read_is_refused(config, kv_dtype, error, message):
 
 
 def test_all_layers_slide_where_a_model_has_one_window():
-    config = LLAMA_3_70B | {"sliding_window": 4096}
+    config = SimpleNamespace(**LLAMA_3_70B | {"sliding_window": 4096})
     (group,) = kv_groups(config)
     assert (group.name, group.window) == ("sliding_attention", 4096)
 
