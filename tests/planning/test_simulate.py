@@ -1,6 +1,5 @@
 """The simulator: virtual time, engines of numbers, and what the loop does in them."""
 
-import _thread
 import asyncio
 import functools
 import math
@@ -56,19 +55,26 @@ def test_an_error_comes_out_as_it_is():
         run_in_virtual_time(main())
 
 
-def test_ctrl_c_ends_the_thread():
+def test_ctrl_c_ends_the_thread(monkeypatch):
+    began = threading.Event()
+
     async def main():
-        _thread.interrupt_main()
+        began.set()
         while True:
             await asyncio.sleep(1)
 
-    before = threading.active_count()
+    def interrupted(thread):
+        monkeypatch.undo()
+        assert began.wait(HANG_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_in_virtual_time(main())
     for each in threading.enumerate():
         if each.name == "virtual time":
             each.join(HANG_S)
-    assert threading.active_count() == before
+            assert not each.is_alive()
 
 
 def serve(body, model):
