@@ -83,11 +83,11 @@ class Feeder:
     ) -> None:
         try:
             self._prompts: Iterator[Any] = iter(prompts)
-        except TypeError:
+        except TypeError as error:
             raise UsageError(
                 f"prompts= must be an iterable; got {shown(prompts)}. Read an asynchronous one in "
                 "a queue, and pass a plain iterable."
-            ) from None
+            ) from error
         self._generate, self._buffer = generate, buffer
         self._group_size, self._keep = group_size, keep
         self._retries, self._rollout_timeout_s = retries, rollout_timeout_s

@@ -61,8 +61,8 @@ def check_operands(
     check_tensors(hidden=hidden, weight=weight, ids=ids)
     if hasattr(weight, "device_mesh"):
         raise ShapeError(
-            "weight is a DTensor. Pass weight.full_tensor(), or weight.to_local() with the group "
-            "that shares the vocabulary and first_word."
+            "weight is a DTensor. Call this in the forward of the head, where FSDP gathers it, or "
+            "pass weight.to_local() with the group that shares the vocabulary and first_word."
         )
     shapes = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, ids {list(ids.shape)}"
     fits = hidden.ndim == weight.ndim == 2 and hidden.shape[1] == weight.shape[1]
@@ -178,7 +178,10 @@ def _without_autocast(function: Callable[..., R]) -> Callable[..., R]:
 
     @wraps(function)
     def call(chunks: LogitChunks, *args: Any) -> R:
-        with torch.autocast(chunks.hidden.device.type, enabled=False):
+        kind = chunks.hidden.device.type
+        if not torch.amp.is_autocast_available(kind):
+            return function(chunks, *args)
+        with torch.autocast(kind, enabled=False):
             return function(chunks, *args)
 
     return call

@@ -94,7 +94,7 @@ class SequencePlan:
 
     def __getstate__(self) -> dict[str, object]:
         # Leave out the cached tables. They may be large, or on a device that the copy cannot use.
-        return {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: getattr(self, name) for name in _FIELDS}
 
     @property
     def ranks(self) -> int:
@@ -300,6 +300,11 @@ class SequencePlan:
                 f"{tuple(x.shape)}. The plan has {self.tokens} tokens, {list(self.counts)} per "
                 "rank."
             )
+
+
+_FIELDS = tuple(one.name for one in fields(SequencePlan))
+# FSDP2 copies each dataclass among the arguments of a layer that it casts. A copy has no tables.
+del SequencePlan.__dataclass_fields__
 
 
 def check_plan(sequence: object, group: dist.ProcessGroup, *, trees: bool = False) -> None:

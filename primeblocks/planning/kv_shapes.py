@@ -24,6 +24,7 @@ _UNREAD = (
     "attention_chunk_size",
     "attn_layer_indices",
     "attn_layer_period",
+    "block_configs",
     "block_types",
     "compress_ratios",
     "cross_attention_layers",
@@ -33,6 +34,7 @@ _UNREAD = (
     "is_heterogeneous",
     "layers_block_type",
     "mamba_d_ssm",
+    "multi_query_group_num",
     "num_kv_shared_layers",
     "use_cla",
 )
@@ -43,8 +45,7 @@ _SPELLED = {
     "linear_attn_config": "layer_types",
     "sliding_window_pattern": "layer_types",
     "max_window_layers": "layer_types",
-    "multi_query": "num_key_value_heads",
-    "num_kv_heads": "num_key_value_heads",
+    **dict.fromkeys(("attn_type_list", "full_attn_idxs", "hybrid_layer_pattern"), "layer_types"),
     "v_head_dim": "kv_lora_rank",
 }
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -219,10 +220,18 @@ def _attention(config: Any, name: str, layers: int, kv_dtype: str, window: int |
         name,
         layers,
         head_bytes=2 * width * _SIZES[kv_dtype],
-        heads=_may(config, "num_key_value_heads") or heads,
+        heads=_kv_heads(config, heads),
         window=window,
         pair_flops=4 * heads * width,
     )
+
+
+def _kv_heads(config: Any, heads: int) -> int:
+    if own := _may(config, "num_key_value_heads"):
+        return own
+    if _get(config, "new_decoder_architecture"):  # Falcon.
+        return _need(config, "num_kv_heads")
+    return 1 if _get(config, "multi_query") else heads
 
 
 def _latents(config: Any, here: list[bool], kv_dtype: str) -> tuple[KvGroup, ...]:
@@ -294,9 +303,8 @@ def _refuse_unknown(config: Any) -> None:
     unread = [name for name in _UNREAD if _get(config, name)]
     if isinstance(config, Mapping) and config.get("per_layer_config"):  # An object always has it.
         unread.append("per_layer_config")
-    # An object of a family in which layers alternate has layer_types.
-    windowed = _get(config, "sliding_window") and _get(config, "use_sliding_window") is not False
-    if isinstance(config, Mapping) and windowed and not config.get("layer_types"):
+    # Their layers alternate, and only an object has layer_types.
+    if str(_get(config, "model_type")).startswith("gemma") and not _get(config, "layer_types"):
         unread.append("sliding_window")
     for name, spelled in _SPELLED.items():
         idle = name == "max_window_layers" and not _get(config, "use_sliding_window")

@@ -7,6 +7,7 @@ import math
 import selectors
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from ..errors import DeadlineError
@@ -97,7 +98,8 @@ def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
         thread.join()
     except BaseException:  # Ctrl-C: the thread would go on alone.
         for loop, task in begun:
-            loop.call_soon_threadsafe(task.cancel)
+            with suppress(RuntimeError):  # The loop may have ended meanwhile.
+                loop.call_soon_threadsafe(task.cancel)
         raise
     if errors:
         raise errors[0]

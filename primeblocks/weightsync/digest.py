@@ -151,11 +151,15 @@ def _are_plain(source: Tensor, dtype: torch.dtype, target: Tensor | None) -> boo
     )
 
 
-def pool_of(threads: int) -> ThreadPoolExecutor:
-    """Open threads with the caller's CUDA device and stream. A new thread has device 0."""
+def pool_of(threads: int, *, apart: bool = False) -> ThreadPoolExecutor:
+    """Open threads with the caller's CUDA device and stream. A new thread has device 0.
+
+    Args:
+        apart: give the threads another stream than the caller's.
+    """
     if not torch.cuda.is_initialized():
         return ThreadPoolExecutor(threads)
-    stream = torch.cuda.current_stream()
+    stream = torch.cuda.Stream() if apart else torch.cuda.current_stream()
     return ThreadPoolExecutor(threads, initializer=torch.cuda.set_stream, initargs=(stream,))
 
 

@@ -237,9 +237,12 @@ def test_names_are_those_without_wrappers():
 def test_a_layer_whose_weight_its_host_reads_is_refused():
     config = JambaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_experts=2,
-        num_attention_heads=2, num_key_value_heads=2, mamba_d_state=4, use_mamba_kernels=False,
+        num_attention_heads=2, num_key_value_heads=2, mamba_d_state=4,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UnsupportedError, match=r"mamba\.dt_proj is not called.*Exclude dt_proj"):
         transformers.convert(model, RECIPE, only="mamba")
     assert transformers.convert(model, RECIPE, only="mamba", exclude="dt_proj")
+    for family, layer in (("qwen3_next", "linear_attn"), ("nemotron_h", "mixer")):
+        other = tiny_models.build(family, dtype=torch.float32, num_layers=4)
+        assert transformers.convert(other, RECIPE, only=layer)

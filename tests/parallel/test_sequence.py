@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.utils import _apply_to_tensors
 
 from primeblocks.errors import PlanError, ShapeError
 from primeblocks.parallel import plan_sequence
@@ -243,3 +244,12 @@ def test_what_does_not_fit_the_plan_is_refused():
 @given(plan=plans)
 def test_the_whole_of_a_plan_is_the_plan_of_one_rank(plan):
     assert plan.whole == plan_sequence(plan.document_lengths, ranks=1, order="contiguous")
+
+
+def test_a_cast_of_the_arguments_of_a_layer_does_not_copy_a_plan():
+    """FSDP2 would, for every layer, and lose the tables on the plan."""
+    plan = plan_sequence([3, 4], ranks=2)
+    given = {"plan": plan, "x": torch.ones(2)}
+    cast = _apply_to_tensors(lambda x: x.bfloat16(), given)
+    assert cast["x"].dtype == torch.bfloat16
+    assert cast["plan"] is plan

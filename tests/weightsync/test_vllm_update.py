@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import nn
 
 from primeblocks.plugins.vllm import register
 from primeblocks.testing import tiny_models
@@ -328,6 +329,51 @@ def _tied(folder):
         kind, _ = error_of(adapter.attach_llm, llm, plan_sync([source], less), transport)
         adapter.attach_llm(llm, plan, transport)
         return said, differing, [(kind, True), update(2)]
+
+
+def test_a_layer_with_two_names_and_the_scales_of_its_kernel_is_recorded():
+    """As shared experts in float8: vLLM makes the scales after it has loaded the weights."""
+    lacking, devices = call(_shared)
+    assert lacking == []
+    assert devices == {"layer.weight": "cpu", "layer.weight_scale": "cpu"}
+
+
+def _shared():
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.utils import replace_parameter
+
+    class Scales(QuantizeMethodBase):
+        def create_weights(self, *_, **__): ...
+        def apply(self, *_, **__): ...
+        def process_weights_after_loading(self, layer):
+            replace_parameter(layer, "weight", layer.weight.data.half())
+            replace_parameter(layer, "weight_scale", torch.ones(1))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.experts = nn.Linear(4, 4, bias=False), nn.Module()
+            self.experts.layer = self.layer  # The second name.
+            self.layer.quant_method = Scales()
+            self.layer.weight.weight_loader = lambda into, loaded_weight: into.data.copy_(
+                loaded_weight
+            )
+
+        def load_weights(self, tensors):
+            ((name, tensor),) = tensors
+            self.layer.weight.weight_loader(self.layer.weight, tensor)
+            return {name}
+
+    model = Model()
+    layerwise.record_metadata_for_reloading(model)
+    model.layer.quant_method.process_weights_after_loading(model.layer)
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(quantization="fp8")
+    checkpoint = describe({"layer.weight": torch.zeros(4, 4)}).whole()
+    lacking = record_load(model, checkpoint, config).lacking
+    return lacking, {name: one.device.type for name, one in model.named_parameters()}
 
 
 def test_refusals_have_types(offline):

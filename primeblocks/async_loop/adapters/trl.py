@@ -60,6 +60,7 @@ class EventThread:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self._is_closed = False
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
@@ -86,6 +87,8 @@ class EventThread:
         try:
             return future.result(timeout_s)
         except CancelledError as error:
+            if not self._is_closed:
+                raise
             raise ClosedError("this EventThread was closed during the call.") from error
         except TimeoutError as error:
             if future.done() and not future.cancelled():
@@ -100,6 +103,7 @@ class EventThread:
         """Cancel all running coroutines, and end the thread if they end within 10 s. Idempotent."""
         if self.loop.is_closed() or not self._thread.is_alive():
             return
+        self._is_closed = True
         ended = asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop)
         try:
             ended.result(_CLEANUP_S)

@@ -225,12 +225,14 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
             **dict(self.named_buffers(remove_duplicate=False)),
         }
         loaded = set()
-        for name, tensor in self.hf_to_vllm_mapper.apply(weights):
-            target, expert, part = name, None, ""
-            if found := _EXPERT.fullmatch(name):
-                part = _PARTS.get(found[3], found[3])
-                target = f"{found[1]}.{'down' if part == 'down' else 'gate_up'}_proj"
-                expert = int(found[2])
+        for name, tensor in weights:
+            target, expert, part = _place_of(name)
+            if target not in held:
+                # Not always, because the mapper drops layers that have the numbers of other layers.
+                renamed = [each for each, _ in self.hf_to_vllm_mapper.apply([(name, tensor)])]
+                if not renamed:
+                    continue
+                target, expert, part = _place_of(renamed[0])
             place = held[target].data if target in held else tensor[:0]
             if expert is not None and expert < len(place):
                 place = place[expert] if part == "down" else place[expert].chunk(2)[part == "up"]
@@ -243,3 +245,12 @@ class ExactForCausalLM(VllmModelForTextGeneration, Base):
             place.copy_(tensor)
             loaded.add(target)
         return loaded
+
+
+def _place_of(name: str) -> tuple[str, int | None, str]:
+    """Return the parameter that has a tensor, and of one expert the number and the part."""
+    found = _EXPERT.fullmatch(name)
+    if found is None:
+        return name, None, ""
+    part = _PARTS.get(found[3], found[3])
+    return f"{found[1]}.{'down' if part == 'down' else 'gate_up'}_proj", int(found[2]), part

@@ -57,8 +57,8 @@ def convert(
             f"out]. Tiles of {recipe.weights} would run along another dim in training than in the "
             "tensors that are sent. Use square tiles, or exclude the experts."
         )
-    mamba = (name for name, module in model.named_modules() if hasattr(module, "A_log"))
-    if met := chosen({f"{name}.dt_proj" for name in mamba}):
+    mamba = [name for name, module in modules_of(model) if hasattr(module, "A_log")]
+    if met := chosen({f"{n}.dt_proj" for n in mamba} & {n for n, _ in modules_of(model)}):
         raise UnsupportedError(
             f"{min(met)} is not called: its layer reads the weight itself. Exclude dt_proj."
         )

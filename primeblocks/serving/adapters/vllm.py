@@ -190,8 +190,11 @@ class VllmFleet:
         await self._control("pause_generation", timeout_s, mode=mode, clear_cache=clear_cache)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """Resume every open engine after a running update. Raises the errors of `versions`."""
-        await self._control("resume_generation", timeout_s)
+        """Resume every open engine after a running update. Raises the errors of `versions`.
+
+        Engines of which a part sleeps stay paused.
+        """
+        await self._control("wake_up", timeout_s, tags=["scheduling"])
 
     async def _control(self, method: str, timeout_s: float, **arguments: Any) -> None:
         what = f"{method} of the fleet"

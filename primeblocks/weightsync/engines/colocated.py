@@ -101,8 +101,8 @@ class Colocated:
         publish: a function that takes a version and `timeout_s` and returns a `Receipt`, like
             `Publisher.publish`. The transport of `publish` must keep the weights in shared memory
             or on a disk, not in CUDA IPC.
-        memory: a function that returns the bytes in use on the device, like
-            `torch.cuda.memory_allocated`.
+        memory: a function that returns the bytes in use on the device. vLLM's memory is not in
+            `torch.cuda.memory_allocated`, so subtract the numbers of `torch.cuda.mem_get_info`.
         group: the ranks that take turns together. The group must support gloo. None is the default
             group, if torch.distributed is initialized.
 

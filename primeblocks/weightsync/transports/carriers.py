@@ -20,7 +20,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from ...errors import CapacityError, CorruptionError, UnsupportedError
+from ...errors import CapacityError, CorruptionError, TransferError, UnsupportedError
 from ..marker import is_count
 from .blobs import allocate, mapped, open_of
 
@@ -329,7 +329,13 @@ def _open_cuda(note: Mapping[str, Any]) -> UInt8[Tensor, " bytes"]:
     device = seen.index(note["uuid"])
     storage, shape = torch.storage.TypedStorage, torch.Size([note["bytes"]])
     what = (Tensor, shape, (1,), 0, storage, torch.uint8, device, *handle)
-    opened = rebuild_cuda_tensor(*what)
+    try:
+        opened = rebuild_cuda_tensor(*what)
+    except RuntimeError as error:
+        raise TransferError(
+            f"the trainer's buffer on GPU {note['uuid']} cannot be opened: {error}. Check that the "
+            "trainer runs. If it uses expandable_segments, allow ptrace or switch them off."
+        ) from error
     assert isinstance(opened, Tensor)
     return opened
 

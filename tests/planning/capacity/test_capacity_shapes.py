@@ -1,7 +1,6 @@
 """Bytes a token of published models, by the arithmetic that their configurations state."""
 
 import types
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -176,7 +175,9 @@ def test_kimi_linear_is_what_transformers_keeps():
         *(
             (LLAMA_3_70B | told, "fp8", UnsupportedError, "as transformers")
             for told in (
-                {"sliding_window": 4096},
+                {"sliding_window": 4096, "model_type": "gemma2"},
+                {"attn_type_list": [0, 1]},
+                {"block_configs": [{}]},
                 {"attention_chunk_size": 8192},
                 {"attn_layer_period": 8},
                 {"attn_layer_indices": [9, 18]},
@@ -186,8 +187,6 @@ def test_kimi_linear_is_what_transformers_keeps():
                 {"use_cla": True},
             )
         ),
-        ({"multi_query": True, "num_hidden_layers": 2}, "fp8", UnsupportedError, "multi_query"),
-        ({"num_kv_heads": 8, "num_hidden_layers": 2}, "fp8", UnsupportedError, "num_kv_heads"),
         (LLAMA_3_70B | {"v_head_dim": 64}, "fp8", UnsupportedError, "v_head_dim"),
         (
             LLAMA_3_70B | {"per_layer_config": {"5": {}}},
@@ -219,8 +218,22 @@ def test_what_is_not_read_is_refused(config, kv_dtype, error, message):
         kv_groups(config, kv_dtype=kv_dtype)
 
 
+@pytest.mark.parametrize(
+    ("told", "heads"),
+    [
+        ({"multi_query": True, "num_kv_heads": 71}, 1),
+        ({"multi_query": True, "num_kv_heads": 8, "new_decoder_architecture": True}, 8),
+        ({"multi_query": False, "num_kv_heads": 71}, 71),
+    ],
+)
+def test_falcons_heads(told, heads):
+    config = {"num_hidden_layers": 2, "num_attention_heads": 71, "hidden_size": 4544}
+    (group,) = kv_groups(config | told)
+    assert (group.heads, group.head_bytes) == (heads, 2 * 64 * 2)
+
+
 def test_all_layers_slide_where_a_model_has_one_window():
-    config = SimpleNamespace(**LLAMA_3_70B | {"sliding_window": 4096})
+    config = LLAMA_3_70B | {"sliding_window": 4096}
     (group,) = kv_groups(config)
     assert (group.name, group.window) == ("sliding_attention", 4096)
 

@@ -155,11 +155,13 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
         held = itertools.chain(model.named_parameters(), model.named_buffers())
         into = {_loader_name(name): one for name, one in held}
         reads = record_reads(load, checkpoint, into=into)
+        owners = tied(model)
         direct = [
             prefix
             for prefix, layer in model.named_modules()
             for name in set(layer._parameters) - called(layer)
             if loaded is not None and _loader_name(f"{prefix}.{name}") in loaded
+            if f"{prefix}.{name}" not in owners
         ]
         lacking = unfilled(model, loaded, config, {})
         for name, written in reads.written.items():
@@ -171,10 +173,14 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
 
 def tied(model: Any) -> dict[str, str]:
     """Return the names of parameters of which another layer is the owner, with the owner's."""
-    first: dict[int, str] = {}
-    every = model.named_parameters(remove_duplicate=False)
-    pairs = ((name, first.setdefault(id(one), name)) for name, one in every)
-    return {name: owner for name, owner in pairs if name != owner}
+    first: dict[int, tuple[str, str]] = {}
+    found = {}
+    for path, layer in model.named_modules():  # Each layer once, under its first name.
+        for own, one in layer._parameters.items():
+            owner, its = first.setdefault(id(one), (path, own))
+            if one is not None and owner != path:
+                found[f"{path}.{own}"] = f"{owner}.{its}"
+    return found
 
 
 def begin_reload(model: Any) -> dict[str, str]:
@@ -185,8 +191,9 @@ def begin_reload(model: Any) -> dict[str, str]:
     layerwise.initialize_layerwise_reload(model)
     for name, owner in names.items():
         (path, _, own), (first, _, its) = name.rpartition("."), owner.rpartition(".")
-        held = model.get_submodule(first)._parameters
-        model.get_submodule(path)._parameters[own] = held[its]
+        mine, held = model.get_submodule(path)._parameters, model.get_submodule(first)._parameters
+        if own in mine and its in held:  # Kernels may have added other ones.
+            mine[own] = held[its]
     return names
 
 

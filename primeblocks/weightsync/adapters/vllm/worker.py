@@ -100,7 +100,8 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the transport. A second call replaces the transport. Changes no weights."""
         self.shutdown()
-        self._thread = pool_of(1)
+        # Its own stream: the model's stream would wait for messages and copies of a check.
+        self._thread = pool_of(1, apart=True)
 
         def subscribe() -> None:
             _refuse_spoiled_kernels(self.model)
