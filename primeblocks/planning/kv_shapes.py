@@ -21,23 +21,11 @@ _DS_MLA = "fp8_ds_mla"
 _MOST_LAYERS = 1 << 16  # Each is looked at.
 # Keys of layers that change caches in ways not read here. None means that they change nothing.
 _UNREAD = (
-    "attention_chunk_size",
-    "attn_layer_indices",
-    "attn_layer_period",
-    "block_configs",
-    "block_types",
-    "compress_ratios",
-    "cross_attention_layers",
-    "global_head_dim",
-    "hybrid_override_pattern",
-    "index_kpool",
-    "is_heterogeneous",
-    "layers_block_type",
-    "mamba_d_ssm",
-    "multi_query_group_num",
-    "num_kv_shared_layers",
-    "use_cla",
-)
+    "attention_chunk_size", "attn_layer_indices", "attn_layer_period", "block_configs",
+    "block_types", "compress_ratios", "cross_attention_layers", "global_head_dim",
+    "hybrid_override_pattern", "index_kpool", "is_heterogeneous", "layers_block_type",
+    "mamba_d_ssm", "multi_query_group_num", "num_kv_shared_layers", "use_cla",
+)  # fmt: skip
 # These keys too, unless the other key is present.
 _SPELLED = {
     "index_topk_freq": "indexer_types",

@@ -12,7 +12,15 @@ import xxhash
 from jaxtyping import UInt8
 from torch import Tensor
 
-__all__ = ["Digest", "as_buffer", "bucket_digest", "cast_and_digest", "crossing", "taken"]
+__all__ = [
+    "Digest",
+    "as_buffer",
+    "bucket_digest",
+    "cast_and_digest",
+    "crossing",
+    "pool_of",
+    "taken",
+]
 
 # XXH3-128: finds any accident, at the speed of memory. It does not defend against an attacker, who
 # could write the commit as well as the weights.

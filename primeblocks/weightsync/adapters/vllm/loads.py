@@ -18,7 +18,17 @@ from ....errors import UnsupportedError
 from ...convert.conversion import Reads, Wiring, filling, record_reads
 from ...manifest import Manifest, NamedTensors, describe, named_tensors
 
-__all__ = ["Recorded", "WithDrafts", "record_load", "unfilled", "with_draft", "with_drafts"]
+__all__ = [
+    "Recorded",
+    "WithDrafts",
+    "begin_reload",
+    "record_load",
+    "refresh_copies",
+    "tied",
+    "unfilled",
+    "with_draft",
+    "with_drafts",
+]
 
 _DRAFT = "draft."
 
