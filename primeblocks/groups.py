@@ -241,10 +241,10 @@ def agreed(
 
 
 def _device_of(operands: Sequence[Any], group: dist.ProcessGroup) -> torch.device | str:
-    """Return the device of the first tensor that the group's backend takes."""
+    """Return the device of the first tensor, but not the CPU if the group is of NCCL alone."""
+    found = next((x.device for x in operands if isinstance(x, Tensor)), torch.device("cpu"))
     kinds = [each.type for each in group._device_types]
-    found = (x.device for x in operands if isinstance(x, Tensor) and x.device.type in kinds)
-    return next(found, "cpu" if "cpu" in kinds else kinds[0])
+    return kinds[0] if found.type == "cpu" and kinds and "cpu" not in kinds else found
 
 
 def _agree(

@@ -249,6 +249,7 @@ def weightsync():
         closing(FakeSglang(path)) as sglang,
         found_at({"host:8000": server.server.server_port, "host:30000": urlsplit(sglang.url).port}),
         mock.patch.object(subprocess, "Popen", autospec=True) as popen,
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(1, 2)),
     ):
         names = {
             "model": model,

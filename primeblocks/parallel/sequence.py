@@ -304,6 +304,7 @@ class SequencePlan:
 
 _FIELDS = tuple(one.name for one in fields(SequencePlan))
 # FSDP2 copies each dataclass among the arguments of a layer that it casts. A copy has no tables.
+# Functions of `dataclasses`, such as `replace`, therefore refuse a plan.
 del SequencePlan.__dataclass_fields__
 
 

@@ -33,7 +33,8 @@ _SPELLED = {
     "linear_attn_config": "layer_types",
     "sliding_window_pattern": "layer_types",
     "max_window_layers": "layer_types",
-    **dict.fromkeys(("attn_type_list", "full_attn_idxs", "hybrid_layer_pattern"), "layer_types"),
+    **dict.fromkeys(("full_attn_idxs", "hybrid_layer_pattern"), "layer_types"),
+    "num_attention_groups": "num_key_value_heads",
     "v_head_dim": "kv_lora_rank",
 }
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -291,9 +292,15 @@ def _refuse_unknown(config: Any) -> None:
     unread = [name for name in _UNREAD if _get(config, name)]
     if isinstance(config, Mapping) and config.get("per_layer_config"):  # An object always has it.
         unread.append("per_layer_config")
-    # Their layers alternate, and only an object has layer_types.
-    if str(_get(config, "model_type")).startswith("gemma") and not _get(config, "layer_types"):
-        unread.append("sliding_window")
+    plain = not _get(config, "layer_types")  # An object of a family with kinds of layers has it.
+    falcon = ("multi_query", "new_decoder_architecture")
+    odd = {
+        "sliding_window": plain and "gemma" in str(_get(config, "model_type")),
+        "attn_type_list": plain and len(set(_get(config, "attn_type_list") or ())) > 1,
+        "num_kv_heads": _get(config, "num_key_value_heads") is None
+        and all(_get(config, name) is None for name in falcon),
+    }
+    unread += [name for name, is_so in odd.items() if is_so and _get(config, name)]
     for name, spelled in _SPELLED.items():
         idle = name == "max_window_layers" and not _get(config, "use_sliding_window")
         if _get(config, name) and not _get(config, spelled) and not idle:

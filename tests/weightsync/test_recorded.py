@@ -172,11 +172,11 @@ def test_a_load_must_fill_parameters_and_the_corrections_of_routers():
     plain, fp8 = (
         SimpleNamespace(model_config=SimpleNamespace(quantization=q)) for q in (None, "fp8")
     )
-    assert unfilled(model, None, plain) == []
+    assert unfilled(model, None, plain, {}) == []
     every = ["e_score_correction_bias", "input_scale", "weight"]
-    assert unfilled(model, (), plain) == every
-    assert unfilled(model, every[1:], plain) == every[:1]
-    assert unfilled(model, (), fp8) == ["e_score_correction_bias", "weight"]
+    assert unfilled(model, (), plain, {}) == every
+    assert unfilled(model, every[1:], plain, {}) == every[:1]
+    assert unfilled(model, (), fp8, {}) == ["e_score_correction_bias", "weight"]
 
 
 PADDED = {

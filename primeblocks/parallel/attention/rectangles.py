@@ -220,7 +220,7 @@ class FusedRectangle:
 
     def _fits_flash(self, q: Tensor) -> bool:
         """Whether torch's flash attention takes padded queries."""
-        plain = self.mask is None and self.softcap is None and q.is_cuda and q.shape[3] <= 256
+        plain = self.mask is None and self.softcap is None and q.shape[3] <= 256
         return plain and q.dtype in (torch.bfloat16, torch.float16)
 
     def _flash_backward(

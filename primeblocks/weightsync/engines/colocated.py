@@ -102,7 +102,7 @@ class Colocated:
             `Publisher.publish`. The transport of `publish` must keep the weights in shared memory
             or on a disk, not in CUDA IPC.
         memory: a function that returns the bytes in use on the device. vLLM's memory is not in
-            `torch.cuda.memory_allocated`, so subtract the numbers of `torch.cuda.mem_get_info`.
+            `torch.cuda.memory_allocated`. Return total minus free of `torch.cuda.mem_get_info`.
         group: the ranks that take turns together. The group must support gloo. None is the default
             group, if torch.distributed is initialized.
 

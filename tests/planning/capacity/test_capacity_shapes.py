@@ -171,7 +171,7 @@ def test_kimi_linear_is_what_transformers_keeps():
         (GPT_OSS_120B | {"sliding_window": None}, "fp8", PlanError, "sliding_window"),
         (LLAMA_3_70B | {"linear_attn_config": {"a": 1}}, "fp8", UnsupportedError, "linear_attn"),
         (LLAMA_3_70B | {"sliding_window_pattern": 6}, "fp8", UnsupportedError, "as transformers"),
-        # Of config.json: Gemma 2 and 3, Falcon, Llama 4, Jamba, Bamba, RecurrentGemma, Falcon-H1.
+        # Of config.json: Gemma 2, MiniMax, Nemotron-NAS, Llama 4, Jamba, Bamba, RecurrentGemma.
         *(
             (LLAMA_3_70B | told, "fp8", UnsupportedError, "as transformers")
             for told in (
@@ -187,6 +187,7 @@ def test_kimi_linear_is_what_transformers_keeps():
                 {"use_cla": True},
             )
         ),
+        ({"num_kv_heads": 8, "num_hidden_layers": 2}, "fp8", UnsupportedError, "num_kv_heads"),
         (LLAMA_3_70B | {"v_head_dim": 64}, "fp8", UnsupportedError, "v_head_dim"),
         (
             LLAMA_3_70B | {"per_layer_config": {"5": {}}},
@@ -230,6 +231,12 @@ def test_falcons_heads(told, heads):
     config = {"num_hidden_layers": 2, "num_attention_heads": 71, "hidden_size": 4544}
     (group,) = kv_groups(config | told)
     assert (group.heads, group.head_bytes) == (heads, 2 * 64 * 2)
+
+
+@pytest.mark.parametrize("told", [{"model_type": "gemma"}, {"attn_type_list": [1] * 80}])
+def test_what_only_looks_like_layers_of_several_kinds_is_read(told):
+    (group,) = kv_groups(LLAMA_3_70B | told)
+    assert (group.name, group.layers) == ("full_attention", 80)
 
 
 def test_all_layers_slide_where_a_model_has_one_window():

@@ -171,7 +171,7 @@ def record_load(model: Any, checkpoint: Manifest, config: Any) -> Recorded:
             for prefix, layer in model.named_modules()
             for name in set(layer._parameters) - called(layer)
             if loaded is not None and _loader_name(f"{prefix}.{name}") in loaded
-            if f"{prefix}.{name}" not in owners
+            if f"{prefix}.{name}" not in owners  # Their owners' loaders load them.
         ]
         lacking = unfilled(model, loaded, config, {})
         for name, written in reads.written.items():
