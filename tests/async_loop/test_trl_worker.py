@@ -4,6 +4,7 @@ Run by scripts/peers. Real vLLM: tests/integration/test_trl_async_grpo.py.
 """
 
 import asyncio
+import concurrent.futures
 import itertools
 import queue
 import threading
@@ -297,6 +298,11 @@ def test_a_call_of_a_thread_that_is_closed_meanwhile_says_so(adapter):
         closing.start()
         await asyncio.Event().wait()
 
+    async def cancelled():
+        raise asyncio.CancelledError
+
+    with pytest.raises(concurrent.futures.CancelledError):
+        thread.call(cancelled(), timeout_s=TIMEOUT_S)
     closing = threading.Thread(target=thread.close)
     with pytest.raises(ClosedError, match="closed during the call"):
         thread.call(waits(), timeout_s=TIMEOUT_S)

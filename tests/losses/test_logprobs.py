@@ -127,6 +127,12 @@ def test_autocast_does_not_round_the_gradients_of_chunks():
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
+def test_a_device_without_autocast_is_fine():
+    hidden, weight = torch.empty(3, 8, device="meta"), torch.empty(50, 8, device="meta")
+    ids = torch.zeros(3, dtype=torch.int64, device="meta")
+    assert token_scores(hidden, weight, ids).logprobs.shape == (3,)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_to_another_dtype_changes_nothing(dtype):
     leaves, ids, options, weights = operands(OPTIONS[0], dtype=torch.bfloat16)

@@ -335,3 +335,10 @@ def test_a_gpu_is_found_by_its_uuid_and_its_handle_is_json(monkeypatch):
     given = dict(zip(names, got, strict=True))
     assert (given["storage_device"], given["tensor_size"]) == (2, (40,))
     assert {name: given[name] for name in names[7:]} == {name: fake[name] for name in names[7:]}
+
+    def fails(*_):
+        raise RuntimeError("invalid resource handle")
+
+    monkeypatch.setattr(carriers, "rebuild_cuda_tensor", fails)
+    with pytest.raises(TransferError, match="invalid resource handle. Check that the trainer runs"):
+        opened(note, 40)
