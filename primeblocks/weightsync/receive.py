@@ -321,12 +321,12 @@ class Subscriber:
         text = f"loading version {failed.marker.version} failed: {type(error).__name__}: {error}"
         text = text.rstrip(".")
         kept = self._kept
-        none = EngineError(f"{text}. There is no version to go back to. Restart the engine.")
+        gone = EngineError(f"{text}. There is no version to go back to. Restart the engine.")
         if served is None:
-            raise none from error
+            raise gone from error
         try:
             if kept is None and served not in self._transport.markers():
-                raise none
+                raise gone
             # If the failed load used up the caller's time, a wait is better than a torn model.
             if kept is None:
                 old = self._fetch(served.version, time.monotonic() + _BACK_S, served=None)
@@ -335,8 +335,8 @@ class Subscriber:
                 check(self.plan, self.reader, old)
             digests = self._feed(old)
         except Exception as second:
-            if second is none:
-                raise none from error
+            if second is gone:
+                raise gone from error
             raise EngineError(
                 f"{text}. Going back to version {served.version} failed too: "
                 f"{type(second).__name__}: {second}. Restart the engine."
