@@ -7,7 +7,9 @@ import pytest
 
 from tests.engine_job import run_job
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "kv_tiers_vllm.py"
+ROOT = Path(__file__).parents[2]
+PATIENT = ROOT / "tests" / "kvoffload" / "vllm" / "patience.py"
+EXAMPLE = ROOT / "examples" / "kv_tiers_vllm.py"
 PAGE, AGENTS, TURNS, PROMPT, TOOL, GENERATED = 32, 5, 4, 512, 96, 8
 
 
@@ -15,7 +17,12 @@ PAGE, AGENTS, TURNS, PROMPT, TOOL, GENERATED = 32, 5, 4, 512, 96, 8
 @pytest.mark.example
 def test_turns_find_their_pages_and_versions_do_not_share_them():
     # As people start it: in one process the engine holds the interpreter that our threads need.
-    printed = run_job(EXAMPLE, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "PYTHONPATH": str(ROOT),
+    }
+    printed = run_job(PATIENT, str(EXAMPLE), environment=environment)
     table = re.findall(r"^ +(\d) +([\d,]+) +([\d,]+) +([\d,]+) .* (\d+) +(\d+)$", printed, re.M)
     rows = [[int(number.replace(",", "")) for number in row] for row in table]
     assert [row[0] for row in rows] == [1, 2, 3]

@@ -1,4 +1,11 @@
-"""For tests with a real engine that ask what comes back and not how soon."""
+"""For tests with a real engine that ask what comes back and not how soon.
+
+As a script, this file is patient, and then calls `main` of the script that its argument names.
+"""
+
+import sys
+from importlib import import_module
+from pathlib import Path
 
 from tests.deadlines import HANG_S
 
@@ -13,3 +20,11 @@ def be_patient() -> None:
 
     TieredStore.__init__.__kwdefaults__["patience_s"] = HANG_S
     manager.Speeds.patience_s = lambda speeds, pages: HANG_S
+
+
+if __name__ in ("__main__", "__mp_main__"):  # An engine that is spawned runs its parent's script.
+    be_patient()
+if __name__ == "__main__":
+    script = Path(sys.argv.pop(1))
+    sys.path.insert(0, str(script.parent))
+    import_module(script.stem).main()
