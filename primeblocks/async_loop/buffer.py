@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from ..clock import Clock, MonotonicClock, within
 from ..errors import CapacityError, DeadlineError, UsageError, check_counts
@@ -130,54 +131,63 @@ class RolloutBuffer:
                 f"cannot take {count} groups from a buffer with a capacity of {self.capacity} "
                 "groups"
             )
-        return await within(
-            self._take(count, version, in_flight, on_drop),
-            timeout_s=timeout_s,
-            clock=self._clock,
-            what=f"the wait for a batch of {count} groups",
-            unless=unless,
-            why=lambda: self._lacks(count, version),
-        )
+        self._new, self._stale = list(self._held), Counter()
+        ready = partial(self._is_ready, count, version, in_flight, on_drop)
+        end = self._clock.now() + timeout_s
+        while True:
+            await within(
+                self._until(ready),
+                timeout_s=end - self._clock.now(),
+                clock=self._clock,
+                what=f"the wait for a batch of {count} groups",
+                unless=unless,
+                why=lambda: self._lacks(count, version),
+            )
+            # Groups leave here, and not before, because a cancelled wait must not lose them.
+            if ready():  # Another call may have taken groups meanwhile.
+                break
+        oldest = sorted(self._held, key=lambda group: group.oldest_version)[:count]
+        for group in oldest:
+            self._remove(group)
+        taken = (self.staleness.trainable(group, version=version) for group in oldest)
+        return tuple(group for group in taken if group is not None)
 
     def look_again(self) -> None:
         """Let a waiting `take` repeat its checks, after groups in flight have changed. Local."""
         self._arrived.set()
 
-    async def _take(
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def _is_ready(
         self,
         count: int,
         version: int,
         in_flight: Callable[[], Iterable[int]],
         on_drop: Callable[[Group], None] | None,
-    ) -> tuple[Group, ...]:
+    ) -> bool:
+        """Drop new groups that are stale. Return whether a batch is ready."""
         policy = self.staleness
-        self._new, self._stale = list(self._held), Counter()
-        while True:
-            new, self._new = self._new, []
-            later = [g for g in new if g in self._held and g.newest_version > version]
-            if later:
+        new, self._new = self._new, []
+        later = [g for g in new if g in self._held and g.newest_version > version]
+        if later:
+            if on_drop is not None:
+                for group in later:
+                    self._remove(group)
+                    on_drop(group)
+            staleness(later[0], version=version)  # Raises.
+        for group in new:
+            if group in self._held and policy.trainable(group, version=version) is None:
+                self._remove(group)  # One by one, because `on_drop` may count the other groups.
+                self._stale[group.oldest_version] += 1
                 if on_drop is not None:
-                    for group in later:
-                        self._remove(group)
-                        on_drop(group)
-                staleness(later[0], version=version)  # Raises.
-            for group in new:
-                if group in self._held and policy.trainable(group, version=version) is None:
-                    self._remove(group)  # One by one, because `on_drop` may count the other groups.
-                    self._stale[group.oldest_version] += 1
-                    if on_drop is not None:
-                        on_drop(group)
-            if len(self._held) >= count:
-                finished = [group.oldest_version for group in self._held]
-                if policy.ready(finished, in_flight(), count=count, version=version):
-                    break
-            self._arrived.clear()
-            await self._arrived.wait()
-        oldest = sorted(self._held, key=lambda group: group.oldest_version)[:count]
-        for group in oldest:
-            self._remove(group)
-        taken = (policy.trainable(group, version=version) for group in oldest)
-        return tuple(group for group in taken if group is not None)
+                    on_drop(group)
+        if len(self._held) < count:
+            return False
+        finished = [group.oldest_version for group in self._held]
+        return policy.ready(finished, in_flight(), count=count, version=version)
 
     def _lacks(self, count: int, version: int) -> str:
         """Say why there was no batch, for an error message. Local."""

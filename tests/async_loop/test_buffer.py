@@ -182,6 +182,22 @@ def test_a_put_whose_deadline_passes_while_a_take_comes_fails_only_if_nobody_get
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("turns", range(8))
+def test_a_take_that_was_cancelled_leaves_its_batch_in_the_buffer(turns):
+    async def run():
+        buffer = RolloutBuffer(capacity=2, staleness=StalenessPolicy(0, "drop", "a test"))
+        taking = asyncio.create_task(buffer.take(1, version=0, timeout_s=HANG_S))
+        await settle()
+        await buffer.put(make_group("a"), timeout_s=HANG_S)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        taking.cancel()
+        (taken,) = await asyncio.gather(taking, return_exceptions=True)
+        assert len(buffer) == isinstance(taken, asyncio.CancelledError)
+
+    asyncio.run(run())
+
+
 def test_a_wait_for_an_older_group_says_so(make_group):
     async def run():
         clock = ManualClock()
