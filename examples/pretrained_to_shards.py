@@ -70,8 +70,9 @@ def main() -> None:
         AutoModelForCausalLM.from_config(CONFIG).save_pretrained(MADE)
     dist.barrier()
 
-    with torch.device("meta"):  # Only names and shapes.
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CHECKPOINT))
+    config = AutoConfig.from_pretrained(CHECKPOINT)
+    with torch.device("meta"):  # Only names and shapes. In bfloat16, AdamW would lose small steps.
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     meshes = parallel.plan_mesh(world_size=ranks, expert=2).build("cpu")
     parallelize(model, meshes)  # Allocates memory for this rank's parts.
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)

@@ -18,6 +18,7 @@
 Error messages state the wrong values and a remedy.
 """
 
+import errno
 import operator
 import signal
 from typing import Any
@@ -43,6 +44,7 @@ __all__ = [
     "check_counts",
     "check_version",
     "how_it_ended",
+    "lacks_files",
     "shown",
 ]
 
@@ -179,6 +181,14 @@ def shown(value: Any) -> str:
     except ValueError:
         text = f"an int of {value.bit_length()} bits" if isinstance(value, int) else ""
     return text or f"a {type(value).__name__}"
+
+
+def lacks_files(error: BaseException | None) -> bool:
+    """Whether an error or one of its causes says that file descriptors are used up. Local."""
+    if error is None:
+        return False
+    full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return full or lacks_files(error.__cause__ or error.__context__)
 
 
 def how_it_ended(exitcode: int | None) -> str:

@@ -32,7 +32,10 @@ async def record(
         client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=variable)
         context = vf.ModelContext("policy", client, vf.Sampling(**sampling))
         (slot,) = env.slots(task)
-        return session, await env.run_slot(slot, context)
+        try:
+            return session, await env.run_slot(slot, context)
+        finally:
+            del os.environ[variable]
 
 
 def scored(session: CaptureSession, episode: vf.Episode) -> list[Rollout]:

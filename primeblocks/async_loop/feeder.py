@@ -51,7 +51,7 @@ class PromptJob:
     @property
     def oldest_version(self) -> int:
         """The oldest policy version among its start and its samples so far."""
-        begun = [p.oldest_version for p in self.partials.values() if p.sampled.any()]
+        begun = [partial.oldest_version for partial in self.partials.values()]
         ended = [rollout.oldest_version for rollout in self.samples.values()]
         return min([self.version, *begun, *ended])
 

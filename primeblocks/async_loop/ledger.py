@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,10 +84,10 @@ class Partial:
         """A mask of the completion tokens that a policy sampled."""
         return self.versions != UNSAMPLED
 
-    @property
+    @cached_property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token. At least one token must be sampled."""
-        return int(self.versions[self.sampled].min())
+        """The oldest policy version that sampled a token, or 2**63 - 1 without a sampled token."""
+        return int(self.versions[self.sampled].min(initial=np.iinfo(np.int64).max))
 
 
 T = TypeVar("T", bound=Partial | Rollout)

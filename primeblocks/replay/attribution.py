@@ -174,7 +174,7 @@ class _Measured:
                     f"evaluate({sorted(removed)}) returned {list(trainer.shape)} for"
                     f" {list(self._shape)} tokens"
                 )
-            log_ratio = trainer[self._mask].double() - self._rollout
+            log_ratio = trainer.to(self._rollout)[self._mask] - self._rollout
             if not log_ratio.isfinite().all():
                 raise UsageError(
                     f"with {sorted(removed)} removed a log-probability is not finite; mask the"

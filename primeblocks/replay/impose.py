@@ -213,7 +213,7 @@ def _upload_mask(
 def _copy(array: np.ndarray, device: torch.device) -> torch.Tensor:
     # Pinned, because the copy would otherwise wait for all work queued on the device.
     dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-    host = torch.empty(array.shape, dtype=dtype, pin_memory=device.type == "cuda")
+    host = torch.empty(array.shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     host.numpy()[...] = array
     return host.to(device, non_blocking=True)
 

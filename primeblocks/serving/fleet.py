@@ -260,7 +260,9 @@ class Fleet:
         try:
             return await engine.generate(*args, **kwargs)
         except EngineError as error:
-            error.add_note(f"This error is from engine {name!r} of the fleet.")
+            note = f"This error is from engine {name!r} of the fleet."
+            if note not in getattr(error, "__notes__", ()):  # An engine may raise one error often.
+                error.add_note(note)
             if self._engines.get(name) is engine:
                 self.drain(name)
             raise

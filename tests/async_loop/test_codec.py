@@ -167,6 +167,7 @@ def test_a_partial_is_a_prompt_and_what_came_so_far():
         "versions": np.array([0]),
     }
     assert Partial(**whole).completion.tolist() == [6]
+    assert empty.oldest_version > 1 << 60
     for change, error in (
         ({"prompt_length": 0}, ShapeError),
         ({"prompt_length": 3}, ShapeError),

@@ -4,6 +4,7 @@ With vLLM's own server: tests/replay/test_vllm_server.py.
 """
 
 import asyncio
+import errno
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 openai = pytest.importorskip("openai")
+import httpx  # noqa: E402
 
 from primeblocks.async_loop.adapters.openai import (  # noqa: E402
     generate,
@@ -163,6 +165,21 @@ def test_the_end_of_the_server_is_an_engine_error():
 
     with pytest.raises(EngineError, match="a completion of 3 tokens by http://127.0.0.1"):
         ask(die)
+
+
+def test_a_process_without_file_descriptors_is_no_fault_of_the_server(monkeypatch):
+    async def refuse(*_: Any, **__: Any) -> None:
+        try:
+            raise OSError(errno.EMFILE, "too many open files")
+        except OSError as error:
+            raise httpx.ConnectError("all connection attempts failed") from error
+
+    async def use(client: Any) -> None:
+        monkeypatch.setattr(client._client, "send", refuse)
+        await generate(client, PROMPT, model="m", version=0, max_tokens=1, timeout_s=HANG_S)
+
+    with pytest.raises(CapacityError, match="too many open files"):
+        asyncio.run(on_server(lambda *_: {"choices": [choice()]}, use))
 
 
 def test_a_deadline_lets_the_request_go():

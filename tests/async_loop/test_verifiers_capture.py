@@ -5,6 +5,7 @@ The engine is a fake that writes what it is told to; tokenizer and template are 
 
 import asyncio
 import importlib
+import os
 import re
 import sys
 from pathlib import Path
@@ -131,6 +132,7 @@ def test_a_program_that_edits_its_history_is_recorded_as_forks(plugged):
 
     engine, session, episode = asyncio.run(run())
     assert episode.ok
+    assert f"API_KEY_OF_{session.name}" not in os.environ
     continued = [turn.continuity for turn in session.conversation.turns]
     assert continued == ["start", "clean", "fork", "clean", "fork"]
     rollouts = plugged.scored(session, episode)

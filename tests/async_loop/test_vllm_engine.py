@@ -224,6 +224,30 @@ def module():
     return lambda name: importlib.import_module(f"primeblocks.async_loop.adapters.vllm.{name}")
 
 
+def test_engines_of_a_fleet_have_different_seeds(module):
+    """Without a seed of its own, a request would get the same noise from each engine."""
+    sizes = {"dtype": "float32", "max_model_len": 8, "max_num_seqs": 1, "kv_bytes": 1 << 20}
+    arguments = module("engine").base_engine_args
+    assert len({arguments("model", **sizes)["seed"] for _ in range(4)}) > 1
+    assert arguments("model", **sizes, seed=3)["seed"] == 3
+
+
+def test_a_request_that_fails_does_not_close_its_engine(module):
+    async def run():
+        async def fail():
+            try:
+                raise KeyError("its own mistake")
+            except KeyError as error:
+                raise module("engine").EngineGenerateError from error
+
+        engine = module("engine").VllmEngine(SimpleNamespace(), [], MonotonicClock())
+        with pytest.raises(PrimeblocksError, match="its own mistake") as raised:
+            await engine.call(fail(), timeout_s=HANG_S)
+        assert not isinstance(raised.value, EngineError)
+
+    asyncio.run(run())
+
+
 class Process:
     """A process that runs until it is killed."""
 

@@ -162,6 +162,22 @@ async def test_requests_go_to_the_engine_with_the_fewest_and_none_to_one_that_fa
 
 
 @in_a_loop
+async def test_an_error_that_all_requests_of_an_engine_raise_names_it_once():
+    gone, lost = asyncio.Event(), EngineError("lost")
+
+    async def generate(prompt):
+        await gone.wait()
+        raise lost
+
+    fleet = Fleet({"a": generate})
+    requests = [asyncio.ensure_future(fleet(i)) for i in range(3)]
+    await asyncio.sleep(0)
+    gone.set()
+    assert await asyncio.gather(*requests, return_exceptions=True) == [lost] * 3
+    assert lost.__notes__ == ["This error is from engine 'a' of the fleet."]
+
+
+@in_a_loop
 async def test_an_engine_that_was_added_again_is_not_closed_by_a_call_of_before():
     engines = Engines("a")
     fleet = Fleet({"a": engines["a"]})

@@ -30,6 +30,7 @@ from ...errors import (
     UnsupportedError,
     UsageError,
     check_version,
+    lacks_files,
 )
 from ...rollout import Rollout, version_of, versions_from_spans
 
@@ -243,13 +244,11 @@ async def generate_split(
     tokens, extra = [int(token) for token in prompt], dict(extra_body or {})
     clock = MonotonicClock() if clock is None else clock
     end = clock.now() + timeout_s
-    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
     what, one = f"a prompt of {len(tokens)} tokens by {prefill.base_url}", {"n": 1, "max_tokens": 1}
-    asked = extra | {_TRANSFER: wanted}
+    asked = extra | {_TRANSFER: {"do_remote_decode": True, "do_remote_prefill": False}}
     text = await _post(prefill, tokens, cache_salt, asked, one, what, timeout_s, clock)
     (choice,) = _choices_of(text, what, 1)
-    transfer = json.loads(text).get(_TRANSFER)
-    if not isinstance(transfer, dict):
+    if not isinstance(transfer := json.loads(text).get(_TRANSFER), dict):
         raise UnsupportedError(
             f"{what} came without {_TRANSFER}. Start both servers with --kv-transfer-config, such "
             'as \'{"kv_connector": "NixlConnector", "kv_role": "kv_both"}\'.'
@@ -340,19 +339,20 @@ async def _typed(
     except APITimeoutError as error:
         raise DeadlineError(f"{what} did not end within {timeout_s:g} s") from error
     except APIConnectionError as error:
+        if lacks_files(error):
+            raise CapacityError(f"{what} failed: too many open files; see ulimit -n") from error
         cause = error.__cause__ or error
         raise EngineError(f"{what} failed: {type(cause).__name__}: {cause}") from error
     except APIStatusError as error:
-        kind: type[PrimeblocksError] = EngineError if error.status_code >= 500 else UsageError
-        if error.status_code in (408, 429):  # The server has no room now. A fleet keeps it.
-            kind = CapacityError
-        raise kind(f"{what} got status {error.status_code}: {error.message[:1000]}") from error
+        code = error.status_code  # For 408 and 429 the server has no room now. A fleet keeps it.
+        no_room = CapacityError if code in (408, 429) else UsageError
+        kind: type[PrimeblocksError] = EngineError if code >= 500 else no_room
+        raise kind(f"{what} got status {code}: {error.message[:1000]}") from error
 
 
 def _choices_of(text: str, what: str, n: int) -> list[dict[str, Any]]:
     try:
-        choices = json.loads(text)["choices"]
-        choices.sort(key=lambda choice: choice["index"])
+        choices = sorted(json.loads(text)["choices"], key=lambda choice: choice["index"])
         found = [choice["index"] for choice in choices]
         aborted = any(c.get("finish_reason") == "abort" and not c.get("token_ids") for c in choices)
     except _OTHER as error:

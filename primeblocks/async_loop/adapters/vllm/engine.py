@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import secrets
 from collections.abc import Awaitable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,6 +35,7 @@ from ....errors import (
     ClosedError,
     DeadlineError,
     EngineError,
+    PrimeblocksError,
     UnsupportedError,
     UsageError,
     check_version,
@@ -57,7 +59,7 @@ def base_engine_args(
     max_num_seqs: int,
     kv_bytes: int,
     block_size: int = 32,
-    seed: int = 0,
+    seed: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Return engine arguments for rollouts. Pure.
@@ -69,6 +71,8 @@ def base_engine_args(
     normalised them.
 
     Args:
+        seed: the engine's seed. With None, each call draws one, because engines with equal seeds
+            may return equal samples.
         more: other arguments of vLLM, which override the arguments that this function sets.
     """
     arguments = {
@@ -78,7 +82,7 @@ def base_engine_args(
         "max_num_seqs": max_num_seqs,
         "kv_cache_memory_bytes": kv_bytes,
         "block_size": block_size,
-        "seed": seed,
+        "seed": secrets.randbits(31) if seed is None else seed,
         "enforce_eager": True,
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
@@ -204,8 +208,9 @@ class VllmEngine:
 
         Raises:
             DeadlineError: no answer within `timeout_s`, for instance because the engine hangs.
-            EngineError: the engine died or failed before or during the request, or the label of the
-                engine's weights is not a version.
+            EngineError: the engine died before or during the request, or the label of the engine's
+                weights is not a version.
+            PrimeblocksError: the request failed in the engine, which serves other requests.
             UsageError: vLLM refused the request, for instance because the engine lacks the adapter.
                 UsageError is also raised if only one of `lora_request` and `adapter_version` is
                 given, or the adapter has `load_inplace`.
@@ -261,8 +266,12 @@ class VllmEngine:
             if self._gone.done() and error is self._gone.result():
                 error = error.with_traceback(None)  # All calls raise it: its traceback would grow.
             raise error
-        except (EngineDeadError, EngineGenerateError) as error:
+        except EngineDeadError as error:
             raise EngineError(f"the vLLM engine failed: {error}") from error
+        except EngineGenerateError as error:  # vLLM calls it recoverable, so a fleet keeps it.
+            raise PrimeblocksError(
+                f"the vLLM engine failed in this request: {error.__cause__!r}"
+            ) from error
         except (VLLMClientError, ValueError) as error:
             raise UsageError(f"vLLM refused the request: {error}") from error
 

@@ -68,7 +68,8 @@ class RolloutReceiver:
         self._buffer = buffer
         self._capacity_bytes, self._max_group_bytes = capacity_bytes, max_group_bytes
         self._known: dict[int, _Known] = {}
-        self._heard: dict[bytes, int] = {}  # By connection, the number of its last message.
+        self._of: dict[str, dict[int, _Known]] = {}  # The same groups by sender.
+        self._heard: dict[bytes, tuple[str, int]] = {}  # By connection, its last message.
         self._waiting_bytes = 0
         self._room = asyncio.Event()
         self.refused = 0  # The number of refused messages and groups.
@@ -129,14 +130,16 @@ class RolloutReceiver:
         kind, head, *rest = message
         said = json.loads(head)
         sender, number = str(said["sender"])[:64], int(said["number"])
-        self._heard[route] = number
+        self._heard[route] = sender, number
         if kind == LOOK:
             self._forget(sender, route, kept={int(each) for each in said["kept"]})
             return None
         (payload,) = rest
         ordinal = check_ordinal(said["ordinal"])
         if (known := self._known.get(ordinal)) is not None:  # Perhaps sent by a restarted worker.
+            del self._of[known.sender][ordinal]
             known.sender, known.route = sender, route
+            self._of.setdefault(sender, {})[ordinal] = known
             return None
         try:
             if len(payload) > self._max_group_bytes:
@@ -149,6 +152,7 @@ class RolloutReceiver:
             self.refused += 1
             return {ordinal: f"{type(error).__name__}: {error}"[:500]}
         known = self._known[ordinal] = _Known(sender, route, GroupState.ARRIVED)
+        self._of.setdefault(sender, {})[ordinal] = known
         size = len(payload)
         self._waiting_bytes += size
         known.waits = asyncio.ensure_future(self._put(known, group))
@@ -161,7 +165,7 @@ class RolloutReceiver:
             # No deadline: after the sender's deadline, `_forget` cancels this.
             await self._buffer.put(group, timeout_s=float("inf"))
         except CapacityError as error:
-            del self._known[group.ordinal]
+            self._remove(group.ordinal)
             self._answer(known.route, {group.ordinal: str(error)})
             return
         known.waits = None
@@ -174,21 +178,23 @@ class RolloutReceiver:
         self._room.set()
 
     def _forget(self, sender: str, route: bytes, kept: set[int]) -> None:
-        for ordinal, known in list(self._known.items()):
-            if known.sender != sender:
-                continue
+        for ordinal, known in list(self._of.get(sender, {}).items()):
             known.route = route
             if ordinal in kept or known.state is GroupState.ACCEPTED:
                 continue
             if known.waits is not None:
                 known.waits.cancel()
-            del self._known[ordinal]
+            self._remove(ordinal)
+
+    def _remove(self, ordinal: int) -> None:
+        known = self._known.pop(ordinal)
+        del self._of[known.sender][ordinal]
 
     def _answer(self, route: bytes, refused: dict[int, str] | None = None) -> None:
-        states = {o: k.state.value for o, k in self._known.items() if k.route == route}
+        sender, number = self._heard.get(route, ("", 0))
         answer = {
-            "number": self._heard.get(route, 0),
-            "states": states,
+            "number": number,
+            "states": {at: known.state.value for at, known in self._of.get(sender, {}).items()},
             "max_group_bytes": self._max_group_bytes,
         }
         answer["refused"] = refused or {}
