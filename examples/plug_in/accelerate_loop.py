@@ -65,7 +65,8 @@ def train(accelerator: Accelerator, *, name: str, steps: int = STEPS):
                 optimizer.zero_grad()
                 total += loss.item()
         publisher.publish(step, timeout_s=TIMEOUT_S)  # glue
-        yield model, accelerator.reduce(torch.tensor(total), reduction="sum").item()
+        total = torch.tensor(total, device=accelerator.device)
+        yield model, accelerator.reduce(total, reduction="sum").item()
     publisher.close()
 
 

@@ -122,7 +122,8 @@ def measure_mismatch(
 
     Both arguments must be log-probabilities under the distribution from which the engine sampled,
     after temperature, top-k and top-p (see `kept_logprobs`). Local. Computes on the trainer's
-    device. To measure over all ranks, gather the results of the ranks and `pool` them.
+    device. To measure over all ranks, gather the results of the ranks and `pool` them. If a rank
+    may have no token that counts, gather None from it, and leave it out.
 
     Args:
         trainer_logprobs: the trainer's log-probabilities, floating, of any shape.
