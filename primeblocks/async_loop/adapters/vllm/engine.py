@@ -62,7 +62,7 @@ def base_engine_args(
     seed: int | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """Return engine arguments for rollouts. Pure.
+    """Return engine arguments for rollouts. Local.
 
     The engine works on token ids, without a tokenizer. The engine returns log-probabilities of the
     distribution that it sampled from, and ignores the checkpoint's own sampling defaults. The model
