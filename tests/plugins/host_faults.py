@@ -186,6 +186,44 @@ def _survives_another_computation(connector_type: Any) -> bool:
         connector.close()
 
 
+def stores_first() -> tuple[bool, bool]:
+    """A step reuses a block that a store of the last step has yet to read."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    def calls(update: Any) -> list[str]:
+        made: list[str] = []
+        connector = SimpleNamespace(handle_preemptions=lambda metadata: made.append("store"))
+        counts = np.zeros(0)
+        runner = SimpleNamespace(
+            req_states=SimpleNamespace(
+                num_computed_tokens_np=counts,
+                prefill_len=SimpleNamespace(np=counts),
+                num_computed_prefill_tokens=counts,
+            ),
+            kv_block_zeroer=SimpleNamespace(zero_block_ids=lambda ids: made.append("zero")),
+        )
+        step = SimpleNamespace(
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[], num_computed_tokens=[], new_block_ids=[]
+            ),
+            new_block_ids_to_zero=[1],
+            kv_cache_block_copies=None,
+            kv_connector_metadata=object(),
+        )
+        with mock.patch.object(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector):
+            update(runner, step)
+        return made
+
+    (symbol,) = SYMBOLS["stores_before_reuse"]
+    execute = ours("vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model")
+    step = inspect.unwrap(execute).__code__.co_names
+    stores_late = step.index("update_requests") < step.index("pre_forward")
+    return (
+        stores_late and "handle_preemptions" not in step and calls(stock(symbol)) == ["zero"],
+        calls(ours(symbol)) == ["store", "zero"],
+    )
+
+
 # Needed in stock vLLM, and repaired in this process. plugin_job.py tries moe_reload_on_cpu itself.
 FAULTS = {
     "amx_on_cpu": amx,
@@ -193,4 +231,5 @@ FAULTS = {
     "missing_routes_survive": missing_routes,
     "routes_with_pages": with_pages,
     "routes_over_nixl": over_nixl,
+    "stores_before_reuse": stores_first,
 }

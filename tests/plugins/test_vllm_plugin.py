@@ -17,7 +17,8 @@ from tests.engine_job import run_job
 CPU = {"release": "0.32.0", "is_cpu": True, "off": ""}
 CPU_ONLY = {"amx_on_cpu", "routed_experts_on_cpu", "moe_reload_on_cpu"}
 NAMES = CPU_ONLY | {"missing_routes_survive", "routes_with_pages", "routes_over_nixl"}
-CAPTURE = NAMES - {"amx_on_cpu", "routes_over_nixl"}
+NAMES |= {"stores_before_reuse"}
+CAPTURE = NAMES - {"amx_on_cpu", "routes_over_nixl", "stores_before_reuse"}
 EXACT_K3 = 1e-11  # float32 rounding; a fault costs 0.1 and more
 
 
@@ -42,7 +43,7 @@ def test_other_versions_get_none(release):
 
 def test_a_version_that_was_compared_gets_what_was_compared():
     refused = plugin.refusals(release="0.33.0", is_cpu=False, off="")
-    assert set(refused) == NAMES - {"routes_with_pages"}
+    assert set(refused) == NAMES - {"routes_with_pages", "stores_before_reuse"}
     assert set(plugin.refusals(**CPU | {"release": "0.33.1"})) == set(refused)
 
 
@@ -65,6 +66,9 @@ def test_and_only_in_an_engine_whose_tier_carries_rows(monkeypatch):
             applied.clear()
             plugin._apply_asked([rows.PATCH], config(capture=capture, transfer=transfer))
             assert len(applied) == times
+        applied.clear()
+        plugin._apply_asked(plugin.PATCHES, config(transfer=OUR_TIER, v2=True))
+        assert applied == ["stores_before_reuse"]  # a tier without rows
 
     def allowed(transfer, control):
         engine = config(capture=True, transfer=transfer)
@@ -96,13 +100,14 @@ def test_capture_over_nixl_is_off_without_what_it_needs(off):
     assert f"it needs {off}: {plugin.OFF} contains its name" in refused["routes_over_nixl"]
 
 
-def config(*, dtype="float32", backend=None, capture=False, transfer=None):
+def config(*, dtype="float32", backend=None, capture=False, transfer=None, v2=False):
     """What patches look at in a VllmConfig."""
     return SimpleNamespace(
         model_config=SimpleNamespace(dtype=getattr(torch, dtype)),
         weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
         aux_output_config=SimpleNamespace(enabled=capture),
         kv_transfer_config=transfer,
+        use_v2_model_runner=v2,
     )
 
 
@@ -121,6 +126,8 @@ NIXL = SimpleNamespace(kv_connector="NixlConnector", kv_connector_extra_config={
         ({"dtype": "float16", "backend": "nccl", "transfer": THEIR_TIER}, set()),
         ({"backend": "primeblocks"}, {"moe_reload_on_cpu"}),
         ({"transfer": OUR_TIER}, {"moe_reload_on_cpu"}),
+        ({"transfer": OUR_TIER, "v2": True}, {"moe_reload_on_cpu", "stores_before_reuse"}),
+        ({"transfer": THEIR_TIER, "v2": True}, set()),
         ({"transfer": NIXL}, set()),
         ({"capture": True}, CAPTURE),
         ({"capture": True, "transfer": THEIR_TIER}, CAPTURE),

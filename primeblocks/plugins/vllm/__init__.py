@@ -8,8 +8,8 @@ changed. An engine without captured routes and without a part of primeblocks can
 Each patch names its reason and symbols, and logs that it is applied. It is applied only to tested
 versions of vLLM. Any other vLLM stays unchanged, with one warning, so that installing primeblocks
 never breaks an engine. Version 0.33 was compared and never run, because it has no build for CPUs.
-It is patched only for an engine with a tier of ours that carries routes. A warning says that this
-version was never run.
+It is patched only for an engine with a tier of ours. A tier without routes gets only the patch
+`stores_before_reuse`. A warning says that this version was never run.
 
 `PRIMEBLOCKS_VLLM_PATCHES_OFF="name,name"` switches patches off. docs/decisions/vllm_plugin.md says
 why that is an environment variable.
@@ -24,7 +24,7 @@ from typing import Any
 from ...errors import MissingPackageError, UnsupportedError, UsageError
 from ..patch import Patch, replace
 from . import cpu_platform, missing_routes, routed_experts, routes_with_pages
-from .scheduled_blocks import carries_routes, lift_cap, watch_loads
+from .scheduled_blocks import STORES_FIRST, carries_routes, lift_cap, watch_loads
 
 __all__ = ["COMPARED", "LOGGER", "OFF", "PATCHES", "TESTED", "refusals", "register", "require"]
 
@@ -39,6 +39,7 @@ PATCHES = (
     missing_routes.PATCH,
     routes_with_pages.PATCH,
     routed_experts.OVER_NIXL,
+    STORES_FIRST,
 )
 _CONFIG = "vllm.config.vllm:VllmConfig.__post_init__"
 _FRONT = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
@@ -96,7 +97,7 @@ def _apply_asked(patches: Iterable[Patch], config: Any) -> None:
     here = _here()
     refused = refusals(**here)
     if _is(COMPARED, here["release"]) and not carries_routes(config):
-        return
+        patches = [patch for patch in patches if patch is STORES_FIRST]
     for patch in patches:
         if (patch.cpu_only and not here["is_cpu"]) or not patch.asked(config):
             continue

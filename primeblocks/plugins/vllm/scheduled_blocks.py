@@ -1,4 +1,4 @@
-"""Blocks of the engine's memory as the scheduler assigns them, reported to the workers."""
+"""Blocks of the engine's memory: reported to the workers as assigned, and stored before reuse."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ROUTES", "Assigned", "build_with_blocks", "carries_routes", "lift_cap", "watch_loads"]
+from ..patch import Patch
+
+__all__ = [
+    "ROUTES",
+    "STORES_FIRST",
+    "Assigned",
+    "build_with_blocks",
+    "carries_routes",
+    "lift_cap",
+    "watch_loads",
+]
 
 ROUTES = "primeblocks_routes_bytes_per_token"  # Our tier's setting: rows travel with its pages.
+_UPDATE = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.update_requests"
 
 
 @dataclass
@@ -91,9 +102,12 @@ def watch_loads(scheduler: Any) -> None:
 
 def carries_routes(config: Any) -> bool:
     """Whether an engine captures routes, and all pages of its tiers carry routes. Pure."""
+    return bool(config.aux_output_config.enabled and _extra(config).get(ROUTES))
+
+
+def _extra(config: Any) -> Any:
     transfer = config.kv_transfer_config
-    extra = {} if transfer is None else transfer.kv_connector_extra_config
-    return bool(config.aux_output_config.enabled and extra.get(ROUTES))
+    return {} if transfer is None else transfer.kv_connector_extra_config
 
 
 def lift_cap(scheduler: Any, config: Any) -> None:
@@ -108,3 +122,27 @@ def lift_cap(scheduler: Any, config: Any) -> None:
         return
     control.max_cache_hit = lambda request: request.num_tokens - 1
     control.cap_external_hit = lambda request, num_local, num_external: num_external
+
+
+def _update_after_stores(stock_update: Any) -> Any:
+    def update_requests(runner: Any, scheduler_output: Any) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        metadata = scheduler_output.kv_connector_metadata
+        if metadata is not None and has_kv_transfer_group():
+            get_kv_transfer_group().handle_preemptions(metadata)  # vLLM's later call does nothing.
+        stock_update(runner, scheduler_output)
+
+    return update_requests
+
+
+STORES_FIRST = Patch(
+    name="stores_before_reuse",
+    reason="Model Runner V2 zeroes reused blocks, and copies into them, before it submits the "
+    "stores that read them, so a tier stores the new contents under the key of the old page.",
+    tested="vllm==0.32.*",
+    replacements={_UPDATE: _update_after_stores},
+    asked=lambda config: "primeblocks." in str(_extra(config)) and config.use_v2_model_runner,
+    cpu_only=False,
+    compared="vllm==0.33.*",
+)
