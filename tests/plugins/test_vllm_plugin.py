@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import tomllib
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from primeblocks.errors import UnsupportedError
 from primeblocks.plugins import vllm as plugin
 from tests.engine_job import run_job
 
@@ -139,6 +141,21 @@ def test_a_configuration_asks_for_what_it_uses(settings, asked, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     found = {patch.name for patch in plugin.PATCHES if patch.asked(config(**settings))}
     assert found == asked
+
+
+@pytest.mark.vllm
+def test_capture_of_micro_batches_is_refused_on_every_platform(monkeypatch):
+    warnings.simplefilter("ignore")  # vLLM's own imports are deprecated in places
+    import vllm
+
+    monkeypatch.setattr(plugin, "_here", lambda: CPU | {"is_cpu": False})
+    found = config(capture=True, v2=True)
+    found.parallel_config = SimpleNamespace(use_ubatching=True)
+    create = plugin._looking_front(lambda args: found)
+    with pytest.raises(UnsupportedError, match="Leave out enable_dbo and ubatch_size"):
+        create(None)
+    monkeypatch.setattr(vllm, "__version__", "0.33.0")
+    assert create(None) is found
 
 
 def test_without_amx_bfloat16_asks_for_nothing(monkeypatch):

@@ -121,13 +121,12 @@ def _looking_config(stock_post_init: Callable[..., None]) -> Callable[..., None]
 
 
 def _looking_front(stock_create: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a configuration, and refuse one that captures wrong rows on CPU."""
+    """Make a configuration, and refuse one that captures wrong rows."""
 
     def create_engine_config(args: Any, *more: Any, **kwargs: Any) -> Any:
         config = stock_create(args, *more, **kwargs)
         # Not inside VllmConfig, because pydantic would turn our error into its own.
-        if _here()["is_cpu"]:
-            routed_experts.check_capture(config)
+        routed_experts.check_capture(config)
         return config
 
     return create_engine_config

@@ -48,12 +48,22 @@ def check_capture(config: Any) -> None:
     """Refuse a `VllmConfig` under which captured rows would be wrong. Local.
 
     Raises:
-        UnsupportedError: capture under torch.compile.
+        UnsupportedError: capture under torch.compile on a CPU, or with several micro-batches per
+            step in vLLM 0.32.
     """
-    if not config.aux_output_config.enabled or config.use_v2_model_runner:
+    if not config.aux_output_config.enabled:
         return
+    import vllm
     from vllm.config import CompilationMode
 
+    if config.parallel_config.use_ubatching and vllm.__version__.startswith("0.32."):
+        raise UnsupportedError(
+            "vLLM 0.32 cannot capture routed experts with micro-batches, because each micro-batch "
+            "of a step overwrites the rows of the first. Leave out enable_dbo and ubatch_size, or "
+            "use vLLM 0.33."
+        )
+    if config.use_v2_model_runner:
+        return
     mode = config.compilation_config.mode
     if mode != CompilationMode.NONE:
         raise UnsupportedError(
