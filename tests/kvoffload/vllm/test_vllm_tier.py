@@ -266,6 +266,22 @@ def test_pages_of_rollouts_that_ended_leave_first(adapter):
     pool.tier.shutdown()
 
 
+@pytest.mark.parametrize("evict", ["versions", "rollouts"])
+@pytest.mark.parametrize("loads", [False, True])
+def test_the_last_pages_of_a_prompt_leave_first(adapter, evict, loads):
+    pool = Pool(adapter, evict=evict)
+    first, other = pool.request(rollout="a"), pool.request(rollout="b")
+    for number in range(4):
+        first.set_offload_key_position(keys_of([number])[0], 32 * (number + 1))
+    pool.store([2, 0, 3, 1], first)  # vLLM passes a set
+    if loads:
+        pool.load([1, 3, 0, 2], first)
+    for number in range(10, 72):
+        pool.store([number], other)
+    assert [pool.holds(number, first) for number in range(4)] == [True, True, False, False]
+    pool.tier.shutdown()
+
+
 def restarted(adapter, tmp_path, persist, **how):
     """Which of a page's KV and routes a second engine finds that a first one stored."""
     first = Pool(adapter, tmp_path, persist="run")

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from time import monotonic
 from typing import Any
@@ -105,9 +105,7 @@ def request_args(
     waits = {} if waits is None else waits
     is_map = isinstance(waits, dict)
     if not is_map or not all(isinstance(name, str) for pair in waits.items() for name in pair):
-        raise UsageError(
-            f"waits must be a dict from names of rollouts to names of tools; got {waits!r}"
-        )
+        raise UsageError(f"waits must be a dict from rollout names to tool names; got {waits!r}.")
     said = {_VERSION: version, _ROLLOUT: rollout, _ENDS: list(ends) or None, _WAITS: waits or None}
     return {"kv_transfer_params": {name: each for name, each in said.items() if each is not None}}
 
@@ -184,6 +182,7 @@ class StoreTier(SecondaryTierManager):
             directory = os.path.join(disk_path, replica)
             tiers.append(DiskTier(directory, capacity_bytes=disk_bytes, **sizes))
         self._store = TieredStore(tiers, evict=EVICT[evict](max_staleness))
+        self._last_first = EVICT[evict] is not RolloutAware
         self._persists = persist is not None
         self._salt = os.urandom(16) if persist is None else persist.encode()
         self._recipe = recipe(offloading_spec)
@@ -230,22 +229,23 @@ class StoreTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        rows, keys, rollout = self._batch(job_metadata)
+        job, rows, keys = self._batch(job_metadata)
         attachments = [self._routes_of(*each) for each in zip(rows, keys, strict=True)]
         new = [index for index, key in enumerate(keys) if key not in self._store]
         pending = self._store.save_batch(
             [keys[index] for index in new],
             [rows[index][: self._page_bytes] for index in new],
             attachments=[attachments[index] for index in new],
-            rollout=rollout,
+            rollout=read_state(job.req_context).rollout,
         )
-        self._run(job_metadata, new, pending)
+        self._running[job.job_id] = _Running(job, new, pending, self._clock())
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        rows, keys, rollout = self._batch(job_metadata)
+        job, rows, keys = self._batch(job_metadata)
+        rollout = read_state(job.req_context).rollout
         into = [row[: self._page_bytes] for row in rows]
         pending = self._store.load_batch(keys, into=into, rollout=rollout)
-        self._run(job_metadata, range(len(keys)), pending)
+        self._running[job.job_id] = _Running(job, range(len(keys)), pending, self._clock())
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         late_s = self._clock() - _TIMEOUT_S
@@ -321,9 +321,6 @@ class StoreTier(SecondaryTierManager):
         self._version = version
         self._store.advance(version=version)
 
-    def _run(self, job: TransferJob, moved: Sequence[int], pending: Pending[Any]) -> None:
-        self._running[job.job_id] = _Running(job, moved, pending, self._clock())
-
     def _finish(self, job: _Running) -> JobResult:
         transfer = job.transfer
         outcomes: list[Saved | Loaded] = [Saved(stored=True)] * len(transfer.keys)
@@ -338,10 +335,8 @@ class StoreTier(SecondaryTierManager):
                 found = outcome.attachments if isinstance(outcome, Loaded) else {}
                 self._tail.restore(self._rows[chunk], found.get(_ROUTES))
         succeeded = [each.stored if isinstance(each, Saved) else bool(each) for each in outcomes]
-        if (
-            transfer.is_promotion
-            and (lost := self._lost.get(transfer.req_context.req_id)) is not None
-        ):
+        lost = self._lost.get(transfer.req_context.req_id)
+        if transfer.is_promotion and lost is not None:
             lost.update(compress(transfer.keys, (not came for came in succeeded)))
         return JobResult(
             job_id=transfer.job_id,
@@ -361,10 +356,14 @@ class StoreTier(SecondaryTierManager):
             recipe=self._recipe,
         )
 
-    def _batch(self, job: TransferJob) -> tuple[list[np.ndarray], list[PageKey], str | None]:
-        request = read_state(job.req_context)
+    def _batch(self, job: TransferJob) -> tuple[TransferJob, list[np.ndarray], list[PageKey]]:
+        """Return a job in the order that suits the policy, with its rows and keys."""
+        request, position = read_state(job.req_context), job.req_context.get_offload_key_position
+        given, sign = list(job.keys), -1 if self._last_first else 1  # vLLM passes a set
+        order = np.argsort([sign * (position(key) or 0) for key in given], kind="stable")
+        job = replace(job, keys=[given[at] for at in order], chunk_ids=job.chunk_ids[order])
         keys = [self._page_key(key, request) for key in job.keys]
-        return [self._rows[chunk] for chunk in job.chunk_ids], keys, request.rollout
+        return job, [self._rows[chunk] for chunk in job.chunk_ids], keys
 
     def _routes_of(self, row: np.ndarray, key: PageKey) -> Mapping[str, bytes] | None:
         """Return the routes of a page, if they were captured in time."""
