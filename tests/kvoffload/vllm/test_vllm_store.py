@@ -2,11 +2,13 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from primeblocks.errors import PlanError, UnsupportedError
+from tests.kvoffload.vllm.specs import PAGE, make_spec
 
 pytestmark = pytest.mark.vllm
 
@@ -74,3 +76,23 @@ def test_host_copies_equal_a_loop(adapter):
         assert torch.equal(device[tensor], expected)
     worker.shutdown()
     assert not Path(region.mmap_path).exists()
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_the_pool_has_no_name_once_the_scheduler_exists(adapter, monkeypatch, caplog, is_cpu):
+    """A killed engine then leaves nothing behind."""
+    from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+
+    spec = make_spec(adapter, pool_pages=4)
+    region = SharedOffloadRegion(spec._engine_id, 4, 0, PAGE, PAGE)
+    stock = SimpleNamespace(_mmap_region=region)
+    monkeypatch.setattr(adapter.spec.TieringOffloadingSpec, "get_worker", lambda *_: stock)
+    monkeypatch.setattr(adapter.spec.current_platform, "is_cpu", lambda: is_cpu)
+    if not is_cpu:
+        assert spec.get_worker(None) is stock  # vLLM's own copy worker
+    manager = spec.get_manager()
+    assert not Path(region.mmap_path).exists()
+    manager.shutdown()
+    if not is_cpu:
+        region.cleanup()
+        assert "unlink" not in caplog.text

@@ -165,7 +165,7 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
             region = self._scheduler_mmap
             # The workers have mapped the pool before the scheduler exists. Without a name it
             # cannot outlive a killed engine.
-            if current_platform.is_cpu() and region is not None and not region._creator:
+            if region is not None and not region._creator:
                 os.unlink(region.mmap_path)
         return self._manager
 
@@ -181,6 +181,7 @@ class StoreOffloadingSpec(TieringOffloadingSpec):
     ) -> tuple[OffloadingWorker, SharedOffloadRegion]:
         if not current_platform.is_cpu():
             stock: Any = super().get_worker(kv_caches)
+            stock._mmap_region.__class__ = UnlinkedRegion  # vLLM made the region itself
             return stock, stock._mmap_region
         if self.config.canonical_layout or self.blocks_per_chunk != 1:
             raise UnsupportedError(
