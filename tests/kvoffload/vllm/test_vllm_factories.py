@@ -192,12 +192,17 @@ def _expected(model: str) -> dict[str, Any]:
 
 
 def _rests(connector: Any) -> list[int]:
-    """The numbers of tokens, 0 or 1, that steps in which our manager rests compute."""
+    """The numbers of tokens, 0 or 1, that steps in which our manager rests compute.
+
+    With several replicas or stages it does not rest.
+    """
     from vllm.v1.core.sched.output import SchedulerOutput
 
     rested: list[int] = []
     connector.connector_scheduler.manager.rest = lambda: rested.append(tokens)
-    for tokens in (0, 1):
+    parallel = connector._vllm_config.parallel_config
+    for tokens, replicas, stages in ((0, 1, 1), (1, 1, 1), (0, 2, 1), (0, 1, 2)):
+        parallel.data_parallel_size, parallel.pipeline_parallel_size = replicas, stages
         output = SchedulerOutput.make_empty()
         output.total_num_scheduled_tokens = tokens
         connector.build_connector_meta(output)

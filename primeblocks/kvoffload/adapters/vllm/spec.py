@@ -85,7 +85,10 @@ class OffloadingConnector(offloading_connector.OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         assert isinstance(meta, OffloadingConnectorMetadata)
-        if not scheduler_output.total_num_scheduled_tokens and not meta.load_jobs:
+        parallel = self._vllm_config.parallel_config
+        is_idle = not scheduler_output.total_num_scheduled_tokens and not meta.load_jobs
+        # Other ranks, or the other batches of a pipeline, would wait too.
+        if is_idle and parallel.data_parallel_size == parallel.pipeline_parallel_size == 1:
             self._manager().rest()
         return meta
 
