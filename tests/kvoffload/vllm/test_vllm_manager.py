@@ -393,5 +393,8 @@ def test_a_request_waits_as_long_as_its_pages_are_worth(scheduler):
     assert it._look_up(second, [2, 3, 4]) is None
     clock.advance(0.1)
     assert it._look_up(second, [2, 3, 4]) == 0, "three pages of 4 s, less 1 s each to load them"
-    for request in (first, second):
+    third = it.request("third")
+    it.step(preempts=["third"])
+    assert it._look_up(third, [3, 4]) is None, "as long as before any measurement"
+    for request in (first, second, third):
         it.manager.on_request_finished(request)

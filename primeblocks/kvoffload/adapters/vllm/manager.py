@@ -319,7 +319,7 @@ class StoreManager(TieringOffloadingManager):
 
     def _patience_s(self, request: str) -> float:
         queued = self._queue.get(request)
-        if queued is None:
+        if queued is None or not queued.wanted():  # preempted: nothing tells what it would load
             return _UNMEASURED_S
         missing = (
             self._is_below(key, queued.context)
