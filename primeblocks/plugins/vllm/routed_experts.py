@@ -55,6 +55,7 @@ def check_capture(config: Any) -> None:
         return
     import vllm
     from vllm.config import CompilationMode
+    from vllm.platforms import current_platform
 
     if config.parallel_config.use_ubatching and vllm.__version__.startswith("0.32."):
         raise UnsupportedError(
@@ -62,7 +63,7 @@ def check_capture(config: Any) -> None:
             "of a step overwrites the rows of the first. Leave out enable_dbo and ubatch_size, or "
             "use vLLM 0.33."
         )
-    if config.use_v2_model_runner:
+    if config.use_v2_model_runner or not current_platform.is_cpu():
         return
     mode = config.compilation_config.mode
     if mode != CompilationMode.NONE:
