@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -14,7 +15,15 @@ from ..errors import CorruptionError, PrimeblocksError
 
 __all__ = ["UNREADABLE", "Digests", "Marker", "Receipt", "as_corruption", "is_count"]
 
-UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+UNREADABLE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+    zlib.error,
+)
 """The errors of a parser that meets malformed text."""
 
 Digests = Mapping[str, Sequence[str]]

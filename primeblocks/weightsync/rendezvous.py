@@ -51,6 +51,7 @@ def announce(
             torch.distributed is not initialized.
 
     Raises:
+        CapacityError: the compressed plan is too large for the store of the transport.
         PlanError, UsageError: the errors of `describe` and `plan_sync`.
         RankError: `describe` or `encode` failed on another rank, and raised its error there.
         UnsupportedError: the transport cannot store a plan.

@@ -1,5 +1,7 @@
 """Notes in a store: each call ends by its deadline, whatever the store does."""
 
+import json
+import random
 import threading
 import time
 from contextlib import suppress
@@ -8,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from primeblocks.errors import CapacityError, DeadlineError, TransferError
+from primeblocks.errors import CapacityError, CorruptionError, DeadlineError, TransferError
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync.marker import Marker
 from primeblocks.weightsync.transports import board as board_module
@@ -50,6 +52,10 @@ class Store(dist.Store):
         self._meet("check")
         return all(key in self.notes for key in keys)
 
+    def delete_key(self, key):
+        self._meet("delete_key")
+        return self.notes.pop(key, None) is not None
+
     def get(self, key):
         self._meet("get")
         return self.notes[key].encode()
@@ -62,7 +68,7 @@ class Store(dist.Store):
 
 
 class Patience:
-    """How long a board would wait for a store that hangs, by a clock that it moves; see `store`."""
+    """How long a board would wait for a store that hangs, by a clock that it moves. See `store`."""
 
     def __init__(self, store, monkeypatch, *, then=lambda: None):
         self.clock, self.waited_s = ManualClock(time.monotonic()), []
@@ -172,6 +178,26 @@ def test_a_store_that_fails_is_a_typed_error_and_asked_again(method, store):
         CALLS[method](board)
     store.fails = set()
     CALLS[method](board)
+
+
+@pytest.mark.parametrize("write", ["post", "post_first"])
+def test_a_note_that_would_end_the_connection_is_not_sent(write):
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    board = Board(dist.TCPStore("127.0.0.1", host.port, wait_for_workers=False), "a")
+    most = board_module._MAX_BYTES
+    with pytest.raises(CapacityError, match=r"8,388,609 bytes, .* Pass a larger bucket_bytes"):
+        getattr(board, write)("k", "x" * (most + 1), deadline=soon(HANG_S))
+    getattr(board, write)("k", "x" * most, deadline=soon(HANG_S))
+    assert board.read("k", deadline=soon(HANG_S)) == "x" * most
+
+
+def test_notes_are_deleted_if_the_store_can_do_that(store):
+    board = Board(store, "a")
+    for fails in ({"delete_key"}, set()):
+        board.post("k", "text", deadline=soon())
+        store.fails = fails
+        board.delete(["k", "none"], deadline=soon())
+        assert ("a/k" in store.notes) is bool(fails)
 
 
 @pytest.fixture
@@ -284,3 +310,57 @@ def test_of_an_owner_and_a_reader_at_the_same_time_one_sees_the_other(between):
         store.happens_after("add", hold)
         retire()
     assert len(outcome) == 1
+
+
+def made(owner, version, *, keep=(), buckets=()):
+    owner.begin(version, keep=keep, deadline=soon(HANG_S))
+    sizes = (1,) * len(buckets)
+    marker = Marker.make(run=owner.run, version=version, plan="", sizes=sizes, buckets=buckets)
+    owner.commit(marker, deadline=soon(HANG_S))
+    return marker
+
+
+def marker_notes(store):
+    return [key.rsplit("/marker-", 1)[1] for key in store.notes if "/marker-" in key]
+
+
+def test_each_marker_is_read_once_and_deleted_with_its_version(store):
+    owner, reader = StoreCommits(store, owner=True), StoreCommits(store)
+    first = made(owner, 1)
+    second = made(owner, 2, keep=[first])
+    for reads in (3, 1):  # The list, and each new marker.
+        store.asked.clear()
+        assert reader.markers(deadline=soon(HANG_S)) == (first, second)
+        assert store.asked.count("get") == reads
+    owner.begin(3, keep=[second], deadline=soon(HANG_S))
+    assert marker_notes(store) == [second.digest]
+    assert reader.markers(deadline=soon(HANG_S)) == (second,)
+    owner.close()
+    assert marker_notes(store) == []
+
+
+def test_a_reader_whose_marker_is_deleted_between_its_reads_reads_the_list_again():
+    store, later = Between(), []
+    owner, reader = StoreCommits(store, owner=True), StoreCommits(store)
+    made(owner, 1)
+    store.happens_after("get", lambda: later.append(made(owner, 2)))
+    assert reader.markers(deadline=soon(HANG_S)) == tuple(later)
+    del store.notes[next(key for key in store.notes if later[0].digest in key)]
+    with pytest.raises(CorruptionError, match="lost the marker of a version"):
+        StoreCommits(store).markers(deadline=soon(HANG_S))
+
+
+def test_a_long_plan_and_a_long_chain_fit_into_a_store_of_small_values():
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [dist.TCPStore("127.0.0.1", host.port, wait_for_workers=False) for _ in range(2)]
+    owner, reader = StoreCommits(clients[0], owner=True), StoreCommits(clients[1])
+    text = json.dumps([{"name": "experts", "index": index} for index in range(1 << 18)])
+    assert len(text) > board_module._MAX_BYTES
+    owner.post("announced", text, deadline=soon(HANG_S))
+    assert reader.look("announced", deadline=soon(HANG_S)) == text
+    buckets = tuple(random.Random(0).randbytes(1 << 20).hex(" ", 16).split())
+    markers = []
+    for version in range(4):
+        markers.append(made(owner, version, keep=markers, buckets=buckets))
+    assert sum(len(marker.to_json()) for marker in markers) > board_module._MAX_BYTES
+    assert reader.markers(deadline=soon(HANG_S)) == tuple(markers)

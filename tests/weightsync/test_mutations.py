@@ -6,6 +6,7 @@ length of 2**60 is refused, not allocated.
 
 import json
 import random
+import re
 import time
 
 import numpy as np
@@ -146,7 +147,7 @@ def deltas(rng, cases, where):
 
 
 def notes(rng, cases, where):
-    """What trainer ranks say about their buffers."""
+    """The notes of trainer ranks about their buffers."""
     count = 0
     for pair, each in pairs(PACKED, where, cases):
         until = time.monotonic() + 3600
@@ -181,7 +182,15 @@ def records(rng, cases, where):
             markers = pair.owner.markers()
             if rng.random() < 0.5:
                 sealed = [resealed(rng, m) if rng.random() < 0.7 else m.to_json() for m in markers]
-                changed = json.dumps({**rows, "markers": sealed} if store else sealed).encode()
+                if store:
+                    digests = []
+                    for marker in sealed:
+                        digest = (re.findall(r'"digest": "(\w+)"', marker) or ["none"])[0]
+                        digests.append(digest)
+                        until = time.monotonic() + HANG_S
+                        pair.commits.post(f"marker-{digest}", marker, deadline=until)
+                    listed = [[m.version, d] for m, d in zip(markers, digests, strict=True)]
+                changed = json.dumps({**rows, "markers": listed} if store else sealed).encode()
             else:
                 changed = mutated(rng, text)
             if store:

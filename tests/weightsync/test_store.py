@@ -27,7 +27,6 @@ from primeblocks.weightsync.transports import (
     Transport,
     store_commits,
 )
-from primeblocks.weightsync.transports.board import Board
 from primeblocks.weightsync.transports.carriers import HandleCarrier
 from primeblocks.weightsync.transports.store_commits import StoreCommits
 from primeblocks.weightsync.transports.transport import Lease, ReceiveRequest
@@ -254,8 +253,7 @@ def test_a_rank_without_the_version_is_a_typed_error(site, store):
     plan, owner, publisher = site
     publisher.publish(1, timeout_s=TIMEOUT_S)
     run = owner.markers()[0].run
-    board = Board(store, "weightsync/pull/policy")
-    notes = json.loads(board.read(f"{run}/rank-0", deadline=soon()))
+    notes = json.loads(owner.commits.look("rank-0", run=run, deadline=soon()))
     with PullTransport(store, LocalWire()) as reader:
         subscriber = Subscriber(plan, Engine(), reader)
         for told, error in (
@@ -263,12 +261,12 @@ def test_a_rank_without_the_version_is_a_typed_error(site, store):
             ({"1": {**notes["1"], "bytes": 10}}, CorruptionError),
             ({"1": {"bytes": 10}}, CorruptionError),
         ):
-            board.post(f"{run}/rank-0", json.dumps(told), deadline=soon())
+            owner.commits.post("rank-0", json.dumps(told), deadline=soon())
             with pytest.raises(
                 error, match=r"rank 0 (does not have version 1|has 10 bytes|cannot be read)"
             ):
                 subscriber.receive(timeout_s=TIMEOUT_S)
-        board.post(f"{run}/rank-0", json.dumps(notes), deadline=soon())
+        owner.commits.post("rank-0", json.dumps(notes), deadline=soon())
         assert subscriber.receive(timeout_s=TIMEOUT_S).version == 1
 
 
@@ -304,7 +302,7 @@ def test_ranks_are_not_asked_after_the_deadline(monkeypatch):
 
 
 def test_what_is_lent_for_a_time_is_copied_in_that_time(monkeypatch):
-    """A load may take longer than a lease; what it gets is this process's own by then."""
+    """A load may take longer than a lease. It gets memory of this process."""
     weights, store = parameters(1), dist.HashStore()
     plan = plan_sync([describe(weights)], describe(weights).whole(), bucket_bytes=1000)
     clock, carrier = ManualClock(time.monotonic()), HandleCarrier()

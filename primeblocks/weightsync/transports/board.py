@@ -6,13 +6,20 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ...errors import DeadlineError, TransferError, UnsupportedError, check_version
+from ...errors import (
+    CapacityError,
+    DeadlineError,
+    TransferError,
+    UnsupportedError,
+    check_version,
+)
 from ..held import left_s
 from ..marker import as_corruption
 
@@ -22,6 +29,8 @@ _LOOK_S = 0.005
 # The store may answer this long after a deadline, so that a late call, such as an abort, works.
 _GRACE_S = 1.0
 _OPEN_S = 30.0
+# A TCPStore ends the connection for ever if a value is larger.
+_MAX_BYTES = 8 << 20
 _COMMIT, _ABORT = "commit", "abort"
 
 T = TypeVar("T")
@@ -33,7 +42,7 @@ class Board:
     Each call runs in a thread of its own, because a store that hangs would block its caller for
     ever. The store may answer up to one second after the deadline. If a call hangs, the next call
     waits, until its own deadline, for the end of the first. Every method raises TransferError if
-    the store fails or does not answer in time.
+    the store fails or does not answer in time. A note has at most 8 MiB.
     """
 
     def __init__(self, store: dist.Store, prefix: str) -> None:
@@ -44,6 +53,7 @@ class Board:
         return self.call(lambda: self._store.add(self._key(key), amount), deadline=deadline)
 
     def post(self, key: str, text: str, *, deadline: float) -> None:
+        _check_size(text)
         self.call(lambda: self._store.set(self._key(key), text), deadline=deadline)
 
     def post_first(self, key: str, text: str, *, deadline: float) -> str:
@@ -71,6 +81,7 @@ class Board:
 
     def replace(self, key: str, old: str, new: str, *, deadline: float) -> str:
         """Replace a note if it still equals `old`. Return the note that the key has now."""
+        _check_size(new)
         said = self.call(
             lambda: self._store.compare_set(self._key(key), old, new), deadline=deadline
         )
@@ -80,6 +91,13 @@ class Board:
         """Wait for one note as `read_any` does, and return its text or None."""
         found = self.read_any([key], deadline=deadline, waits=waits)
         return None if found is None else found[1]
+
+    def delete(self, keys: Iterable[str], *, deadline: float) -> None:
+        """Delete notes. Best effort, because some stores cannot delete."""
+        gone = [self._key(key) for key in keys]
+        if gone:
+            with suppress(TransferError):
+                self.call(lambda: [self._store.delete_key(key) for key in gone], deadline=deadline)
 
     def call(self, work: Callable[[], T], *, deadline: float) -> T:
         """Run `work`, which may wait in the store, in a thread."""
@@ -230,6 +248,14 @@ class Transaction:
 
     def _key(self, key: str) -> str:
         return f"{self.number}/{key}"
+
+
+def _check_size(text: str) -> None:
+    if (size := len(text.encode())) > _MAX_BYTES:
+        raise CapacityError(
+            f"a note has {size:,} bytes, but a store takes at most {_MAX_BYTES:,} bytes. Pass a "
+            "larger bucket_bytes, so that the plan has fewer buckets."
+        )
 
 
 def _go(text: str) -> Go:

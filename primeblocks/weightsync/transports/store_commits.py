@@ -1,27 +1,38 @@
 """`Commits` as notes in a torch Store. The leases are counts of readers, with a time limit.
 
 A version is begun, then committed, then hidden. One note lists the committed versions. The owner
-replaces only its own note, in one step of the store, so an owner that was replaced cannot commit. A
-reader adds 1 to the version's count `held`, and then looks whether the version is still listed. At
-the end, the reader adds 1 to the count `let_go`. The owner first hides a version, and then waits
-until both counts are equal, or until `lease_s` is over. So a reader that died delays a publish by
-at most `lease_s`.
+replaces only its own note, in one step of the store, so an owner that was replaced cannot commit.
+Each marker is a note of its own, because a store takes only small values. The owner writes a marker
+before it lists the marker's version, and deletes a marker after it has hidden the version. So a
+reader that does not find a listed marker reads the list again. A reader adds 1 to the version's
+count `held`, and then looks whether the version is still listed. At the end, the reader adds 1 to
+the count `let_go`. The owner first hides a version, and then waits until both counts are equal, or
+until `lease_s` is over. So a reader that died delays a publish by at most `lease_s`.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ...errors import CapacityError, DeadlineError, TransferError, UsageError, shown
+from ...errors import (
+    CapacityError,
+    CorruptionError,
+    DeadlineError,
+    TransferError,
+    UsageError,
+    shown,
+)
 from ..held import left_s
 from ..marker import Marker, as_corruption
 from .board import Board, store_spec
@@ -35,15 +46,18 @@ _CLOSE_S = 1.0
 
 
 class _Record(NamedTuple):
-    """The owner's last note. `lease_s` is how long a reader may read after it was counted."""
+    """The owner's last note, which lists the version and the digest of each marker.
+
+    `lease_s` is how long a reader may read after it was counted.
+    """
 
     run: str
     lease_s: float
-    markers: tuple[Marker, ...]
+    listed: tuple[tuple[int, str], ...]
 
 
 class StoreCommits:
-    """A note of all markers, which the owner replaces, and counts of readers by version.
+    """A note that lists all markers, which the owner replaces, and counts of readers by version.
 
     Calls keep deadlines as `Board` does. A new owner takes over from the previous owner. If the
     previous owner still lives, its next commit is refused. Calls that write wait for each other, in
@@ -66,6 +80,7 @@ class StoreCommits:
         self._owner, self._closed = owner, False
         self._begun: set[int] = set()
         self._hidden: dict[int, float] = {}
+        self._seen: dict[str, Marker] = {}
         # A second thread could replace the note between a look at it and its replacement.
         self._writing = threading.Lock()
         self.run = ""
@@ -82,10 +97,11 @@ class StoreCommits:
     def begin(self, version: int, *, keep: Sequence[Marker], deadline: float) -> None:
         with self._write(deadline):
             mine = self._owned(deadline)
-            gone = [marker for marker in mine.markers if marker not in keep]
+            kept = tuple((marker.version, marker.digest) for marker in keep)
+            gone = [version for version, digest in mine.listed if (version, digest) not in kept]
             if gone:
-                self._replace(mine, tuple(keep), deadline)
-                self._hidden.update((marker.version, time.monotonic()) for marker in gone)
+                self._replace(mine, kept, deadline)
+                self._hidden.update((version, time.monotonic()) for version in gone)
             for hidden, hidden_at in list(self._hidden.items()):
                 self._await_readers(mine, hidden, hidden_at + mine.lease_s, deadline)
                 del self._hidden[hidden]
@@ -99,7 +115,10 @@ class StoreCommits:
                     f"commit() got version {marker.version}, which was not begun. Call begin() "
                     "first."
                 )
-            self._replace(mine, (*mine.markers, marker), deadline)
+            key = _key(mine.run, marker.digest)
+            self._board.post(key, _compressed(marker.to_json()), deadline=deadline)
+            listed = (*mine.listed, (marker.version, marker.digest))
+            self._replace(mine, listed, deadline)
             self._begun.discard(marker.version)
 
     @contextmanager
@@ -119,8 +138,17 @@ class StoreCommits:
         self._begun.discard(version)  # Readers see only committed versions.
 
     def markers(self, *, deadline: float) -> tuple[Marker, ...]:
-        record = self._read(deadline)
-        return () if record is None else record.markers
+        last = None
+        while (record := self._read(deadline)) is not None:
+            found = [self._marker(record.run, digest, deadline) for _, digest in record.listed]
+            markers = tuple(marker for marker in found if marker is not None)
+            if len(markers) == len(found):
+                self._seen = {marker.digest: marker for marker in markers}
+                return markers
+            if record == last:
+                raise CorruptionError("the store has lost the marker of a version. Publish again.")
+            last = record
+        return ()
 
     def hold(self, marker: Marker, *, deadline: float) -> Lease:
         start = time.monotonic()
@@ -128,7 +156,7 @@ class StoreCommits:
         # The owner hides a version before it reads the counts. So either the owner sees this reader
         # in the count, or this reader sees that the version is hidden.
         now = self._read(deadline)
-        if now is None or marker not in now.markers:
+        if now is None or (marker.version, marker.digest) not in now.listed:
             self._release(marker, deadline)
             raise retired(marker.version)
         once = ExitStack()
@@ -141,7 +169,7 @@ class StoreCommits:
             raise TransferError(
                 "the transport does not have an owner yet. Pass owner=True on rank 0."
             )
-        self._board.post(f"{record.run}/{name}", text, deadline=deadline)
+        self._board.post(f"{record.run}/{name}", _compressed(text), deadline=deadline)
 
     def look(self, name: str, *, run: str | None = None, deadline: float) -> str | None:
         if run is None:
@@ -149,7 +177,8 @@ class StoreCommits:
             if record is None:
                 return None
             run = record.run
-        return self._board.read(f"{run}/{name}", deadline=deadline, waits=False)
+        text = self._board.read(f"{run}/{name}", deadline=deadline, waits=False)
+        return None if text is None else _decompressed(text)
 
     def hint(self) -> str:
         return f" All processes must use the same store, and the name {self._name!r} in it."
@@ -171,6 +200,12 @@ class StoreCommits:
         self._check()
         text = self._board.read(_COMMITS, deadline=deadline, waits=False)
         return None if text is None else _parsed(text)
+
+    def _marker(self, run: str, digest: str, deadline: float) -> Marker | None:
+        if digest in self._seen:
+            return self._seen[digest]
+        text = self._board.read(_key(run, digest), deadline=deadline, waits=False)
+        return None if text is None else Marker.from_json(_decompressed(text))
 
     def _await_readers(self, mine: _Record, version: int, over: float, deadline: float) -> None:
         never = threading.Event()
@@ -195,10 +230,12 @@ class StoreCommits:
             raise _deposed()
         return now
 
-    def _replace(self, mine: _Record, markers: tuple[Marker, ...], deadline: float) -> None:
-        new = _text(mine._replace(markers=markers))
+    def _replace(self, mine: _Record, listed: tuple[tuple[int, str], ...], deadline: float) -> None:
+        new = _text(mine._replace(listed=listed))
         if self._board.replace(_COMMITS, _text(mine), new, deadline=deadline) != new:
             raise _deposed()
+        gone = [_key(mine.run, row[1]) for row in mine.listed if row not in listed]
+        self._board.delete(gone, deadline=deadline)
 
     def _count(self, run: str, version: int, what: str, amount: int, deadline: float) -> int:
         return self._board.add(f"{run}/{version}/{what}", amount, deadline=deadline)
@@ -210,16 +247,29 @@ class StoreCommits:
 def _parsed(text: str) -> _Record:
     with as_corruption("the note of commits"):
         head = json.loads(text)
-        markers = tuple(Marker.from_json(row) for row in head["markers"])
+        listed = tuple((int(version), str(digest)) for version, digest in head["markers"])
         if not 0 < (lease_s := float(head["lease_s"])) < math.inf:
             raise ValueError(f"lease_s is {lease_s}")
-        return _Record(str(head["run"]), lease_s, markers)
+        return _Record(str(head["run"]), lease_s, listed)
 
 
 def _text(record: _Record) -> str:
     """Return a record as text. Equal records give equal text."""
     head: dict[str, Any] = {"run": record.run, "lease_s": record.lease_s}
-    return json.dumps({**head, "markers": [marker.to_json() for marker in record.markers]})
+    return json.dumps({**head, "markers": record.listed})
+
+
+def _key(run: str, digest: str) -> str:
+    return f"{run}/marker-{digest}"
+
+
+def _compressed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode())).decode()
+
+
+def _decompressed(text: str) -> str:
+    with as_corruption("a note in the store"):
+        return zlib.decompress(base64.b64decode(text)).decode()
 
 
 def _deposed() -> TransferError:
