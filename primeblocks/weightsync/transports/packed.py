@@ -281,16 +281,20 @@ class _Incoming:
                     index: memoryview(part.cpu().numpy().tobytes())
                     for index, part in buckets.items()
                 }
-            if time.monotonic() > lease.until:
-                raise DeadlineError(
-                    "the lease ended before a delta was read. Raise the owner's lease_s."
-                )
         return payloads
 
     def _fetch(self, lease: Lease, *, again: bool) -> tuple[dict[int, Tensor], OpenedSpans]:
         spans = dict(self._spans())
         until = min(lease.until, self._request.deadline)
-        opened = self._carrier.fetch(list(spans.values()), again=again, deadline=until)
+        try:
+            opened = self._carrier.fetch(list(spans.values()), again=again, deadline=until)
+        except DeadlineError as error:
+            if lease.until >= self._request.deadline:
+                raise
+            raise DeadlineError(
+                f"the lease ended before version {self.marker.version} was fetched. Raise the "
+                "owner's lease_s."
+            ) from error
         return dict(zip(spans, opened.parts, strict=True)), opened
 
     def _spans(self) -> Iterator[tuple[int, Span]]:
