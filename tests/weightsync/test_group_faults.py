@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -14,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from primeblocks.errors import DeadlineError, TransferError, UsageError
 from primeblocks.testing import ranks
-from primeblocks.weightsync import describe, fetched, plan_sync
+from primeblocks.weightsync import Publisher, Subscriber, describe, fetched, plan_sync
 from primeblocks.weightsync.manifest import gather_manifests
-from primeblocks.weightsync.transports import GroupTransport
+from primeblocks.weightsync.transports import GroupTransport, open_transport
 from tests.deadlines import EXPIRES_S, HANG_S
 from tests.weightsync.contents import Side, joined, same_bytes
 from tests.weightsync.link_layouts import manifest
@@ -52,6 +53,10 @@ class Script(dist.Store):
             self.inner.wait(keys, timedelta(seconds=HANG_S))
             raise RuntimeError("reset, just as the decision came")
         return self.inner.check(keys)
+
+    def delete_key(self, key):
+        self._meet("delete_key", key)
+        return self.inner.delete_key(key)
 
     def get(self, key):
         self._meet("get", key)
@@ -112,7 +117,7 @@ def store_body(where, fault, culprit, timeout_s):
     return text
 
 
-METHODS = ("add", "check", "get", "set", "compare_set")
+METHODS = ("add", "check", "get", "set", "compare_set", "delete_key")
 LOST = (("wait fails", 0), ("marker unknown", 0), ("wait fails", 3), ("vote unknown", 3))
 HANGS = [(f"hangs in {method}", culprit) for culprit in (0, 3) for method in METHODS]
 CASES = {
@@ -153,6 +158,22 @@ def test_a_store_that_is_gone_at_the_start_is_a_typed_error(host):
     store.fault = "lost"
     with pytest.raises(TransferError, match="the store does not answer: connection reset"):
         GroupTransport(store=store, trainers=2, readers=2, rank=0)
+
+
+def test_the_long_notes_of_a_sync_are_deleted(host):
+    store, weights = dist.TCPStore(*host), {"w": torch.zeros(1 << 14)}
+    plan = plan_sync([describe(weights)], describe(weights))
+    trainer = GroupTransport(store=store, trainers=1, readers=1, rank=0)
+    publisher = Publisher(plan, weights, trainer, full_every=2, link_bytes_per_s=1.0)
+    subscriber = Subscriber(plan, list, open_transport(trainer.spec()))
+    for version, base in ((1, None), (2, 1)):
+        with ThreadPoolExecutor(1) as pool:
+            received = pool.submit(subscriber.receive, timeout_s=HANG_S)
+            assert publisher.publish(version, timeout_s=HANG_S).base == base
+            received.result(HANG_S)
+        notes = ("begun", "go", "marker", "sizes/0")
+        stay = [note for note in notes if store.check([f"weightsync/1/{version}/{note}"])]
+        assert stay == ["begun", "go"]  # Late readers skip this sync because of them.
 
 
 def late_body(where):

@@ -153,6 +153,10 @@ class Transaction:
     def post(self, key: str, value: Any, *, deadline: float) -> None:
         self._board.post(self._key(key), json.dumps(value), deadline=deadline)
 
+    def delete(self, keys: Iterable[str], *, deadline: float) -> None:
+        """Delete notes that no rank reads again. Best effort."""
+        self._board.delete([self._key(key) for key in keys], deadline=deadline)
+
     def read_begun(self, *, deadline: float) -> dict[str, Any] | None:
         """Reader: return version and plan, {} if the sync was called off, None at the deadline."""
         found = self._first_of("go", "begun", deadline=deadline)

@@ -178,6 +178,9 @@ class GroupTransport:
             now.finish(lambda: now.post("marker", text, deadline=deadline), deadline=deadline)
         self._open = False
         self._markers = (*self._markers[-1:], marker)
+        # Every reader voted, so every reader has read these notes.
+        sizes = [] if marker.base is None else [f"sizes/{rank}" for rank in range(self._trainers)]
+        now.delete(["marker", *sizes], deadline=deadline)
 
     def abort(self, version: int) -> None:
         """On rank 0, drop the unfinished version, and report the drop to the readers."""
