@@ -249,6 +249,10 @@ def test_commits_that_go_while_they_are_read_are_read_once_more(make, monkeypatc
     assert [marker.version for marker in reader.markers()] == [1]
 
 
+def test_a_shared_disk_is_looked_at_less_often_than_memory(make):
+    assert make(owner=True).commits.look_s == (0.1 if make.durable else 0.002)
+
+
 def test_nothing_is_leaked(make):
     owner, reader = make(owner=True), make(owner=False)
     put(owner, 0, 0)

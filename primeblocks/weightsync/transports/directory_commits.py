@@ -40,10 +40,9 @@ class DirectoryCommits:
     disk before a commit, and `close` leaves the last version.
     """
 
-    look_s = 0.002
-
     def __init__(self, place: Place, *, owner: bool = False, durable: bool = False) -> None:
         self._place, self._durable = place, durable
+        self.look_s = 0.1 if durable else 0.002  # Each look opens files, perhaps on a shared disk.
         self.committed: list[Marker] = []
         self._begun: set[int] = set()
         self._seen: tuple[bytes, tuple[Marker, ...]] = (b"", ())
