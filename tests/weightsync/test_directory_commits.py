@@ -24,7 +24,7 @@ SIZE = 1000
 
 @pytest.fixture(params=[False, True], ids=["reused", "durable"])
 def make(request, tmp_path):
-    """Views of one directory of commits, of one kind; closed at the end."""
+    """Views of one directory of commits, of one kind. They are closed at the end."""
     made = []
 
     def build(*, owner):
@@ -71,7 +71,7 @@ def write_part(writer, version, rank, text):
 
 
 def read_part(reader, version, at, size):
-    """What a reader gets of a part of a delta: of its second bucket, behind `at` bytes."""
+    """Read the second bucket of a part of a delta, which is behind `at` bytes."""
     source = describe({"a": torch.zeros(16), "b": torch.zeros(16)})
     plan = plan_sync([source], source, bucket_bytes=64)
     sizes = (at, size)
@@ -247,6 +247,43 @@ def test_commits_that_go_while_they_are_read_are_read_once_more(make, monkeypatc
 
     monkeypatch.setattr(directory_commits, "read_own", gone)
     assert [marker.version for marker in reader.markers()] == [1]
+
+
+@pytest.mark.parametrize("call", ["markers", "hold", "open", "read"])
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EMFILE])
+def test_a_file_that_cannot_be_opened_is_a_typed_error(call, code, make, monkeypatch):
+    owner, reader = make(owner=True), make(owner=False)
+    put(owner, 0, 0)
+    put_delta(owner, 1, b"text")
+    full, held = owner.markers()[0], marker_of(2)
+    owner.commits.begin(2, keep=owner.markers(), deadline=0.0)
+    owner.commits.commit(held, deadline=0.0)
+    calls = {
+        "markers": reader.markers,
+        "hold": lambda: reader.commits.hold(held, deadline=0.0).close(),
+        "open": lambda: values(reader, full),
+        "read": lambda: read_part(reader, 1, 0, 4),
+    }
+    files = {"markers": "commits.json", "hold": "lock", "open": "safetensors", "read": "delta"}
+
+    def failing(inner):
+        def fails(path, *args, **options):
+            if str(path).endswith(files[call]):
+                raise OSError(code, os.strerror(code), str(path))
+            return inner(path, *args, **options)
+
+        return fails
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing(os.open))
+        patch.setattr(os, "readlink", failing(os.readlink))
+        if code == errno.ESTALE and call == "markers":
+            assert calls[call]() == ()
+        else:
+            wanted = "was retired" if code == errno.ESTALE else os.strerror(code)
+            with pytest.raises(TransferError, match=wanted):
+                calls[call]()
+    calls[call]()
 
 
 def test_a_shared_disk_is_looked_at_less_often_than_memory(make):

@@ -190,7 +190,7 @@ def late_body(where):
 
 
 def impatient_body(where):
-    """Reader 0 gives up while reader 1 has not come; then both sides go on as if nothing was."""
+    """Reader 0 gives up while reader 1 has not come. Then both sides go on as if nothing was."""
     small = Small("group", where)
     if small.rank == 2:
         with pytest.raises(
@@ -284,7 +284,7 @@ def fail(pieces):
 
 
 def ranks_body(where):
-    """One after the other; whatever failed, new transports work."""
+    """New transports work after each failure."""
     found = []
     for body, *args in BODIES:
         found.append(body(where, *args))
@@ -311,7 +311,7 @@ def test_ranks_that_do_not_come_give_up_call_wrongly_or_fail_break_nothing(host)
 
 
 def moe_body(path):
-    """FSDP2 over expert shards on ranks 0-3; two engine ranks with experts and columns."""
+    """FSDP2 over expert shards on ranks 0-3, and two engine ranks with experts and columns."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("fsdp", "expert"))
     generator = torch.Generator().manual_seed(0)
     whole = {

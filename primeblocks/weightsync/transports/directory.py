@@ -19,7 +19,7 @@ from ..marker import Marker
 from ..outgoing import Shipment
 from ..plan import Plan
 from .blobs import DiskBlobs, MemoryBlobs, check_size
-from .directory_commits import DirectoryCommits, fsync
+from .directory_commits import DirectoryCommits, fsync, not_opened
 from .packed import starts_of_version
 from .place import DiskPlace, Place, PrivatePlace
 from .transport import (
@@ -29,7 +29,6 @@ from .transport import (
     await_versions,
     last_chain,
     newest_only,
-    retired,
 )
 
 __all__ = ["DirectoryTransport", "FileTransport", "SharedMemoryTransport"]
@@ -174,8 +173,8 @@ class DirectoryTransport:
         self.commits.check()
         try:
             return self._blobs.open(self._path(marker.version), plan, start=start)
-        except (FileNotFoundError, BlockingIOError) as error:
-            raise retired(marker.version) from error
+        except OSError as error:
+            raise not_opened(marker.version, error) from error
 
 
 class SharedMemoryTransport(DirectoryTransport):

@@ -28,7 +28,7 @@ from ..marker import Marker, as_corruption
 from .place import Owned, Place, open_own, read_own, removable, remove, write_over
 from .transport import ANNOUNCED, Lease, check_call, last_chain, retired
 
-__all__ = ["DirectoryCommits", "fsync"]
+__all__ = ["DirectoryCommits", "fsync", "not_opened"]
 
 _COMMITS = "commits.json"
 
@@ -141,8 +141,8 @@ class DirectoryCommits:
         try:
             path = self._lock_path(marker.version)
             hold = Hold(open_own(path, os.O_RDONLY, user=self._place.user), fcntl.LOCK_SH)
-        except (FileNotFoundError, BlockingIOError) as error:
-            raise retired(marker.version) from error
+        except OSError as error:
+            raise not_opened(marker.version, error) from error
         try:
             # The owner hides a version before it lets go of the lock.
             if marker not in self.markers():
@@ -173,12 +173,14 @@ class DirectoryCommits:
             raise self.no_room(error, sum(map(len, parts))) from error
 
     def read(self, name: str, at: int = 0, size: int = -1) -> bytes | None:
-        """Return bytes of a small file, or None if it does not exist."""
+        """Return bytes of a small file, or None if it does not exist or was replaced."""
         self.check()
         try:
             return read_own(self.directory / name, at, size, user=self._place.user)
-        except FileNotFoundError:
-            return None
+        except OSError as error:
+            if _is_gone(error):
+                return None
+            raise _unreadable(error) from error
 
     def close(self) -> None:
         self._closed = True
@@ -231,6 +233,24 @@ class DirectoryCommits:
         self.committed[:] = markers
         if self._durable:
             fsync(self.directory)
+
+
+def not_opened(version: int, error: OSError) -> TransferError:
+    """Return the error of a reader that cannot open a version, or came too late."""
+    late = _is_gone(error) or isinstance(error, BlockingIOError)
+    return retired(version) if late else _unreadable(error)
+
+
+def _is_gone(error: OSError) -> bool:
+    # NFS reports a file as stale if its server removed or replaced the file.
+    return isinstance(error, FileNotFoundError) or error.errno == errno.ESTALE
+
+
+def _unreadable(error: OSError) -> TransferError:
+    return TransferError(
+        f"a file of a version cannot be read: {error}. Check the disk and the limit of open files, "
+        "and receive again."
+    )
 
 
 def fsync(path: Path) -> None:
