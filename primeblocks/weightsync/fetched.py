@@ -226,7 +226,8 @@ class Feed:
         self._held: Held = held
         self._order: list[int] = []
         if self._copies is not None or fetched.state is ReaderState.FETCHED:
-            turn = {name: place for place, name in enumerate(plan.wants[reader])}
+            # In the load's order, so that few copies exist at a time.
+            turn = {name: place for place, name in enumerate({**self._uses, **self._wants})}
             first = {
                 index: min(turn[copy.name] for copy in plan.buckets[index].copies)
                 for index in plan.of_reader(reader)

@@ -22,6 +22,7 @@ from primeblocks.errors import (
 from primeblocks.testing.faults import ManualClock
 from primeblocks.weightsync import Publisher, SharedMemoryTransport, Subscriber, describe, plan_sync
 from primeblocks.weightsync import held as held_module
+from primeblocks.weightsync.convert.conversion import filling
 from primeblocks.weightsync.held import Boxes, CachingAllocator, copied
 from primeblocks.weightsync.transports import FileTransport, IpcTransport
 from primeblocks.weightsync.transports.packed import starts_of_version
@@ -276,14 +277,7 @@ def damage_at_random(seed, tmp_path):
 @pytest.mark.parametrize("kind", LENT)
 def test_a_load_has_a_few_buckets_of_copies_at_a_time(kind, tmp_path, monkeypatch):
     weights = {f"t{i}": torch.zeros(16) for i in range(40)}  # A bucket each.
-    site = Site(kind, tmp_path, weights=weights)
-    held, inner = [], Boxes._of
-
-    def of(self, name):
-        held.append(len(self._boxes))
-        return inner(self, name)
-
-    monkeypatch.setattr(Boxes, "_of", of)
+    site, held = Site(kind, tmp_path, weights=weights), counts_of_copies(monkeypatch)
     site.publish(1)
     site.receive()
     assert site.served() == 1
@@ -291,6 +285,35 @@ def test_a_load_has_a_few_buckets_of_copies_at_a_time(kind, tmp_path, monkeypatc
     assert max(held) <= 3  # What is loaded, and two ahead.
     site.subscriber.close()
     site.transport.close()
+
+
+def test_a_wiring_has_a_few_buckets_of_copies_at_a_time(tmp_path, monkeypatch):
+    """Its tensors come in the target's order: all of the first reader's, then the others."""
+    weights = {f"{part}{i}": torch.zeros(16) for i in range(20) for part in "abc"}
+    wanted = [describe({n: x for n, x in weights.items() if n[0] != no}) for no in "cb"]
+    plan = plan_sync([describe(weights)], wanted, bucket_bytes=64)
+    held, got = counts_of_copies(monkeypatch), []
+    with FileTransport(tmp_path / "blobs", owner=True) as transport:
+        Publisher(plan, weights, transport).publish(1, timeout_s=TIMEOUT_S)
+        wiring = filling(plan.target, plan.wants[1])
+        load = lambda tensors: got.extend(name for name, _ in tensors)  # noqa: E731
+        with Subscriber(plan, load, transport, reader=1, convert=wiring) as subscriber:
+            subscriber.receive(timeout_s=TIMEOUT_S)
+    assert set(plan.wants[1]) <= set(got)
+    assert len(held) >= 40
+    assert max(held) <= 3
+
+
+def counts_of_copies(monkeypatch):
+    """How many tensors have copies at each look for one."""
+    held, inner = [], Boxes._of
+
+    def of(self, name):
+        held.append(len(self._boxes))
+        return inner(self, name)
+
+    monkeypatch.setattr(Boxes, "_of", of)
+    return held
 
 
 def test_a_copy_that_ends_after_the_deadline_is_not_loaded(monkeypatch):
