@@ -3,13 +3,16 @@
 import multiprocessing
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from primeblocks.testing import tiny_models
 from primeblocks.weightsync import describe, plan_sync
+from primeblocks.weightsync.adapters.vllm.loads import record_load
 from primeblocks.weightsync.convert.conversion import record_reads
 from tests.deadlines import START_S
 from tests.engine_job import call
@@ -122,3 +125,48 @@ def test_what_is_recorded_is_what_the_loader_does(loads):
             assert set(lost.values()) == ({"it is computed with"} if bias else set()), family
             assert all("down_proj_bias" in name for name in lost)
             assert read <= 1.05 * parameters < 0.7 * everything, family
+
+
+def test_a_layer_with_two_names_and_the_scales_of_its_kernel_is_recorded():
+    """As shared experts in float8: vLLM makes the scales after it has loaded the weights."""
+    lacking, devices = call(_shared)
+    assert lacking == []
+    assert devices == {"layer.weight": "cpu", "layer.weight_scale": "cpu"}
+
+
+def _shared():
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.utils import replace_parameter
+
+    class Scales(QuantizeMethodBase):
+        def create_weights(self, *_, **__): ...
+        def apply(self, *_, **__): ...
+        def process_weights_after_loading(self, layer):
+            replace_parameter(layer, "weight", layer.weight.data.half())
+            replace_parameter(layer, "weight_scale", torch.ones(1))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.experts = nn.Linear(4, 4, bias=False), nn.Module()
+            self.experts.layer = self.layer  # The second name.
+            self.layer.quant_method = Scales()
+            self.layer.weight.weight_loader = lambda into, loaded_weight: into.data.copy_(
+                loaded_weight
+            )
+
+        def load_weights(self, tensors):
+            ((name, tensor),) = tensors
+            self.layer.weight.weight_loader(self.layer.weight, tensor)
+            return {name}
+
+    model = Model()
+    layerwise.record_metadata_for_reloading(model)
+    model.layer.quant_method.process_weights_after_loading(model.layer)
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(quantization="fp8")
+    checkpoint = describe({"layer.weight": torch.zeros(4, 4)}).whole()
+    lacking = record_load(model, checkpoint, config).lacking
+    return lacking, {name: one.device.type for name, one in model.named_parameters()}

@@ -26,7 +26,7 @@ from primeblocks.weightsync.adapters.vllm.loads import record_load
 from primeblocks.weightsync.engines.colocated import Colocated, ColocatedEngine
 from primeblocks.weightsync.manifest import Manifest
 from primeblocks.weightsync.marker import Receipt
-from primeblocks.weightsync.transports import GroupTransport
+from primeblocks.weightsync.transports import FileTransport, GroupTransport
 from tests.engine_job import call
 from tests.weightsync.contents import PACKED, packed_end
 from tests.weightsync.vllm_site import ENGINE, TIMEOUT_S, Trainer, error_of, greedy, needs
@@ -331,49 +331,36 @@ def _tied(folder):
         return said, differing, [(kind, True), update(2)]
 
 
-def test_a_layer_with_two_names_and_the_scales_of_its_kernel_is_recorded():
-    """As shared experts in float8: vLLM makes the scales after it has loaded the weights."""
-    lacking, devices = call(_shared)
-    assert lacking == []
-    assert devices == {"layer.weight": "cpu", "layer.weight_scale": "cpu"}
+def test_a_worker_that_is_attached_again_does_not_wait_for_its_old_check(tmp_path):
+    waited, attached, last = call(_attached_again, tmp_path)
+    assert not waited
+    assert (attached.busy, attached.error) == (False, "")
+    assert last.error == "DeadlineError"  # The old check has found its version.
 
 
-def _shared():
-    from vllm.config import VllmConfig
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-    from vllm.model_executor.model_loader.reload import layerwise
-    from vllm.model_executor.utils import replace_parameter
+def _attached_again(folder):
+    from primeblocks.weightsync.adapters.vllm.worker import InitInfo, PrimeblocksEngine, UpdateInfo
 
-    class Scales(QuantizeMethodBase):
-        def create_weights(self, *_, **__): ...
-        def apply(self, *_, **__): ...
-        def process_weights_after_loading(self, layer):
-            replace_parameter(layer, "weight", layer.weight.data.half())
-            replace_parameter(layer, "weight_scale", torch.ones(1))
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.experts = nn.Linear(4, 4, bias=False), nn.Module()
-            self.experts.layer = self.layer  # The second name.
-            self.layer.quant_method = Scales()
-            self.layer.weight.weight_loader = lambda into, loaded_weight: into.data.copy_(
-                loaded_weight
-            )
-
-        def load_weights(self, tensors):
-            ((name, tensor),) = tensors
-            self.layer.weight.weight_loader(self.layer.weight, tensor)
-            return {name}
-
-    model = Model()
-    layerwise.record_metadata_for_reloading(model)
-    model.layer.quant_method.process_weights_after_loading(model.layer)
-    config = VllmConfig()
-    config.model_config = SimpleNamespace(quantization="fp8")
-    checkpoint = describe({"layer.weight": torch.zeros(4, 4)}).whole()
-    lacking = record_load(model, checkpoint, config).lacking
-    return lacking, {name: one.device.type for name, one in model.named_parameters()}
+    weights = {"w": torch.zeros(4, 4)}
+    plan = plan_sync([describe(weights)], describe(weights))
+    worker = object.__new__(PrimeblocksEngine)  # Its __init__ needs the configuration of an engine.
+    worker.model, worker.parallel_config = nn.Module(), SimpleNamespace(enable_eplb=False)
+    worker._known = plan.fingerprint(), 0
+    with (
+        FileTransport(folder, owner=True) as transport,
+        Publisher(plan, weights, transport) as publisher,
+    ):
+        info = InitInfo(transport=transport.spec(), plan=plan.to_json())
+        worker.init_transfer_engine(info)
+        worker.verify(UpdateInfo(version=1, transaction="old", timeout_s=TIMEOUT_S))
+        old = worker._checking
+        worker.init_transfer_engine(info)
+        waited, attached = old.done(), worker.state
+        worker.verify(UpdateInfo(version=2, transaction="new", timeout_s=0.0))
+        worker._checking.result()
+        publisher.publish(1, timeout_s=TIMEOUT_S)
+        old.result()
+        return waited, attached, worker.state
 
 
 def test_refusals_have_types(offline):

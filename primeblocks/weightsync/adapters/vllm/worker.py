@@ -83,7 +83,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     _NEVER = WorkerState(error="TransferError", message="not attached. Call attach() first.")
     _state, _transaction = _NEVER, ""
     _subscriber: Subscriber | None = None
-    _checking: Future[None] | None = None
+    _checking: Future[WorkerState] | None = None
     # Recordings for the last plan, to which an engine that sleeps is attached again and again.
     _known: tuple[str, int] | None = None
     _role: tuple[int, Wiring | None] = 0, None
@@ -94,8 +94,9 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     @property
     def state(self) -> WorkerState:
         """The outcome of the last call, with `busy` set while `verify` runs."""
-        busy = self._checking is not None and not self._checking.done()
-        return replace(self._state, busy=busy)
+        if self._checking is not None and self._checking.done():
+            self._wait()
+        return replace(self._state, busy=self._checking is not None)
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Open the transport. A second call replaces the transport. Changes no weights."""
@@ -177,7 +178,7 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._transaction = info.transaction
         if (subscriber := self._subscriber) is not None:
             self._checking = self._thread.submit(
-                self._report, lambda: subscriber.verify(info.version, timeout_s=info.timeout_s)
+                _told, lambda: subscriber.verify(info.version, timeout_s=info.timeout_s)
             )
 
     def start_weight_update(self) -> None:
@@ -203,20 +204,22 @@ class PrimeblocksEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Close the transport. The loaded weights stay."""
         if self._subscriber is not None:
-            self._wait()
-            self._thread.shutdown(wait=False)
+            # A running check may last until its deadline. It releases its bytes when it ends.
+            self._thread.shutdown(wait=False, cancel_futures=True)
             self._subscriber.close()
-            self._subscriber = None
+            self._subscriber = self._checking = None
         self._state = self._NEVER
 
     def _wait(self) -> None:
         # The check ends by itself at the deadline of its update.
         if self._checking is not None:
-            self._checking.result()
+            self._note(self._checking.result())
             self._checking = None
 
     def _report(self, act: Callable[[], object]) -> None:
-        state = _told(act)
+        self._note(_told(act))
+
+    def _note(self, state: WorkerState) -> None:
         version = None if self._subscriber is None else self._subscriber.version
         self._state = replace(state, version=version, value=None)
 
