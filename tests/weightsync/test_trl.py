@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from primeblocks.errors import TransferError
+from primeblocks.testing import ranks
 from primeblocks.testing.faults import FaultyTransport
 from primeblocks.weightsync import SharedMemoryTransport, Subscriber
 from primeblocks.weightsync.adapters.trl import TrlTransfer
@@ -49,3 +51,28 @@ def test_a_transfer_that_failed_is_sent_again(tmp_path):
         assert not any(tensor.requires_grad for tensor in transfer._held.values())
         engine["subscriber"].close()
         transfer.destroy()
+
+
+def test_one_of_several_ranks_sends(tmp_path):
+    assert ranks.run(_send_on_rank_0, tmp_path) == [[1, 2], None]
+
+
+def _send_on_rank_0(folder):
+    """As TRL calls it: on the main rank only."""
+    if dist.get_rank() > 0:
+        return None
+
+    async def nothing(_): ...
+
+    with SharedMemoryTransport("policy", owner=True, root=str(folder)) as transport:
+        transfer = TrlTransfer(
+            transport,
+            attach=nothing,
+            update=nothing,
+            run=lambda coroutine, timeout_s: asyncio.run(coroutine),
+            timeout_s=TIMEOUT_S,
+        )
+        for _ in range(2):
+            transfer.send_weights([("weight", torch.ones(4))])
+        transfer.destroy()
+        return [receipt.version for receipt in transfer.receipts]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ClosedError, UsageError
@@ -109,7 +110,14 @@ class TrlTransfer:
         source = describe(self._held)
         plan = plan_sync([source], source.whole())
         self._run(self._attach(plan), timeout_s=self._timeout_s)
-        self._publisher = Publisher(plan, self._held, self._transport, full_every=self._full_every)
+        group = None
+        if dist.is_initialized():  # TRL's other ranks do not publish.
+            me = dist.get_rank()
+            group = dist.new_group([me], backend="gloo", use_local_synchronization=True)
+        full_every = self._full_every
+        self._publisher = Publisher(
+            plan, self._held, self._transport, group=group, full_every=full_every
+        )
         return self._publisher
 
     def _refill(self, iterator: Iterable[tuple[str, Tensor]]) -> None:
