@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from primeblocks.errors import (
 )
 from primeblocks.weightsync import Publisher, Subscriber, describe, plan_sync
 from primeblocks.weightsync.transports import IpcTransport, carriers, directory_commits
-from primeblocks.weightsync.transports.carriers import HandleCarrier, Span
+from primeblocks.weightsync.transports.carriers import HandleCarrier, Span, WireCarrier
 from tests.deadlines import HANG_S as TIMEOUT_S
 from tests.weightsync.contents import Engine, same_bytes
 
@@ -311,6 +312,21 @@ def test_a_device_without_handles_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UnsupportedError, match="on GPU GPU-1, but this process sees"):
         opened({"token": "t", "bytes": 1, "uuid": "GPU-1", "cuda": []}, 1)
+
+
+@pytest.mark.parametrize("make", [HandleCarrier, partial(WireCarrier, SimpleNamespace())])
+def test_a_gpu_without_an_index_is_that_of_the_constructing_thread(make, monkeypatch):
+    class Asked(Exception): ...
+
+    def empty(*_, device, **__):
+        raise Asked(str(device))
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    carrier = make(device="cuda")
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(Asked, match="cuda:3"):
+        carrier.make(8)
 
 
 def test_a_gpu_is_found_by_its_uuid_and_its_handle_is_json(monkeypatch):

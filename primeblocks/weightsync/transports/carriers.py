@@ -122,15 +122,11 @@ class HandleCarrier:
     """A `Carrier` whose reader opens the buffers in place. Each buffer is opened once."""
 
     def __init__(self, *, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
+        self._device = _indexed(device)
         if self._device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
                 f"memory on {device} has no handles that other processes can open. Pass a CUDA "
                 "device, or device='cpu'."
-            )
-        if self._device.type == "cuda" and not torch.cuda.is_available():
-            raise UnsupportedError(
-                f"got device={str(device)!r}, but torch sees no GPU. Pass device='cpu'."
             )
         self._ends: dict[str, weakref.finalize[..., HandleCarrier]] = {}
         self._opened: dict[str, UInt8[Tensor, " bytes"]] = {}
@@ -247,7 +243,7 @@ class WireCarrier:
     """A `Carrier` whose reader copies the spans into one registered buffer of its own."""
 
     def __init__(self, wire: Wire, *, device: torch.device | str = "cpu") -> None:
-        self._wire, self._device = wire, torch.device(device)
+        self._wire, self._device = wire, _indexed(device)
         self._spare: Tensor | None = None
         self._closed = False
 
@@ -291,6 +287,18 @@ class WireCarrier:
             self._spare = buffer
         else:
             self._wire.unshare(buffer)
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """Return the device with its index. Buffers may be made in a thread that has device 0."""
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"got device={str(device)!r}, but torch sees no GPU. Pass device='cpu'."
+        )
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 def _token(note: Mapping[str, Any]) -> str:

@@ -109,11 +109,13 @@ def PullTransport(
         timeout_s: how long the construction waits for the store.
 
     Raises:
+        UnsupportedError: torch does not see the GPU of `device`.
         TransferError: the store does not answer.
         UsageError: `lease_s` is not a finite number above 0.
     """
+    carrier = WireCarrier(wire, device=device)
     commits = StoreCommits(store, name=name, owner=owner, lease_s=lease_s, timeout_s=timeout_s)
-    return PackedTransport(commits, WireCarrier(wire, device=device), keep=keep)
+    return PackedTransport(commits, carrier, keep=keep)
 
 
 def open_transport(spec: Mapping[str, Any], *, wires: Wires | None = None) -> Transport:
