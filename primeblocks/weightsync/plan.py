@@ -142,10 +142,11 @@ class Plan:
     def reader_peak_bytes(self, reader: int) -> int:
         """Return the extra bytes that a reader needs for a full version over a process group.
 
-        The reader needs its boxes and at most two buckets in addition to the loaded weights.
+        The reader needs its boxes twice and at most two buckets in addition to the loaded weights.
+        It keeps the boxes of the previous version until it has loaded the new version.
         """
         mine = self.of_reader(reader)
-        return self.read_bytes(reader) + min(2, len(mine)) * self._largest(mine)
+        return 2 * self.read_bytes(reader) + min(2, len(mine)) * self._largest(mine)
 
     def table(self) -> str:
         """Tabulate the bytes that ranks write and readers read, with the total and its lower bound.

@@ -1,6 +1,7 @@
 """Random layouts of both sides over every transport: it arrives as if gathered and sliced."""
 
 import random
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -88,6 +89,30 @@ def test_random_layouts_arrive_as_if_gathered_and_sliced(kind, full, tmp_path):
         mine = [case for case in cases if case[1] + case[2] == size]
         checked += ranks.run(random_body, kind, str(path), mine, world_size=size)[0]
     assert checked >= (500 if full else 16) * 0.8
+
+
+def boxes_body(path):
+    """The most bytes of boxes that exist at a time in the reader of a group, over versions."""
+    weights = {f"w{i}": torch.zeros(16) for i in range(4)}
+    plan = plan_sync([describe(weights)], describe(weights), bucket_bytes=64)
+    side = Side(plan, transport_of("group", path, plan), weights)
+    inner, made, sizes = held.Boxes._make, [], [0]
+
+    def make(boxes, name, box):
+        tensor = inner(boxes, name, box)
+        made.append(weakref.ref(tensor))
+        sizes.append(sum(one.nbytes for ref in made if (one := ref()) is not None))
+        return tensor
+
+    held.Boxes._make = make
+    for version in range(1, 4):
+        side.sync(version)
+    return max(sizes), plan.reader_peak_bytes(0) - 2 * 64
+
+
+def test_a_reader_of_a_group_has_its_boxes_twice(tmp_path):
+    _, (boxes, planned) = ranks.run(boxes_body, str(tmp_path))
+    assert boxes == planned == 2 * 4 * 64
 
 
 def turned_bodies(path):
