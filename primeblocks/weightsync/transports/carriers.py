@@ -34,6 +34,7 @@ __all__ = [
     "Span",
     "Wire",
     "WireCarrier",
+    "indexed",
     "noted",
     "starts_of",
 ]
@@ -122,7 +123,7 @@ class HandleCarrier:
     """A `Carrier` whose reader opens the buffers in place. Each buffer is opened once."""
 
     def __init__(self, *, device: torch.device | str = "cpu") -> None:
-        self._device = _indexed(device)
+        self._device = indexed(device)
         if self._device.type not in ("cpu", "cuda"):
             raise UnsupportedError(
                 f"memory on {device} has no handles that other processes can open. Pass a CUDA "
@@ -243,7 +244,7 @@ class WireCarrier:
     """A `Carrier` whose reader copies the spans into one registered buffer of its own."""
 
     def __init__(self, wire: Wire, *, device: torch.device | str = "cpu") -> None:
-        self._wire, self._device = wire, _indexed(device)
+        self._wire, self._device = wire, indexed(device)
         self._spare: Tensor | None = None
         self._closed = False
 
@@ -289,7 +290,7 @@ class WireCarrier:
             self._wire.unshare(buffer)
 
 
-def _indexed(device: torch.device | str) -> torch.device:
+def indexed(device: torch.device | str) -> torch.device:
     """Return the device with its index. Buffers may be made in a thread that has device 0."""
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():

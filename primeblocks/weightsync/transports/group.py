@@ -29,6 +29,7 @@ from ..marker import Marker, as_corruption
 from ..outgoing import Shipment
 from ..plan import Plan
 from .board import Board, Go, Transaction, store_spec
+from .carriers import indexed
 from .group_wire import Arrived, Link, Rounds, join, receive_buckets, send_buckets
 from .transport import Begun, Incoming, ReceiveRequest
 
@@ -47,9 +48,9 @@ class GroupTransport:
     A publish waits until every reader calls `receive`. A call of `receive` returns a version only
     if all readers have the version. Each reader keeps the received bytes for deltas, and loads
     them again if a later load fails. The received bytes take as much memory as the reader's boxes,
-    or twice as much with deltas. The store records whether a version is committed. Living ranks
-    take this decision from the store, so they agree even if other ranks die. The store must survive
-    failures of ranks.
+    and twice as much with deltas or while the next version arrives. The store records whether a
+    version is committed. Living ranks take this decision from the store, so they agree even if
+    other ranks die. The store must survive failures of ranks.
 
     If the text of a TransferError asks for new transports, make them on all living or restarted
     ranks, with the same store. Then publish the failed version again, which the new transports send
@@ -101,6 +102,7 @@ class GroupTransport:
             raise UnsupportedError(
                 f"this build of torch cannot send messages on {device}. Use another transport."
             )
+        self._device = indexed(device)
         self._broken = ""
         self._open = False
         self._markers: tuple[Marker, ...] = ()
