@@ -25,6 +25,7 @@ from ..errors import PlanError, UnsupportedError, check_counts
 from ..groups import agreed, check_tensors
 from ..layout import local_part
 from .experts.dispatcher import LocalDispatcher
+from .gathered import reshard, shards_of
 from .mesh import Meshes, check_meshes
 
 __all__ = [
@@ -164,6 +165,8 @@ def clip_grad_norm_(
             `optimizer` updates tensors that are not in `parameters`.
         PlanError: FSDP2 left parameters unsharded, so their gradients are wrong. Reentrant
             checkpointing leaves parameters unsharded if several forwards precede one backward.
+            Also raised if `parameters` were listed after a forward without a backward, and FSDP2
+            has freed some of them.
         RankError: another rank refused its arguments.
     """
     check_meshes(meshes)
@@ -178,7 +181,7 @@ def clip_grad_norm_(
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for parameter in given:
             check_tensors(parameter=parameter)
-        _check_sharded(given, meshes)
+        given = shards_of(given, meshes)
         if optimizer is not None:
             _check_steps(given, optimizer)
         for parameter in given:
@@ -204,7 +207,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that updates tensors outside of the model. Local.
 
     Sharding replaces parameters. An optimizer that was made before sharding still updates the old
-    parameters, and would not train the model.
+    parameters, and would not train the model. An optimizer that was made after a forward without a
+    backward updates gathered copies. The call reshards `model`.
 
     Args:
         model: the model, or an `nn.ModuleList` of all models that the optimizer updates.
@@ -212,6 +216,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         PlanError: some tensors of the optimizer are not parameters of `model`.
     """
+    reshard(model)
     _check_steps(list(model.parameters()), optimizer)
 
 
@@ -222,32 +227,10 @@ def _check_steps(parameters: list[Tensor], optimizer: torch.optim.Optimizer) -> 
     if foreign:
         raise PlanError(
             f"{foreign} of {len(stepped)} tensors of the optimizer are not parameters of the "
-            "model. The optimizer was made before the model was sharded, and would not train the "
-            "model. Make the optimizer after parallelize or fully_shard_moe."
+            "model. The optimizer was made before the model was sharded, or after a forward "
+            "without a backward, and would not train the model. Make the optimizer after "
+            "parallelize or fully_shard_moe, before the first forward."
         )
-
-
-def _check_sharded(given: list[Tensor], meshes: Meshes) -> None:
-    """Refuse gradients that FSDP2 has not reduced, because their parameters are still gathered."""
-    # `fully_shard_moe` shards every parameter over at least one of these axes.
-    axes = {*(meshes.fsdp.mesh_dim_names or ()), *(meshes.expert_fsdp.mesh_dim_names or ())}
-    gathered = {id(p) for p in given if p.grad is not None and not axes & _axes_of(p)}
-    if not gathered:
-        return
-    for model in meshes.models:
-        left = [name for name, parameter in model.named_parameters() if id(parameter) in gathered]
-        if left:
-            raise PlanError(
-                f"FSDP2 left {len(left)} parameters unsharded, such as {left[0]!r}, and did not "
-                "reduce their gradients. Reentrant checkpointing with several forwards before one "
-                "backward does so. Call backward after each forward, or checkpoint with "
-                "use_reentrant=False."
-            )
-
-
-def _axes_of(parameter: Tensor) -> set[str]:
-    names = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-    return set(names or ())
 
 
 def global_token_count(local: int | Tensor, meshes: Meshes) -> int:

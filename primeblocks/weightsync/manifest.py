@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -233,6 +233,9 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             owner.sharding_strategy != ShardingStrategy.NO_SHARD
         ):
             raise PlanError("FSDP1 has flattened the parameters. Use torch's fully_shard (FSDP2).")
+        if isinstance(owner, FSDPModule):
+            # A forward without a backward leaves gathered copies, which no optimizer updates.
+            owner.reshard()
     for name, parameter in module.named_parameters():
         yield unwrapped(name, owners), parameter
     persistent = {

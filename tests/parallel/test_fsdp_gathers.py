@@ -1,15 +1,20 @@
 """When FSDP2 gathers, frees and offloads the layers of a mixture-of-experts model."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from primeblocks.parallel import clip_grad_norm_, fully_shard_moe
+from primeblocks.errors import PlanError, UnsupportedError, UsageError
+from primeblocks.parallel import check_optimizer, clip_grad_norm_, fully_shard_moe
 from primeblocks.parallel.experts import AllToAllDispatcher, GroupedExperts, LocalDispatcher
 from primeblocks.testing import ranks
 from tests.parallel.bodies import meshes_of
+from tests.parallel.test_fsdp import Model as WithExperts
+from tests.parallel.test_fsdp import _backward, _error, _pair
 
 EXPERTS, HIDDEN, LAYERS = 4, 6, 3
 
@@ -110,12 +115,10 @@ def _exchanges_kept():
 
 def _offloaded():
     """Steps with parts on the host and without: on a CPU the same place, by other code."""
-    from tests.parallel.test_fsdp import Model as Tested
-
     steps = {}
     for policy in (None, CPUOffloadPolicy(pin_memory=False)):
         torch.manual_seed(0)
-        model = Tested()
+        model = WithExperts()
         meshes = meshes_of(expert=2)
         experts = [layer.experts for layer in model.layers]
         for module in experts:
@@ -140,3 +143,57 @@ def _offloaded():
 
 def test_parts_may_stay_on_the_host():
     assert ranks.run(_offloaded) == [True, True]
+
+
+def _forward(model):
+    with torch.no_grad():
+        return model(torch.ones(3, 6, dtype=torch.float64))
+
+
+def _after_a_forward_alone():
+    model, whole, meshes = _pair({"expert": 2}, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    _forward(model)
+    listed = list(model.parameters())
+    late = torch.optim.SGD(listed, lr=1.0)
+    _backward(model, whole, meshes)
+    for call in (
+        lambda: check_optimizer(model, optimizer),
+        lambda: clip_grad_norm_(model.parameters(), 0.1, meshes=meshes, optimizer=optimizer),
+    ):
+        _forward(model)
+        assert not isinstance(model.head.weight, DTensor)
+        call()
+        assert isinstance(model.head.weight, DTensor)
+    nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    assert _error(model, whole, lambda p: p.grad) < 1e-12
+    with pytest.raises(PlanError, match="2 of 8 tensors .* before the first forward"):
+        check_optimizer(model, late)
+    with pytest.raises(PlanError, match="2 of 8 parameters are gathered copies"):
+        clip_grad_norm_(listed, 0.1, meshes=meshes)
+
+
+def test_gathered_parameters_are_freed_before_an_optimizer_is_compared_and_gradients_clipped():
+    ranks.run(_after_a_forward_alone, world_size=4)
+
+
+def _after_an_error():
+    model, whole, meshes = _pair({"expert": 2}, {})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    _backward(model, whole, meshes)
+    with pytest.raises(UsageError, match="finite"):
+        model(torch.full((3, 6), torch.nan, dtype=torch.float64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state", raising=False)  # Torch before 2.13.
+        with pytest.raises(UnsupportedError, match="Build the model again"):
+            check_optimizer(model, optimizer)
+    if hasattr(FSDPModule, "reset_iter_state"):
+        clip_grad_norm_(model.parameters(), 0.1, meshes=meshes)
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        optimizer.step()
+        torch.optim.SGD(whole.parameters(), lr=1.0).step()
+        torch.testing.assert_close(_forward(model), _forward(whole))
+
+
+def test_after_an_error_a_forward_uses_the_new_weights():
+    ranks.run(_after_an_error, world_size=4)

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
 
 from primeblocks.errors import PlanError, UnsupportedError
-from primeblocks.layout import layout_of
+from primeblocks.layout import layout_of, local_part
 from primeblocks.parallel import clip_grad_norm_, fully_shard_moe, global_token_count
 from primeblocks.parallel.experts import (
     AllToAllDispatcher,
@@ -111,13 +112,13 @@ def _summed(whole, names, factors):
     return merged
 
 
-def _shard(model, degrees, dispatcher):
+def _shard(model, degrees, dispatcher, **more):
     meshes = meshes_of(**degrees)
     dispatcher = dispatcher(meshes.expert.get_group())
     if isinstance(model, Model):
         for module in model.layers:
             module.dispatcher = dispatcher
-        fully_shard_moe(model, meshes, layers=[], experts=model.layers)
+        fully_shard_moe(model, meshes, layers=[], experts=model.layers, **more)
     else:
         from primeblocks.parallel.adapters.transformers import parallelize
 
@@ -294,6 +295,23 @@ def _beside_bfloat16():
 
 def test_float32_factors_beside_bfloat16_weights():
     ranks.run(_beside_bfloat16, world_size=2)
+
+
+def _exported_after_a_forward():
+    model = _ours(dtype=torch.float32)
+    _adapt(model)
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    _shard(model, {}, AllToAllDispatcher, precision=low, reshard_after_forward=False)
+    for export in (merged_expert_weights, expert_lora_state_dict):
+        want = {name: local_part(x).clone() for name, x in dict(export(model)).items()}
+        with torch.no_grad():
+            model(torch.ones(2, HIDDEN))
+        found = dict(export(model))
+        assert all(torch.equal(local_part(found[name]), want[name]) for name in want)
+
+
+def test_an_export_after_a_forward_alone_does_not_contain_its_bfloat16_copies():
+    ranks.run(_exported_after_a_forward, world_size=2)
 
 
 def _added_too_late():

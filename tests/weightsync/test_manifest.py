@@ -150,6 +150,8 @@ def _describe_sharded():
     for name, tensor in model.named_parameters():
         box = manifest[name].layout.shard.slices
         torch.testing.assert_close(tensor.to_local(), whole[name][box], rtol=0, atol=0)
+    model.unshard()  # As after a forward without a backward.
+    assert describe(model) == manifest
     gathered = gather_manifests(manifest)
     assert gathered[dist.get_rank()] == manifest
     return [m.to_json() for m in gathered], sorted(placements)

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ...errors import PlanError, UnsupportedError, check_counts
 from ...layout import layout_of, local_part
+from ..gathered import reshard
 
 __all__ = ["add_expert_lora", "expert_lora_state_dict", "merged_expert_weights"]
 
@@ -90,6 +91,7 @@ def merged_expert_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     sharded model, and otherwise local. In a sharded model, a rank gathers the factors of the
     experts that its FSDP group shares. The rank multiplies the factors only for its own part.
     """
+    reshard(model)
     for path, module, name in _adapted(model):
         weight: Tensor = getattr(module, name)
         exact = torch.promote_types(weight.dtype, torch.float32)
@@ -112,6 +114,7 @@ def expert_lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
     last. If both weights of a module are adapted, the names of the first weight's factors contain
     `base_layer`. The call is collective for a sharded model, and otherwise local.
     """
+    reshard(model)
     adapted = list(_adapted(model))
     state = {}
     for index, (path, module, name) in enumerate(adapted):

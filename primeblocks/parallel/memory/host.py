@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, UntypedStorage, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ...errors import CapacityError, ShapeError, UnsupportedError, UsageError, check_counts
+from ..gathered import reshard
 
 __all__ = ["HostMemory", "MovedBytes"]
 
@@ -154,9 +154,7 @@ class HostMemory:
         """
         here = [kind for kind in KINDS if kind not in self._away]
         wanted = self._wanted(kinds, here, "release")
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self._model)
         away = self._places(wanted)
         self._wait()
         for kind, (_, places) in away.items():

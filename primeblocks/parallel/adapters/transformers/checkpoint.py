@@ -29,6 +29,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from ....errors import PlanError, UnsupportedError
 from ....groups import Call, agreed
 from ....layout import Shard, layout_of, local_part
+from ...gathered import reshard
 from .checkpoint_files import open_checkpoint, with_numbers
 from .deferred import Deferred
 
@@ -46,7 +47,6 @@ __all__ = [
     "materialize",
     "refuse_adapters",
     "reporting",
-    "reshard",
 ]
 
 
@@ -288,13 +288,6 @@ def backend_device(tensor: Tensor) -> str:
 def class_before(model: PreTrainedModel) -> Any:
     """Return the class that the model had before it was sharded."""
     return next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
-
-
-def reshard(model: nn.Module) -> None:
-    """Free gathered parameters, which a forward without a backward leaves on a rank. Local."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def refuse_adapters(model: nn.Module) -> None:

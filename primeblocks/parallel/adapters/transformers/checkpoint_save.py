@@ -22,13 +22,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ....errors import PlanError, shown
 from ....layout import Shard, layout_of, local_part
+from ...gathered import reshard
 from .checkpoint import (
     all_agreed,
     backend_device,
     class_before,
     refuse_adapters,
     reporting,
-    reshard,
 )
 from .checkpoint_files import header, in_file_order
 from .deferred import Deferred
