@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from primeblocks.contrib.adapters.deep_ep import buffer_dispatcher, elastic_dispatcher, exchange
 from primeblocks.errors import (
@@ -38,7 +39,9 @@ def _build(kind, *, alignment=1, **changed):
     group = dist.group.WORLD
     if kind == "elastic":
         sizes = {"max_tokens": 9, "hidden": HIDDEN, "top_k": TOP_K, "alignment": alignment}
-        return elastic_dispatcher(group, **sizes | changed)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+            return elastic_dispatcher(group, **sizes | changed)
     return buffer_dispatcher(group, hidden=HIDDEN, alignment=alignment, **changed)
 
 
@@ -88,6 +91,7 @@ def _on_ranks(kind, tokens_by_rank, seed, alignment):
     _fake()
     rank = dist.get_rank()
     x, scores, ids = _batch(tokens_by_rank[rank], seed=seed + rank)
+    ids = ids.byte()
     with _build(kind, alignment=alignment) as dispatcher:
         assert isinstance(dispatcher, TokenDispatcher)
 
@@ -165,6 +169,27 @@ def _two_layers(kind):
 @pytest.mark.parametrize("kind", ["elastic", "buffer"])
 def test_with_a_fake_deep_ep_handles_live_until_backward(kind):
     ranks.run(_two_layers, kind, world_size=2)
+
+
+def _recomputed():
+    _fake()
+    x, scores, ids = _batch(9, seed=dist.get_rank())
+    with _build("elastic") as dispatcher:
+
+        def ours(x, scores, gate_up, down):
+            sent = dispatcher.dispatch(x, scores, ids, num_experts=EXPERTS)
+            return dispatcher.combine(_experts(sent, gate_up, down), sent)
+
+        def again(*inputs):
+            return checkpoint(ours, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+        inputs = x, scores, *map(_share, _weights())
+        want, got = (_gradients(layer, *inputs, seed=4) for layer in (ours, again))
+    assert_close_float64(got, want)
+
+
+def test_with_a_fake_deep_ep_a_recomputed_forward_has_the_same_gradients():
+    ranks.run(_recomputed, world_size=2)
 
 
 def _in_bfloat16():
@@ -284,6 +309,8 @@ def test_with_a_fake_deep_ep_ranks_agree_on_the_buffer_and_dtypes_are_checked_al
 
 def _three_ranks():
     _fake()
+    with pytest.raises(UnsupportedError, match="fill_uninitialized_memory = False"):
+        elastic_dispatcher(dist.group.WORLD, max_tokens=1, hidden=8, top_k=1)
     with pytest.raises(UnsupportedError, match="no settings for 3 ranks: Unsupported number"):
         _build("buffer")
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import deterministic
 
-from ....errors import PlanError
+from ....errors import PlanError, UnsupportedError
 from .exchange import MAX_TOP_K, DeepEpDispatcher, Received, check_sizes
 from .package import load_deep_ep
 
@@ -44,13 +46,13 @@ def elastic_dispatcher(
     hidden: int,
     top_k: int,
     alignment: int = 1,
-    deterministic: bool = True,
     num_sms: int = 0,
     check: bool = True,
 ) -> DeepEpDispatcher:
     """Build a dispatcher on DeepEP 2. Collective.
 
     The dispatcher uses DeepEP's compact layout, because only the compact layout supports backward.
+    The rows of an expert are sorted by source rank, token and choice.
     If a rank does not make a collective call, the other ranks wait until DeepEP's deadlines pass.
     The deadlines are 300 s on the host and 100 s on the device.
 
@@ -64,8 +66,6 @@ def elastic_dispatcher(
             the buffer.
         alignment: the rows of each expert are padded with zero rows to a multiple of `alignment`.
             The FP8 kernel `DeepGemm` needs an `alignment` of 128 rows.
-        deterministic: whether to sort the rows of an expert by source rank, token and choice. If
-            `deterministic` is False, rows keep the order of arrival.
         num_sms: the number of multiprocessors that communicate. If `num_sms` is 0, DeepEP derives
             the number from bandwidths.
         check: as for `AllToAllDispatcher`. If `check` is False, DeepEP's kernel aborts when an id
@@ -73,8 +73,8 @@ def elastic_dispatcher(
 
     Raises:
         MissingPackageError: deep_ep is not installed.
-        UnsupportedError: the import of deep_ep fails, or the adapter does not support the installed
-            version.
+        UnsupportedError: the import of deep_ep fails, the adapter does not support the installed
+            version, or torch fills uninitialized memory.
         ShapeError: `hidden` is not a positive multiple of 8.
         PlanError: `max_tokens`, `top_k` or `alignment` is out of range.
 
@@ -87,12 +87,17 @@ def elastic_dispatcher(
             f"got {max_tokens} and {top_k}."
         )
     deep_ep = load_deep_ep(_NEEDED, written_for="DeepEP 2.1")
+    if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:
+        raise UnsupportedError(
+            "DeepEP does not run while torch.use_deterministic_algorithms(True) fills memory. Set "
+            "torch.utils.deterministic.fill_uninitialized_memory = False."
+        )
     buffer = deep_ep.ElasticBuffer(
         group,
         num_max_tokens_per_rank=max_tokens,
         hidden=hidden,
         num_topk=top_k,
-        deterministic=deterministic,
+        deterministic=True,  # A recomputed forward must receive rows in the same order.
         explicitly_destroy=True,
     )
     return DeepEpDispatcher(

@@ -150,7 +150,7 @@ class DeepEpDispatcher:
         if tokens == 0:
             # DeepEP is not safe without tokens (sgl-project/sglang#25397), so send one to no rank.
             x, scores = F.pad(x, (0, 0, 0, 1)), F.pad(scores, (0, 0, 0, 1))
-            expert_ids = F.pad(expert_ids, (0, 0, 0, 1), value=-1)
+            expert_ids = F.pad(expert_ids.long(), (0, 0, 0, 1), value=-1)
         x, scores = x.contiguous(), scores.to(SCORES).contiguous()
         received = _Send.apply(x, scores, expert_ids, buffer, num_experts)
         rows, gates, ids, chosen, handle = received
