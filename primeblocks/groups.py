@@ -329,6 +329,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     """Let torch.compile end its graph before a function and run the function uncompiled.
 
     A function that depends on plans and on counts from other ranks does not have one fixed graph.
+    A function that depends on exact rounding would compute other values in a graph.
     With `fullgraph=True`, torch raises an error that names the function.
     """
 
@@ -336,7 +337,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.compiler.is_compiling():  # Before anything is imported for it.
             return function(*args, **kwargs)
-        reason = f"{function.__qualname__} depends on plans and counts. Compile without fullgraph."
+        reason = f"{function.__qualname__} must run uncompiled. Compile without fullgraph."
         return torch.compiler.disable(function, reason=reason)(*args, **kwargs)
 
     return call

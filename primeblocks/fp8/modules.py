@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..errors import UnsupportedError, UsageError
+from ..groups import outside_graphs
 from ..layout import local_part
 from .matmul import WeightCodes, grouped_matmul, matmul, quantize_both_ways
 from .recipe import Recipe, check_recipe
@@ -217,6 +218,7 @@ class WeightCache:
         for product, _ in self._watched.values():
             product.cache = self
 
+    @outside_graphs  # A compiler rounds differently, so codes would differ from the engine's.
     def codes(self, module: nn.Module, name: str, weight: Tensor) -> WeightCodes:
         """Return the codes of a weight, computed again if the cache noticed a change. Local.
 

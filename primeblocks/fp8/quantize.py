@@ -12,7 +12,7 @@ from jaxtyping import Float32
 from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError, UsageError
-from ..groups import check_tensors
+from ..groups import check_tensors, outside_graphs
 
 __all__ = [
     "E4M3_MAX",
@@ -162,6 +162,7 @@ class Quantized:
         return self.codes.to(dtype) * spread
 
 
+@outside_graphs
 def quantize(
     x: Tensor,
     tile: Tile,

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from primeblocks.errors import ShapeError, UnsupportedError
-from primeblocks.fp8 import Recipe, Tile, convert, grouped_matmul, matmul, swiglu_matmul
+from primeblocks.fp8 import (
+    Recipe,
+    Tile,
+    WeightCache,
+    convert,
+    grouped_matmul,
+    matmul,
+    quantize,
+    swiglu_matmul,
+)
 from primeblocks.fp8.quantize import swiglu
 from primeblocks.fp8.reference import ReferenceGemm, SimulatedGemm
 from primeblocks.testing import ranks
@@ -100,6 +109,14 @@ def _compiled():
     plain = net(x)
     same = torch.equal(torch.compile(net, backend="aot_eager")(x), plain)
     loss = torch.compile(net, backend="aot_eager")(x).square().sum()
+    with WeightCache(net, torch.optim.SGD(net.parameters())) as cache:
+        for call in (
+            lambda: cache.codes(net[0], "weight", net[0].weight),
+            lambda: quantize(x, Tile(1, 32)),
+        ):
+            with pytest.raises(RuntimeError, match="function `disable` .* not be traced") as error:
+                torch.compile(call, backend="eager", fullgraph=True)()
+            assert "matmul.py" not in str(error.value)  # Codes are not traced in parts.
     return same, bool(torch.autograd.grad(loss, net[0].weight)[0].norm() > 0)
 
 
