@@ -317,3 +317,6 @@ def test_low_bits_of_gates_count_beside_rows_of_low_precision():
     rows = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16)
     gates = torch.tensor([1 + 2**-12, 1.0])
     assert unpermute(rows, row_map, gates).tolist() == [[2**-12]]
+    compiled = torch.compile(unpermute, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="function `disable` .* not be traced"):
+        compiled(rows, row_map, gates)

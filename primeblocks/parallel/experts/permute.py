@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...groups import outside_graphs
+
 __all__ = ["RowMap", "map_choices", "map_rows", "permute", "regroup", "spread", "unpermute"]
 
 # The bytes of rows to widen at a time on a CPU. A GPU widens 16 times as many.
@@ -88,6 +90,7 @@ def permute(x: Tensor, row_map: RowMap) -> Tensor:
     return _Permute.apply(x, row_map)
 
 
+@outside_graphs  # A compiler may leave out the rounding of weights, on which `_bags` depends.
 def unpermute(rows: Tensor, row_map: RowMap, weights: Tensor | None = None) -> Tensor:
     """Sum each token's rows, weighted: `[rows, hidden]` to `[tokens, hidden]`. Local.
 
