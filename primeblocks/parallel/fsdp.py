@@ -146,8 +146,10 @@ def clip_grad_norm_(
     """Scale gradients in place so that their total 2-norm is at most `max_norm`.
 
     The function works like `torch.nn.utils.clip_grad_norm_`, for parameters on different meshes. A
-    gradient that is not a DTensor must be equal on all ranks. The call is collective: one
-    all-reduce of one number, and one more small collective with `check=True`.
+    gradient that is not a DTensor must be equal on all ranks. If a forward after the last backward
+    left parameters gathered, the function reshards the model and scales the gradients of the
+    shards. The call is collective: one all-reduce of one number, and one more small collective with
+    `check=True`.
 
     Args:
         optimizer: an optimizer to check: every tensor that the optimizer updates must be in

@@ -87,7 +87,8 @@ def elastic_dispatcher(
             f"got {max_tokens} and {top_k}."
         )
     deep_ep = load_deep_ep(_NEEDED, written_for="DeepEP 2.1")
-    if torch.are_deterministic_algorithms_enabled() and deterministic.fill_uninitialized_memory:
+    fills = getattr(deterministic, "fill_uninitialized_memory", False)
+    if fills and torch.are_deterministic_algorithms_enabled():
         raise UnsupportedError(
             "DeepEP does not run while torch.use_deterministic_algorithms(True) fills memory. Set "
             "torch.utils.deterministic.fill_uninitialized_memory = False."
