@@ -20,6 +20,7 @@ Error messages state the wrong values and a remedy.
 
 import errno
 import operator
+import os
 import signal
 from typing import Any
 
@@ -184,11 +185,17 @@ def shown(value: Any) -> str:
 
 
 def lacks_files(error: BaseException | None) -> bool:
-    """Whether an error or one of its causes says that file descriptors are used up. Local."""
-    if error is None:
-        return False
-    full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
-    return full or lacks_files(error.__cause__ or error.__context__)
+    """Whether file descriptors are used up, by the causes of an error or by a trial. Local."""
+    full = (errno.EMFILE, errno.ENFILE)
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in full:
+            return True
+        error = error.__cause__ or error.__context__
+    try:  # A failed lookup of a host name has another errno.
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as met:
+        return met.errno in full
+    return False
 
 
 def how_it_ended(exitcode: int | None) -> str:

@@ -133,19 +133,20 @@ class RolloutBuffer:
             )
         self._new, self._stale = list(self._held), Counter()
         ready = partial(self._is_ready, count, version, in_flight, on_drop)
-        end = self._clock.now() + timeout_s
+        end, left_s = self._clock.now() + timeout_s, timeout_s
         while True:
             await within(
                 self._until(ready),
-                timeout_s=end - self._clock.now(),
+                timeout_s=left_s,
                 clock=self._clock,
                 what=f"the wait for a batch of {count} groups",
                 unless=unless,
                 why=lambda: self._lacks(count, version),
             )
             # Groups leave here, and not before, because a cancelled wait must not lose them.
-            if ready():  # Another call may have taken groups meanwhile.
+            if ready():
                 break
+            left_s = end - self._clock.now()  # Another call took groups meanwhile.
         oldest = sorted(self._held, key=lambda group: group.oldest_version)[:count]
         for group in oldest:
             self._remove(group)

@@ -122,8 +122,8 @@ def measure_mismatch(
 
     Both arguments must be log-probabilities under the distribution from which the engine sampled,
     after temperature, top-k and top-p (see `kept_logprobs`). Local. Computes on the trainer's
-    device. To measure over all ranks, gather the results of the ranks and `pool` them. If a rank
-    may have no token that counts, gather None from it, and leave it out.
+    device. To measure over all ranks, gather the results of the ranks and `pool` them. A rank
+    without a token that counts must not call this function. Gather None from it instead.
 
     Args:
         trainer_logprobs: the trainer's log-probabilities, floating, of any shape.

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 openai = pytest.importorskip("openai")
-import httpx  # noqa: E402
 
 from primeblocks.async_loop.adapters.openai import (  # noqa: E402
     generate,
@@ -167,12 +166,16 @@ def test_the_end_of_the_server_is_an_engine_error():
         ask(die)
 
 
-def test_a_process_without_file_descriptors_is_no_fault_of_the_server(monkeypatch):
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_process_without_file_descriptors_is_no_fault_of_the_server(monkeypatch, says_so):
+    def full(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
     async def refuse(*_: Any, **__: Any) -> None:
-        try:
-            raise OSError(errno.EMFILE, "too many open files")
-        except OSError as error:
-            raise httpx.ConnectError("all connection attempts failed") from error
+        if not says_so:  # as the lookup of a host name
+            monkeypatch.setattr("primeblocks.errors.os.open", full)
+        met = OSError(errno.EMFILE if says_so else errno.EBUSY, "no connection")
+        raise openai.APIConnectionError(request=None) from met
 
     async def use(client: Any) -> None:
         monkeypatch.setattr(client._client, "send", refuse)
@@ -180,6 +183,7 @@ def test_a_process_without_file_descriptors_is_no_fault_of_the_server(monkeypatc
 
     with pytest.raises(CapacityError, match="too many open files"):
         asyncio.run(on_server(lambda *_: {"choices": [choice()]}, use))
+    monkeypatch.undo()
 
 
 def test_a_deadline_lets_the_request_go():

@@ -16,7 +16,7 @@ import pytest
 from primeblocks.async_loop import cache_salt
 from primeblocks.async_loop.ledger import Draft
 from primeblocks.clock import MonotonicClock
-from primeblocks.errors import EngineError, PrimeblocksError
+from primeblocks.errors import EngineError, PrimeblocksError, UsageError
 from primeblocks.testing import tiny_models
 from tests.deadlines import HANG_S, START_S
 from tests.engine_job import call, is_gone
@@ -232,18 +232,27 @@ def test_engines_of_a_fleet_have_different_seeds(module):
     assert arguments("model", **sizes, seed=3)["seed"] == 3
 
 
-def test_a_request_that_fails_does_not_close_its_engine(module):
+@pytest.mark.parametrize(
+    ("cause", "errored", "expected"),
+    [
+        (KeyError, False, PrimeblocksError),
+        (KeyError, True, EngineError),
+        (ValueError, False, UsageError),
+    ],
+)
+def test_a_request_that_fails_does_not_close_a_running_engine(module, cause, errored, expected):
     async def run():
         async def fail():
             try:
-                raise KeyError("its own mistake")
-            except KeyError as error:
+                raise cause("its own mistake")
+            except cause as error:
                 raise module("engine").EngineGenerateError from error
 
-        engine = module("engine").VllmEngine(SimpleNamespace(), [], MonotonicClock())
+        llm: Any = SimpleNamespace(errored=errored)
+        engine = module("engine").VllmEngine(llm, [], MonotonicClock())
         with pytest.raises(PrimeblocksError, match="its own mistake") as raised:
             await engine.call(fail(), timeout_s=HANG_S)
-        assert not isinstance(raised.value, EngineError)
+        assert type(raised.value) is expected
 
     asyncio.run(run())
 

@@ -1,4 +1,4 @@
-"""The example runs as it is; what comes back from pages is what was predicted, in every version."""
+"""In every version of the example, what comes back from pages is what was predicted."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ PAGE, AGENTS, TURNS, PROMPT, TOOL, GENERATED = 32, 5, 4, 512, 96, 8
 @pytest.mark.vllm
 @pytest.mark.example
 def test_turns_find_their_pages_and_versions_do_not_share_them():
-    # As people start it: in one process the engine holds the interpreter that our threads need.
+    # With two processes, as usual: an engine in this process would hold the lock of our threads.
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -60,8 +60,7 @@ def check_capture(config: Any) -> None:
     if config.parallel_config.use_ubatching and vllm.__version__.startswith("0.32."):
         raise UnsupportedError(
             "vLLM 0.32 cannot capture routed experts with micro-batches, because each micro-batch "
-            "of a step overwrites the rows of the first. Leave out enable_dbo and ubatch_size, or "
-            "use vLLM 0.33."
+            "of a step overwrites the rows of the first. Leave out enable_dbo and ubatch_size."
         )
     if config.use_v2_model_runner or not current_platform.is_cpu():
         return

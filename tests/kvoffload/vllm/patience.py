@@ -20,6 +20,7 @@ def be_patient() -> None:
 
     TieredStore.__init__.__kwdefaults__["patience_s"] = HANG_S
     manager.Speeds.patience_s = lambda speeds, pages: HANG_S
+    manager._UNMEASURED_S = HANG_S
 
 
 if __name__ in ("__main__", "__mp_main__"):  # An engine that is spawned runs its parent's script.

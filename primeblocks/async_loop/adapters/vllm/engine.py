@@ -247,7 +247,8 @@ class VllmEngine:
         """Await one of `llm`'s coroutines until a deadline, or until the engine dies.
 
         Raises:
-            DeadlineError, EngineError, UsageError, ClosedError: as for `generate`.
+            DeadlineError, EngineError, UsageError, ClosedError, PrimeblocksError: as for
+                `generate`.
         """
         if self._gone.done():
             # A coroutine that is never awaited would warn.
@@ -268,10 +269,12 @@ class VllmEngine:
             raise error
         except EngineDeadError as error:
             raise EngineError(f"the vLLM engine failed: {error}") from error
-        except EngineGenerateError as error:  # vLLM calls it recoverable, so a fleet keeps it.
-            raise PrimeblocksError(
-                f"the vLLM engine failed in this request: {error.__cause__!r}"
-            ) from error
+        except EngineGenerateError as error:  # vLLM raises it for any error in a request.
+            cause = error.__cause__
+            if isinstance(cause, ValueError):
+                raise UsageError(f"vLLM refused the request: {cause}") from error
+            kind = EngineError if self.llm.errored else PrimeblocksError
+            raise kind(f"the vLLM engine failed in this request: {cause!r}") from error
         except (VLLMClientError, ValueError) as error:
             raise UsageError(f"vLLM refused the request: {error}") from error
 

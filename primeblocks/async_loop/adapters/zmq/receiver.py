@@ -137,9 +137,9 @@ class RolloutReceiver:
         (payload,) = rest
         ordinal = check_ordinal(said["ordinal"])
         if (known := self._known.get(ordinal)) is not None:  # Perhaps sent by a restarted worker.
-            del self._of[known.sender][ordinal]
+            self._remove(ordinal)
             known.sender, known.route = sender, route
-            self._of.setdefault(sender, {})[ordinal] = known
+            self._add(ordinal, known)
             return None
         try:
             if len(payload) > self._max_group_bytes:
@@ -151,8 +151,8 @@ class RolloutReceiver:
         except Exception as error:  # Forged bytes may raise any error.
             self.refused += 1
             return {ordinal: f"{type(error).__name__}: {error}"[:500]}
-        known = self._known[ordinal] = _Known(sender, route, GroupState.ARRIVED)
-        self._of.setdefault(sender, {})[ordinal] = known
+        known = _Known(sender, route, GroupState.ARRIVED)
+        self._add(ordinal, known)
         size = len(payload)
         self._waiting_bytes += size
         known.waits = asyncio.ensure_future(self._put(known, group))
@@ -186,9 +186,15 @@ class RolloutReceiver:
                 known.waits.cancel()
             self._remove(ordinal)
 
+    def _add(self, ordinal: int, known: _Known) -> None:
+        self._known[ordinal] = known
+        self._of.setdefault(known.sender, {})[ordinal] = known
+
     def _remove(self, ordinal: int) -> None:
         known = self._known.pop(ordinal)
         del self._of[known.sender][ordinal]
+        if not self._of[known.sender]:
+            del self._of[known.sender]
 
     def _answer(self, route: bytes, refused: dict[int, str] | None = None) -> None:
         sender, number = self._heard.get(route, ("", 0))

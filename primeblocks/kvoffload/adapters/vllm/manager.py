@@ -160,7 +160,7 @@ class _Queued:
     """A request that is not scheduled, and the number of its pages brought ahead."""
 
     context: ReqContext
-    wanted: Callable[[], Sequence[OffloadKey]]
+    wanted: Callable[[], Sequence[OffloadKey]] | None  # None: preempted, so its pages are unknown
     at: int = 0
 
 
@@ -263,7 +263,7 @@ class StoreManager(TieringOffloadingManager):
             state = self._req_state.get(request)
             # vLLM may schedule a preempted request again in the same step.
             if state is not None and request not in self._left:
-                self._queue = {request: _Queued(state.req_context, tuple)} | self._queue
+                self._queue = {request: _Queued(state.req_context, None)} | self._queue
         self._left.clear()
         self._bring_ahead()
         super().on_schedule_end(context)
@@ -301,7 +301,9 @@ class StoreManager(TieringOffloadingManager):
         """Bring pages of queued requests into the pool, as long as there is room."""
         left = _AHEAD
         for request, queued in self._queue.items():
-            keys = () if self._turns.has_asked(request) else queued.wanted()
+            if queued.wanted is None or self._turns.has_asked(request):
+                continue
+            keys = queued.wanted()
             if queued.at < len(keys):
                 self.primary_tier.touch(keys[: queued.at], queued.context)  # not to push them out
             while queued.at < len(keys):
@@ -319,7 +321,7 @@ class StoreManager(TieringOffloadingManager):
 
     def _patience_s(self, request: str) -> float:
         queued = self._queue.get(request)
-        if queued is None or not queued.wanted():  # preempted: nothing tells what it would load
+        if queued is None or queued.wanted is None:
             return _UNMEASURED_S
         missing = (
             self._is_below(key, queued.context)

@@ -205,7 +205,9 @@ class UnlinkedRegion(SharedOffloadRegion):
     """The shared pool. It does not warn about a name that the scheduler has already removed."""
 
     def cleanup(self) -> None:
-        self._creator = self._creator and os.path.exists(self.mmap_path)
+        # By the file: at the path may be the pool of the next engine of this id.
+        has_name = self.fd is not None and os.fstat(self.fd).st_nlink > 0
+        self._creator = self._creator and has_name
         super().cleanup()
 
 
